@@ -16,7 +16,7 @@ from torch import nn
 
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
-from tests.support import make_model, prepare_plain
+from tests.support import make_model
 
 NUM_LAYERS = 3
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -153,11 +153,6 @@ def outcome(model: Any) -> dict[str, object]:
     }
     assert found
     return {**found, "random state": digest(torch.get_rng_state())}
-
-
-def assert_same_step(make: Callable[[], Any] = build, **options: Any) -> None:
-    expected, found = step(make(), **options), step(prepare_plain(make()), **options)
-    assert changes(expected, found) == {}
 
 
 def _is_table(key: str, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""The parity gate under the HF Trainer: its own loop, schedule, evaluation, saving and resuming.
+"""The HF Trainer, recorded: its own loop, schedule, evaluation, saving and resuming.
 
 The Trainer is subclassed only to listen. The loss of a micro-batch is what ``training_step``
 returns (already divided by the accumulation), gradients and norm are taken where accelerate clips,
@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.gates.arms import Prepare, compare_arms
 from poros.gates.reference import Entry, StepRecord, Trajectory, adapter_state, snapshot
-from poros.gates.report import ParityReport, plain
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -102,50 +100,6 @@ def train_with_trainer(
             name = f"end, file {path.relative_to(saved)}"
             trajectory.extras.append(Entry(ADAPTER_FILES, name, content))
     return trajectory
-
-
-def run_trainer_parity(
-    make_model: Callable[[], torch.nn.Module],
-    train_dataset: Any,
-    prepare: Prepare | None = None,
-    *,
-    eval_dataset: Any = None,
-    subject: str = "HF Trainer",
-    repeat_resident: bool = True,
-    is_control: bool = False,
-    **overrides: Any,
-) -> ParityReport:
-    """Run the parity gate with the HF Trainer as the loop of both arms.
-
-    Args:
-        make_model: As in ``poros.gates.arms.compare_arms``, like ``prepare``,
-            ``repeat_resident`` and ``is_control``.
-        train_dataset: As in ``train_with_trainer``, like ``eval_dataset``.
-        prepare: See ``make_model``.
-        eval_dataset: See ``train_dataset``.
-        subject: Name of what is checked, for the report.
-        repeat_resident: See ``make_model``.
-        is_control: See ``make_model``.
-        **overrides: Of ``trainer_arguments``.
-
-    Returns:
-        The report, with rows for the evaluation losses and the adapter files besides the usual.
-    """
-    report = ParityReport(subject, settings={"training": plain(overrides)})
-
-    def run_arm(model: torch.nn.Module) -> Trajectory:
-        with TemporaryDirectory() as output_dir:
-            arguments = trainer_arguments(output_dir, **overrides)
-            return train_with_trainer(model, arguments, train_dataset, eval_dataset=eval_dataset)
-
-    return compare_arms(
-        make_model,
-        run_arm,
-        prepare,
-        report=report,
-        repeat_resident=repeat_resident,
-        is_control=is_control,
-    )
 
 
 def _recording_trainer(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
+import poros
 from tests.exact.arms import Bases
 from tests.support import same_bits
 
@@ -50,6 +51,18 @@ def fill(model: Model, dtype: torch.dtype = torch.float32) -> None:
         if "lora_" in name:
             values = 0.1 * torch.randn(parameter.shape, generator=generator)
             parameter.data = values.to(dtype)
+
+
+def with_kernels(model: Model, around: Callable[[], Any] = nullcontext, **choice: Any) -> Found:
+    """A step of the resident model with our kernels."""
+    poros.use_adapter_kernels(model, **choice)
+    found = step(model, around)
+    poros.restore(model)
+    return found
+
+
+def mlps(model: Model) -> list[Any]:
+    return [layer.mlp for layer in model.base_model.model.model.layers]
 
 
 def step(model: Model, around: Callable[[], Any] = nullcontext) -> Found:

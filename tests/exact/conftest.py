@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.exact.arms import Bases, Residents
+from tests.exact.arms import Bases, Residents, narrow_slices
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +13,9 @@ def residents(tmp_path_factory: pytest.TempPathFactory) -> Residents:
 @pytest.fixture(scope="session")
 def bases(residents: Residents) -> Bases:
     return residents.bases
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses in several slices of the small vocabulary."""
+    narrow_slices(monkeypatch)

@@ -1,8 +1,8 @@
 """Programs of users in which recomputing a layer is easily wrong, and what hooks do in them."""
 
 import random
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -232,32 +232,26 @@ def whole_model_checkpointed(model: Model) -> object:
     return loss
 
 
-def checkpointed_inside(reentrant: bool) -> Program:
+def with_forward(make: Callable[[Any], Callable[..., Any]]) -> Program:
+    """A step in which a module inside a layer has another forward, made of its own."""
+
     def program(model: Model) -> object:
         mlp = layers_of(model)[1].mlp
-        own = mlp.forward
-        mlp.forward = lambda x: checkpoint(own, x, use_reentrant=reentrant)
+        mlp.forward = make(mlp.forward)
         try:
-            loss = P.loss_of(model)
-            loss.backward()
+            return P.STEP(model)
         finally:
             del mlp.forward
-        return loss
 
     return program
 
 
-def empty_tensor_saved(model: Model) -> object:
-    """By an operator inside a layer whose forward is the user's, as when experts get no token."""
-    mlp = layers_of(model)[1].mlp
-    own = mlp.forward
-    mlp.forward = lambda x: own(x) + x[..., :0].exp().sum()
-    try:
-        loss = P.loss_of(model)
-        loss.backward()
-    finally:
-        del mlp.forward
-    return loss
+EMPTY_TENSOR_SAVED = with_forward(lambda own: lambda x: own(x) + x[..., :0].exp().sum())
+"""By an operator inside a layer whose forward is the user's, as when experts get no token."""
+
+
+def checkpointed_inside(reentrant: bool) -> Program:
+    return with_forward(lambda own: lambda x: checkpoint(own, x, use_reentrant=reentrant))
 
 
 def saved_inside(*, alone: bool) -> Program:
@@ -341,21 +335,21 @@ def bitsandbytes_beside(model: Model) -> None:
 # Backwards.
 
 
+def in_a_thread(target: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(target).result()
+
+
 def from_another_thread(model: Model) -> object:
     loss = P.loss_of(model)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
+    in_a_thread(loss.backward)
     return loss
 
 
 def forward_in_another_thread(model: Model) -> object:
-    losses: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: losses.append(P.loss_of(model)))
-    thread.start()
-    thread.join()
-    losses[0].backward()
-    return losses
+    loss = in_a_thread(lambda: P.loss_of(model))
+    loss.backward()
+    return loss
 
 
 def create_graph(model: Model) -> None:
@@ -372,10 +366,6 @@ def functional_gradient(model: Model) -> object:
     return torch.func.grad(loss_of)({name: each.detach() for name, each in trained.items()})
 
 
-def sum_of_two(model: Model) -> None:
-    (P.loss_of(model) + P.loss_of(model, 1)).backward()
-
-
 def retained_and_partial(model: Model) -> object:
     loss = P.loss_of(model)
     parameters = list(P.trained(model).values())
@@ -383,18 +373,6 @@ def retained_and_partial(model: Model) -> object:
     loss.backward(retain_graph=True)
     loss.backward()
     return found
-
-
-def step_within_backward(model: Model) -> None:
-    """Each adapter is updated as soon as its gradient is there."""
-    handles = []
-    for each in P.trained(model).values():
-        optimizer = torch.optim.SGD([each], lr=0.1)
-        handles.append(each.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step()))
-    for number in (0, 1, 0):
-        P.loss_of(model, number).backward()
-    for handle in handles:
-        handle.remove()
 
 
 def failing(where: str, error: type[BaseException]) -> Program:

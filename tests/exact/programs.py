@@ -98,14 +98,6 @@ def late_input_require_grads(model: Model) -> object:
 # Backwards.
 
 
-def backward_twice(model: Model) -> object:
-    loss = loss_of(model)
-    loss.backward(retain_graph=True)
-    once = gradients_now(model)
-    loss.backward()
-    return once
-
-
 def different_losses(model: Model) -> None:
     out = model(**batches()[0], output_hidden_states=True)
     out.logits[:, :5].float().square().mean().backward(retain_graph=True)

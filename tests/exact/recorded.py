@@ -10,8 +10,10 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.replay.captures import Captures
+from tests.exact import together
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
+from tests.exact.together import trained
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -27,30 +29,28 @@ def recorded(model: Model, **policy: Any) -> tuple[Any, TapeRecorder]:
     return poros.runtime(model).context.captures, recorder
 
 
-def trained(model: Model) -> list[torch.nn.Parameter]:
-    return [each for each in model.parameters() if each.requires_grad]
-
-
 def train(model: Model, num_steps: int, accumulation: int, change: Any = None) -> list[Any]:
     """Losses, gradients and adapters of each step; lengths alternate; dropout draws on."""
-    torch.manual_seed(5)
-    optimizer = torch.optim.AdamW(trained(model), lr=0.01)
-    facts: list[Any] = []
-    generator = torch.Generator().manual_seed(2)
-    for number in range(num_steps):
-        if change is not None:
-            change(model, number)
-        for part in range(accumulation):
-            tokens = torch.randint(0, 100, (2, (12, 20)[part % 2]), generator=generator)
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            (loss / accumulation).backward()
-            facts.append(loss.detach())
-        facts += [each.grad.clone() for each in trained(model) if each.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-        facts += [each.detach().clone() for each in trained(model)]
-        facts.append(torch.get_rng_state())
-    return facts
+    options = {} if change is None else {"between": change}
+    sizes = (accumulation,) * num_steps
+    return together.train(model, False, sizes=sizes, lengths=(12, 20), **options)
+
+
+def loss_of(model: Model, length: int = 12, shift: int = 0) -> torch.Tensor:
+    tokens = torch.arange(length)[None] + shift
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
+
+
+def spoil(patch: pytest.MonkeyPatch, fault: Callable[[TapeRecorder, list[Any]], None]) -> None:
+    """Have the steps of each recording changed by ``fault``."""
+    genuine = TapeRecorder.record
+
+    def record(self: TapeRecorder, run: Callable[[], None], is_held: bool = False) -> Any:
+        recording: Any = genuine(self, run, is_held)
+        fault(self, recording._tape._steps)
+        return recording
+
+    patch.setattr(TapeRecorder, "record", record)
 
 
 def other_rate(model: Model, number: int) -> None:

@@ -102,14 +102,11 @@ STEP_WITHOUT_CACHE = P.one_step(forward=R.uncached)
 
 
 def backwards() -> Iterator[Row]:
-    yield Row("a second backward", S.PLAIN, P.backward_twice)
     yield Row("different losses", S.PLAIN, P.different_losses, replays=False)
     for order in ((0, 1), (1, 0)):
         yield Row(f"two forwards, backwards {order}", S.PLAIN, P.two_forwards(order))
-    yield Row("two forwards, one backward", S.PLAIN, H.sum_of_two)
     yield Row("gradients of some parameters", S.PLAIN, P.some_parameters, replays=False)
     yield Row("partial backwards", S.PLAIN, H.retained_and_partial)
-    yield Row("updates within backward", S.PLAIN, H.step_within_backward)
     yield Row("backward in another thread", S.PLAIN, H.from_another_thread)
     yield Row("forward in another thread", S.PLAIN, H.forward_in_another_thread)
     yield Row("a layer called outside of the model", S.PLAIN, P.layer_outside_of_the_model)
@@ -215,7 +212,7 @@ def surroundings() -> Iterator[Row]:
         name = f"a module checkpointed, {'reentrant' if reentrant else 'not reentrant'}"
         policy = UNCHECKED if reentrant else {}
         yield Row(name, S.PLAIN, H.checkpointed_inside(reentrant), policy)
-    yield Row("an operator in a layer that saves an empty tensor", S.PLAIN, H.empty_tensor_saved)
+    yield Row("an operator in a layer that saves an empty tensor", S.PLAIN, H.EMPTY_TENSOR_SAVED)
     for alone in (False, True):
         name = f"saved as they are inside a layer, {'inner loss' if alone else 'loss'}"
         yield Row(name, S.DENSE, H.saved_inside(alone=alone))

@@ -1,5 +1,9 @@
-"""Micro-batches that go through the blocks together: the bits of one after the other, resident."""
+"""Micro-batches that go through the blocks together: the bits of one after the other, resident.
 
+And those that share the dense weights of a layer: the bits of those that do not.
+"""
+
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -7,11 +11,16 @@ import pytest
 import torch
 
 import poros
+from poros.api import prepare_with
 from poros.gates import tiny
+from poros.kernels import dense_layer, dequantize
+from poros.kernels.dense_layer import DenseLayer
 from poros.slots.schedule import Phase, count, walk
+from poros.stream.body import LayerBody
 from tests.covers import with_slow
+from tests.exact import together
 from tests.exact.adapter_arms import adapted
-from tests.exact.arms import Bases
+from tests.exact.arms import Bases, on_tapes
 from tests.exact.recorded import KEPT, recorded
 from tests.exact.together import (
     Batch,
@@ -21,11 +30,14 @@ from tests.exact.together import (
     ends,
     num_groups,
     program,
+    reasons,
     same,
     train,
     trained,
 )
-from tests.support import AdversarialPrepare, prepare_plain
+from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
+from tools.adversary import AdversarialStreams
+from tools.tape import TapeRecorder
 
 Model = Any
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,8 +47,23 @@ MIXED: Any = {"sizes": (3, 1, 5), "clip": 0.5, "padded": True}
 """Groups smaller than the others, other shapes, padding, clipping."""
 
 
-def of_policy(**policy: Any) -> Program:
-    return program(base=partial(dense, num_layers=NUM_LAYERS), policy=policy, sizes=(3, 3))
+POLICIES: dict[str, dict[str, Any]] = {
+    "two slots": {},
+    "all kept": {"slots": 4, "keep_last": 4},
+    "two kept": {"slots": 4, "keep_last": 2},
+    "all slots": {"slots": 4},
+    "blocks of two layers": {"block_size": 2},
+    "inputs on the host": {"offload_boundaries": True},
+    "adapters of PEFT": {"adapter_kernels": "peft"},
+    "a budget": {"slots": None, "vram_budget": "1GiB"},
+    "all on the host": {"loss": "chunked", "stream_head": True, "stream_embedding": True},
+}
+
+
+def of_policy(name: str, share_dense: bool) -> Program:
+    make = four_layers if share_dense else partial(dense, num_layers=NUM_LAYERS)
+    policy = {**POLICIES[name], "share_dense": share_dense}
+    return program(base=make, policy=policy, sizes=(3, 3))
 
 
 def of_base(*architecture: str, **options: Any) -> Program:
@@ -66,14 +93,8 @@ PROGRAMS = {
         for quantize in (True, False)
         for dtype, dropout in ((BF16, 0.0), (BF16, 0.05), (FP32, 0.05))
     },
-    "all kept": of_policy(slots=4, keep_last=4),
-    "two kept": of_policy(slots=4, keep_last=2),
-    "all slots": of_policy(slots=4),
-    "blocks of two layers": of_policy(block_size=2),
-    "inputs on the host": of_policy(offload_boundaries=True),
-    "adapters of PEFT": of_policy(adapter_kernels="peft"),
-    "a budget": of_policy(slots=None, vram_budget="1GiB"),
-    "all on the host": of_policy(loss="chunked", stream_head=True, stream_embedding=True),
+    **{name: of_policy(name, share_dense=False) for name in POLICIES},
+    **{f"{name}, dense weights shared": of_policy(name, share_dense=True) for name in POLICIES},
     **{
         name: of_base(name, num_layers=NUM_LAYERS)._replace(end=ALONE.get(name))
         for name in tiny.ARCHITECTURES
@@ -94,7 +115,8 @@ PROGRAMS = {
 
 # Of dtypes and dropout each comes, with 4 bits and dense; these have the operators of others.
 SLOW = ("nf4 torch.bfloat16 0.0", "nf4 torch.float32 0.05", "dense torch.bfloat16 0.05")
-SLOW += ("llama", "mistral", "qwen3", "gemma4_shared_kv", "qwen3_moe")
+SLOW += tuple(f"{name}, dense weights shared" for name in ("two slots", "all kept", "all slots"))
+SLOW += ("two slots", "llama", "mistral", "qwen3", "gemma4_shared_kv", "qwen3_moe")
 
 
 @pytest.mark.parametrize("which", with_slow(PROGRAMS, SLOW))
@@ -202,3 +224,176 @@ def test_the_models_own_loss_by_default(bases: Bases) -> None:
     assert same([p.grad for p in trained(model)], [p.grad for p in trained(resident)])
     with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
         poros.accumulate(model, [batch] * 2)
+
+
+Patch = pytest.MonkeyPatch
+TWO_EACH = (2,) * 6
+"""So that visits are replayed."""
+train_pairs = partial(together.train, sizes=TWO_EACH[:3])
+
+
+@pytest.fixture(scope="module")
+def expected(bases: Bases) -> list[torch.Tensor]:
+    return train_pairs(four_layers(bases), together=False)
+
+
+class Counted:
+    """How often weights were made dense, by whom."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.num_single = self.num_shared = 0
+        genuine = dequantize.dequantize_ref
+
+        def single(*args: Any) -> torch.Tensor:
+            self.num_single += 1
+            return genuine(*args)
+
+        def shared(packed: torch.Tensor, state: Any, weight: torch.Tensor) -> None:
+            self.num_shared += 1
+            weight.copy_(genuine(packed, state, weight.dtype))
+
+        patch.setattr(dequantize, "dequantize_ref", single)
+        patch.setattr(dense_layer, "dequantize_into", shared)
+
+
+def test_each_weight_is_made_dense_once_a_group_and_pass(
+    bases: Bases, expected: list[torch.Tensor], monkeypatch: Patch
+) -> None:
+    counted = Counted(monkeypatch)
+    model = prepare_plain(four_layers(bases), slots=2, share_dense=True, self_check="off")
+    assert same(train_pairs(model), expected)
+    assert num_groups(model) == 3 and reasons(model) == []
+    # Seven matrices, forward and backward; the last layer's are still there at the turn.
+    assert counted.num_shared == 3 * 7 * (2 * NUM_LAYERS - 1)
+    # On a CPU the forward is bitsandbytes' own: what asks is the gradient of the input.
+    assert counted.num_single == 0
+    runtime = poros.runtime(model)
+    largest = 2 * sum(p.numel() for p in projections(model, 0))
+    plain = prepare_plain(four_layers(bases), slots=2, self_check="off")
+    train_pairs(plain, sizes=(2,))
+    assert runtime.device_num_bytes - poros.runtime(plain).device_num_bytes == largest
+
+
+def projections(model: Model, layer: int) -> list[torch.Tensor]:
+    found = model.get_base_model().model.layers[layer].modules()
+    weights = (getattr(module, "weight", None) for module in found)
+    states = [each.quant_state for each in weights if hasattr(each, "quant_state")]
+    unique = {id(state): torch.empty(state.shape, device="meta") for state in states}
+    return list(unique.values())
+
+
+def test_without_sharing_each_micro_batch_makes_weights_dense(
+    bases: Bases, monkeypatch: Patch
+) -> None:
+    counted = Counted(monkeypatch)
+    train_pairs(on_tapes(four_layers(bases), slots=2), sizes=TWO_EACH)
+    assert counted.num_shared == 0
+    # In what is recorded at least, whose gradient is ours on a CPU too.
+    assert counted.num_single >= TWO_EACH[0] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_shared_dense_weights_under_adversarial_streams_and_of_dora(
+    use_dora: bool, bases: Bases
+) -> None:
+    options: Any = {"use_dora": use_dora, "lora_dropout": 0.05}
+    policy: Any = {"adapter_kernels": "fused", "slots": 2}
+    prepare = AdversarialPrepare()
+    found = train_pairs(prepare(adapted(bases, **options), share_dense=True, **policy))
+    assert same(
+        found, train_pairs(prepare_plain(adapted(bases, **options), **policy), together=False)
+    )
+
+
+@pytest.mark.parametrize("keep_last", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_recorded_visits_that_share_dense_weights(keep_last: int, bases: Bases) -> None:
+    """Some micro-batches of a form share, and a single one of the same form does not."""
+    run: Any = {"sizes": (2, 1, 2, 1, 2, 1, 2, 2, 1), "lengths": (12,)}
+    expected = train_pairs(four_layers(bases), together=False, **run)
+    model = four_layers(bases)
+    policy = poros.StreamingPolicy(
+        **AS_PLAIN, slots=4, keep_last=keep_last, device="cpu", share_dense=True
+    )
+    prepare_with(model, policy, recorder=TapeRecorder())
+    assert same(train_pairs(model, **run), expected) and num_groups(model) == 5
+    captures: Any = poros.runtime(model).context.captures
+    kinds = {
+        form.dense_address is not None
+        for forms in captures._forms.values()
+        for form in forms.values()
+        if any(each is not None and each.is_proved for each in form.backwards.values())
+    }
+    # Of a layer that keeps its graph one form is recorded at a time.
+    assert kinds == ({True, False} if keep_last == 0 else {True})
+
+
+def test_a_smaller_budget_goes_without_dense_weights(
+    bases: Bases, expected: list[torch.Tensor]
+) -> None:
+    model = prepare_plain(four_layers(bases), slots=2, share_dense=True)
+    runtime = poros.runtime(model)
+    train_pairs(model, sizes=(2, 2))
+    before = runtime.device_num_bytes
+    runtime.sizer.shares_dense = False
+    train_pairs(model, sizes=(2,))
+    assert runtime.device_num_bytes < before
+    again = prepare_plain(four_layers(bases), slots=2, share_dense=True)
+    poros.runtime(again).sizer.shares_dense = False
+    assert same(train_pairs(again), expected)
+
+
+def test_no_memory_for_dense_weights(
+    bases: Bases, expected: list[torch.Tensor], monkeypatch: Patch
+) -> None:
+    def out_of_memory(self: DenseLayer) -> None:
+        raise torch.OutOfMemoryError("none")
+
+    monkeypatch.setattr(DenseLayer, "allocate", out_of_memory)
+    model = prepare_plain(four_layers(bases), slots=2, share_dense=True)
+    assert same(train_pairs(model), expected) and num_groups(model) == 3
+
+
+# ------------------------------------------------------------------------------------ faults
+
+
+def never_filled_again(patch: Patch) -> None:
+    """Another layer's weights are taken for this one's."""
+    genuine = DenseLayer.fill
+
+    def fill(self: DenseLayer, layer: int, weights: Any) -> None:
+        if self._filled is not None:
+            self._reader = layer
+        else:
+            genuine(self, layer, weights)
+
+    patch.setattr(DenseLayer, "fill", fill)
+
+
+def before_the_block_is_there(patch: Patch) -> None:
+    """The weights are made dense ahead of the visit, from what its slot held before."""
+
+    def sharing(self: LayerBody) -> Any:
+        dense = self.context.dense
+        if dense is None:
+            return nullcontext()
+        found = dense.serving(self.index)
+        dense.served = self.index
+        dense.fill(self.index, self.weights.bindings.dense_weights)
+        return found
+
+    patch.setattr(LayerBody, "sharing_dense", sharing)
+
+
+@pytest.mark.parametrize("fault", [never_filled_again, before_the_block_is_there])
+def test_control_a_fault_of_dense_weights_shows(
+    fault: Any, bases: Bases, monkeypatch: Patch
+) -> None:
+    """Where a recomputation makes a graph: on a CPU that of a forward is bitsandbytes' own."""
+    expected = train_pairs(four_layers(bases), together=False, sizes=TWO_EACH)
+    fault(monkeypatch)
+    policy = poros.StreamingPolicy(
+        **AS_PLAIN, slots=2, device="cpu", share_dense=True, self_check="off"
+    )
+    model, streams = four_layers(bases), AdversarialStreams()
+    prepare_with(model, policy, streams=streams, recorder=TapeRecorder())
+    assert not same(train_pairs(model, sizes=TWO_EACH), expected)

@@ -28,8 +28,6 @@ from tests.exact.together import (
     trained,
 )
 from tests.exact.trainer_arms import FULL, Arms
-from tests.exact.trl_arms import PREFERENCES, TEXTS, trl
-from tests.exact.trl_arms import Arms as TrlArms
 from tests.support import prepare_plain, same_bits
 from tests.trainer_parity import trainer_arguments
 
@@ -263,37 +261,3 @@ def test_smoothing_and_z_loss_in_slices(
     first, near = (arms.log_history(name, 2)[0]["loss"] for name in ("grouped", "whole"))
     assert first == pytest.approx(near, rel=2**-8)
     assert compare_trajectories(whole, found) != []
-
-
-class Sft(poros.BlockMajorMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-    pass
-
-
-class Dpo(poros.BlockMajorMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
-    pass
-
-
-SFT, DPO = (trl.SFTTrainer, Sft, trl.SFTConfig, TEXTS), (trl.DPOTrainer, Dpo, trl.DPOConfig)
-ON_HOST = {"loss": "chunked", "stream_head": True}
-PACKED = {"packing": True, "max_length": 24, "gradient_accumulation_steps": 2}
-TRL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "sft": (SFT, ON_HOST, {}),
-    "sft, packed": (SFT, {}, PACKED),
-    "sft, dft": (SFT, ON_HOST, {"loss_type": "dft"}),
-    "dpo": ((*DPO, PREFERENCES), {}, {}),
-    "dpo, on the host": ((*DPO, PREFERENCES), ON_HOST, {}),
-}
-
-
-@pytest.mark.parametrize("which", TRL)
-def test_trainers_of_trl(which: str, tmp_path: Path) -> None:
-    """What they log is compared as well."""
-    (plain, grouped, arguments, rows), policy, options = TRL[which]
-    options = {"gradient_accumulation_steps": 3, **options}
-    expected = TrlArms(tmp_path, plain, arguments, rows).run(**options)
-    arms = TrlArms(tmp_path, grouped, arguments, rows)
-    found = arms.run(partial(TWO_SLOTS, **policy), **options)
-    assert [str(each) for each in compare_trajectories(expected, found)] == []
-    # What DPO's reference pass draws is known behind the first micro-batch.
-    assert num_groups(arms.model) == (3 if "dpo" in which else 2) and reasons(arms.model) == []
-    assert any("line 0" in each.name for each in found.extras)

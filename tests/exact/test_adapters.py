@@ -8,11 +8,12 @@ of its calls); whatever the calls compute has the same bits.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 
 import poros
 from poros.gates.reference import Trajectory
@@ -20,6 +21,7 @@ from tests.exact import programs as P
 from tests.exact import subjects as S
 from tests.exact.arms import Bases, Model, Residents, Subject, facts_of, streamed
 from tests.snapshots import batches, bf16, bits_of, changes, digest, run
+from tests.support import make_base
 
 Call = Callable[[Model], object]
 
@@ -73,6 +75,30 @@ def look(model: Model) -> object:
     """The outputs in evaluation mode."""
     with torch.no_grad():
         return {"outputs": digest(model.eval()(**batches()[1]).logits)}
+
+
+def saved(model: Model) -> object:
+    """The files of all adapters."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        files = sorted(Path(folder).rglob("adapter_*"))
+        found = {str(each.relative_to(folder)): each.read_bytes() for each in files}
+    assert len(found) == 2 * len(model.peft_config)
+    return {f"file {name}": content for name, content in found.items()}
+
+
+def load(trainable: bool) -> Call:
+    """A trained adapter of another model, from its files."""
+
+    def call(model: Model) -> None:
+        torch.manual_seed(6)
+        other = get_peft_model(make_base(num_layers=3, hidden_size=64, dropout=0.05), config())
+        run(other)
+        with TemporaryDirectory() as folder:
+            other.save_pretrained(folder)
+            model.load_adapter(folder, "b", is_trainable=trainable)
+
+    return call
 
 
 def combine(model: Model) -> None:
@@ -174,6 +200,9 @@ def scenarios() -> Iterator[tuple[str, list[Call], Subject, dict[str, Any]]]:
         "two at once": [add("b"), both, train, look, use("b"), look],
         "a weighted sum": [*start, combine, use("sum"), look, train, look],
         "all off and on": [look, off, look, on, train, look],
+        "saved": [train, add("b", use_dora=True), use("b"), train, saved],
+        "loaded": [train, load(True), use("b"), look, train, use("default"), train, look],
+        "loaded frozen": [train, load(False), use("b"), look, use("default"), train, look],
         "cast under autocast": [cast, partial(train, autocast_dtype=torch.bfloat16), look],
     }
     for name, calls in ends.items():
@@ -274,36 +303,6 @@ def test_prepare_anywhere_between_the_calls(kind: str, bases: Bases) -> None:
     compare(calls, S.PLAIN, bases, range(len(calls)))
     deleting = [add("b"), use("b"), train, delete("b"), added, use("b"), train]
     compare(deleting, S.PLAIN, bases, range(len(deleting)))
-
-
-@pytest.mark.parametrize("trainable", [True, False])
-def test_loading_an_adapter(trainable: bool, bases: Bases, tmp_path: Path) -> None:
-    torch.manual_seed(6)
-    other = get_peft_model(bases.base(), config())
-    run(other)
-    other.save_pretrained(tmp_path)
-
-    def load(model: Model) -> None:
-        model.load_adapter(tmp_path, "b", is_trainable=trainable)
-
-    calls = [train, load, use("b"), look] + [train] * trainable + [use("default"), train, look]
-    require_telling("", compare(calls, S.PLAIN, bases, (0, len(calls) // 2)))
-
-
-def test_every_adapter_is_saved_as_a_resident_model_saves_it(bases: Bases, tmp_path: Path) -> None:
-    files = []
-    for name in ("resident", "streamed"):
-        model = S.PLAIN(bases)
-        if name == "streamed":
-            streamed(model)
-        for call in (train, add("b", use_dora=True), use("b"), train):
-            call(model)
-        model.save_pretrained(tmp_path / name)
-        found = sorted((tmp_path / name).rglob("adapter_*"))
-        files.append({str(each.relative_to(tmp_path / name)): each.read_bytes() for each in found})
-    assert len(files[0]) == 4 and files[0] == files[1]
-    plain = PeftModel.from_pretrained(bases.base(), tmp_path / "streamed" / "b", "b")
-    assert look(plain) == look(model)
 
 
 # Controls.

@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import poros
 from poros.errors import ParityError, PolicyError, RematerializationError
+from poros.graphs import Fixed
+from poros.model import recorded as chosen
 from poros.replay.captures import NEW
-from tests.exact.adapter_arms import adapted, differences, step
+from poros.stream.offload import ActivationOffloader
+from poros.stream.rng import RngStash
+from tests.exact.adapter_arms import adapted, differences, step, with_kernels
 from tests.exact.arms import Bases
-from tests.exact.recorded import CHANGES, KEPT, autocast, recorded, resident, train, trained
-from tests.support import same_bits
+from tests.exact.recorded import CHANGES, KEPT, autocast, loss_of, recorded, resident, spoil, train
+from tests.exact.together import same, trained
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -29,9 +34,7 @@ def test_replayed_visits_have_the_bits_of_eager_ones(
     around: Any, policy: dict[str, Any], options: dict[str, Any], quantize: bool, bases: Bases
 ) -> None:
     model = adapted(bases, quantize=quantize, **options)
-    poros.use_adapter_kernels(model)
-    expected = step(model, around)
-    poros.restore(model)
+    expected = with_kernels(model, around)
     captures, recorder = recorded(model, **policy)
     for _ in range(STEPS):
         assert differences(step(model, around), expected) == []
@@ -57,37 +60,31 @@ def test_training_has_the_bits_of_a_resident_run(
     model = adapted(bases, lora_dropout=0.1)
     captures, _ = recorded(model, **policy)
     found = train(model, 9, accumulation, CHANGES[change])
-    assert len(found) == len(expected) and all(map(same_bits, found, expected))
+    assert same(found, expected)
     stats = poros.runtime(model).stats()
     assert captures.num_replays == stats["num_replayed_visits"] > 0
     assert stats["num_eager_visits"] == sum(captures.eager.values())
     unchanged = resident(bases, "nothing", 9, accumulation)
-    assert change in ("nothing", "evaluation between") or not all(map(same_bits, found, unchanged))
+    assert change in ("nothing", "evaluation between") or not same(found, unchanged)
 
 
 def test_a_form_that_never_comes_back_costs_nothing(bases: Bases) -> None:
     model = adapted(bases)
     captures, recorder = recorded(model, self_check="off")
     for length in range(8, 24):
-        tokens = torch.arange(length)[None]
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        loss_of(model, length).backward()
     assert recorder.num_recorded == 0 and captures.num_replays == 0
 
 
 def test_what_a_backward_has_never_shown_whole_is_not_recorded_until_one_has(bases: Bases) -> None:
     model = adapted(bases)
     captures, _ = recorded(model)
-    tokens = torch.arange(12)[None]
-
-    def loss() -> torch.Tensor:
-        return model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
-
     for _ in range(30):
-        torch.autograd.grad(loss(), trained(model))
+        torch.autograd.grad(loss_of(model), trained(model))
     assert captures.num_recorded == 0 and captures.num_replays == 0
     # Seldom looked at by then, but not never.
     for _ in range(8):
-        loss().backward()
+        loss_of(model).backward()
     assert captures.num_replays > 0
 
 
@@ -100,18 +97,14 @@ def test_a_recording_that_gives_other_bits_is_never_used(
     model = adapted(bases, lora_dropout=0.1)
     expected = resident(bases, "nothing", 6, 1)
     captures, recorder = recorded(model)
-    genuine = TapeRecorder.record
 
-    def record(self: TapeRecorder, run: Callable[[], None], is_held: bool = False) -> Any:
-        recording: Any = genuine(self, run, is_held)
-        steps = recording._tape._steps
+    def fault(recorder: TapeRecorder, steps: list[Any]) -> None:
         found = [place for place, (func, *_) in enumerate(steps) if operator in str(func)]
-        if self.num_recorded % 2 == 1 - which:
+        if recorder.num_recorded % 2 == 1 - which:
             del steps[found[0]]
-        return recording
 
-    monkeypatch.setattr(TapeRecorder, "record", record)
-    assert all(map(same_bits, train(model, 6, 1), expected))
+    spoil(monkeypatch, fault)
+    assert same(train(model, 6, 1), expected)
     # A forward is replayed as soon as its own recording is proved.
     assert captures.num_replays == (0, 2)[which] and recorder.num_replays > 0
     assert any("other bits" in reason for reason in captures.eager)
@@ -131,7 +124,7 @@ def test_what_the_host_waits_for_is_not_recorded(
     monkeypatch.setattr(layer, "forward", forward)
     expected = train(adapted(bases), 6, 1)
     captures, _ = recorded(model)
-    assert all(map(same_bits, train(model, 6, 1), expected))
+    assert same(train(model, 6, 1), expected)
     assert captures.num_replays == 0
     assert any(reason.startswith("cannot be recorded") for reason in captures.eager)
 
@@ -140,22 +133,18 @@ def test_control_gradients_that_are_not_copied_out_are_overwritten(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Autograd keeps what it is handed as ``.grad``, and the next visit writes there."""
-    from poros.graphs import Fixed
-
     expected = train(adapted(bases), 8, 1)
     model = adapted(bases)
     captures, _ = recorded(model)
     monkeypatch.setattr(Fixed, "copies", lambda self: self.tensors)
     found = train(model, 8, 1)
-    assert captures.num_replays > 0 and not all(map(same_bits, found, expected))
+    assert captures.num_replays > 0 and not same(found, expected)
 
 
 def test_control_a_random_state_that_is_not_replayed_differs(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were it not set, the recomputation would draw other masks; it is an error."""
-    from poros.stream.rng import RngStash
-
     model = adapted(bases, lora_dropout=0.1)
     recorded(model)
     train(model, 6, 1)
@@ -174,7 +163,7 @@ def test_restoring_ends_it(bases: Bases) -> None:
     for name, each in again.named_parameters():
         if each.requires_grad:
             model.get_parameter(name).data = each.data.clone()
-    assert all(map(same_bits, train(model, 6, 1), expected))
+    assert same(train(model, 6, 1), expected)
 
 
 def test_graphs_on_a_cpu_are_an_error(bases: Bases) -> None:
@@ -188,8 +177,6 @@ def test_many_tokens_are_not_recorded_unless_that_is_asked_for(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is busy with them for longer than the host."""
-    from poros.model import recorded as chosen
-
     expected = train(adapted(bases), 6, 2)
     model = adapted(bases)
     layer = model.base_model.model.model.layers[0]
@@ -199,7 +186,7 @@ def test_many_tokens_are_not_recorded_unless_that_is_asked_for(
     # Of two rows of 12 and of 20 tokens the first may be recorded.
     monkeypatch.setattr(chosen, "MOST_FLOP", 2 * 10 * 30)
     captures, recorder = recorded(model)
-    assert all(map(same_bits, train(model, 6, 2), expected))
+    assert same(train(model, 6, 2), expected)
     assert captures.num_replays > 0 and recorder.num_recorded == 2 * 2
     assert any("so many tokens" in reason for reason in captures.eager)
     model = adapted(bases)
@@ -228,22 +215,14 @@ def test_under_strict_a_recording_with_other_bits_is_an_error(
     bases: Bases,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    genuine = TapeRecorder.record
-
-    def record(self: TapeRecorder, run: Callable[[], None], is_held: bool = False) -> Any:
-        recording: Any = genuine(self, run, is_held)
-        fault(recording._tape._steps)
-        return recording
-
     def forwards(model: Model) -> None:
-        tokens = torch.arange(12)[None]
         for _ in range(6):
             with around():
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss = loss_of(model)
             if loss.requires_grad:
                 loss.backward()
 
-    monkeypatch.setattr(TapeRecorder, "record", record)
+    spoil(monkeypatch, lambda _, steps: fault(steps))
     model = adapted(bases, lora_dropout=0.1)
     recorded(model, cuda_graphs=True)
     with pytest.raises(ParityError, match=rf"expected a recorded visit .* found others: {found}"):
@@ -260,13 +239,12 @@ def test_recordings_that_do_not_pay_make_the_next_ones_rarer(bases: Bases) -> No
     captures, recorder = recorded(model, self_check="off")
     for length in range(8, 40):
         for _ in range(2):
-            tokens = torch.arange(length)[None]
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            loss_of(model, length).backward()
     # Of two layers: as many forms as there are places, and one that another made way for.
     assert recorder.num_recorded == 2 * 2 * (4 + 1)
     assert captures.num_replays == 0
     for _ in range(8):  # what comes often is recorded all the same
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        loss_of(model, length).backward()
     assert captures.num_replays > 0
 
 
@@ -278,16 +256,13 @@ def test_memory_is_given_back_only_when_something_is_recorded(bases: Bases) -> N
     recorder.give_back = lambda: calls.append(captures.num_recorded)  # type: ignore[method-assign]
     for _ in range(8):
         for length in range(8, 13):  # one more than there are places for
-            tokens = torch.arange(length)[None]
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            loss_of(model, length).backward()
     assert captures.num_replays > 0
     assert 0 < len(calls) == len(set(calls)) <= 2 * 4
 
 
 def test_nothing_is_recorded_within_a_backward(bases: Bases) -> None:
     """Under a checkpoint around all of the model its forward runs once more in the backward."""
-    from torch.utils.checkpoint import checkpoint
-
     model = adapted(bases)
     _, recorder = recorded(model, self_check="off")
     begin, places = recorder.record, []
@@ -310,8 +285,6 @@ def test_nothing_is_recorded_within_a_backward(bases: Bases) -> None:
 def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from poros.stream.offload import ActivationOffloader
-
     model = adapted(bases)
     recorded(model, self_check="off", offload_boundaries=True)
     genuine, indices = ActivationOffloader.offload, list[int]()
@@ -323,6 +296,5 @@ def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(
     monkeypatch.setattr(ActivationOffloader, "offload", offload)
     for layer in model.base_model.model.model.layers:
         layer.mlp.register_forward_hook(lambda module, given, result: None)
-    tokens = torch.arange(12)[None]
-    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    loss_of(model).backward()
     assert indices == [0, 1]

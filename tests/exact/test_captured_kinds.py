@@ -1,32 +1,36 @@
 """Recorded visits of layers that keep their graph, without gradients, of unsteady attention.
 
-Replayed by a stand-in that sees nothing of Python.
+And around layers: under the HF Trainer, of other architectures, and what recordings read. Replayed
+by a stand-in that sees nothing of Python.
 """
 
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Trainer, TrainerCallback
 
 import poros
 from poros.errors import ParityError
-from poros.replay.forms import HeldGraphs
-from tests.exact.adapter_arms import adapted
+from poros.gates.reference import compare_trajectories
+from poros.replay.captures import ARGUMENTS
+from poros.replay.forms import Form, HeldGraphs
+from tests.covers import with_slow
+from tests.exact.adapter_arms import adapted, mlps
 from tests.exact.arms import Bases
-from tests.exact.recorded import KEPT, autocast, recorded, train, trained
-from tests.support import same_bits
+from tests.exact.recorded import KEPT, autocast, loss_of, record_on_tapes, recorded, spoil, train
+from tests.exact.together import same, trained
+from tests.exact.trainer_arms import NUM_STEPS, Arms
+from tests.support import prepare_plain, same_bits
+from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
 
 Model = Any
-
-
-def loss_of(model: Model, shift: int = 0) -> torch.Tensor:
-    tokens = torch.arange(12)[None] + shift
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
 
 
 def gradients(model: Model) -> list[Any]:
@@ -38,7 +42,7 @@ def inside_and_outside(around: Callable[[], Any], model: Model) -> list[Any]:
     facts = []
     for number in range(12):
         with around():
-            loss = loss_of(model, number)
+            loss = loss_of(model, shift=number)
             if number % 2:
                 loss.backward()
         if not number % 2:
@@ -58,7 +62,7 @@ def two_losses(model: Model, number_of_forwards: int = 2) -> list[Any]:
     facts = []
     for number in range(8):
         parts = range(number_of_forwards if number % 3 else 1)
-        losses = [loss_of(model, part) for part in parts]
+        losses = [loss_of(model, shift=part) for part in parts]
         for loss in losses if number % 2 else losses[::-1]:
             loss.backward()
         facts += gradients(model)
@@ -70,7 +74,7 @@ def second_backward(model: Model) -> list[Any]:
     for number in range(8):
         loss = loss_of(model)
         loss.backward(retain_graph=True)
-        loss_of(model, 1).backward()
+        loss_of(model, shift=1).backward()
         if number != 5:
             loss.backward()
         facts += gradients(model)
@@ -85,7 +89,7 @@ def without_gradients(is_training: bool, model: Model) -> list[Any]:
         tokens = torch.arange(12)[None] + number
         with torch.no_grad(), model.disable_adapter() if number % 2 else nullcontext():
             facts.append(model(input_ids=tokens, use_cache=False).logits.clone())
-        loss = loss_of(model, number)
+        loss = loss_of(model, shift=number)
         loss.backward()
         facts += [loss.detach(), *gradients(model)]
     return facts
@@ -133,7 +137,7 @@ def test_runs(which: str, policy: dict[str, Any], bases: Bases) -> None:
     model = adapted(bases, lora_dropout=0.1)
     captures, _ = recorded(model, **policy)
     found = run(model)
-    assert len(found) == len(expected) and all(map(same_bits, found, expected))
+    assert same(found, expected)
     assert captures.num_replays > 0
     if which == "two losses":
         # The second one's graph has no place in the recording: it is recomputed.
@@ -146,8 +150,6 @@ def test_runs(which: str, policy: dict[str, Any], bases: Bases) -> None:
 def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from poros.replay.forms import Form
-
     expected = two_losses(adapted(bases))
     model = adapted(bases)
     recorded(model, **KEPT)
@@ -166,7 +168,7 @@ def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
 
     monkeypatch.setattr(Form, "in_flight", Unseen(), raising=False)
     monkeypatch.setattr(Form, "is_there", lambda self, call: True)
-    assert not all(map(same_bits, two_losses(model), expected))
+    assert not same(two_losses(model), expected)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
@@ -187,13 +189,12 @@ def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
         handle = model.base_model.model.model.layers[0].register_forward_hook(cut)
         for number in range(10):
             cuts = number > 5
-            tokens = torch.arange(12)[None] + number
-            first = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            first = loss_of(model, shift=number)
             if number > 5:
                 gc.collect()  # the first layer's call is gone, and so may its graph
-                first = first + model(input_ids=tokens + 1, labels=tokens, use_cache=False).loss
+                first = first + loss_of(model, shift=number + 1)
             first.backward()
-            facts += [first.detach(), *(each.grad.clone() for each in trained(model))]
+            facts += [first.detach(), *gradients(model)]
             model.zero_grad(set_to_none=False)
         handle.remove()
         return facts
@@ -201,7 +202,7 @@ def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
     expected = run(adapted(bases))
     model = adapted(bases)
     captures, _ = recorded(model, **KEPT)
-    is_same = all(map(same_bits, run(model), expected))
+    is_same = same(run(model), expected)
     assert captures.num_replays > 0 and is_same == is_guarded
 
 
@@ -226,49 +227,10 @@ def test_decoding_with_a_cache_runs_as_always(bases: Bases) -> None:
     assert captures.num_replays == 0
 
 
-def unsteady_attention(monkeypatch: pytest.MonkeyPatch, spoiled: bool = False) -> None:
-    """Attention that is taken for one that does not repeat itself, and does not."""
-    from poros.stream import attention
-
-    genuine = torch.nn.functional.scaled_dot_product_attention
-    noise = [0]
-
-    class Unsteady(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
-            return result.view_as(result)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            if torch.are_deterministic_algorithms_enabled():
-                return gradient
-            noise[0] += 1
-            return gradient * (1 + 0.01 * noise[0])
-
-    def steadily(func: Any, args: Any, kwargs: Any) -> Any:
-        result = Unsteady.apply(genuine(*args, **kwargs))
-        node = result.grad_fn
-        if node is not None:
-            held: list[Any] = []
-            node.register_prehook(lambda _: attention._enter(held))
-            node.register_hook(lambda *_: attention._leave(held))
-        return result
-
-    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
-        for mode in torch.overrides._get_current_function_mode_stack():
-            if isinstance(mode, attention.AttentionKernels):
-                mode.may_vary = True
-                if mode._is_deterministic:
-                    return steadily(None, args, kwargs)
-        return Unsteady.apply(genuine(*args, **kwargs))
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-
-
 def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unsteady_attention(monkeypatch)
+    make_unsteady(monkeypatch)
     for policy in ({}, KEPT):
         model = adapted(bases, lora_dropout=0.1)
         captures, recorder = recorded(model, self_check="off", **policy)
@@ -282,20 +244,16 @@ def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
 def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unsteady_attention(monkeypatch)
+    make_unsteady(monkeypatch)
     model = adapted(bases, lora_dropout=0.1)
     captures, _ = recorded(model, self_check="off")
-    genuine = TapeRecorder.record
 
-    def record(self: TapeRecorder, run: Callable[[], None], is_held: bool = False) -> Any:
-        recording: Any = genuine(self, run, is_held)
-        steps = recording._tape._steps
+    def fault(recorder: TapeRecorder, steps: list[Any]) -> None:
         places = [place for place, (func, *_) in enumerate(steps) if "bernoulli" in str(func)]
-        if torch.are_deterministic_algorithms_enabled() or self.num_recorded > 4:
+        if torch.are_deterministic_algorithms_enabled() or recorder.num_recorded > 4:
             del steps[places[-1]]
-        return recording
 
-    monkeypatch.setattr(TapeRecorder, "record", record)
+    spoil(monkeypatch, fault)
     train(model, 8, 1)
     assert any("other bits" in reason for reason in captures.eager)
 
@@ -310,8 +268,7 @@ def test_lengths_that_alternate_do_not_drive_each_other_out(
     after: list[int] = []
     for _ in range(8):
         for length in range(8, 8 + num_lengths):
-            tokens = torch.arange(length)[None]
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            loss_of(model, length).backward()
         after.append(recorder.num_recorded)
     assert after[-1] == after[-3] == 2 * 2 * (num_lengths - 1)
     assert captures.num_replays > 0
@@ -322,8 +279,7 @@ def test_a_length_that_does_not_come_back_makes_way(bases: Bases) -> None:
     captures, _ = recorded(model, self_check="off")
     for length in range(8, 14):
         for _ in range(20):
-            tokens = torch.arange(length)[None]
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            loss_of(model, length).backward()
     for forms in captures._forms.values():
         assert sum(form.forward is not None for form in forms.values()) == 4
     assert captures.num_replays >= 6 * 16 * 2 * 2
@@ -334,7 +290,7 @@ def test_nothing_of_a_dropped_graph_is_held_for_its_form(bases: Bases) -> None:
     recorded(model, offload_boundaries=True, self_check="off")
     offloader = poros.runtime(model).offloader
     for _ in range(5):
-        loss = model(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss
+        loss = loss_of(model)
         held = offloader.num_bytes
         del loss
     assert held == offloader.num_bytes == 2 * 12 * 64 * 2  # of two layers
@@ -349,3 +305,155 @@ def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed(
     poros.runtime(model).host_slab(1)[0] ^= 1
     with pytest.raises(ParityError):
         train(model, 3, 1)
+
+
+class Generating(TrainerCallback):  # type: ignore[misc]
+    """Evaluation and generation come between steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        model = given["model"]
+        model.eval()
+        with torch.no_grad():
+            model.generate(torch.arange(5)[None] + 3, max_new_tokens=3, do_sample=False)
+        model.train()
+
+
+class GeneratingTrainer(Trainer):  # type: ignore[misc]
+    def __init__(self, *, callbacks: list[TrainerCallback], **options: Any) -> None:
+        super().__init__(callbacks=[*callbacks, Generating()], **options)
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("keep_last", [0, 2])
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 1}, {"bf16": True}], ids=str)
+def test_hf_trainer(
+    options: dict[str, Any], keep_last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That lengths change, too, is in ``test_trl``."""
+    captures = record_on_tapes(monkeypatch, 2)
+    arms = Arms.make(tmp_path, torch.bfloat16)
+    options = {**options, "trainer_class": GeneratingTrainer}
+    options |= {"save_strategy": "steps", "save_steps": NUM_STEPS}
+    prepare = partial(prepare_plain, slots=2 + keep_last, keep_last=keep_last)
+    expected, found = arms.run("resident", **options), arms.run("recorded", prepare, **options)
+    assert compare_trajectories(expected, found) == []
+    assert arms.log_history("resident") == arms.log_history("recorded")
+    assert captures[0].num_replays > 0
+
+
+def places(tensors: Any) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in tensors}
+
+
+@pytest.mark.cover("pairs")
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "phi3"])
+def test_a_recording_reads_nothing_but_what_its_form_holds_fast(
+    architecture: str, options: dict[str, Any], policy: dict[str, Any], bases: Bases
+) -> None:
+    """A tensor that some module keeps and exchanges would be read where it no longer is."""
+    model = adapted(bases, architecture, **options)
+    captures, recorder = recorded(model, **policy)
+    train(model, 6, 1)
+    assert captures.num_replays > 0 and len(recorder.tapes) > 0
+    assert strangers(model, captures, recorder) == []
+
+
+def strangers(model: Model, captures: Any, recorder: TapeRecorder) -> list[Any]:
+    """Shapes of what recordings read and nothing is known to hold where it is."""
+    runtime = poros.runtime(model)
+    fixed = [piece for each in captures.memory._known.values() for piece in each._pieces]
+    held = (
+        places([*model.parameters(), *model.buffers(), *fixed])
+        | places(slot.buffer for slot in (*runtime.ring.slots, *runtime.ring.pinned))
+        | places(runtime.constants._known.values())
+        | places(runtime.small._buffers)
+        | places(runtime.small.nested.values())
+        # Of frozen weights, as long as these are what they are.
+        | places(
+            kept
+            for forward in (vars(each).get("forward") for each in model.modules())
+            if hasattr(forward, "_squares")
+            for kept in forward._squares._kept.values()
+        )
+    )
+    kept = places(
+        each
+        for forms in captures._forms.values()
+        for form in forms.values()
+        for tape in recorder.tapes
+        if form.held is not None
+        for each in tape._made
+    )
+    return [
+        tuple(each.shape)
+        for tape in recorder.tapes
+        for each in tape.given()
+        if each.untyped_storage().data_ptr() not in held | kept and each.numel() > 1
+    ]
+
+
+def with_a_gain(model: Model, patch: pytest.MonkeyPatch) -> list[Any]:
+    """Its feed-forwards multiply by a tensor that they hold as a plain attribute."""
+    kind = type(mlps(model)[0])
+    genuine = kind.forward
+    patch.setattr(kind, "forward", lambda self, given: genuine(self, given) * self.gain)
+    found = mlps(model)
+    for each in found:
+        each.gain = torch.full((64,), 1.5, dtype=torch.bfloat16)
+    return found
+
+
+def test_control_a_stranger_is_found(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(bases)
+    with_a_gain(model, monkeypatch)
+    captures, recorder = recorded(model, self_check="off")
+    train(model, 6, 1)
+    assert (64,) in strangers(model, captures, recorder)
+
+
+@pytest.mark.parametrize("in_a_list", [False, True])
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+def test_a_tensor_that_a_module_exchanges(
+    policy: dict[str, Any], in_a_list: bool, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exchange(model: Model, number: int) -> None:
+        for mlp in mlps(model):
+            gain = torch.full((64,), 1.5 if number < 6 else 0.5, dtype=torch.bfloat16)
+            if number in (0, 6):
+                mlp.gain = gain
+            if in_a_list and number == 0:
+                mlp.others = [gain]
+
+    def run(record: bool) -> tuple[list[Any], Any]:
+        with monkeypatch.context() as patch:
+            model = adapted(bases)
+            with_a_gain(model, patch)
+            captures = recorded(model, **policy)[0] if record else None
+            return train(model, 12, 1, exchange), captures
+
+    expected, _ = run(False)
+    found, captures = run(True)
+    assert same(found, expected)
+    assert (captures.num_replays > 0) != in_a_list
+
+
+REPLAYED = dict.fromkeys(["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"])
+RUN = {"gemma4": ARGUMENTS, "mixtral": "hooks", "qwen3_moe": "hooks"}
+ENDS: dict[str, str | None] = {**REPLAYED, **RUN}
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("architecture", with_slow(ENDS, ("llama", "mistral", "qwen3")))
+def test_promised_architectures(architecture: str, policy: dict[str, Any], bases: Bases) -> None:
+    """Layers that share keys and values, or whose routers are recorded by hooks, run as always."""
+    reason = ENDS[architecture]
+    options = {} if architecture == "qwen3_moe" else {"lora_dropout": 0.1}
+    expected = train(adapted(bases, architecture, **options), 7, 1)
+    model = adapted(bases, architecture, **options)
+    captures, _ = recorded(model, **policy)
+    assert same(train(model, 7, 1), expected)
+    assert (captures.num_replays > 0) == (reason is None)
+    assert reason is None or reason in captures.eager

@@ -29,7 +29,7 @@ from poros.slots.ring import DeviceRing
 from poros.stream.boundary import is_streamed
 from poros.streams import EagerStreams, StreamContext
 from tests.covers import cover
-from tests.exact.arms import Model, Residents, Run, narrow_slices
+from tests.exact.arms import Model, Residents, Run
 from tests.snapshots import layers_of
 from tests.support import prepare_plain, same_bits
 from tools.adversary import AdversarialStreams, SlotHazard
@@ -70,7 +70,7 @@ BUDGETS: list[dict[str, Any]] = [
 AUTOCAST = Run(dtype=FP32, autocast=BF16, accumulation=2)
 FIVE = Run(num_layers=5)
 SIDE_CHANNELS = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
-
+pytestmark = pytest.mark.usefixtures("narrow")
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("eager", {}),
@@ -159,11 +159,6 @@ def cells() -> Iterator[Cell]:
     yield Cell(Run(), policy={"stream_head": True})
 
 
-@pytest.fixture(autouse=True)
-def slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow_slices(monkeypatch)
-
-
 def as_parameter(cell: Cell) -> Any:
     return pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if cell.is_slow else [])
 
@@ -229,13 +224,6 @@ def require_streamed(cell: Cell, model: Model, streams: Any, warnings: list[str]
     assert clamps == ([clamp] if slots > num_blocks else [])
 
 
-def test_resident_runs_repeat_and_other_seeds_differ(residents: Residents) -> None:
-    expected, _ = residents.trajectory(Run())
-    again, other = (Run().train(Run().model(residents.bases), seed=seed) for seed in (0, 1))
-    assert compare_trajectories(expected, again) == [] and again.hash() == expected.hash()
-    assert other.hash() != expected.hash()
-
-
 # Layers that keep their graph.
 
 
@@ -285,19 +273,6 @@ def differences(
     cell = Cell(Run(**changes), policy=OFF)
     _, found, _ = run_streamed(cell, residents, spoil)
     return compare_trajectories(residents.trajectory(cell.run)[0], found)
-
-
-def test_control_another_dropout_seed(residents: Residents) -> None:
-    def reseed(model: Model) -> None:
-        def once(*_: Any) -> None:
-            torch.manual_seed(1)
-            handle.remove()
-
-        handle = model.register_forward_pre_hook(once)
-
-    found = differences(residents, reseed)
-    assert found[0].name == "step 0, loss of micro-batch 0"
-    assert found[-1].name == "end, RNG state of cpu"
 
 
 @pytest.mark.parametrize(

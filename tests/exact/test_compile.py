@@ -4,6 +4,7 @@ The compiled forward runs with gradients enabled, like the recomputation and lik
 inference graph fuses differently, and gives other bits in bfloat16.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ from tests.exact.adapter_arms import adapted, differences, step
 from tests.exact.arms import Bases
 from tests.snapshots import layers_of
 from tests.support import make_base, make_model, prepare_plain
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
 
 
 def build(dropout: float) -> Any:
@@ -131,7 +138,6 @@ def test_forms_that_meet_the_limit_at_other_points_are_refused(
     model = compile_layers(prepare_plain(build(0.0)), backend="eager")
     with pytest.raises(UnsupportedModelError, match=match):
         steps(model, lengths, evaluated)
-    torch._dynamo.reset()
 
 
 def test_masks_and_caches_of_one_compiled_layer_are_refused() -> None:
@@ -140,7 +146,6 @@ def test_masks_and_caches_of_one_compiled_layer_are_refused() -> None:
     model(**batch).loss.backward()
     with pytest.raises(UnsupportedModelError, match="different forms"), torch.no_grad():
         model.eval()(**batch, use_cache=True)
-    torch._dynamo.reset()
 
 
 def test_the_limit_itself_is_an_error() -> None:
@@ -150,7 +155,6 @@ def test_the_limit_itself_is_an_error() -> None:
         pytest.raises(UnsupportedModelError, match="recompile limit"),
     ):
         steps(model, [8, 9, 10], [])
-    torch._dynamo.reset()
 
 
 def test_compiling_what_holds_the_layers_is_refused() -> None:
@@ -205,7 +209,6 @@ def test_compiled_layers_run_peft_s_modules_and_stats_say_so(use_dora: bool, bas
     # Of two layers, two projections, in forward and recomputation; the check is not counted.
     assert (stats["num_fused_adapters"], stats["num_unfused_adapters"]) == (0, 2 * 2 * 2 * 2)
     assert stats["fallbacks"] == ["adapters ran as PEFT has them: compiled layers"]
-    torch._dynamo.reset()
 
 
 def test_adapter_kernels_do_not_make_a_compiled_layer_compile_anew(bases: Bases) -> None:
@@ -219,4 +222,3 @@ def test_adapter_kernels_do_not_make_a_compiled_layer_compile_anew(bases: Bases)
     found = [step(model) for _ in range(3)]
     assert counters["stats"]["unique_graphs"] == 2
     assert not any(differences(plain, each) for each in found)
-    torch._dynamo.reset()

@@ -2,19 +2,368 @@
 
 Each rank trains resident and streamed in one process, on data and dropout of its own, from adapters
 that only DDP's first broadcast makes equal. A third run without DDP shows that ranks do exchange
-gradients.
+gradients. DDP_BACKEND is in the environment if it is not gloo: with nccl each rank has a GPU of its
+own. What a cell gives goes to FOLDER/CELL-ARM-RANK.pt.
 """
 
 import multiprocessing
+import os
 import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from torch.nn.parallel import DistributedDataParallel
 
+import poros
+from poros.gates import tiny
 from poros.self_check.compare import compare_mappings
-from tests.exact.ddp_arm import CELLS, NUM_STEPS, UNUSED, Bits, build, run_rank
+from tests.exact.arms import slice_resident_loss
+from tests.support import make_model, prepare_plain
+from tests.trainer_parity import train_with_trainer, trainer_arguments
+
+NUM_STEPS = 2
+UNUSED = "second"
+
+Bits = dict[str, torch.Tensor]
+
+BACKEND = os.environ.get("DDP_BACKEND", "gloo")
+
+
+def device_of(rank: int) -> torch.device:
+    return torch.device("cuda", rank) if BACKEND == "nccl" else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How one comparison is run; both arms take the same."""
+
+    accumulation: int = 2
+    num_steps: int = NUM_STEPS
+    no_sync: bool = False
+    autocast: bool = False
+    has_unused: bool = False
+    trainer: bool = False
+    sync_each: bool = False
+    """Whether the trainer exchanges gradients for each micro-batch."""
+    together: bool = False
+    """Whether the streamed arm's micro-batches are grouped."""
+    taking: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    """What code of the user does with the loss of each micro-batch."""
+    reason: str = ""
+    """Why its micro-batches run one after the other, if they are to be grouped."""
+    trains_embedding: bool = False
+    quantize: bool = True
+    num_layers: int = 3
+    num_ranks: int = 2
+    """The first ranks of those that were started; the others have nothing to do in it."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of DistributedDataParallel."""
+    policy: dict[str, Any] = field(default_factory=dict)
+    """More of the streaming policy. A resident run has a loss of the same kind."""
+
+
+def adapters_of(model: Any) -> list[torch.Tensor]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def by_grad(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    wanted = adapters_of(model)
+    found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    return loss * (1 + sum(float(each.abs().sum()) for each in found if each is not None))
+
+
+def by_inputs(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(inputs=adapters_of(model))
+    return loss.detach() * torch.ones((), requires_grad=True)
+
+
+def at_the_end(taking: Any) -> Any:
+    """For the micro-batch alone with which gradients are exchanged."""
+
+    def take(model: Any, loss: torch.Tensor) -> torch.Tensor:
+        is_last = getattr(model, "require_backward_grad_sync", False)
+        found: torch.Tensor = taking(model, loss) if is_last else loss
+        return found
+
+    return take
+
+
+def taken(taking: Any, reason: str) -> Cell:
+    return Cell(no_sync=True, together=True, taking=taking, reason=reason, num_steps=2)
+
+
+CELLS = {
+    # Not a multiple of the ranks: a ring sums equal parts, and their ends have to cut layers.
+    "default": Cell(accumulation=1, num_layers=5, num_ranks=3),
+    "four_ranks": Cell(accumulation=1, num_layers=5, num_ranks=4),
+    "no_sync": Cell(no_sync=True, options={"bucket_cap_mb": 0.02}),
+    # Finding unused parameters, DDP sends the logits through a function of its own.
+    "unused": Cell(
+        has_unused=True,
+        options={"find_unused_parameters": True},
+        policy={"loss": "chunked", "stream_head": True, "stream_embedding": True},
+    ),
+    "every_backward": Cell(options={"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True}),
+    "autocast": Cell(autocast=True, quantize=False, options={"find_unused_parameters": True}),
+    "static_graph": Cell(accumulation=1, options={"static_graph": True}),
+    "trainer": Cell(trainer=True),
+    "together": Cell(
+        no_sync=True,
+        together=True,
+        num_layers=5,
+        num_ranks=3,
+        options={"bucket_cap_mb": 0.02},
+    ),
+    "together, bucket views": Cell(
+        no_sync=True,
+        together=True,
+        trains_embedding=True,
+        options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02},
+    ),
+    # Finding unused parameters: these run one after the other.
+    "together, unused": Cell(
+        no_sync=True,
+        together=True,
+        has_unused=True,
+        options={"find_unused_parameters": True},
+        reason="find_unused_parameters",
+    ),
+    # A trainer takes all ranks there are.
+    "together, trainer": Cell(trainer=True, together=True, num_ranks=3),
+    "together, synced": Cell(
+        trainer=True, together=True, num_ranks=3, reason="exchanged for each", sync_each=True
+    ),
+    # Gradients that the code of the user takes for itself.
+    "taken": taken(by_grad, "gradients are used while"),
+    "taken into": taken(by_inputs, "takes gradients"),
+    "taken at the end": taken(at_the_end(by_grad), "gradients are used while"),
+    "taken into at the end": taken(at_the_end(by_inputs), "does not reach"),
+    # On GPUs: visits are replayed within the steps of DDP.
+    "replayed": Cell(
+        num_steps=8, options={"bucket_cap_mb": 0.02}, policy={"cuda_graphs": True}, no_sync=True
+    ),
+}
+
+
+def build(cell: Cell, rank: int) -> Any:
+    """The same base on every rank; adapters that only DDP's first broadcast makes equal."""
+    model = make_model(
+        "qwen2",
+        num_layers=cell.num_layers,
+        hidden_size=64,
+        dropout=0.05,
+        dtype=torch.float32 if cell.autocast else torch.bfloat16,
+        quantize=cell.quantize,
+    )
+    if cell.has_unused:
+        with torch.random.fork_rng(devices=[]):
+            model.add_adapter(UNUSED, model.peft_config["default"])
+        for name, parameter in model.named_parameters():
+            if f".{UNUSED}." in name:
+                parameter.requires_grad_(True)
+    model.get_input_embeddings().weight.requires_grad_(cell.trains_embedding)
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter.add_(0.01 * rank)
+    return model
+
+
+def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def arms_of(name: str) -> list[str]:
+    """One cell each is enough for a third one.
+
+    Without DDP, it shows that ranks do exchange gradients; or resident with our adapter kernels.
+    """
+    third = {"no_sync": ["alone"], "default": ["kernels"]}
+    return ["resident", "streamed", *third.get(name, [])]
+
+
+def loss_of(cell: Cell, model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss / cell.accumulation
+    return loss if cell.taking is None else cell.taking(model, loss)
+
+
+def run_loop(
+    model: Any,
+    cell: Cell,
+    rank: int,
+    *,
+    is_wrapped: bool = True,
+    is_together: bool = False,
+    group: Any = None,
+) -> Bits:
+    """A plain training loop; everything it computes, by name."""
+    adapters = trainable(model)
+    ddp = model
+    if is_wrapped:
+        ddp = DistributedDataParallel(model, process_group=group, **cell.options)
+    optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2)
+    device = device_of(rank)
+    batches = [
+        {key: value.to(device) for key, value in batch.items()}
+        for batch in tiny.make_batches(cell.num_steps * cell.accumulation, num_tokens=12, seed=rank)
+    ]
+    torch.manual_seed(100 + rank)
+    ddp.train()
+    found: Bits = {}
+    for step in range(cell.num_steps):
+        parts = batches[step * cell.accumulation : (step + 1) * cell.accumulation]
+        if is_together:
+            taking = cell.taking and partial(loss_of, cell)
+            losses = poros.accumulate(ddp, parts, loss=taking)
+            for micro, loss in enumerate(losses):
+                found[f"step {step}, micro-batch {micro}: loss"] = loss * cell.accumulation
+            parts = []
+        for micro, batch in enumerate(parts):
+            where = f"step {step}, micro-batch {micro}"
+            is_last = micro == cell.accumulation - 1
+            hold_back = cell.no_sync and not is_last and is_wrapped
+            with ddp.no_sync() if hold_back else nullcontext():
+                with torch.autocast(device.type, torch.bfloat16, enabled=cell.autocast):
+                    loss = loss_of(cell, ddp, batch)
+                loss.backward()
+            found[f"{where}: loss"] = loss.detach() * cell.accumulation
+            for name, parameter in adapters.items():
+                if parameter.grad is not None and not (cell.together and not is_last):
+                    found[f"{where}: gradient of {name}"] = parameter.grad.clone()
+        if is_together:
+            where = f"step {step}, micro-batch {cell.accumulation - 1}"
+            for name, parameter in adapters.items():
+                if parameter.grad is not None:
+                    found[f"{where}: gradient of {name}"] = parameter.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in adapters.items():
+            found[f"step {step}: weight {name}"] = parameter.detach().clone()
+            for key, value in optimizer.state[parameter].items():
+                found[f"step {step}: {key} of {name}"] = value.clone()
+    is_cuda = device.type == "cuda"
+    found["RNG"] = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+    return {name: each.cpu() for name, each in found.items()}
+
+
+def run_trainer(model: Any, cell: Cell, folder: Path, trainer_class: Any = None) -> Bits:
+    """The HF Trainer, which wraps the model by itself."""
+    rows = [
+        {name: tensor[0] for name, tensor in batch.items()}
+        for batch in tiny.make_batches(8 * dist.get_world_size(), batch_size=1, num_tokens=12)
+    ]
+    arguments = trainer_arguments(
+        folder,
+        use_cpu=True,
+        ddp_backend="gloo",
+        max_steps=cell.num_steps,
+        gradient_accumulation_steps=2,
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False if cell.together else None,
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": cell.sync_each}},
+    )
+    if arguments.world_size != dist.get_world_size():
+        raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks")
+    trajectory = train_with_trainer(model, arguments, rows, trainer_class=trainer_class)
+    return {each.name: each.tensor for each in trajectory.entries()}
+
+
+def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    # Before there is a process group: in one, transformers saves on the first rank only.
+    device = device_of(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    models = {
+        (name, arm): build(CELLS[name], rank)
+        for name in cells
+        if rank < CELLS[name].num_ranks
+        for arm in arms_of(name)
+    }
+    dist.init_process_group(
+        BACKEND,
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
+    sizes = sorted({min(CELLS[name].num_ranks, world) for name in cells})
+    groups = {size: dist.new_group(list(range(size))) if size < world else None for size in sizes}
+    for (name, arm), model in models.items():
+        cell = CELLS[name]
+        if arm == "streamed":
+            prepare_plain(model, device=str(device), slots=2, **cell.policy)
+        else:
+            model.to(device)
+            if cell.policy.get("loss") == "chunked":
+                slice_resident_loss(model)
+        if arm == "kernels":
+            poros.use_adapter_kernels(model)
+        if cell.trainer:
+            is_together = cell.together and arm == "streamed"
+            trainer_class = poros.PorosTrainer if is_together else None
+            found = run_trainer(model, cell, folder / arm, trainer_class)
+        else:
+            group = groups[min(cell.num_ranks, world)]
+            found = run_loop(
+                model,
+                cell,
+                rank,
+                is_wrapped=arm != "alone",
+                is_together=cell.together and arm == "streamed",
+                group=group,
+            )
+        if arm == "streamed":
+            runtime = poros.runtime(model)
+            if cell.together:
+                fallbacks = runtime.stats()["fallbacks"]
+                is_grouped = runtime.stats()["num_groups"] == cell.num_steps and not fallbacks
+                assert cell.reason in str(fallbacks) if cell.reason else is_grouped, fallbacks
+            found["num_loads"] = torch.tensor(runtime.stats()["num_loads"])
+            if cell.policy.get("cuda_graphs"):
+                assert runtime.stats()["num_replayed_visits"] > 0
+            found["checked"] = torch.tensor(runtime.self_check["status"] in ("passed", "off"))
+        torch.save(found, folder / f"{name}-{arm}-{rank}.pt")
+    dist.barrier()
+
+
+def run_rank(folder: Path, cells: list[str], rank: int, world: int) -> None:
+    """All that a process of a rank does; it ends in it."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        # Asked for by accelerate, not used: the ranks meet in a file.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    os.environ.update(environment)
+    os.chdir(folder)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of trainers before the fork
+    with (folder / f"{rank}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            with redirect_stdout(log), redirect_stderr(log):
+                main(folder, cells, rank, world)
+                status = 0
+        except BaseException:
+            traceback.print_exc(file=log)
+            status = 1
+    # destroy_process_group hangs at times, whatever the model.
+    os._exit(status)
+
 
 TIMEOUT_S = 400
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 
 import poros
 from poros.errors import ParityError, PolicyError
 from poros.kernels.dora import SquaresOfRows
-from tests.exact.adapter_arms import Found, adapted, differences, step
+from tests.exact.adapter_arms import Found, adapted, differences, step, with_kernels
 from tests.exact.arms import Bases, slice_resident_loss
 
 Model = Any
@@ -36,24 +36,21 @@ def dora(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
     return model
 
 
-def resident(model: Model, around: Callable[[], Any] = nullcontext) -> Found:
-    poros.use_adapter_kernels(model)
-    found = step(model, around)
-    poros.restore(model)
-    return found
-
-
-def streamed(
-    model: Model, around: Callable[[], Any] = nullcontext, steps: int = 2, **policy: Any
-) -> list[Found]:
+def streamed(model: Model, around: Callable[[], Any] = nullcontext, **policy: Any) -> list[Found]:
     poros.prepare(model, **{"loss": "reference", **policy})
-    found = [step(model, around) for _ in range(steps)]
+    found = [step(model, around) for _ in range(2)]
     runtime = poros.runtime(model)
     assert runtime.self_check["status"] in ("passed", "off")
     stats = runtime.stats()
     assert stats["num_fused_adapters"] > 0 and stats["num_unfused_adapters"] == 0
     poros.restore(model)
     return found
+
+
+def assert_exact(model: Model, around: Callable[[], Any] = nullcontext, **policy: Any) -> None:
+    expected = with_kernels(model, around)
+    for found in streamed(model, around, **policy):
+        assert differences(found, expected) == []
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -74,9 +71,7 @@ def test_streamed_equals_resident(
     policy: str, dropout: float, quantize: bool, bases: Bases
 ) -> None:
     model = dora(bases, lora_dropout=dropout, quantize=quantize)
-    expected = resident(model)
-    for found in streamed(model, **POLICIES[policy]):
-        assert differences(found, expected) == []
+    assert_exact(model, **POLICIES[policy])
 
 
 @pytest.mark.parametrize("loss", ["reference", "chunked"])
@@ -86,7 +81,7 @@ def test_dora_outside_of_layers_is_pefts_in_both(loss: str, bases: Bases) -> Non
     plain = step(model)
     if loss == "chunked":
         slice_resident_loss(model)
-    expected = resident(model)
+    expected = with_kernels(model)
     model = dora(bases, target_modules=["q_proj", "down_proj", "lm_head"])
     for found in streamed(model, slots=2, loss=loss):
         assert differences(found, expected) == []
@@ -111,31 +106,30 @@ def test_dora_outside_of_layers_is_pefts_in_both(loss: str, bases: Bases) -> Non
 def test_no_choice_of_dora_changes_a_bit(
     options: dict[str, Any], dtype: torch.dtype, around: Any, bases: Bases
 ) -> None:
-    model = dora(bases, dtype=dtype, **options)
-    expected = resident(model, around)
-    for found in streamed(model, around):
-        assert differences(found, expected) == []
+    assert_exact(dora(bases, dtype=dtype, **options), around)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3"])
-def test_other_architectures(architecture: str, bases: Bases) -> None:
-    targets = {"target_modules": "all-linear"} if architecture == "phi3" else {}
-    model = dora(bases, architecture, lora_dropout=0.1, **targets)
-    expected = resident(model)
-    for found in streamed(model):
-        assert differences(found, expected) == []
-
-
-def test_dora_and_lora_side_by_side(bases: Bases) -> None:
+def side_by_side(bases: Bases) -> Model:
     """Each module as its adapter says; those of LoRA are checked against PEFT's own."""
-    from peft import LoraConfig
-
     model = dora(bases, target_modules=["q_proj", "down_proj"])
     model.add_adapter("plain", LoraConfig(r=4, target_modules=["k_proj", "o_proj"]))
     model.base_model.set_adapter(["default", "plain"])
-    expected = resident(model)
-    for found in streamed(model):
-        assert differences(found, expected) == []
+    return model
+
+
+MODELS: dict[str, Callable[[Bases], Model]] = {
+    "LoRA beside it": side_by_side,
+    "phi3": partial(dora, architecture="phi3", lora_dropout=0.1, target_modules="all-linear"),
+    **{
+        name: partial(dora, architecture=name, lora_dropout=0.1)
+        for name in ("llama", "mistral", "gemma3")
+    },
+}
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_other_models(which: str, bases: Bases) -> None:
+    assert_exact(MODELS[which](bases))
 
 
 @pytest.mark.parametrize("kernels", ["exact", "peft"])
@@ -172,7 +166,7 @@ def test_a_tier_that_is_forced_and_cannot_be_is_an_error(bases: Bases) -> None:
 
 def test_control_ours_and_those_of_peft_are_not_the_same_bits(bases: Bases) -> None:
     model = dora(bases)
-    assert differences(resident(model), step(model))
+    assert differences(with_kernels(model), step(model))
 
 
 @pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
@@ -180,7 +174,7 @@ def test_control_ours_and_those_of_peft_are_not_the_same_bits(bases: Bases) -> N
 def test_a_step_is_within_rounding_of_peft(quantize: bool, around: Any, bases: Bases) -> None:
     """In float32: a forward and backward of two layers is some hundred roundings deep."""
     model = dora(bases, dtype=FP32, quantize=quantize)
-    expected, found = step(model, around), resident(model, around)
+    expected, found = step(model, around), with_kernels(model, around)
     unit = 2.0**-8 if around is autocast else 2.0**-24
     for name, value in expected.facts.items():
         distance = (found.facts[name].double() - value.double()).abs().max()
@@ -261,8 +255,6 @@ def test_the_self_check_sees_a_norm_that_is_not_the_weights(
 
 def test_a_weight_that_was_merged_into_has_new_norms(bases: Bases) -> None:
     """PEFT writes to it through ``.data``, and taking it out again leaves other bits."""
-    from peft import LoraConfig
-
     model = dora(bases, quantize=False)
     model.add_adapter("plain", LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
     weight = model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
@@ -280,7 +272,7 @@ def test_a_weight_that_was_merged_into_has_new_norms(bases: Bases) -> None:
     found = step(model)
     poros.restore(model)
     assert step_of_merged.isfinite().all() and not torch.equal(before, weight)
-    assert differences(found, resident(model)) == []
+    assert differences(found, with_kernels(model)) == []
 
 
 EDITS: dict[str, Callable[[Any], None]] = {
@@ -307,4 +299,4 @@ def test_norms_are_those_of_the_base_as_it_is_now(edit: str, bases: Bases) -> No
             poros.use_adapter_kernels(model)
         found.append(step(model))
     assert differences(*found) == []
-    assert differences(resident(dora(bases, quantize="scales" in edit)), found[0])
+    assert differences(with_kernels(dora(bases, quantize="scales" in edit)), found[0])

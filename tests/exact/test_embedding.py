@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
 from poros.errors import ParityError
@@ -42,80 +40,6 @@ def test_it_trains_as_a_resident_one_and_comes_back() -> None:
     num_tokens = sum(batch["input_ids"].numel() for batch in batches())
     assert stats["rows_num_bytes"] == num_tokens * hidden
     assert stats["host_num_bytes"] - poros.runtime(model).host.num_bytes == matrix_of(model).nbytes
-
-
-class LargeTensors(TorchDispatchMode):
-    """Sees results of operators that are as large as a matrix of the vocabulary."""
-
-    def __init__(self, num_elements: int) -> None:
-        super().__init__()
-        self.num_elements, self.found = num_elements, list[str]()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        is_large = isinstance(result, torch.Tensor) and result.numel() >= self.num_elements
-        if is_large and func not in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
-            self.found.append(str(func))
-        return result
-
-
-def test_no_tensor_of_its_size_is_made_in_a_step() -> None:
-    model = prepared(build(), self_check="off").train()
-    weight = matrix_of(model)
-    batch = {key: value[:1, :8] for key, value in batches()[0].items()}
-    with LargeTensors(weight.numel()) as watch:
-        model(**batch).loss.backward()
-    assert watch.found == []
-    with LargeTensors(weight.numel()) as watch:
-        weight.float()
-    assert watch.found, "control"
-
-
-def trained(model: Model) -> Model:
-    model.get_input_embeddings().weight.requires_grad_(True)
-    return model
-
-
-def tied(model: Model) -> Model:
-    base = model.get_base_model()
-    base.lm_head.weight = base.model.embed_tokens.weight
-    return model
-
-
-def with_lora_on_it(model: Model) -> Model:
-    config = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
-    torch.manual_seed(3)
-    return get_peft_model(model.unload(), config)
-
-
-def saved_whole(model: Model) -> Model:
-    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
-    torch.manual_seed(3)
-    return get_peft_model(model.unload(), config)
-
-
-@pytest.mark.parametrize("change", [trained, tied, with_lora_on_it, saved_whole])
-def test_one_that_cannot_stays_on_the_device_and_that_is_said(
-    change: Callable[[Model], Model], caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = run(change(build()))
-    with caplog.at_level(logging.WARNING):
-        model = prepared(change(build()))
-    assert "the embedding stays on the device" in caplog.text
-    assert not any(isinstance(parameter, HostMatrix) for parameter in model.parameters())
-    assert_same_run(expected, run(model))
-
-
-def test_only_large_ones_stay_on_the_host_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepare_plain(build())
-    num_bytes = matrix_of(model).nbytes
-    assert not isinstance(matrix_of(model), HostMatrix)
-    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", num_bytes)
-    assert isinstance(matrix_of(prepare_plain(build())), HostMatrix)
-    kept = prepare_plain(build(), stream_embedding=False)
-    assert not isinstance(matrix_of(kept), HostMatrix)
 
 
 def flipped_byte(model: Model) -> None:
@@ -163,28 +87,6 @@ def test_with_a_warning_only_it_is_recorded(caplog: pytest.LogCaptureFixture) ->
         run(model)
     assert "not those that poros.prepare took over" in caplog.text
     assert poros.runtime(model).self_check["status"] == "failed"
-
-
-def test_generation_and_evaluation_read_rows_too() -> None:
-    expected, model = build().eval(), prepared(build()).eval()
-    prompt = batches()[0]["input_ids"][:1, :5]
-    options = {"max_new_tokens": 4, "do_sample": False}
-    assert torch.equal(
-        expected.generate(input_ids=prompt, **options), model.generate(input_ids=prompt, **options)
-    )
-
-
-def test_a_failed_prepare_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()
-    before = picture(model)
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("poros.model.attach.Attachment.move_to_device", fail)
-    with pytest.raises(MemoryError):
-        prepared(model)
-    assert changes(before, picture(model)) == {}
 
 
 def test_without_the_reader_nothing_would_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

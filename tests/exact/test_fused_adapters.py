@@ -5,6 +5,8 @@ That streamed models with these kernels equal plain ones is what all other tests
 """
 
 import copy
+import functools
+import io
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,17 +16,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from peft.helpers import disable_input_dtype_casting
 from torch import nn
 
 import poros
-from poros.errors import PreparedModelError
+from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.kernels import lora
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import PatchedForward
 from poros.kernels.mlp import names_in
 from poros.kernels.use import are_used, patch
 from tests.exact import adapter_arms
-from tests.exact.adapter_arms import SEVEN, adapted, fill, step
+from tests.exact.adapter_arms import SEVEN, adapted, fill, mlps, step, with_kernels
 from tests.exact.arms import Bases
 from tests.support import same_bits
 
@@ -41,10 +44,7 @@ PHI3 = {"seven": "all-linear", "qkv": ["qkv_proj"], "o": ["o_proj"], "mlp": ["ga
 
 def differences(model: Model, around: Callable[[], Any] = nullcontext) -> list[str]:
     """What fused kernels change."""
-    plain = step(model, around)
-    assert poros.use_adapter_kernels(model) is model
-    fused = step(model, around)
-    poros.restore(model)
+    plain, fused = step(model, around), with_kernels(model, around)
     assert not are_used(model)
     return adapter_arms.differences(plain, fused)
 
@@ -171,8 +171,51 @@ def scaled_by_a_tensor(model: Model) -> None:
             module.scaling["default"] = torch.tensor(1.5)
 
 
-# What makes PEFT's modules run as they are: how, why, and in which context.
-FALLBACKS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
+class Lost(torch.autograd.Function):
+    """Hands nothing on in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+def losing_the_output(model: Model) -> None:
+    mlps(model)[1].register_forward_hook(lambda module, given, result: Lost.apply(result))
+
+
+def losing_the_product(model: Model) -> None:
+    mlps(model)[1].down_proj.register_forward_pre_hook(lambda module, given: Lost.apply(given[0]))
+
+
+def editing_the_product(model: Model) -> None:
+    """In a way that no version counts."""
+    for mlp in mlps(model):
+        mlp.down_proj.register_forward_pre_hook(lambda module, given: _halve(given[0]))
+
+
+def _halve(tensor: torch.Tensor) -> None:
+    tensor.data.mul_(0.5)
+
+
+def editing_below(model: Model) -> None:
+    for mlp in mlps(model):
+        mlp.down_proj.base_layer.register_forward_pre_hook(lambda module, given: _halve(given[0]))
+
+
+def of_another_shape(model: Model) -> None:
+    """A base whose result is broadcast."""
+    for mlp in mlps(model):
+        mlp.up_proj.base_layer.register_forward_hook(
+            lambda module, given, result: result.mean(1, keepdim=True)
+        )
+
+
+# What makes PEFT's modules run as they are, in which context, and why; or ours run all the same.
+PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "several": (several, "several active adapters", nullcontext),
     "DoRA with hooks": (dora_with_hooks, "DoraLinearVariant", nullcontext),
     "hooks": (hooked, "hooks in the adapter", nullcontext),
@@ -181,17 +224,24 @@ FALLBACKS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "transposed": (transposed, "tensors that are not contiguous", nullcontext),
     "a tensor": (scaled_by_a_tensor, "a scaling that is no number", nullcontext),
     "dtypes": (mixed, "matrices of several dtypes", autocast),
+    "an output that is lost": (losing_the_output, "", nullcontext),
+    "a product that is lost": (losing_the_product, "", nullcontext),
+    "an edited product": (editing_the_product, "", nullcontext),
+    "an edit below": (editing_below, "", nullcontext),
+    "another shape": (of_another_shape, "", nullcontext),
 }
 
 
-@pytest.mark.parametrize("case", FALLBACKS)
-def test_what_the_operator_does_not_know_runs_as_peft_has_it(case: str, bases: Bases) -> None:
-    change, reason, around = FALLBACKS[case]
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_what_programs_do_to_modules_has_the_bits_of_peft(case: str, bases: Bases) -> None:
+    """What the operator does not know runs as PEFT has it; hooks see and change the same."""
+    change, reason, around = PROGRAMS[case]
     model = adapted(bases)
     change(model)
     assert differences(model, around) == []
-    tally = calls(model, around)
-    assert (tally.num_fused, dict(tally.unfused)) == (0, {reason: 14})
+    if reason:
+        tally = calls(model, around)
+        assert (tally.num_fused, dict(tally.unfused)) == (0, {reason: 14})
 
 
 def test_a_global_hook_is_seen(bases: Bases) -> None:
@@ -286,25 +336,19 @@ def test_a_prepared_model_uses_them_already(bases: Bases) -> None:
     assert not are_used(model)
 
 
-@pytest.mark.parametrize("kernels", ["fused", "peft"])
-def test_stats_count_calls(kernels: str, bases: Bases) -> None:
+@pytest.mark.parametrize("kernels", ["fused", "peft", "several adapters"])
+def test_stats_count_calls_and_say_why_not(kernels: str, bases: Bases) -> None:
     model = adapted(bases)
-    poros.prepare(model, adapter_kernels=kernels)
+    if kernels == "several adapters":
+        several(model)
+    poros.prepare(model, adapter_kernels="peft" if kernels == "peft" else "fused")
     step(model)
     stats = poros.runtime(model).stats()
-    assert stats["num_unfused_adapters"] == 0 and stats["fallbacks"] == []
     # Forward and recomputation; the check runs PEFT's own.
-    assert stats["num_fused_adapters"] == (28 if kernels == "fused" else 0)
-
-
-def test_stats_say_why_not(bases: Bases) -> None:
-    model = adapted(bases)
-    several(model)
-    poros.prepare(model)
-    step(model)
-    stats = poros.runtime(model).stats()
-    assert (stats["num_fused_adapters"], stats["num_unfused_adapters"]) == (0, 28)
-    assert stats["fallbacks"] == ["adapters ran as PEFT has them: several active adapters"]
+    counts = stats["num_fused_adapters"], stats["num_unfused_adapters"]
+    assert counts == {"fused": (28, 0), "peft": (0, 0), "several adapters": (0, 28)}[kernels]
+    said = ["adapters ran as PEFT has them: several active adapters"]
+    assert stats["fallbacks"] == said * (kernels == "several adapters")
 
 
 def test_an_adapter_that_comes_later_is_fused_too(bases: Bases) -> None:
@@ -388,3 +432,79 @@ def test_which_modules_are_gated() -> None:
     others = [kind.forward for kind in (UpFirst, Clamped, OfTwo, GateLast, nn.Linear)]
     assert list(map(names_in, others)) == [None] * 5
     assert names_in(torch.relu) is None
+
+
+def wrapping(own: Callable[..., Any], factor: float) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs) * factor
+
+    return forward
+
+
+PATCHED: dict[str, Callable[[Model], Any]] = {
+    "LoRA": lambda model: type(mlps(model)[0].up_proj),
+    "feed-forward": lambda model: type(mlps(model)[0]),
+    "activation": lambda model: type(mlps(model)[0].act_fn),
+    "nn.Linear": lambda model: nn.Linear,
+    "nn.Dropout": lambda model: nn.Dropout,
+}
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("what", PATCHED)
+def test_a_class_whose_forward_is_wrapped_keeps_it(
+    what: str, is_before: bool, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By something that has taken its names, and its source, as functools.wraps does."""
+    model = adapted(bases, lora_dropout=0.05)
+    kind = PATCHED[what](model)
+    other = wrapping(kind.forward, 1.01)
+    expected = step(model)
+    if is_before:
+        monkeypatch.setattr(kind, "forward", other)
+    poros.use_adapter_kernels(model)
+    monkeypatch.setattr(kind, "forward", other)
+    fused = step(model)
+    poros.restore(model)
+    plain = step(model)
+    assert all(same_bits(fused.facts[name], fact) for name, fact in plain.facts.items())
+    assert not same_bits(plain.facts["loss"], expected.facts["loss"])
+
+
+def test_gradients_of_gradients_are_refused(bases: Bases) -> None:
+    """Autograd itself would let them pass where what arrives needs no gradient, and lose them."""
+    model = adapted(bases, quantize=False, dtype=torch.float32)
+    up = mlps(model)[0].up_proj
+    poros.use_adapter_kernels(model)
+    input = torch.randn(2, 5, 64, requires_grad=True)
+    with pytest.raises(UnsupportedModelError, match="gradients of gradients"):
+        torch.autograd.grad(up(torch.tanh(input)).sum(), input, create_graph=True)
+    with pytest.raises(UnsupportedModelError, match="gradients of gradients"):
+        torch.autograd.grad(mlps(model)[0](input).sum(), input, create_graph=True)
+
+
+def test_an_error_of_peft_stays_one(bases: Bases) -> None:
+    model = adapted(bases)
+    poros.use_adapter_kernels(model)
+    with disable_input_dtype_casting(model), pytest.raises(RuntimeError, match="same dtype"):
+        step(model)
+
+
+def test_an_activation_that_was_captured_can_be_saved(bases: Bases) -> None:
+    model = adapted(bases)
+    sizes = []
+    for use in (lambda model: model, poros.use_adapter_kernels):
+        use(model)
+        taken: list[torch.Tensor] = []
+        handle = mlps(model)[0].down_proj.register_forward_hook(
+            lambda module, given, result, taken=taken: taken.append(given[0])
+        )
+        step(model)
+        handle.remove()
+        file = io.BytesIO()
+        torch.save(taken[0].detach(), file)
+        file.seek(0)
+        assert same_bits(torch.load(file), taken[0])
+        sizes.append(len(file.getvalue()))
+    assert sizes[0] == sizes[1]

@@ -1,16 +1,36 @@
-"""Programs that the fuzzer found, shrunk, and some new ones.
+"""Programs that the fuzzer found, shrunk, and some new ones; and the fuzzer itself.
 
 A row is what the fuzzer printed. Each ends in equal bits, or in an error of Poros before a wrong
 update, or raises as the resident run does. Which of these is not said here: all are right, and the
 tests of each feature say which.
+
+Of the fuzzer, each sort of failure is reported, and a run survives what it meets. Every control
+breaks the runtime, or the run, on purpose and for certain.
 """
 
+import json
+import os
+import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from poros import api
+from poros.errors import PolicyError, UnsupportedModelError
+from poros.self_check.check import SelfCheck
+from poros.stream.general import RecomputedCall
+from poros.stream.rng import RngStash
 from tools.fuzz import campaign
+from tools.fuzz import program as language
+from tools.fuzz.__main__ import main
+from tools.fuzz.arm import Arm
+from tools.fuzz.judge import Verdict
 from tools.fuzz.program import (
     Adapter,
     Compile,
@@ -22,7 +42,7 @@ from tools.fuzz.program import (
     Hook,
     Policy,
     Program,
-    SetAttention,
+    Random,
     SetDropout,
     Setting,
     Step,
@@ -32,6 +52,7 @@ from tools.fuzz.program import (
     UseTwice,
     features,
 )
+from tools.fuzz.shrink import shrink, simpler
 
 ALLOWED = ("equal", "refused", "raised")
 NUM_DRAWN = 5
@@ -77,33 +98,12 @@ PROGRAMS: dict[str, Program] = {
     "another precision of products between forward and backward, with the self-check": Program(
         steps=(Step(between=(Setting(value="medium"),)),)
     ),
-    "plain": Program(),
     "hooks, edits and an evaluation": Program(
         before=(Hook(kind="parameter", does="scale", part="lora_A"), Hook(part="mlp", tag=1)),
         steps=(Step(), Step(before=(EditAdapter(), Evaluate(), EditBase("outside", "data")))),
     ),
-    "a loss on an activation from inside a layer": Program(
-        subject=Subject(targets="mlp"),
-        before=(Hook(does="capture", layer=1, part="self_attn"),),
-        steps=(Step(forwards=PENALIZED),),
-    ),
-    "a penalty on adapters in an autocast region": Program(
-        steps=(Step(forwards=(Forward(terms=(Term(kind="gram"),)),), autocast="each"),)
-    ),
     "a module used twice under autocast": Program(
         before=(UseTwice(part="mlp.down_proj", how="beside"),), steps=(Step(autocast="each"),)
-    ),
-    "a backward hook between forward and backward": Program(
-        steps=(Step(between=(Hook(kind="backward", does="scale", part="mlp"),)),)
-    ),
-    "a global hook between forward and backward": Program(
-        steps=(Step(between=(Hook(kind="global_forward", does="scale", part="mlp"),)),)
-    ),
-    "a dropout between forward and backward": Program(
-        subject=Subject(dropout=0.1), steps=(Step(), Step(between=(SetDropout(),)))
-    ),
-    "attention between forward and backward": Program(
-        steps=(Step(), Step(between=(SetAttention(),)))
     ),
     "a trainable tensor switched on in a hook": Program(
         before=(Hook(does="add_tensor", layer=1, part="mlp", since=1),), steps=(Step(), Step())
@@ -221,7 +221,6 @@ PROGRAMS: dict[str, Program] = {
     ),
 }
 
-
 SLOW = (*("DoRA in compiled layers, checked", "a loss on a tensor from inside a compiled layer"),)
 """Compiling takes up to half a minute."""
 
@@ -294,3 +293,256 @@ def _actions() -> list[type[Any]]:
     from tools.fuzz.program import Action
 
     return Action.__subclasses__()
+
+
+PLAIN = Program(
+    subject=Subject(num_layers=2, dropout=0.1), policy=Policy(self_check="off"), steps=(Step(),) * 2
+)
+
+
+def equal(program: Program) -> Verdict:
+    return Verdict("equal")
+
+
+# Each sort of failure.
+
+
+def no_replay(patch: pytest.MonkeyPatch) -> None:
+    from contextlib import nullcontext
+
+    patch.setattr(RngStash, "replay", lambda self: nullcontext())
+    patch.setattr(RngStash, "equals", lambda self, other: True)
+
+
+def other_sign(patch: pytest.MonkeyPatch) -> None:
+    """Of what a backward needs."""
+    own = RecomputedCall._unpack
+
+    def unpack(self: RecomputedCall, kept: Any) -> torch.Tensor:
+        found = own(self, kept)
+        return -found if found.is_floating_point() else found
+
+    patch.setattr(RecomputedCall, "_unpack", unpack)
+
+
+def foreign(patch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("an error that says nothing")
+
+    patch.setattr("poros.stream.condition.Condition.require_as", fail)
+
+
+def too_late(patch: pytest.MonkeyPatch) -> None:
+    """An error of the right type, behind a wrong update."""
+
+    def fail(layer: Any, condition: Any, staying: Any) -> None:
+        with torch.no_grad():
+            for each in condition.parameters:
+                each.zero_()
+        raise UnsupportedModelError("a refusal")
+
+    patch.setattr("poros.stream.condition.Condition.require_as", fail)
+
+
+def keeps_calls(patch: pytest.MonkeyPatch) -> None:
+    own, kept = RecomputedCall.forward, []
+
+    def forward(self: RecomputedCall, *given: Any) -> Any:
+        kept.append(self)
+        return own(self, *given)
+
+    patch.setattr(RecomputedCall, "forward", forward)
+
+
+def bad_restore(patch: pytest.MonkeyPatch) -> None:
+    own = api.restore
+
+    def restore(model: Any) -> Any:
+        own(model)
+        with torch.no_grad():
+            next(p for p in model.parameters() if p.dim() == 1 and not p.requires_grad).add_(1)
+        return model
+
+    patch.setattr("tools.fuzz.judge.restore", restore)
+
+
+def accuses(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SelfCheck, "_mismatch", lambda *values: "a gradient that is as it should be")
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (no_replay, "silent difference: gradient"),
+        (other_sign, "silent difference: gradient"),
+        (foreign, "foreign KeyError"),
+        (too_late, "wrong weights at UnsupportedModelError"),
+        (keeps_calls, "restore: N calls of layers are alive"),
+        (bad_restore, "restore: restore changes"),
+        (accuses, "false accusation: ParityError"),
+    ],
+)
+def test_each_sort_of_failure_is_reported(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    kind: str,
+    judge: campaign.Judge,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = PLAIN if fault is not accuses else replace(PLAIN, policy=Policy())
+    assert judge(program).end == "equal"
+    fault(monkeypatch)
+    verdict = judge(program)
+    assert verdict.end == "failed" and verdict.kind.startswith(kind), verdict
+
+
+def test_a_silent_difference_is_found_by_drawing(
+    judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And shrunk to a program of which nothing can be left out."""
+    no_replay(monkeypatch)
+    found = None
+    for program in campaign.draw(0, 60):
+        if not program.subject.dropout:
+            continue
+        verdict = judge(program)
+        if verdict.end == "failed" and "gradient" in verdict.kind:
+            found = campaign.shrunk_failure(program, verdict, judge, campaign.Tally())
+            break
+    assert found is not None
+    smallest, verdict = found
+    assert verdict.end == "failed"
+    assert all(judge(each).end != "failed" for each in simpler(smallest))
+
+
+def test_what_raises_resident_has_to_raise_prepared(
+    judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twice = Program(steps=(Step(backward="again"),))
+    assert judge(twice).end == "raised"
+    assert judge(Program(steps=(Step(forwards=(Forward(terms=(Term("raise"),)),)),))).end == "equal"
+
+    own = Arm._backward
+
+    def backward(self: Any, losses: Any, how: str, where: str) -> None:
+        prepared = type(self.layers[0]).__mro__[1].__name__ == "StreamedLayerMixin"
+        own(self, losses, "sum" if prepared else how, where)
+
+    monkeypatch.setattr(Arm, "_backward", backward)
+    assert judge(twice).kind == "no error where resident raises"
+
+
+def test_a_resident_run_that_does_not_repeat_itself_is_skipped(
+    judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: torch.seed())
+    assert judge(PLAIN).end == "skipped"
+
+
+# Drawing and shrinking.
+
+
+def test_a_seed_draws_the_same_programs_and_their_reprs_give_them_back() -> None:
+    first, again, other = (list(campaign.draw(seed, 150)) for seed in (1, 1, 2))
+    assert first == again != other
+    names = vars(language)
+    for program in first:
+        assert eval(repr(program), dict(names)) == program
+    assert len(set(first)) >= 140
+
+
+def test_a_program_is_shrunk_to_what_it_needs() -> None:
+    def fails(program: Program) -> bool:
+        return any(
+            isinstance(action, Hook) and action.does == "scale" and step.autocast == "each"
+            for step in program.steps
+            for action in step.before
+        )
+
+    drawn = Program(
+        subject=Subject(architecture="mixtral", dropout=0.1),
+        policy=Policy(slots=3, self_check="off"),
+        before=(Evaluate(), Random()),
+        steps=(
+            Step(autocast="around"),
+            Step(
+                before=(EditAdapter(), Hook(does="scale", layer=1, part="mlp"), Evaluate()),
+                forwards=(Forward(length=4, terms=(Term("norm"),)), Forward()),
+                autocast="each",
+            ),
+        ),
+        optimizer="sgd",
+    )
+    assert shrink(drawn, fails) == Program(
+        steps=(Step(before=(Hook(does="scale"),), autocast="each"),)
+    )
+    assert shrink(drawn, fails, num_tries=1) != shrink(drawn, fails)
+
+
+def test_one_cause_is_counted_and_another_is_not_hidden() -> None:
+    hooked = Program(before=(Hook(does="scale"),))
+    tied = Program(before=(language.Tie(),))
+
+    def judge(program: Program) -> Verdict:
+        bad = {type(each) for each in program.before} & {Hook, language.Tie}
+        return Verdict("failed", "silent difference: loss", "x") if bad else Verdict("equal")
+
+    tally = campaign.Tally()
+    wider = Program(before=(Evaluate(), Hook(does="scale")), ema=True)
+    for program in (Program(), hooked, wider, tied):
+        verdict = judge(program)
+        tally.add(program, verdict, campaign.shrunk_failure(program, verdict, judge, tally))
+    assert [each.count for each in tally.findings] == [2, 1]
+    assert [each.program for each in tally.findings][1] == tied
+    assert tally.ends == {"equal": 1, "failed": 3}
+    assert tally.by_feature["Evaluate@start"] == {"failed": 1}
+
+
+# The run.
+
+
+def test_a_crash_and_a_hang_are_failures_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = list(campaign.draw(3, 20))
+
+    def judge(program: Program) -> Verdict:
+        if program == drawn[2]:
+            os._exit(7)
+        if program == drawn[4]:
+            import threading
+
+            threading.Event().wait()
+        return Verdict("equal")
+
+    monkeypatch.setattr(campaign, "make_judge", lambda: judge)
+    monkeypatch.setattr(campaign, "_HANG_S", 2.0)
+    tally = campaign.fuzz(60, 3, number=20)
+    kinds = {each.kind: each.drawn for each in tally.findings}
+    assert kinds["a crash: exit code 7"] == drawn[2]
+    assert kinds["a hang: no end after 2 s"] == drawn[4]
+    assert tally.ends == {"equal": 18, "failed": 2}
+
+
+def test_without_hypothesis_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    with pytest.raises(PolicyError, match="pip install hypothesis"):
+        campaign.fuzz(1.0, 0)
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_the_command_reports_and_its_exit_code_says_whether_all_held(
+    is_bad: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verdict = Verdict("failed", "silent difference: loss", "x") if is_bad else Verdict("equal")
+    monkeypatch.setattr(campaign, "make_judge", lambda: lambda program: verdict)
+    monkeypatch.setattr(campaign, "fuzz", partial(campaign.fuzz, number=12))
+    out = tmp_path / "report.json"
+    assert main(["--minutes", "60", "--seed", "5", "--out", str(out)]) == is_bad
+    printed = capsys.readouterr().out
+    assert "seed 5" in printed and ("FAILED" in printed) == is_bad
+    report = json.loads(out.read_text())
+    assert report["seed"] == 5 and report["ends"]["failed" if is_bad else "equal"] == 12
+    assert bool(report["findings"]) == is_bad and report["features"]

@@ -3,6 +3,8 @@
 Compared with PEFT's own modules are loss, every gradient, the order in which parameters get theirs,
 and the random state. The dtypes of base and adapters are an axis: where they differ, a sum is cast,
 which makes a new tensor whatever the operator gave.
+
+At the end products that a recomputation leaves out, because nobody reads what they give.
 """
 
 from collections.abc import Callable
@@ -13,10 +15,10 @@ import torch
 
 import poros
 from poros.errors import RematerializationError
-from tests.exact.adapter_arms import Found, adapted, differences, step
+from tests.exact.adapter_arms import Found, adapted, differences, mlps, step, with_kernels
 from tests.exact.arms import Bases
 from tests.exact.recorded import record_on_tapes
-from tests.exact.writing import DTYPES, PROGRAMS, Model, on
+from tests.exact.writing import DTYPES, PROGRAMS, Model, nothing, on, within
 
 
 @pytest.mark.cover("values")
@@ -38,9 +40,7 @@ def test_results_are_as_writable_as_those_of_peft(
     change(model)
     plain, captures, wrong = step(model), record_on_tapes(monkeypatch), {}
     for kernels in ("fused", "exact"):
-        poros.use_adapter_kernels(model, kernels)
-        resident = step(model)
-        poros.restore(model)
+        resident = with_kernels(model, kernels=kernels)
         poros.prepare(model, loss="reference", adapter_kernels=kernels)
         streamed = [step(model) for _ in range(4)]
         assert poros.runtime(model).self_check["status"] == "passed"
@@ -112,3 +112,38 @@ def test_what_backward_needs_is_not_written_to_unseen(
     poros.prepare(model, loss="reference")
     with pytest.raises(poros.PorosError, match=r"written to|edited in place"):
         step(model)
+
+
+def with_hooks_inside(model: Model) -> None:
+    mlps(model)[0].register_forward_hook(lambda *_: None)
+
+
+def reading(layer: Any, _: Any, result: torch.Tensor) -> None:
+    """Something in the layer that reads what it returns, without a graph."""
+    layer.largest = float(result.detach().abs().max())
+
+
+# Layers whose last projection is left out in each of three steps, and why not.
+LEFT_OUT: dict[str, tuple[str, Callable[[Model], None], int]] = {
+    "qwen2": ("qwen2", nothing, 6),
+    "llama": ("llama", nothing, 6),
+    "a norm behind": ("gemma3", nothing, 0),
+    "hooks in one layer": ("qwen2", with_hooks_inside, 3),
+    "a reader": ("qwen2", within(reading), 0),
+}
+
+
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_a_last_product_that_nobody_needs_is_left_out(
+    case: str, quantize: bool, bases: Bases
+) -> None:
+    architecture, change, num_expected = LEFT_OUT[case]
+    model = adapted(bases, architecture, quantize=quantize, lora_dropout=0.05)
+    change(model)
+    expected = step(model)
+    poros.prepare(model, loss="reference")
+    assert not any(differences(expected, step(model)) for _ in range(3))
+    runtime = poros.runtime(model)
+    assert runtime.self_check["status"] == "passed"
+    assert runtime.stats()["num_left_out_adapters"] == num_expected

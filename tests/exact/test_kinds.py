@@ -174,11 +174,6 @@ def test_control_an_initialization_changes_the_base(case: Case, bases: Bases) ->
     assert not same_bits(after.base_layer.weight, before)
 
 
-def test_pissa_on_a_4_bit_base_is_refused_by_peft_itself(bases: Bases) -> None:
-    with pytest.raises(TypeError, match="PiSSA"):
-        with_lora(init_lora_weights="pissa")(bases.base(dtype=FP32))
-
-
 @pytest.mark.parametrize("autocast", [None, BF16])
 def test_biases_that_bitsandbytes_casts_at_their_first_use(
     autocast: torch.dtype | None, bases: Bases

@@ -1,31 +1,25 @@
 """Programs that look at the logits of a model whose loss is computed in slices, or do not."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Trainer
 
 import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
-from poros.gates import tiny
-from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
+from poros.gates.reference import compare_trajectories
+from tests.exact.arms import ON_HOST, slice_resident_loss, with_sliced_loss
+from tests.exact.heads import Model, outputs, saved_whole, trained, with_lora
+from tests.exact.trainer_arms import Arms
 from tests.snapshots import batches, build, changes, digest
-from tests.trainer_parity import trainer_arguments
 
-Model = Any
-
-
-@pytest.fixture(autouse=True)
-def slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow_slices(monkeypatch)
-
-
-def outputs(model: Model, **inputs: Any) -> Any:
-    torch.manual_seed(5)
-    return model(**{**batches()[1], **inputs})
+pytestmark = pytest.mark.usefixtures("narrow")
 
 
 @pytest.mark.parametrize("policy", [ON_HOST, {"loss": "chunked", "stream_head": False}], ids=str)
@@ -57,16 +51,6 @@ def test_large_logits_that_are_read_are_mentioned_once(
         for _ in range(2):
             outputs(model).logits.sum()
     assert caplog.text.count("reads the logits") == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}], ids=str)
-def test_generate(options: dict[str, Any]) -> None:
-    def generated(model: Model) -> torch.Tensor:
-        torch.manual_seed(7)
-        ids = batches()[0]["input_ids"][:, :6]
-        return model.eval().generate(ids, max_new_tokens=5, **options)
-
-    assert torch.equal(generated(build()), generated(with_sliced_loss(build())))
 
 
 def test_labels_for_some_positions_only() -> None:
@@ -159,70 +143,40 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(outputs(model).loss, norm, create_graph=True)
 
 
-def trainer_run(model: Model, folder: Path, **options: Any) -> dict[str, float]:
-    from transformers import Trainer
+class WithMetrics(Trainer):  # type: ignore[misc]
+    """Reads the logits of evaluations."""
 
-    rows = [{key: value[0] for key, value in batch.items()} for batch in tiny.make_batches(4)]
-    seen = dict[str, Any]()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, compute_metrics=self.metrics)
 
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        seen["shape"] = prediction.predictions.shape
+    def metrics(self, prediction: Any) -> dict[str, float]:
+        assert prediction.predictions.shape == (4, 20, 512)
         return {"mean": float(prediction.predictions.mean())}
-
-    arguments = trainer_arguments(
-        folder,
-        max_steps=2,
-        use_cpu=True,
-        eval_strategy="steps",
-        eval_steps=1,
-        dataloader_pin_memory=False,
-        **{key: value for key, value in options.items() if key != "with_metrics"},
-    )
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=rows,
-        eval_dataset=rows,
-        compute_metrics=compute_metrics if options.get("with_metrics") else None,
-    )
-    torch.manual_seed(11)
-    trainer.train()
-    if options.get("with_metrics"):
-        assert seen["shape"] == (4, 24, 512)
-    return {
-        f"{number} {key}": value
-        for number, line in enumerate(trainer.state.log_history)
-        for key, value in line.items()
-        if isinstance(value, int | float) and not key.endswith(("runtime", "per_second"))
-    }
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"torch_compile": False, "average_tokens_across_devices": False},
-        {"with_metrics": True, "bf16": True},
-        {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+        (Trainer, {"torch_compile": False, "average_tokens_across_devices": False}),
+        (WithMetrics, {"bf16": True}),
+        (Trainer, {"label_smoothing_factor": 0.1}),
     ],
     ids=str,
 )
-def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+def test_trainer(kind: type[Trainer], options: dict[str, Any], tmp_path: Path) -> None:
     """Losses, evaluations and metrics: those of a resident model with the same loss."""
-    resident = slice_resident_loss(build())
-    expected = trainer_run(resident, tmp_path / "a", **options)
-    model = with_sliced_loss(build())
-    found = trainer_run(model, tmp_path / "b", **options)
-    assert found == expected and len(found) > 8
-    weights = dict(resident.named_parameters())
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(parameter, weights[name])
-    is_read = options.keys() & {"with_metrics", "label_smoothing_factor"}
-    stats = poros.runtime(model).stats()
-    if "label_smoothing_factor" in options:
-        assert stats["head_num_bytes"] == 0, "the loss is the Trainer's, on whole logits"
-    else:
-        assert is_read or stats["head_num_bytes"] > 0
+    arms = Arms.make(tmp_path, torch.bfloat16)
+    given = {"trainer_class": kind, "max_steps": 2, "eval_steps": 1, **options}
+    given |= {"save_strategy": "steps", "save_steps": 2}
+    prepares = (lambda model, **_: slice_resident_loss(model)), with_sliced_loss
+    runs = [arms.run(name, prepare, **given) for name, prepare in zip("ab", prepares, strict=True)]
+    assert compare_trajectories(*runs) == []
+    logs = [arms.log_history(name, 2) for name in "ab"]
+    assert logs[0] == logs[1] and len(logs[0]) == 2 + 2
+    assert any("eval_mean" in line for line in logs[0]) == (kind is WithMetrics)
+    is_whole = "label_smoothing_factor" in options
+    stats = poros.runtime(arms.model).stats()
+    assert (stats["head_num_bytes"] == 0) == is_whole, "the loss is the Trainer's, on whole logits"
 
 
 @pytest.mark.parametrize("kind", ["the head's", "of all modules"])
@@ -249,3 +203,84 @@ def test_backward_hooks_see_the_gradient_of_the_logits(kind: str) -> None:
         ]
 
     assert gradients(build()) == gradients(with_sliced_loss(build()))
+
+
+def parameters_of_head(model: Model) -> list[Any]:
+    return [p for n, p in model.named_parameters() if "lm_head" in n and p.requires_grad]
+
+
+def stepped(kind: Any, **options: Any) -> Callable[[Model], None]:
+    return lambda model: kind(parameters_of_head(model), **options).step()
+
+
+def through_data(model: Model) -> None:
+    for each in parameters_of_head(model):
+        each.data.mul_(2)
+
+
+def with_rows_exchanged(model: Model) -> None:
+    for each in parameters_of_head(model):
+        each.data.copy_(each.data.flip(0))
+
+
+def with_other_data(model: Model) -> None:
+    for each in parameters_of_head(model):
+        each.data = each.data * 2
+
+
+def merged(model: Model) -> None:
+    """PEFT writes to the frozen weight through ``.data``."""
+    model.get_output_embeddings().merge()
+
+
+EDITS: dict[str, Callable[[Model], object]] = {
+    "for-each": stepped(torch.optim.AdamW, lr=0.1, foreach=True),
+    "fused": stepped(torch.optim.AdamW, lr=0.1, fused=True),
+    "through .data": through_data,
+    "rows exchanged": with_rows_exchanged,
+    "other .data": with_other_data,
+    "nothing": lambda model: None,
+    # It is counted as a write.
+    "a step of no size": stepped(torch.optim.SGD, lr=0.0, foreach=True),
+}
+KEEPS = ("nothing", "a step of no size")
+
+with_lora_on_it = partial(with_lora, lora_dropout=0.0)
+
+EDITED = [(change, edit) for change in (trained, saved_whole, with_lora_on_it) for edit in EDITS]
+
+
+@pytest.mark.parametrize(("change", "edit"), [*EDITED, (with_lora_on_it, merged)])
+def test_logits_that_are_read_after_the_head_was_edited(
+    change: Callable[[Model], Model], edit: Any
+) -> None:
+    """They are those of the head that was called, or refused."""
+
+    def logits_of(model: Model) -> torch.Tensor:
+        torch.manual_seed(5)
+        output = model.train()(**batches()[1])
+        output.loss.backward()
+        EDITS.get(edit, edit)(model)
+        found: torch.Tensor = output.logits * 1.0
+        return found.clone()
+
+    plain = logits_of(change(build()))
+    model = with_sliced_loss(change(build()))
+    if edit in KEEPS:
+        assert torch.equal(logits_of(model), plain)
+    else:
+        with pytest.raises(PreparedModelError, match="found them written to before"):
+            logits_of(model)
+
+
+@pytest.mark.parametrize("edit", ["fused", "through .data"])
+def test_a_loss_that_is_taken_of_them_after_an_edit_is_refused(edit: str) -> None:
+    model = with_sliced_loss(trained(build())).train()
+    labels = batches()[1]["labels"]
+    output = model(**batches()[1])
+    again = model.get_base_model().loss_function(output.logits, labels, vocab_size=512)
+    assert torch.equal(again, output.loss)
+    output.loss.backward()
+    EDITS[edit](model)
+    with pytest.raises(PreparedModelError, match="found them written to before"):
+        model.get_base_model().loss_function(output.logits, labels, vocab_size=512)

@@ -61,7 +61,6 @@ CHANGES: dict[str, Change] = {
     "a class": lambda layer: setattr(layer.mlp, "counts", Counts()),
     "another class": lambda layer: count_from_now_on(layer.mlp),  # type: ignore[arg-type]
 }
-changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
 class Freezing:
@@ -102,20 +101,20 @@ def after(model: Model, change: Change) -> list[list[tuple[str, bool, int]]]:
     return found
 
 
-@changes
-def test_each_module_has_the_mode_it_has_otherwise(change: Change, bases: Bases) -> None:
-    assert after(built(bases, True), change) == after(built(bases, False), change)
+CASES: dict[str, tuple[Change, type | None]] = {
+    **{name: (change, None) for name, change in CHANGES.items()},
+    "a layer that counts": (CHANGES["nothing"], Counting),
+    "a layer that freezes": (CHANGES["nothing"], Freezing),
+}
 
 
-@pytest.mark.parametrize("of_layers", [Counting, Freezing])
-def test_a_layer_with_a_method_of_its_own(of_layers: type, bases: Bases) -> None:
-    found = [
-        after(built(bases, is_prepared, of_layers), lambda layer: None)
-        for is_prepared in (True, False)
-    ]
-    assert found[0] == found[1]
-    plain = after(built(bases, False), lambda layer: None)
-    assert found[1] != plain
+@pytest.mark.parametrize("which", CASES)
+def test_each_module_has_the_mode_it_has_otherwise(which: str, bases: Bases) -> None:
+    change, of_layers = CASES[which]
+    found, expected = (after(built(bases, each, of_layers), change) for each in (True, False))
+    assert found == expected
+    plain = after(built(bases, False), CHANGES["nothing"])
+    assert of_layers is None or expected != plain
 
 
 def test_control_of_the_comparison(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:

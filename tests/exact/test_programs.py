@@ -227,18 +227,6 @@ def test_a_loss_kept_after_backward_keeps_no_activations(residents: Residents) -
         assert [each() for each in seen if each() is not None] == []
 
 
-def test_a_loss_without_backward_is_dropped_with_its_graph(bases: Bases) -> None:
-    loss, seen = inputs_of_layers(streamed(S.PLAIN(bases)))
-    assert all(each() is not None for each in seen)
-    gc.disable()
-    try:
-        del loss
-        # Reference counts alone free it: waiting for the collector would cost device memory.
-        assert [each() for each in seen if each() is not None] == []
-    finally:
-        gc.enable()
-
-
 def test_a_deleted_model_takes_its_slots_with_it_at_once(bases: Bases) -> None:
     model = streamed(S.NO_DROPOUT(bases))
     P.STEP(model)
@@ -250,13 +238,6 @@ def test_a_deleted_model_takes_its_slots_with_it_at_once(bases: Bases) -> None:
         assert slot() is None
     finally:
         gc.enable()
-
-
-def test_under_inference_mode_a_model_is_prepared_for_training(residents: Residents) -> None:
-    model = S.NO_DROPOUT(residents.bases)
-    with torch.inference_mode():
-        streamed(model)
-    assert changes(residents.facts(S.NO_DROPOUT, P.STEP), observe(model, P.STEP)) == {}
 
 
 # What is said, and what may be interrupted.
@@ -276,26 +257,3 @@ def test_hooks_that_keep_saved_tensors_are_said(bases: Bases) -> None:
     R.on_the_host(model)
     (line,) = poros.runtime(model).stats()["fallbacks"]
     assert "hooks of the caller" in line
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_a_recomputation_may_be_interrupted(
-    error: type[BaseException], residents: Residents
-) -> None:
-    model = poisoned(S.PLAIN(residents.bases)).train()
-    calls: list[int] = []
-
-    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise error
-
-    with H.hooked(model, "mlp", hook):
-        loss = P.loss_of(model)
-        flags, state = [each.training for each in model.modules()], torch.get_rng_state()
-        with pytest.raises(error):
-            loss.backward()
-    assert flags == [each.training for each in model.modules()]
-    assert torch.equal(state, torch.get_rng_state())
-    model.zero_grad()
-    assert changes(residents.facts(S.PLAIN, P.STEP), observe(model, P.STEP)) == {}

@@ -117,32 +117,26 @@ def test_training_refuses_a_model_without_adapters() -> None:
         TrainingSpec(num_steps=0)
 
 
-# Negative controls: each change has to show, and where it begins.
+CONTROLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
+    "seed": ({}, {"seed": 1}, "step 0, loss of micro-batch 0", set(QUANTITIES)),
+    # The changed weights have to reach the next loss; no random number is another.
+    "learning rate": (
+        *({}, {"lr": 1.0001e-3}, "step 0, weight base_model.model.model.layers.0."),
+        set(QUANTITIES) - {"RNG end state"},
+    ),
+    "dropout": ({"dropout": 0.06}, {}, "step 0, loss of micro-batch 0", {"loss"}),
+    "no dropout": ({"dropout": 0.0}, {}, "step 0, ", {"RNG end state"}),
+    "dtype": ({"dtype": torch.float32}, {}, "step 0, loss of micro-batch 0", {"loss"}),
+}
 
 
-def test_control_another_seed(expected: Trajectory) -> None:
-    found = run(seed=1)
-    assert differing_quantities(expected, found) == set(QUANTITIES)
-    assert compare_trajectories(expected, found)[0].name == "step 0, loss of micro-batch 0"
-
-
-def test_control_another_learning_rate(expected: Trajectory) -> None:
-    differences = compare_trajectories(expected, run(lr=1.0001e-3))
-    assert differences[0].name.startswith("step 0, weight base_model.model.model.layers.0.")
-    later = [d.name for d in differences if d.name.startswith("step 1, loss")]
-    assert later, "the changed weights have to reach the next loss"
-    assert not any("RNG" in d.name for d in differences)
-
-
-def test_control_another_dropout(expected: Trajectory) -> None:
-    found = run(build(dropout=0.06))
-    assert "step 0, loss of micro-batch 0" in {
-        d.name for d in compare_trajectories(expected, found)
-    }
-
-
-def test_control_no_dropout_moves_the_random_state(expected: Trajectory) -> None:
-    assert "RNG end state" in differing_quantities(expected, run(build(dropout=0.0)))
+@pytest.mark.parametrize("which", CONTROLS)
+def test_control_another_run(which: str, expected: Trajectory) -> None:
+    of_model, of_run, first, wanted = CONTROLS[which]
+    found = run(build(**of_model), **of_run)
+    assert compare_trajectories(expected, found)[0].name.startswith(first)
+    quantities = differing_quantities(expected, found)
+    assert wanted <= quantities and (which != "learning rate" or wanted == quantities)
 
 
 def test_control_one_flipped_nibble(expected: Trajectory) -> None:

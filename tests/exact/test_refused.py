@@ -23,7 +23,6 @@ from poros.errors import (
 )
 from poros.replay.routing import RegionCasts
 from poros.stream.boundary import is_streamed
-from poros.stream.visit import LayerBindings
 from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
@@ -43,7 +42,7 @@ from tests.exact.arms import (
     streamed,
 )
 from tests.exact.table import crossed
-from tests.snapshots import batches, bf16, changes, layers_of, picture
+from tests.snapshots import batches, bf16, changes, layers_of
 
 Patch = pytest.MonkeyPatch
 
@@ -222,13 +221,42 @@ def test_edits_are_never_silent_under_saved_tensor_hooks(target: str, residents:
         return
 
 
-def test_a_failed_backward_does_not_change_random_state_or_flags(bases: Bases) -> None:
+def interrupted(error: type[BaseException]) -> V.Provocation:
+    """A hook that fails in the recomputation alone."""
+
+    def provocation(model: Model) -> Iterator[None]:
+        calls: list[int] = []
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise error
+
+        with H.hooked(model, "mlp", hook):
+            loss = P.loss_of(model)
+            yield
+            loss.backward()
+
+    return provocation
+
+
+FAILING: dict[type[BaseException], V.Provocation] = {
+    RematerializationError: V.behind(V.CHANGES["adapter edited"]),
+    KeyboardInterrupt: interrupted(KeyboardInterrupt),
+    ZeroDivisionError: interrupted(ZeroDivisionError),
+}
+
+
+@pytest.mark.parametrize("error", FAILING)
+def test_a_failed_backward_does_not_change_random_state_or_flags(
+    error: type[BaseException], bases: Bases
+) -> None:
     model = streamed(S.PLAIN(bases)).train()
-    steps = V.behind(V.CHANGES["adapter edited"])(model)
+    steps = FAILING[error](model)
     next(steps)
     flags = {name: each.training for name, each in model.named_modules()}
     random_state = torch.get_rng_state()
-    with pytest.raises(RematerializationError):
+    with pytest.raises(error):
         next(steps)
     assert torch.equal(random_state, torch.get_rng_state())
     assert changes(flags, {name: each.training for name, each in model.named_modules()}) == {}
@@ -252,31 +280,6 @@ def test_a_buffer_that_the_layers_own_forward_replaces(bases: Bases) -> None:
     poros.restore(model)
     # An ordinary tensor of the device: what the hook wrote before the error stays.
     assert norm.calls == 2
-
-
-def test_an_interrupt_inside_a_visit(residents: Residents, monkeypatch: Patch) -> None:
-    model = S.NO_DROPOUT(residents.bases).train()
-    before = picture(model)
-    streamed(model)
-    swap_in = LayerBindings.swap_in
-
-    def interrupted(self: Any) -> None:
-        swap_in(self)
-        raise KeyboardInterrupt
-
-    def interrupt() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(LayerBindings, "swap_in", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                P.STEP(model)
-
-    interrupt()
-    assert changes(residents.facts(S.NO_DROPOUT, P.STEP), observe(model, P.STEP)) == {}
-    model.zero_grad()
-    # Restored at once, with the tensors of a slot still in a layer.
-    interrupt()
-    poros.restore(model)
-    assert changes(before, picture(model)) == {}
 
 
 def test_a_region_that_ends_with_the_model_makes_no_casts(bases: Bases, monkeypatch: Patch) -> None:

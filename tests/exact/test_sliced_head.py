@@ -1,18 +1,17 @@
 """A prepared model whose loss is computed in slices, and whose head may lie in host memory.
 
-That it trains as a resident model with the same loss does is said by the cells. Here: which models
-have it, what others keep, what moves, and what notices damage.
+Here: which models have it, what others keep, what moves, and what notices damage.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoHaConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
@@ -22,29 +21,35 @@ from poros.errors import ParityError, PolicyError, PreparedModelError
 from poros.gates import tiny
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits
+from poros.head.loss import sliced_cross_entropy
 from poros.head.slices import SliceReader
 from poros.model.sizing import ResidencyPlan
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
+from tests.exact.heads import (
+    Change,
+    Model,
+    added,
+    biased,
+    both_forms,
+    head_of,
+    in_float32,
+    outputs,
+    saved_whole,
+    tied,
+    trained,
+    trained_embedding,
+    with_a_forward_of_its_own,
+    with_a_loss_of_its_own,
+    with_another_user,
+    with_loha,
+    with_lora,
+    with_two,
+)
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
 from tools.adversary import AdversarialStreams, SlotHazard
 
-Model = Any
 SHAPE = {"seq_len": 16, "batch_size": 2}
-
-
-@pytest.fixture(autouse=True)
-def slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow_slices(monkeypatch)
-
-
-def head_of(model: Model) -> torch.Tensor:
-    weight: torch.Tensor = model.get_output_embeddings().weight
-    return weight
-
-
-def outputs(model: Model, **inputs: Any) -> Any:
-    torch.manual_seed(5)
-    return model(**{**batches()[1], **inputs})
+pytestmark = pytest.mark.usefixtures("narrow")
 
 
 # What is taken over, and how it comes back.
@@ -89,60 +94,133 @@ def test_families_that_scale_or_cap_their_logits(architecture: str) -> None:
     assert torch.equal(found.logits, expected.logits)
 
 
-def with_loha_on_it(model: Model) -> Model:
-    config = LoHaConfig(r=4, target_modules=["lm_head"], init_weights=False)
-    torch.manual_seed(3)
-    return get_peft_model(model.unload(), config)
+class Head(NamedTuple):
+    """A head or an embedding, and what becomes of it in a prepared model."""
+
+    change: Change
+    said: str = ""
+    """Why it stays as it is, on the device or with its own loss."""
+    is_sliced: bool = True
+    """Whether its loss is; it is then compared with a resident run with the same loss."""
+    own: int = 0
+    """Tensors of the head that are trained."""
+    architecture: str = "qwen2"
+    policy: dict[str, Any] = {}  # noqa: RUF012
 
 
-def with_a_loss_of_its_own(model: Model) -> Model:
-    def loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
-        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+BY_ITSELF = {"stream_head": None}
+ON_DEVICE = {"stream_head": False}
+EMBEDDING = {"loss": "reference", "stream_head": False, "stream_embedding": True}
+TRAINED = "the head stays on the device: it is trained"
+STAYS = "the embedding stays on the device"
+HEADS = {
+    # What LoRA adds to the logits is never there whole either.
+    "LoRA": Head(with_lora, own=2, policy=BY_ITSELF),
+    "two of them": Head(with_two, own=4, policy=BY_ITSELF),
+    "float32 adapters": Head(in_float32, own=2, policy=BY_ITSELF),
+    "rsLoRA": Head(partial(with_lora, use_rslora=True), own=2, policy=BY_ITSELF),
+    "LoRA, capped logits": Head(with_lora, own=2, architecture="gemma2", policy=BY_ITSELF),
+    "two of a tied head": Head(with_two, own=4, architecture="gemma3", policy=BY_ITSELF),
+    # It is no product, and DoRA scales by a norm of each row: their logits are computed whole.
+    "a bias of LoRA": Head(biased, "", False, 3, policy=ON_DEVICE),
+    "DoRA": Head(partial(with_lora, use_dora=True), "", False, 3, policy=BY_ITSELF),
+    # Of these the loss and its gradient are computed in slices all the same.
+    "trained": Head(trained, TRAINED, own=1),
+    "saved whole": Head(saved_whole, TRAINED, own=1),
+    "a trained bias": Head(both_forms, TRAINED, own=1),
+    "another user": Head(
+        with_another_user, "the head stays on the device: something else uses its weight"
+    ),
+    "LoHa": Head(with_loha, "its head is a", False, 4),
+    "a loss of its own": Head(with_a_loss_of_its_own, "its loss is loss", False),
+    "another forward": Head(
+        with_a_forward_of_its_own, "its head's forward has been replaced", False
+    ),
+    "a trained embedding": Head(trained_embedding, STAYS, False, policy=EMBEDDING),
+    "a tied embedding": Head(tied, STAYS, False, policy=EMBEDDING),
+    "LoRA on the embedding": Head(
+        partial(with_lora, target_modules=["q_proj", "embed_tokens"]),
+        *(STAYS, False),
+        policy=EMBEDDING,
+    ),
+    "an embedding saved whole": Head(
+        partial(saved_whole, name="embed_tokens"), STAYS, False, policy=EMBEDDING
+    ),
+}
 
-    model.get_base_model().loss_function = loss
-    return model
 
-
-def with_a_forward_of_its_own(model: Model) -> Model:
-    head = model.get_output_embeddings()
-    head.forward = partial(type(head).forward, head)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (with_loha_on_it, "its head is a"),
-        (with_a_loss_of_its_own, "its loss is loss"),
-        (with_a_forward_of_its_own, "its head's forward has been replaced"),
-    ],
-)
-def test_what_cannot_be_sliced_stays_as_it_was_and_that_is_said(
-    change: Callable[[Model], Model], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = run(change(build()))
+@pytest.mark.parametrize("which", HEADS)
+def test_it_trains_as_a_resident_one(which: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And if it stays as it was, that is said."""
+    change, said, is_sliced, own, architecture, policy = HEADS[which]
+    resident = change(build(architecture))
+    expected = run(slice_resident_loss(resident) if is_sliced else resident)
     with caplog.at_level(logging.WARNING, logger="poros"):
-        model = with_sliced_loss(change(build()))
-    assert reason in caplog.text
+        model = with_sliced_loss(change(build(architecture)), **policy)
+    assert said in caplog.text and not (is_sliced and "keeps its own" in caplog.text)
     assert_same_run(expected, run(model))
-    assert not isinstance(model(**batches()[0]).logits, LazyLogits)
+    found = {n: g for n, g in expected.steps[0].gradients.items() if "lm_head" in n}
+    assert len(found) == own and all(bool(each.any()) for each in found.values())
+    if is_sliced or said:
+        assert isinstance(model(**batches()[0]).logits, LazyLogits) == is_sliced
+    if "stays on the device" in said:
+        assert not any(isinstance(each, HostMatrix) for each in model.parameters())
+
+
+LATER: dict[str, tuple[Change, Change]] = {
+    "an adapter, whose logits are whole": (with_lora, added),
+    # PEFT copies the head, and all that is in it; the copy is the one that is read.
+    "a trained copy": (
+        lambda model: model,
+        partial(added, r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    ),
+    "it is made trainable": (lambda model: model, trained),
+}
+
+
+@pytest.mark.parametrize("which", LATER)
+def test_what_comes_to_a_resident_head_later_is_trained(which: str) -> None:
+    before, change = LATER[which]
+    expected = run(change(slice_resident_loss(before(build()))))
+    found = run(change(with_sliced_loss(before(build()), stream_head=False)))
+    assert_same_run(expected, found)
+    assert any("lm_head" in name and g.any() for name, g in found.steps[0].gradients.items())
+
+
+ADAPTED = ("LoRA", "two of them", "float32 adapters", "rsLoRA")
+
+
+@pytest.mark.parametrize("which", ADAPTED)
+def test_whole_logits_are_those_of_peft(which: str) -> None:
+    """Also after the loss, and of a model whose adapters are off."""
+    change = HEADS[which].change
+    model, plain = with_sliced_loss(change(build()), stream_head=False), change(build())
+    for mode in ("on", "off"):
+        found = []
+        for each in (model, plain):
+            with each.disable_adapter() if mode == "off" else nullcontext():
+                found.append(outputs(each))
+        assert isinstance(found[0].logits, LazyLogits) and not found[0].logits.is_computed
+        # The sum that PEFT writes down is noted, not computed.
+        assert [each.is_computed for each in found[0].logits.added] == [False] * (
+            0 if mode == "off" else 1 + (which == "two of them")
+        )
+        assert torch.equal(found[0].logits, found[1].logits), mode
 
 
 def test_what_was_tied_while_it_was_prepared_stays_tied() -> None:
-    def tie(model: Model) -> Model:
-        base = model.get_base_model()
-        base.model.embed_tokens.weight = base.lm_head.weight
-        return model
-
-    model = poros.restore(tie(with_sliced_loss(build())))
+    model = poros.restore(tied(with_sliced_loss(build())))
     base = model.get_base_model()
     assert base.model.embed_tokens.weight is base.lm_head.weight
-    assert torch.equal(outputs(model).loss, outputs(tie(build())).loss)
+    assert torch.equal(outputs(model).loss, outputs(tied(build())).loss)
 
 
-@pytest.mark.parametrize("fault", ["loss", "slices"])
-def test_a_failed_prepare_leaves_the_head_as_it_was(
-    fault: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "part",
+    ["head.takeover._Loss", "head.kept.SliceReader", "model.attach.Attachment.move_to_device"],
+)
+def test_a_failed_prepare_leaves_head_and_embedding_as_they_were(
+    part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build()
     before = picture(model)
@@ -150,30 +228,11 @@ def test_a_failed_prepare_leaves_the_head_as_it_was(
     def fail(*_: Any) -> None:
         raise RuntimeError("not today")
 
-    with monkeypatch.context() as patch:
-        if fault == "loss":
-            patch.setattr("poros.head.takeover._Loss", fail)
-        else:
-            patch.setattr("poros.head.kept.SliceReader", fail)
-        with pytest.raises(RuntimeError, match="not today"):
-            with_sliced_loss(model)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not today"):
+        patch.setattr(f"poros.{part}", fail)
+        with_sliced_loss(model, stream_embedding=True)
     assert changes(before, picture(model)) == {}
     run(with_sliced_loss(model))
-
-
-def test_a_matrix_with_other_users_stays_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
-    def with_another_user(model: Model) -> Model:
-        base = model.get_base_model()
-        base.other = torch.nn.Linear(1, 1, bias=False)
-        base.other.weight = base.lm_head.weight
-        return model
-
-    expected = run(slice_resident_loss(with_another_user(build())))
-    with caplog.at_level(logging.WARNING, logger="poros"):
-        model = with_sliced_loss(with_another_user(build()))
-    assert "something else uses its weight" in caplog.text
-    assert not isinstance(head_of(model), HostMatrix)
-    assert_same_run(expected, run(model))
 
 
 @pytest.mark.parametrize("name", ["loss", "stream_head"])
@@ -182,15 +241,21 @@ def test_policies_that_make_no_sense(name: str) -> None:
         poros.prepare(build(), **{name: "fast"})
 
 
-def test_by_itself_only_a_large_head_with_a_sliced_loss_leaves_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def is_on_host(**policy: Any) -> bool:
-        return isinstance(head_of(poros.prepare(build(), stream_head=None, **policy)), HostMatrix)
+def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head only if its loss is sliced."""
 
-    assert not is_on_host(loss="chunked")
-    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", 1)
-    assert is_on_host(loss="chunked") and not is_on_host(loss="reference")
+    def on_host(**policy: Any) -> tuple[bool, bool]:
+        given = {"stream_head": None, **policy}
+        model = poros.prepare(build(), **given)
+        weights = head_of(model), model.get_input_embeddings().weight
+        return isinstance(weights[0], HostMatrix), isinstance(weights[1], HostMatrix)
+
+    assert on_host(loss="chunked") == (False, False)
+    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", head_of(build()).nbytes)
+    assert on_host(loss="chunked") == (True, True)
+    assert on_host(loss="reference", stream_embedding=False) == (False, False)
+    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", head_of(build()).nbytes + 1)
+    assert on_host(loss="chunked") == (False, False)
 
 
 # What moves, and what is there.
@@ -432,3 +497,46 @@ def test_a_head_in_host_memory_that_is_changed_is_refused(
     with pytest.raises(PreparedModelError, match="weight"):
         change(model)
         model(**batches()[0]).loss.backward()
+
+
+RANK, V = 4, 1000
+
+
+def test_the_plan_has_no_logits() -> None:
+    tokens, vocabulary = 256, 512
+    model = with_lora(build())
+    plans = [
+        poros.plan(model, seq_len=tokens, batch_size=4, loss=loss).terms["workspace"]
+        for loss in ("reference", "chunked")
+    ]
+    assert plans[0] > 4 * tokens * vocabulary * 4
+    assert plans[1] < plans[0] - 4 * tokens * vocabulary * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_added_columns_are_those_of_a_wider_head(dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    weight = (0.4 * torch.randn(V, 48)).to(dtype)
+    columns = (0.3 * torch.randn(V, RANK)).requires_grad_()
+    hidden = torch.randn(23, 48 + RANK).to(dtype).requires_grad_()
+    labels = torch.randint(0, V, (23,))
+    labels[2::5] = -100
+
+    def read(width: int) -> Iterator[tuple[int, torch.Tensor]]:
+        for first in range(0, V, width):
+            yield first, weight[first : first + width]
+
+    loss = sliced_cross_entropy(hidden, labels, read, V, added=columns)
+    loss.backward()
+    exact = hidden.detach().double().requires_grad_()
+    own = columns.detach().to(dtype).double().requires_grad_()
+    head = torch.cat([weight.double(), own], dim=1)
+    expected = F.cross_entropy(exact @ head.T, labels, reduction="sum")
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert columns.grad is not None and hidden.grad is not None
+    assert own.grad is not None and exact.grad is not None
+    # Weights of rows, and what comes out, are rounded to the dtype.
+    roundoff = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-18
+    for found, true in ((columns.grad, own.grad), (hidden.grad, exact.grad)):
+        assert (found.double() - true).norm() <= roundoff * true.norm()

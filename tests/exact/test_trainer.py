@@ -1,6 +1,6 @@
 """The HF Trainer on a prepared model: bit for bit the run of the resident one, files included."""
 
-from contextlib import nullcontext
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import poros
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.self_check.compare import Difference, compare_mappings
 from poros.slots.schedule import Phase, count, training_visits, walk
-from poros.stream.rng import RngStash
 from tests.exact.trainer_arms import (
     ACCUMULATION,
     EVAL_EVERY,
@@ -25,6 +24,7 @@ from tests.exact.trainer_arms import (
     check_not_vacuous,
 )
 from tests.support import AdversarialPrepare, prepare_plain
+from tests.trainer_parity import ADAPTER_FILES, EVALUATION_LOSS
 
 NUM_SLOTS = 2
 
@@ -47,6 +47,32 @@ def streamed(arms: Arms) -> Trajectory:
     run = arms.run("streamed", partial(prepare_plain, self_check="off"), **FULL)
     check_loads(arms.model)
     return run
+
+
+# What is recorded.
+
+
+def test_each_step_is_recorded_with_evaluations_and_files(resident: Trajectory) -> None:
+    """Gradients are those before the Trainer clips them."""
+    for step in resident.steps:
+        squares = sum(float(each.double().square().sum()) for each in step.gradients.values())
+        assert step.grad_norm is not None and float(step.grad_norm) > 1.0
+        assert squares**0.5 == pytest.approx(float(step.grad_norm), rel=1e-5)
+    quantities = Counter(each.quantity for each in resident.extras)
+    assert quantities == {EVALUATION_LOSS: NUM_STEPS // EVAL_EVERY, ADAPTER_FILES: 2}
+
+
+def test_gradients_are_recorded_when_the_trainer_does_not_clip(arms: Arms) -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    (step,) = arms.run("unclipped", max_steps=1, max_grad_norm=0.0).steps
+    (clipped,) = arms.run("clipped", max_steps=1).steps
+    assert compare_mappings(step.gradients, clipped.gradients) == []
+    assert compare_mappings(step.exp_avg, clipped.exp_avg) != []
+    assert torch.equal(before, torch.get_rng_state()), "the caller's is left alone"
+
+
+# What is compared.
 
 
 def check_loads(model: Any) -> None:
@@ -193,17 +219,3 @@ def test_control_one_flipped_nibble(arms: Arms, resident: Trajectory) -> None:
     assert arms.log_history("flipped") != arms.log_history("resident")
     paths = [arms.checkpoint(arm, NUM_STEPS) / "optimizer.pt" for arm in ("resident", "flipped")]
     assert differing_contents(*paths)
-
-
-def test_control_random_states_not_restored(
-    arms: Arms, resident: Trajectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RngStash, "replay", lambda self: nullcontext())
-    with pytest.raises(poros.RematerializationError, match="random numbers"):
-        arms.run("unrestored", prepare_plain, **FULL)
-    # Without the runtime's own checks, the comparison still finds it.
-    monkeypatch.setattr(RngStash, "equals", lambda self, other: True)
-    unchecked = partial(prepare_plain, self_check="off")
-    found = arms.run("unnoticed", unchecked, max_steps=EVAL_EVERY, bf16=True)
-    names = {each.name for each in compare_trajectories(resident, found) if each.kind == "value"}
-    assert any(name.startswith("step 0, gradient") for name in names)

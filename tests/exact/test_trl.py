@@ -7,79 +7,118 @@ loss, computed from the head's weight. The trainers are subclassed only to liste
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import poros
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.head.host_matrix import HostMatrix
 from tests.covers import with_slow
 from tests.exact.recorded import record_on_tapes
+from tests.exact.together import num_groups, reasons
 from tests.exact.trl_arms import COMPLETIONS, PREFERENCES, TEXTS, Arms, Prepare, check, trl
 from tests.support import prepare_plain
 
+SFT = (trl.SFTTrainer, trl.SFTConfig, TEXTS)
+DPO = (trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
+KINDS = {"sft": SFT, "dpo": DPO}
+HEAD_ON_HOST = {"loss": "chunked", "stream_head": True, "stream_embedding": True}
+DPO_LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
+DPO_LOSSES += ["aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
 
-def dtypes(model: Any) -> set[torch.dtype]:
-    return {each.dtype for each in model.parameters() if each.requires_grad}
+
+class Row(NamedTuple):
+    kind: tuple[Any, Any, Any]
+    options: dict[str, Any] = {}  # noqa: RUF012
+    policy: dict[str, Any] = {}  # noqa: RUF012
+    of_arms: dict[str, Any] = {}  # noqa: RUF012
+    grouped: type | None = None
+    """The trainer whose micro-batches go through the blocks together."""
 
 
-SFT: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "packing": {"packing": True, "max_length": 24},
-    "no autocast": {"bf16": False},
-    "no checkpointing": {"gradient_checkpointing": False},
+class GroupedSft(poros.BlockMajorMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+class GroupedDpo(poros.BlockMajorMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+THREE = {"gradient_accumulation_steps": 3}
+PACKED = {"packing": True, "max_length": 24, "gradient_accumulation_steps": 2}
+SLICED = {"loss": "chunked", "stream_head": True}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+BY_TRAINER = {"attach_in_trainer": True}
+ROWS = {
+    "sft": Row(SFT),
+    "sft, accumulation": Row(SFT, {"gradient_accumulation_steps": 2}),
+    "sft, packing": Row(SFT, {"packing": True, "max_length": 24}),
+    "sft, no autocast": Row(SFT, {"bf16": False}),
+    "sft, no checkpointing": Row(SFT, {"gradient_checkpointing": False}),
+    "sft, completions, evaluation": Row((*SFT[:2], COMPLETIONS), EVALUATED),
+    **{
+        f"sft, dense {dtype}": Row(SFT, of_arms={"dtype": dtype, "quantize": False})
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    "sft, an adapter made by the trainer": Row(SFT, BY_TRAINER),
+    # They take whole logits, which are the model's own to the bit.
+    "sft, dft": Row(SFT, {"loss_type": "dft"}, HEAD_ON_HOST),
+    "sft, labels smoothed": Row(SFT, {"label_smoothing_factor": 0.1}, HEAD_ON_HOST),
+    # Their gradients arrive as one sum.
+    "dpo, all losses at once": Row(
+        DPO, {"loss_type": DPO_LOSSES, "label_smoothing": 0.1}, HEAD_ON_HOST
+    ),
+    # TRL adds a second adapter, "ref", to a model that comes with one.
+    "dpo, the start of the adapter as reference": Row(DPO),
+    # The reference pass runs with the adapter disabled.
+    "dpo, the base": Row(DPO, BY_TRAINER),
+    "dpo, the base, accumulation": Row(DPO, {**BY_TRAINER, "gradient_accumulation_steps": 2}),
+    "dpo, the base, before": Row(DPO, {**BY_TRAINER, "precompute_ref_log_probs": True}),
+    "sft, grouped": Row(SFT, THREE, SLICED, grouped=GroupedSft),
+    "sft, packed, grouped": Row(SFT, PACKED, grouped=GroupedSft),
+    "sft, dft, grouped": Row(SFT, {**THREE, "loss_type": "dft"}, SLICED, grouped=GroupedSft),
+    "dpo, grouped": Row(DPO, THREE, grouped=GroupedDpo),
+    "dpo, on the host, grouped": Row(DPO, THREE, SLICED, grouped=GroupedDpo),
 }
 
 
-@pytest.mark.parametrize("kind", with_slow(SFT, ("accumulation", "no checkpointing")))
-def test_sft(kind: str, tmp_path: Path) -> None:
-    arms = Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS)
-    check(arms, **SFT[kind])
-    arguments = arms.trainer.args
-    assert arguments.bf16 == (kind != "no autocast")
-    assert arguments.gradient_checkpointing == (kind != "no checkpointing")
-    assert dtypes(arms.model) == {torch.bfloat16}, "TRL casts the adapters of 4-bit models"
+@pytest.mark.parametrize("which", with_slow(ROWS, ("sft, accumulation", "sft, no checkpointing")))
+def test_trainers(which: str, tmp_path: Path) -> None:
+    kind, options, policy, of_arms, grouped = ROWS[which]
+    arms = Arms(tmp_path, *kind, **of_arms)
+    is_evaluated = options is EVALUATED
+    arms.eval_rows = COMPLETIONS[:4] if is_evaluated else None
+    policy = {"slots": 2, **policy} if grouped else policy
+    found = check(arms, policy, grouped, **options)
+    assert sum("eval_loss" in entry.name for entry in found.extras) == 2 * is_evaluated
+    arguments, model = arms.trainer.args, arms.model
+    assert arguments.bf16 == options.get("bf16", True)
+    assert arguments.gradient_checkpointing == options.get("gradient_checkpointing", True)
+    if arms.quantize:
+        trained = {each.dtype for each in model.parameters() if each.requires_grad}
+        assert trained == {torch.bfloat16}, "TRL casts the adapters of 4-bit models"
+    if grouped is not None:
+        # What DPO's reference pass draws is known behind the first micro-batch.
+        assert num_groups(model) == (3 if kind is DPO else 2) and reasons(model) == []
+        assert any("line 0" in each.name for each in found.extras), "what they log is compared"
+    has_reference = kind is DPO and "attach_in_trainer" not in options
+    assert sorted(model.peft_config) == ["default", "ref"][: 1 + has_reference]
 
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("keep_last", [0, 1])
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_visits_that_are_replayed(
     kind: str, keep_last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of changing lengths, and DPO's reference pass, which takes no gradients."""
     made = record_on_tapes(monkeypatch)
-    arms = {
-        "sft": lambda: Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS),
-        "dpo": lambda: Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
-    }[kind]()
-    arms.num_steps = 6
+    arms = Arms(tmp_path, *KINDS[kind], num_steps=6)
     check(arms, {"keep_last": keep_last, "slots": 2 + keep_last}, pad_to_multiple_of=16)
     assert sum(captures.num_replays for captures in made) > 0
-
-
-def test_sft_on_completions_only_with_evaluation(tmp_path: Path) -> None:
-    arms = Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, COMPLETIONS)
-    arms.eval_rows = COMPLETIONS[:4]
-    found = check(arms, eval_strategy="steps", eval_steps=1)
-    assert sum("eval_loss" in entry.name for entry in found.extras) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sft_on_a_dense_base(dtype: torch.dtype, tmp_path: Path) -> None:
-    arms = Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS, dtype=dtype, quantize=False)
-    check(arms)
-
-
-def test_sft_with_an_adapter_made_by_the_trainer(tmp_path: Path) -> None:
-    arms = Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS)
-    check(arms, attach_in_trainer=True)
-
-
-HEAD_ON_HOST = {"loss": "chunked", "stream_head": True, "stream_embedding": True}
 
 
 class Slices(TorchDispatchMode):
@@ -99,17 +138,13 @@ class Slices(TorchDispatchMode):
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("attach_in_trainer", [False, True])
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_head_in_host_memory_is_read_slice_by_slice(
     kind: str, attach_in_trainer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL computes losses from the head's weight; what it logs and trains is plain TRL's."""
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 200)
-    classes = {
-        "sft": (trl.SFTTrainer, trl.SFTConfig, TEXTS),
-        "dpo": (trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
-    }
-    arms = Arms(tmp_path, *classes[kind])
+    arms = Arms(tmp_path, *KINDS[kind])
     watch = Slices()
     genuine = type(arms).run
 
@@ -124,46 +159,10 @@ def test_a_head_in_host_memory_is_read_slice_by_slice(
     assert watch.num_rows and max(watch.num_rows) <= 200 < len(weight)
 
 
-@pytest.mark.parametrize(
-    "options", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}], ids=str
-)
-def test_other_losses_of_sft(options: dict[str, Any], tmp_path: Path) -> None:
-    """They take whole logits, which are the model's own to the bit."""
-    check(Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS), HEAD_ON_HOST, **options)
-
-
-DPO_LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
-DPO_LOSSES += ["aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
-
-
-def test_all_losses_of_dpo_at_once(tmp_path: Path) -> None:
-    """Their gradients arrive as one sum."""
-    arms = Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
-    check(arms, HEAD_ON_HOST, loss_type=DPO_LOSSES, label_smoothing=0.1)
-
-
-def test_dpo_with_the_start_of_the_adapter_as_reference(tmp_path: Path) -> None:
-    """TRL adds a second adapter, "ref", to a model that comes with one."""
-    arms = Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
-    check(arms)
-    assert sorted(arms.model.peft_config) == ["default", "ref"]
-    assert dtypes(arms.model) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_accumulation_steps": 2}, {"precompute_ref_log_probs": True}]
-)
-def test_dpo_with_the_base_as_reference(options: dict[str, Any], tmp_path: Path) -> None:
-    """The reference pass runs with the adapter disabled."""
-    arms = Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
-    check(arms, attach_in_trainer=True, **options)
-    assert sorted(arms.model.peft_config) == ["default"]
-
-
 def test_control_a_reference_pass_that_keeps_the_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arms = Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
+    arms = Arms(tmp_path, *DPO)
     expected = arms.run(attach_in_trainer=True)
     monkeypatch.setattr("peft.PeftModel.disable_adapter", lambda model: nullcontext())
     found = arms.run(prepare_plain, attach_in_trainer=True)

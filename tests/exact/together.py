@@ -125,8 +125,8 @@ def train(
             facts.append(torch.nn.utils.clip_grad_norm_(trained(model), clip))
         optimizer.step()
         optimizer.zero_grad()
+        facts += [each.detach().clone() for each in trained(model)]
         facts.append(torch.get_rng_state())
-    facts += [each.detach().clone() for each in trained(model)]
     for each in trained(model):
         facts += list(optimizer.state[each].values())
     return [*facts, torch.tensor([random.random(), np.random.random()])]

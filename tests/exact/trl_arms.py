@@ -168,9 +168,12 @@ class Arms:
         return self.trainer.model
 
 
-def check(arms: Arms, policy: dict[str, Any] | None = None, **options: Any) -> Trajectory:
-    """Both arms, compared in every bit; the streamed run."""
+def check(
+    arms: Arms, policy: dict[str, Any] | None = None, grouped: type | None = None, **options: Any
+) -> Trajectory:
+    """Both arms, compared in every bit; the streamed run, by the class ``grouped`` if given."""
     expected = arms.run(**options)
+    arms.trainer_class = grouped or arms.trainer_class
     found = arms.run(partial(prepare_plain, **(policy or {})), **options)
     assert [str(each) for each in compare_trajectories(expected, found)] == []
     assert poros.runtime(arms.model).self_check["status"] == "passed"

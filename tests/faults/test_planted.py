@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
-from torch.overrides import handle_torch_function, has_torch_function
 
 import poros
 from poros.errors import ParityError
@@ -35,6 +33,7 @@ from tests.faults.planting import (
 )
 from tests.snapshots import batches, bits_of, changes, layers_of
 from tests.support import AdversarialPrepare, same_bits
+from tests.unsteady import Noise, always, make_unsteady
 
 CELLS = dict.fromkeys(fault.cell for fault in FAULTS.values())
 
@@ -181,12 +180,6 @@ def test_a_caught_fault_leaves_a_model_that_comes_back_whole(monkeypatch: Patch)
 # CPU it does repeat itself. So it is replaced by one that does not, unless PyTorch's deterministic
 # flag is on and not "warn only", as on a GPU.
 
-Noise = Callable[[int], bool]
-
-
-def always(_: int) -> bool:
-    return True
-
 
 def only_at_first(number: int) -> bool:
     """One streamed backward and no other: all resident runs happen to agree."""
@@ -197,38 +190,6 @@ def only_at_first(number: int) -> bool:
 def flags_stay() -> Iterator[None]:
     yield
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def make_unsteady(patch: Patch, noise: Noise = always, obeys: bool = True) -> None:
-    """Let the gradients of attention differ from call to call, as ``noise`` says."""
-    calls: list[None] = []
-
-    class ScaledDotProductUnsteady(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-            return output.view_as(output)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            strict = torch.are_deterministic_algorithms_enabled() and not (
-                torch.is_deterministic_algorithms_warn_only_enabled()
-            )
-            number = len(calls)
-            calls.append(None)
-            if noise(number) and not (strict and obeys):
-                return gradients[0] * (1 + 2.0**-6 * (1 + number % 5))
-            return gradients[0]
-
-    genuine = torch.nn.functional.scaled_dot_product_attention
-
-    def unsteady(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if has_torch_function((query,)):
-            return handle_torch_function(unsteady, (query,), query, *args, **kwargs)
-        return ScaledDotProductUnsteady.apply(genuine(query, *args, **kwargs))
-
-    patch.setattr(torch.nn.functional, "scaled_dot_product_attention", unsteady)
-    patch.setattr(attention, "varies", lambda *_, **__: True)
-    patch.setattr(attention, "_choice", lambda *_, **__: SDPBackend.FLASH_ATTENTION)
 
 
 def checked_run(fault: Fault | None = None, **policy: Any) -> dict[str, Any]:

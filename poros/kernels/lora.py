@@ -255,7 +255,8 @@ def add_scaled(result: torch.Tensor, added: torch.Tensor, how: Added) -> torch.T
     if result.shape == added.shape and _takes_kernel(result, added):
         from poros.kernels import lora_gpu
 
-        return lora_gpu.add_scaled(result, added, how, sum_dtype(result.dtype, added.dtype, how))
+        dtype = sum_dtype(result.dtype, added.dtype, how)
+        return lora_gpu.add_scaled(result, added, how.scaling, how.rounds, dtype)
     added = added.mul_(how.scaling)
     if how.rounds:
         added = added.to(result.dtype)

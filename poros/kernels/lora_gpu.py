@@ -6,16 +6,13 @@ Each goes over its tensors once. A value is rounded wherever PEFT's operators wo
 # Kernels state no types, and what is decorated has none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from poros.kernels.launching import Launcher, ceil_div
-
-if TYPE_CHECKING:
-    from poros.kernels.lora import Added
 
 _SIZE = 2048
 """Elements of a program."""
@@ -64,11 +61,11 @@ _MASKED = Launcher(_masked, **_OPTIONS)
 
 
 def add_scaled(
-    result: torch.Tensor, added: torch.Tensor, how: "Added", dtype: torch.dtype
+    result: torch.Tensor, added: torch.Tensor, scaling: float, rounds: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``lora.add_scaled`` on a GPU."""
+    """``lora.add_scaled`` on a GPU; the sum is in ``dtype``."""
     sum_ = added if added.dtype == dtype else torch.empty_like(result, dtype=dtype)
-    _launch(_ADD_SCALED, result, added, sum_, how.scaling, ROUNDS=how.rounds)
+    _launch(_ADD_SCALED, result, added, sum_, scaling, ROUNDS=rounds)
     return sum_
 
 

@@ -85,7 +85,7 @@ def add_logits(
     if runs_triton(logits.device):
         from poros.kernels.online_softmax_gpu import launch
 
-        return launch(running, first, logits, slope, head)
+        return launch(running, running.rows.shape[1], first, logits, slope, head)
     return add_logits_ref(running, first, logits, slope, head)
 
 

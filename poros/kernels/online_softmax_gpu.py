@@ -3,14 +3,9 @@
 # Kernels state no types, and what is decorated has none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from poros.kernels.online_softmax import OnlineSoftmaxState
 
 _WIDTH = 2048
 """Logits or columns that a program has in registers at a time."""
@@ -90,16 +85,23 @@ def _add_logits(
 
 
 def launch(
-    running: "OnlineSoftmaxState",
+    running: tuple[torch.Tensor, ...],
+    num_columns: int,
     first: int,
     logits: torch.Tensor,
     slope: torch.Tensor | float,
     head: torch.Tensor,
 ) -> torch.Tensor | None:
-    """``online_softmax.add_logits`` on a GPU."""
+    """``online_softmax.add_logits`` on a GPU.
+
+    Args:
+        running: The fields of an ``OnlineSoftmaxState``, in order.
+        num_columns: Of its sums of rows; 0 if they are not wanted.
+        first, logits, slope, head: See there.
+    """
     num_tokens, num_rows = logits.shape
     has_slopes = isinstance(slope, torch.Tensor)
-    weights = torch.empty_like(logits, dtype=head.dtype) if running.wants_rows else None
+    weights = torch.empty_like(logits, dtype=head.dtype) if num_columns else None
     _add_logits[(num_tokens,)](
         *running,
         logits,
@@ -110,7 +112,7 @@ def launch(
         logits if weights is None else weights,
         first,
         num_rows,
-        running.rows.shape[1],
+        num_columns,
         HAS_SLOPES=has_slopes,
         WANTS_ROWS=weights is not None,
         WIDTH=_WIDTH,

@@ -61,8 +61,6 @@ LAZY = {"gates", "examples"}
 CLOSING = {
     ("poros", "poros.loaders.load"),
     ("poros", "poros.telemetry"),
-    ("poros.kernels.lora_gpu", "poros.kernels.lora"),
-    ("poros.kernels.online_softmax_gpu", "poros.kernels.online_softmax"),
     ("poros.model.runtime", "poros.self_check.check"),
     ("poros.model.stats", "poros.model.runtime"),
     ("poros.replay.forms", "poros.replay.call"),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.devices import default_device
 from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
 from poros.gates import tiny
 from poros.gates.arms import Prepare, compare_arms, poros_prepare
@@ -24,6 +23,7 @@ from poros.kernels.adapters import KernelStats
 from poros.kernels.use import patch
 from poros.loaders.header import shown
 from poros.slots.schedule import count, training_visits, walk
+from poros.utils.devices import default_device
 
 if TYPE_CHECKING:
     from poros.model.runtime import Runtime

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import quoted
-from poros.output import write_json
+from poros.io.writing import write_json
 from poros.self_check.compare import Difference
-from poros.versions import library_versions
+from poros.utils.versions import library_versions
 
 if TYPE_CHECKING:
     from rich.console import Console

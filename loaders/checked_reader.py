@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from poros.digests import PIECE_NUM_BYTES, cut, hash_piece, join, num_threads
 from poros.errors import HostMemoryError, quoted
+from poros.io.digests import PIECE_NUM_BYTES, cut, hash_piece, join, num_threads
 from poros.loaders.header import defect, fill
 from poros.loaders.manifest import REMEDY
 
@@ -26,7 +26,7 @@ class Run:
     parts: Sequence[memoryview]
     """Memory for them, one part after the other."""
     digest: str
-    """What they have to be (``poros.digests``)."""
+    """What they have to be (``poros.io.digests``)."""
     name: str | None = None
     """What they are, for messages."""
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from poros.digests import num_threads, sha256
 from poros.errors import quoted
+from poros.io.digests import num_threads, sha256
 from poros.loaders.header import DTYPE_NAMES, TensorEntry, defect, shown
 from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard

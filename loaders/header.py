@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from poros import strict_json
-from poros.digests import as_bytes
 from poros.errors import CheckpointFormatError, quoted
-from poros.reads import read_into
+from poros.io import strict_json
+from poros.io.digests import as_bytes
+from poros.io.reading import read_into
 
 MAX_HEADER_NUM_BYTES = 100_000_000
 """The reference reader's own limit."""

@@ -14,9 +14,10 @@ import torch
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, StoreWriteError, quoted
 from poros.host.disk import DiskStore
+from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.limits import require_host_memory
 from poros.host.store import HostStore, attach_store
-from poros.layout import BlockLayout, slab_offsets
+from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.build import fill, one_at_a_time, progress, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
@@ -47,13 +48,14 @@ from poros.loaders.store_reader import StoreReader, contents, small_files
 from poros.model.inspect import find_layers
 from poros.model.saving import watch_saving
 from poros.model.vision import drop_towers
-from poros.nf4 import QUANT_TYPES
 
 if TYPE_CHECKING:
     from transformers import (
         BitsAndBytesConfig,
         PreTrainedModel,
     )
+
+from poros.utils.logging_setup import show_info_by_default
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,7 @@ def load(
     Source:
         Poros technical report, section 4.2.
     """
+    show_info_by_default()
     options = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs, vision)
     options.refuse_for_a_folder(source)
     bounds = checked_limits(limits)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from poros.digests import sha256
 from poros.errors import quoted
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.io.digests import sha256
 from poros.loaders.extras import is_extra
 from poros.loaders.header import DTYPE_NAMES, DTYPES, Header, TensorEntry, defect, parse_json
 
@@ -36,7 +36,7 @@ class Manifest:
     layouts: Sequence[BlockLayout]
     """One per decoder layer, as ``BlockLayout.pack`` lays out its tensors."""
     slab_digests: Sequence[str]
-    """The digest (``poros.digests``) of each slab, padded with zeros to a page."""
+    """The digest (``poros.io.digests``) of each slab, padded with zeros to a page."""
     rest_digest: str
     """That of all tensors that are in no slab, in the order of their bytes in the file."""
     files: Mapping[str, str]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from poros.devices import default_device, usable_device
 from poros.errors import PolicyError, quoted
+from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization
 from poros.loaders.source import Place
-from poros.nf4 import QUANT_TYPES, Format, double_quantization
+from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig

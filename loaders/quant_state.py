@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from poros.errors import CheckpointFormatError, quoted
+from poros.kernels.nf4 import BLOCKSIZES, DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
 from poros.loaders.header import parse_json, shown
 from poros.loaders.quantize import require_finite
-from poros.nf4 import BLOCKSIZES, DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
 
 _PACKED = "quant_state.bitsandbytes__"
 _MAX_STATE_NUM_BYTES = 4096

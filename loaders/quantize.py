@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poros.digests import PackedDigests
 from poros.errors import CheckpointFormatError, ParityError
-from poros.nf4 import MOVING, NESTED_BLOCKSIZE, Format, Parts
+from poros.io.digests import PackedDigests
+from poros.kernels.nf4 import MOVING, NESTED_BLOCKSIZE, Format, Parts
 from poros.streams import Event, StreamContext, streams_for
 
 if TYPE_CHECKING:

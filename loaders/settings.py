@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
+from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import Limits
 from poros.loaders.source import CONFIG, GENERATION
-from poros.nf4 import QUANT_TYPES
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig

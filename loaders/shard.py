@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
 from poros.errors import HostMemoryError
-from poros.layout import align
+from poros.host.layout import align
+from poros.io.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
+from poros.io.reading import mapping_flags, read_into
 from poros.loaders.checked_reader import new_bytes
 from poros.loaders.header import (
     Header,
@@ -28,7 +29,6 @@ from poros.loaders.header import (
     read_header,
     shown,
 )
-from poros.reads import mapping_flags, read_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Shard:
             )
 
     def digest(self, pool: ThreadPoolExecutor, is_over: threading.Event) -> str:
-        """The digest (``poros.digests``) of the whole file, hashed in ``pool`` until it is over.
+        """The digest (``poros.io.digests``) of the whole file, hashed in ``pool`` until it is over.
 
         Raises:
             CheckpointFormatError: If the file changed since it was opened, or a read fails.

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.digests import PackedDigests
 from poros.errors import CheckpointFormatError, quoted
+from poros.host.layout import BlockLayout, TensorSpec, is_small
 from poros.host.limits import require_host_memory
 from poros.host.store import HostSlab, HostStore
-from poros.layout import BlockLayout, TensorSpec, is_small
-from poros.loaders.header import shown
-from poros.loaders.quant_state import require_codes
-from poros.loaders.quantize import Quantizer, require_finite
-from poros.nf4 import (
+from poros.io.digests import PackedDigests
+from poros.kernels.nf4 import (
     BLOCKSIZES,
     DTYPES,
     MOVING,
@@ -37,6 +34,9 @@ from poros.nf4 import (
     state_of,
     streams,
 )
+from poros.loaders.header import shown
+from poros.loaders.quant_state import require_codes
+from poros.loaders.quantize import Quantizer, require_finite
 
 Allocate = Callable[[Sequence[BlockLayout]], HostStore]
 FindLayers = Callable[[nn.Module], tuple[str, Sequence[nn.Module]]]
@@ -307,7 +307,7 @@ class SlabWriter:
     def _streamed_parts(
         self, name: str, tensor: torch.Tensor, is_buffer: bool
     ) -> list[tuple[str, torch.Tensor]]:
-        """Those of its parts that lie in a slab; see "What is small stays" in ``poros.layout``."""
+        """Its parts that lie in a slab ("What is small stays" in ``poros.host.layout``)."""
         if not is_params4bit(tensor):
             return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
         form = self._require_format().form(tensor.shape).items()

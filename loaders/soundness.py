@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from poros.errors import quoted
+from poros.kernels.nf4 import state_of
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
-from poros.nf4 import state_of
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 _STATE = ".quant_state."

@@ -8,9 +8,9 @@ A store is a folder:
     config.json, ...    the source's own small files: settings, tokenizer, licence
 
 The data of ``slabs.safetensors`` are the bytes of the host store, page by page (see "Layers start
-on pages" in ``poros.layout``): they are read into memory, or mapped, without being looked at. They
-are a file of their own because a header comes first, and digests are known last: slabs are mapped
-from their file while they are quantized.
+on pages" in ``poros.host.layout``): they are read into memory, or mapped, without being parsed.
+They are a file of their own because a header comes first, and digests are known last: slabs are
+mapped from their file while they are quantized.
 
 Note: Nothing is used that was not checked
     Whatever is read is hashed (``poros.loaders.checked_reader``) and compared with the manifest.
@@ -27,10 +27,10 @@ from pathlib import Path
 
 import torch
 
-from poros.digests import Identity, as_bytes, identity_of, sha256
 from poros.errors import quoted
+from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.store import HostStore
-from poros.layout import BlockLayout, slab_offsets
+from poros.io.digests import Identity, as_bytes, identity_of, sha256
 from poros.loaders.checked_reader import Run, new_bytes, read_checked, require_digest
 from poros.loaders.header import Header, defect, open_regular, read_at, read_header
 from poros.loaders.limits import Limits

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from poros.errors import quoted
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
-from poros.layout import BlockLayout
+from poros.kernels.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
@@ -24,7 +25,6 @@ from poros.loaders.options import dtype_name
 from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import FindLayers, SlabWriter
 from poros.loaders.store import OpenStore
-from poros.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
 
 PARTS_DIGESTS = "parts_digests"
 """What a store calls the digests of the parts of its 4-bit weights."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from poros.digests import as_bytes, digest_of, num_threads, sha256
 from poros.errors import StoreWriteError, quoted
+from poros.host.layout import BlockLayout
 from poros.host.store import Arena, HostStore
-from poros.layout import BlockLayout
+from poros.io.digests import as_bytes, digest_of, num_threads, sha256
 from poros.loaders.header import shown
 from poros.loaders.manifest import (
     REST,
@@ -29,7 +29,7 @@ from poros.loaders.manifest import (
 )
 from poros.loaders.options import device_name
 from poros.loaders.partial import partial_folder, put_in_place, writing_to
-from poros.versions import library_versions
+from poros.utils.versions import library_versions
 
 
 class StoreWriter:

@@ -223,8 +223,8 @@ def _gpu_here() -> tuple[int | None, str | None, Card | None]:
     """
     import torch
 
-    from poros.devices import free_budget
     from poros.errors import PolicyError
+    from poros.utils.devices import free_budget
 
     if not torch.cuda.is_available():
         return None, None, None

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 from xxhash import xxh3_128
 
 from poros.errors import RunFolderError, quoted
-from poros.output import write_json, writing
-from poros.reads import open_regular
+from poros.io.reading import open_regular
+from poros.io.writing import write_json, writing
 
 WHOLE = "whole.json"
 STAGE = ".checkpoint.part"

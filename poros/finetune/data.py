@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from poros import strict_json
 from poros.errors import DataFormatError, PorosError, quoted
 from poros.finetune.forms import FORMS, METHODS, Form, form_of, problems
+from poros.io import strict_json
 from poros.loaders.names import is_local
 from poros.recipes.recipe import Recipe
 

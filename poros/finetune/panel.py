@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from poros.figures import duration
-from poros.telemetry import PREFIX
+from poros.reporting.telemetry import PREFIX
+from poros.utils.formatting import duration
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -73,8 +73,8 @@ def base_digest(model: "PreTrainedModel") -> str:
     Whatever changes a bit of it is seen: other bytes of the checkpoint, another release of
     bitsandbytes, a store that was made elsewhere.
     """
-    from poros.digests import digest, num_threads
-    from poros.nf4 import part_tensors
+    from poros.io.digests import digest, num_threads
+    from poros.kernels.nf4 import part_tensors
 
     parts: dict[str, Any] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

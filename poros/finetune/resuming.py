@@ -29,10 +29,10 @@ from poros.finetune.checkpoints import (
     set_aside,
     unreadable,
 )
-from poros.output import require_folder, write_json, write_text, writing
-from poros.reads import open_regular
+from poros.io.reading import open_regular
+from poros.io.writing import require_folder, write_json, write_text, writing
 from poros.recipes.recipe import Recipe
-from poros.versions import library_versions
+from poros.utils.versions import library_versions
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import poros
-from poros.devices import default_device, usable_device
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
 from poros.finetune import screen
 from poros.finetune.adapters import adapter_config, require_targets
@@ -24,14 +23,15 @@ from poros.finetune.screen import Size
 from poros.finetune.stopping import Stopping
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import make_trainer, num_steps
+from poros.io.writing import writing
+from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import configuration
 from poros.loaders.source import find_config
 from poros.loaders.tokenizer import panics_told, require_known_tokens, require_template
-from poros.nf4 import DTYPES
-from poros.output import writing
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
-from poros.telemetry import log_streaming
+from poros.reporting.telemetry import log_streaming
+from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
     from datasets import Dataset

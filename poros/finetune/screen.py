@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from poros import figures
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.finetune.data import Rows
 from poros.finetune.tokens import IGNORED, Tokens
 from poros.recipes.recipe import Recipe
+from poros.utils import formatting
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def planned(
     """
     import torch
 
-    from poros.nf4 import DTYPES
+    from poros.kernels.nf4 import DTYPES
     from poros.planning.planner import Planner
     from poros.planning.request import PlanRequest
 
@@ -104,7 +104,7 @@ def _budget(recipe: Recipe, device: "torch.device") -> str | int | None:
         return recipe.memory.vram
     if device.type != "cuda":
         return None
-    from poros.devices import free_budget
+    from poros.utils.devices import free_budget
 
     return free_budget(device)
 
@@ -252,9 +252,9 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     """Does it fit; blocks on the card; host memory; time."""
     if isinstance(plan, str):
         return [("memory", plan)]
-    needs = figures.size(plan.total_num_bytes)
+    needs = formatting.size(plan.total_num_bytes)
     if plan.vram_budget is not None:
-        fits = f"fits: {needs} of {figures.size(plan.vram_budget)}"
+        fits = f"fits: {needs} of {formatting.size(plan.vram_budget)}"
     else:
         fits = f"needs {needs}"
     blocks = f"{plan.num_slots} of {plan.num_blocks} blocks on the device at a time"
@@ -265,7 +265,7 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     if plan.step_ms is not None:
         seconds = plan.step_ms / 1e3 * recipe.training.accumulation * size.num_steps
         lines.append(
-            ("time", f"about {figures.duration(seconds)}, forecast from rates measured here")
+            ("time", f"about {formatting.duration(seconds)}, forecast from rates measured here")
         )
     else:
         lines.append(("time", "known after the first steps"))
@@ -278,11 +278,11 @@ def _host_line(recipe: Recipe, needed: int) -> str:
     budget = recipe.model.host_budget
     kept = needed if budget is None else min(parse_num_bytes(budget, "host_budget"), needed)
     room = host_memory_left()
-    line = f"{figures.size(kept)} for the base"
+    line = f"{formatting.size(kept)} for the base"
     if kept < needed:
         line += ", the rest on disk"
     if room is not None:
-        line += f"; {figures.size(room.num_bytes)} are free"
+        line += f"; {formatting.size(room.num_bytes)} are free"
     if room is not None and kept + RESERVE_NUM_BYTES > room.num_bytes:
         line += "; too little: --host-budget keeps the rest on disk"
     return line

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
-from poros.figures import size
 from poros.head.rows import RowReader
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 

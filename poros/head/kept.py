@@ -8,9 +8,9 @@ import torch
 from poros.head.choice import Head
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
+from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
 from poros.host.store import Arena, HostSlab
-from poros.layout import BlockLayout
 from poros.streams import StreamContext
 
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits
-from poros.labels import labelled
+from poros.utils.profiling import labelled
 
 
 class Step(NamedTuple):

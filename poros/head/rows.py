@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 
+from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
 from poros.host.store import Arena, HostSlab
-from poros.layout import BlockLayout
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import torch
 
 from poros.head.loss import LossInputs, slice_width
 from poros.head.online import SlicedLossState
-from poros.labels import labelled
 from poros.streams import Event, StreamContext
+from poros.utils.profiling import labelled
 
 
 def buffer_sizes(matrix: torch.Tensor) -> list[int]:

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.figures import size
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits, Origin
 from poros.head.loss import Slices, sliced_cross_entropy
 from poros.head.online import Regularizer
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 

@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 
-from poros.digests import Identity, identity_of, num_threads
 from poros.errors import CheckpointFormatError
+from poros.host.layout import BlockLayout
 from poros.host.mapped import SlabFile, Stretch, is_same_file, num_written_pages, require_digests
 from poros.host.store import Arena, HostSlab, HostStore, NamedTensor
-from poros.layout import BlockLayout
-from poros.reads import read_exactly
+from poros.io.digests import Identity, identity_of, num_threads
+from poros.io.reading import read_exactly
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class DiskStore(HostStore):
             file: Holds all slabs, each on a page, one after the other.
             data_offset: Where in it the first slab starts, in bytes; a multiple of a page.
             layouts: One per layer.
-            digests: Of each slab (``poros.digests``), padded with zeros to a page.
+            digests: Of each slab (``poros.io.digests``), padded with zeros to a page.
             identity: What the file was when it was opened.
 
         Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from poros.errors import HostMemoryError
-from poros.figures import size
+from poros.utils.formatting import size
 
 RESERVE_NUM_BYTES = 2**30
 """What is left to everything else: the interpreter, one tensor on its way, the page cache."""

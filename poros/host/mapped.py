@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-from poros.digests import Identity, digest_of, identity_of, num_threads
 from poros.errors import CheckpointFormatError
+from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.host.store import Arena, HostSlab
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
-from poros.reads import read_exactly
+from poros.io.digests import Identity, digest_of, identity_of, num_threads
+from poros.io.reading import read_exactly
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _REMEDY = (

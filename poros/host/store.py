@@ -12,7 +12,7 @@ Note: Adoption
     A loader writes into one slab per layer and leaves the store on the model (``attach_store``).
     ``poros.prepare`` then finds each frozen tensor at an address of that store, and takes whole
     runs of slabs over as blocks (``HostStore.adopt``; see "Layers start on pages" in
-    ``poros.layout``) instead of copying a byte. Addresses decide, nothing else: a block whose
+    ``poros.host.layout``) instead of copying a byte. Addresses decide, nothing else: a block whose
     tensors have been replaced since is copied like any other.
 """
 
@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.digests import SourceChecksums
 from poros.errors import HostMemoryError
-from poros.figures import size
+from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.host.limits import explain_pin_budget
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
-from poros.reads import mapping_flags
+from poros.io.digests import SourceChecksums
+from poros.io.reading import mapping_flags
 from poros.streams import Event, StreamContext, gb_per_s
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
-from poros.figures import size
+from poros.io.writing import require_folder
+from poros.kernels.nf4 import double_quantization
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
@@ -22,9 +23,8 @@ from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings
 from poros.merging.adapter import Adapter
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder
-from poros.nf4 import double_quantization
-from poros.output import require_folder
 from poros.planning.meta_model import meta_model
+from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,10 +5,10 @@ See "Adoption" in ``poros.host.store``.
 
 import logging
 
-from poros.figures import size
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attached_store
-from poros.layout import BlockLayout
 from poros.model.inspect import Inventory
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 

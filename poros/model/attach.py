@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.digests import SourceDigests
 from poros.head.embedding import keep_on_host
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.head.takeover import slice_loss
 from poros.host.store import HostStore, attached_store
+from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
+from poros.kernels.nf4 import Part, is_4bit
 from poros.kernels.use import patch
 from poros.model.added_adapters import Initialisation, require_proven
 from poros.model.guards import Guards
 from poros.model.inspect import Inventory
-from poros.nf4 import Part, is_4bit
 from poros.stream.boundary import (
     StreamedLayer,
     attach_layer,

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from poros.config import StreamingPolicy
-from poros.graphs import MOST_FLOP, CudaRecorder, Recorder
 from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.dequantize import DenseWorkspace
 from poros.model.sizing import Sizer
 from poros.replay.captures import Captures
+from poros.replay.graphs import MOST_FLOP, CudaRecorder, Recorder
 from poros.stream.frozen import FrozenTensor
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.digests import SourceDigests
-from poros.graphs import Recorder
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
+from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.compose import Tier
 from poros.kernels.paths import Paths
@@ -24,6 +23,7 @@ from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer, shape_of
 from poros.model.stats import collect, described, held_num_bytes, nothing_checked
+from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError
-from poros.figures import size
 from poros.host.disk import DiskStore
 from poros.host.limits import RESERVE_NUM_BYTES, host_memory_left
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 

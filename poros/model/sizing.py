@@ -29,9 +29,9 @@ import torch
 
 from poros.config import MIN_SLOTS, StreamingPolicy, parse_num_bytes
 from poros.errors import VRAMBudgetError
-from poros.figures import size
-from poros.layout import BlockLayout, slot_sizes
+from poros.host.layout import BlockLayout, slot_sizes
 from poros.slots.schedule import divide
+from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan

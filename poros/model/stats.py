@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poros.figures import size
 from poros.head.host_matrix import HostMatrix
 from poros.kernels.adapters import KernelStats
 from poros.kernels.paths import LoraShape
 from poros.replay.captures import EXPECTED
 from poros.stream.frozen import SmallTensors
 from poros.streams import Timings, gb_per_s
+from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from poros.model.runtime import Runtime

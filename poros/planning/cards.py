@@ -43,7 +43,7 @@ TOKEN_NUM_BYTES = 0.005
 WEIGHT_NUM_BYTES = 8.0
 
 LIBRARIES, HOPPER_LIBRARIES = (2 * (size + 2**20) for size in (8320 * 2**10, 2**25))
-"""What cuBLAS keeps for itself, as ``poros.devices.library_workspace`` has it of a GPU at hand."""
+"""What cuBLAS keeps for itself; ``poros.utils.devices.library_workspace`` for a GPU at hand."""
 
 CONTEXT_NUM_BYTES = 2**29
 """What CUDA and a desktop take before training has any memory."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poros.figures import size, two_digits
 from poros.host.limits import RESERVE_NUM_BYTES
 from poros.planning.formula import MemoryPlan
 from poros.planning.remedies import Remedy, format_remedies
 from poros.planning.request import PlanRequest, Speeds
+from poros.utils.formatting import size, two_digits
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import quoted
-from poros.figures import duration, size, two_digits
 from poros.planning.fit_report import FitReport
+from poros.utils.formatting import duration, size, two_digits
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -41,11 +41,11 @@ from typing import Any
 
 from poros.config import MIN_SLOTS
 from poros.errors import VRAMBudgetError
-from poros.graphs import MOST_FLOP
 from poros.head.embedding import stays_on_host
-from poros.layout import BlockLayout, slot_sizes
+from poros.host.layout import BlockLayout, slot_sizes
 from poros.planning.optimizers import optimizer_cost
 from poros.planning.request import PlanRequest, Speeds
+from poros.replay.graphs import MOST_FLOP
 from poros.slots.schedule import divide
 
 _COMING_AND_GOING = ("gradients", "boundaries", "kept graphs", "workspace")

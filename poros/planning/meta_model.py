@@ -18,8 +18,9 @@ from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelErr
 from poros.head.choice import find_head
 from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
+from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.layout import BlockLayout
+from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization, is_4bit, own, part_tensors
 from poros.loaders.build import one_at_a_time
 from poros.loaders.settings import configuration, model_class_of, said
 from poros.loaders.source import find_config
@@ -27,7 +28,6 @@ from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kin
 from poros.model.inspect import find_frozen, find_layers, require_language_model
 from poros.model.targets import excluded_modules
 from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
-from poros.nf4 import QUANT_TYPES, Format, double_quantization, is_4bit, own, part_tensors
 from poros.planning.depth import are_alike, shorten
 from poros.planning.formula import Shapes, SlicedHead
 from poros.stream.frozen import FrozenTensor, small_parts

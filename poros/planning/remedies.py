@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from poros.figures import size
 from poros.planning.cost_model import CostModel
 from poros.planning.request import PlanRequest
+from poros.utils.formatting import size
 
 _LEAST_TOKENS = 64
 """Of a row that is advised; what fits in less is no training."""

@@ -99,7 +99,7 @@ class PlanRequest:
         """``library_num_bytes``, as it is or as it will be."""
         if self.library_num_bytes is None:
             # A request can be made and checked before anything slow is imported.
-            from poros.devices import default_device, library_workspace
+            from poros.utils.devices import default_device, library_workspace
 
             return library_workspace(default_device())
         return self.library_num_bytes

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from poros.errors import MissingPackageError, quoted
+from poros.io.writing import why_not_writable
 from poros.loaders.names import is_local
-from poros.output import why_not_writable
 from poros.recipes.reading import Draft
 from poros.recipes.recipe import Recipe
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from poros.errors import RunFolderError, quoted
-from poros.reads import open_regular
+from poros.io.reading import open_regular
 
 Event = Mapping[str, Any]
 

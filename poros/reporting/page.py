@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from poros.figures import duration
 from poros.reporting.charts import bars, lines, streams
 from poros.reporting.events import Run, finite
+from poros.utils.formatting import duration
 
 GB = 1e9
 MOST_TERMS = 6

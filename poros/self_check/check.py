@@ -38,10 +38,9 @@ import torch
 from torch import nn
 from transformers.utils.output_capturing import _active_collector
 
-from poros.digests import digest
 from poros.errors import ParityError
+from poros.io.digests import digest
 from poros.model.runtime import Runtime
-from poros.saying import Slowly, say
 from poros.self_check.compare import bits
 from poros.self_check.evidence import (
     CallSnapshot,
@@ -53,6 +52,7 @@ from poros.self_check.evidence import (
 )
 from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome, is_gradient
 from poros.stream.boundary import is_streamed, streamed_layer
+from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class SelfCheck:
         self.not_provable: list[str] = []
         self._runs = LayerRerunner(runtime)
         self._sizer = runtime.sizer
-        self._slowly: Slowly | None = None
+        self._progress: ProgressLog | None = None
         self._without_gradient: set[int] = set()
         """Layers of which only the forward was checked: nothing below them is trained."""
 
@@ -204,8 +204,8 @@ class SelfCheck:
         self._settle(evidence.name, mismatch)
 
     def _note_checked(self, index: int, with_gradient: bool) -> None:
-        if self._slowly is None:
-            self._slowly = Slowly(logger, "poros: checking the first step: %d of %d layers")
+        if self._progress is None:
+            self._progress = ProgressLog(logger, "poros: checking the first step: %d of %d layers")
         if with_gradient:
             del self.unchecked[index]
         else:
@@ -265,8 +265,8 @@ class SelfCheck:
                 )
             logger.warning("poros: self-check failed in %s; training goes on", self.message)
         elif not self._is_complete:
-            if self._slowly is not None:
-                self._slowly.step(self.num_layers - len(self.unchecked), self.num_layers)
+            if self._progress is not None:
+                self._progress.step(self.num_layers - len(self.unchecked), self.num_layers)
         elif not self._is_told:
             # Once: slices of a head go on to be checked.
             self._is_told = True
@@ -274,8 +274,7 @@ class SelfCheck:
 
     def _tell(self) -> None:
         if self.status == "passed":
-            say(
-                logger,
+            logger.info(
                 "poros: the first step is checked: %d layers give the bits of an ordinary graph",
                 self.num_layers,
             )

@@ -140,7 +140,7 @@ def test_control_gradients_that_are_not_copied_out_are_overwritten(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Autograd keeps what it is handed as ``.grad``, and the next visit writes there."""
-    from poros.graphs import Fixed
+    from poros.replay.graphs import Fixed
 
     expected = train(adapted(bases), 8, 1)
     model = adapted(bases)

@@ -21,8 +21,8 @@ from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import ParityError, PolicyError
 from poros.gates import tiny
 from poros.gates.reference import Trajectory, compare_trajectories, start_digests
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
-from poros.layout import BlockLayout
 from poros.self_check.compare import Difference
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing

@@ -15,8 +15,8 @@ from poros.errors import HostMemoryError, RematerializationError
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
 from poros.host import limits
+from poros.host.layout import BlockLayout
 from poros.host.store import HostSlab
-from poros.layout import BlockLayout
 from poros.stream.boundary import streamed_layer
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from tests.planning.cells import OperatorBytes

@@ -8,7 +8,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from poros.chatting import Chat, questions
+from poros.cli.conversation import Chat, questions
 from poros.merging.saved_adapter import SavedAdapter
 from tests.command import poros_command
 from tests.finetune.material import write_base

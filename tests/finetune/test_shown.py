@@ -11,12 +11,12 @@ from rich.console import Console
 from safetensors import safe_open
 
 from poros.errors import RecipeError, VRAMBudgetError
-from poros.figures import duration
 from poros.finetune.data import read_data
 from poros.finetune.panel import Panel
 from poros.finetune.resuming import look_at
 from poros.finetune.run import Data, finetune
 from poros.recipes.reading import read_recipe
+from poros.utils.formatting import duration
 from tests.command import poros_command, text
 from tests.finetune.subjects import recipe_of, write_rows
 

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import poros
-from poros.chatting import Chat
+from poros.cli.conversation import Chat
 from poros.merging.merge import merge
 from poros.merging.saved_adapter import SavedAdapter
 from tests.command import poros_command

@@ -115,7 +115,7 @@ def test_a_file_that_is_cut_off_is_an_error_of_fetch(
 def test_a_read_that_fails_in_the_middle(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poros.reads._AT_ONCE_NUM_BYTES", MIB)
+    monkeypatch.setattr("poros.io.reading._AT_ONCE_NUM_BYTES", MIB)
     calls, original = list[int](), os.preadv
 
     def preadv(descriptor: int, buffers: Any, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""What poros.nf4 says of a 4-bit weight is what bitsandbytes makes."""
+"""What poros.kernels.nf4 says of a 4-bit weight is what bitsandbytes makes."""
 
 import copy
 import pickle
@@ -10,8 +10,8 @@ import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
-from poros import nf4
-from poros.nf4 import Format, Parts
+from poros.kernels import nf4
+from poros.kernels.nf4 import Format, Parts
 from tests.support import same_bits
 
 SHAPES = [(8, 64), (24, 40), (300, 96), (1, 32), (2, 4, 40)]

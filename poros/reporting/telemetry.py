@@ -13,9 +13,9 @@ import torch
 from transformers import TrainerCallback
 
 from poros.api import runtime
+from poros.io.writing import writing
 from poros.model.runtime import Runtime
-from poros.output import writing
-from poros.versions import library_versions
+from poros.utils.versions import library_versions
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "poros/"
 _LABEL = "poros::"
-"""Of the ranges in a trace: see ``poros.labels``."""
+"""Of the ranges in a trace: see ``poros.utils.profiling``."""
 
 
 def log_streaming(

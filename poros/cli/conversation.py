@@ -8,7 +8,6 @@ import torch
 
 from poros.api import prepare, runtime
 from poros.errors import PolicyError, PorosError, quoted
-from poros.figures import size
 from poros.loaders.header import defect
 from poros.loaders.load import load
 from poros.loaders.settings import said
@@ -19,6 +18,7 @@ from poros.loaders.tokenizer import (
     require_template,
 )
 from poros.merging.saved_adapter import SavedAdapter
+from poros.utils.formatting import size
 
 
 class Chat:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.layout import is_small
+from poros.host.layout import is_small
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig

@@ -1,0 +1,1 @@
+"""Files: read, written whole or not at all, told apart by digests."""

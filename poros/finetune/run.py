@@ -11,16 +11,16 @@ import torch
 
 import poros
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
-from poros.finetune import screen
+from poros.finetune import summary
 from poros.finetune.adapters import adapter_config, require_targets
 from poros.finetune.attention import require_attention
 from poros.finetune.data import Rows
 from poros.finetune.packing import keeps_apart, pack
-from poros.finetune.panel import Panel
+from poros.finetune.progress import Progress
 from poros.finetune.provenance import base_digest, input_digests, machine
 from poros.finetune.resuming import RunFolder, opened, reading, require_base, require_same
-from poros.finetune.screen import Size
 from poros.finetune.stopping import Stopping
+from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import make_trainer, num_steps
 from poros.io.writing import writing
@@ -108,7 +108,7 @@ def finetune(
             held_out = tokenize(data.validation, tokenizer, recipe) if data.validation else None
         require_known_tokens(_largest(tokens, held_out), num_known, recipe.model.source)
         if num_shown:
-            screen.show_rows(console, num_shown, data.train, tokens, tokenizer)
+            summary.show_rows(console, num_shown, data.train, tokens, tokenizer)
             if not is_dry:
                 return None
         row_length = _row_length(recipe, tokens)
@@ -130,8 +130,8 @@ def finetune(
         notes.append(f"keys that nothing reads: {', '.join(data.train.unused)}")
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
-    plan = screen.planned(recipe, size, adapter_config(recipe), device)
-    screen.show(console, recipe, plan, size, tokens, tokenizer, notes)
+    plan = summary.planned(recipe, size, adapter_config(recipe), device)
+    summary.show(console, recipe, plan, size, tokens, tokenizer, notes)
     if is_dry:
         return None
     with opened(asked, made_of, machine(device), run) as run:
@@ -234,15 +234,15 @@ def _train(
             _load_finished(trainer, run.checkpoint)
         _save(recipe, trainer, tokenizer, run)
         return run.adapter
-    panel = Panel(console, total)
+    progress = Progress(console)
     stopping = Stopping()
-    for callback in (stopping, panel):
+    for callback in (stopping, progress):
         trainer.add_callback(callback)
     try:
         with stopping.listening(), reading(run.checkpoint, lambda: stopping.has_begun):
             trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     finally:
-        panel.close()
+        progress.close()
     is_finished = trainer.state.global_step >= trainer.state.max_steps
     if stopping.signal is not None and not is_finished:
         raise Interrupted(

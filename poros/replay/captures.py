@@ -382,10 +382,8 @@ class Captures:
         # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
         wanted = [] if is_within or not is_on else self._wanted(layers)
-        begun, progress = (
-            time.perf_counter(),
-            ProgressLog(logger, "poros: recording layers: %d of %d"),
-        )
+        begun = time.perf_counter()
+        progress = ProgressLog(logger, "poros: recording layers: %d of %d")
         num_before, has_given_back = self.num_recorded, False
         for number, (layer, form) in enumerate(wanted):
             progress.step(number, len(wanted))

@@ -1,4 +1,4 @@
-"""What is printed before a run trains: does it fit, what goes where, how many steps, how long."""
+"""The summary printed before a run: does it fit, what goes where, how many steps, how long."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ def show(
     tokenizer: "PreTrainedTokenizerBase",
     notes: list[str],
 ) -> None:
-    """Print one screen."""
+    """Print the summary."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))

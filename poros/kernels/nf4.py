@@ -46,9 +46,6 @@ NUM_CODES, NUM_NESTED_CODES = 16, 256
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
 """What a weight is quantized from, by the names that states have for them."""
 
-STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
-"""What packed bytes may pass for: those that bitsandbytes multiplies by."""
-
 Parts = Mapping[str, torch.Tensor]
 """Tensors of one weight by the names above."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from poros.self_check.compare import compare_mappings
+from tests.comparing import compare_mappings
 from tests.exact.ddp_arm import CELLS, NUM_STEPS, UNUSED, Bits, build, run_rank
 
 TIMEOUT_S = 400

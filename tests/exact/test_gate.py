@@ -18,9 +18,10 @@ import poros
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.parity import check_architecture, check_model_dir, run_parity
-from poros.gates.reference import QUANTITIES, TrainingSpec
+from poros.gates.reference import TrainingSpec
 from poros.gates.report import ParityReport, render
 from poros.stream.boundary import detach_layer
+from tests.comparing import QUANTITIES
 from tests.covers import with_slow
 from tests.exact.faulty import flip_nibble
 from tests.support import make_model, prepare_plain

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from poros.gates import tiny
-from poros.gates.reference import Trajectory, compare_trajectories
-from poros.self_check.compare import compare_mappings
+from poros.gates.reference import Trajectory
+from tests.comparing import compare_mappings, compare_trajectories
 from tests.exact.faulty import flip_nibble
 from tests.support import make_model
 from tests.trainer_parity import (

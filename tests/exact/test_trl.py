@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from poros.gates.reference import Trajectory, compare_trajectories
+from poros.gates.reference import Trajectory
 from poros.head.host_matrix import HostMatrix
+from tests.comparing import compare_trajectories
 from tests.covers import with_slow
 from tests.exact.recorded import record_on_tapes
 from tests.exact.trl_arms import COMPLETIONS, PREFERENCES, TEXTS, Arms, Prepare, check, trl

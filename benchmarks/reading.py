@@ -68,7 +68,7 @@ def fetched(folder: Path, buffer: torch.Tensor) -> Iterator[int]:
     with Checkpoint.open(folder) as checkpoint:
         for name in checkpoint.names:
             yield from _copy(checkpoint.fetch(name), buffer)
-            checkpoint.done_with(name)
+            checkpoint.release(name)
 
 
 def ahead(folder: Path, buffer: torch.Tensor) -> Iterator[int]:
@@ -76,7 +76,7 @@ def ahead(folder: Path, buffer: torch.Tensor) -> Iterator[int]:
     with Checkpoint.open(folder) as checkpoint:
         for name, tensor_slice in checkpoint.slices().items():
             yield from _copy(tensor_slice[...], buffer)
-            checkpoint.done_with(name)
+            checkpoint.release(name)
 
 
 def library_mapped(folder: Path, buffer: torch.Tensor) -> Iterator[int]:

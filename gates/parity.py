@@ -205,7 +205,7 @@ def check_model_dir(
         UnsupportedModelError: If the folder holds no causal language model that can be loaded.
     """
     from poros.loaders.load import load
-    from poros.loaders.settings import configuration, said
+    from poros.loaders.settings import configuration, describe_error
     from poros.loaders.source import find_config
 
     path = Path(path)
@@ -239,7 +239,7 @@ def check_model_dir(
     except AttributeError as error:
         raise UnsupportedModelError(
             f"expected a text model's configuration in {shown(path / 'config.json')}, found "
-            f"{said(error)}"
+            f"{describe_error(error)}"
         ) from error
     if type(vocab_size) is not int or vocab_size < 1:
         raise UnsupportedModelError(

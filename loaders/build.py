@@ -11,7 +11,7 @@ import torch
 from poros.errors import HostMemoryError, PorosError, quoted
 from poros.loaders.checkpoint import Checkpoint, CheckpointSlice
 from poros.loaders.header import defect, shown
-from poros.loaders.settings import said
+from poros.loaders.settings import describe_error
 from poros.loaders.slab_writer import SlabWriter
 
 if TYPE_CHECKING:
@@ -66,12 +66,13 @@ def _unfit(writer: SlabWriter, error: Exception) -> PorosError:
     if "allocate memory" in str(error):
         return HostMemoryError(
             f"{shown(writer.path)}: expected host memory for what the configuration asks for, "
-            f"found {said(error)}; check its sizes, or free memory"
+            f"found {describe_error(error)}; check its sizes, or free memory"
         )
     if writer.store is None:
         return defect(
             writer.path / "config.json",
-            f"expected settings that transformers builds a model from, found {said(error)}",
+            "expected settings that transformers builds a model from, found "
+            f"{describe_error(error)}",
             remedy="check the file, and the release of transformers",
         )
     return defect(
@@ -146,7 +147,7 @@ def progress(
 
     def after_each() -> None:
         while read:
-            checkpoint.done_with(read.pop())
+            checkpoint.release(read.pop())
 
     with (
         quiet() as was_enabled,

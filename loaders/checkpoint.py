@@ -118,7 +118,7 @@ class Checkpoint:
         """The tensor as a view of its file. Reads nothing: pages come as they are touched.
 
         Writing to it changes private pages of this process and never the file, but do not: a later
-        ``done_with`` may drop them. A tensor that its file does not align to its dtype is a copy.
+        ``release`` may drop them. A tensor that its file does not align to its dtype is a copy.
 
         Raises:
             CheckpointFormatError: If the checkpoint has no tensor of that name.
@@ -130,7 +130,7 @@ class Checkpoint:
     def fetch(self, name: str) -> torch.Tensor:
         """The tensor in memory of its own, read from the file: a failing disk raises here.
 
-        What ``will_need`` asked for is there already, or is waited for.
+        What ``prefetch`` asked for is there already, or is waited for.
 
         Raises:
             CheckpointFormatError: If there is no such tensor, its file has changed since ``open``,
@@ -160,7 +160,7 @@ class Checkpoint:
         ahead = _ReadAhead(self, names, ahead_num_bytes)
         return {name: CheckpointSlice(self, name, ahead) for name in names}
 
-    def will_need(self, name: str) -> None:
+    def prefetch(self, name: str) -> None:
         """Have a thread read a tensor, after those that were asked for before, and return.
 
         Threads begin with the first call and end with ``close``. ``fetch`` reports their errors.
@@ -176,7 +176,7 @@ class Checkpoint:
             if name not in self._asked:
                 self._asked[name] = self._reader.submit(shard.read, name, entry)
 
-    def done_with(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Take a tensor's pages from this process; the system may keep them in its cache.
 
         A tensor that is still held stays valid: a page that is touched again is read again.
@@ -337,7 +337,7 @@ class _ReadAhead:
             following = self._order[place]
             left -= self._checkpoint.entry(following).num_bytes
             if place >= self._asked:
-                self._checkpoint.will_need(following)
+                self._checkpoint.prefetch(following)
                 self._asked = place + 1
             place += 1
 

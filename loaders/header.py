@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from poros.errors import CheckpointFormatError, quoted
+from poros.errors import CheckpointFormatError, quoted, reason_of
 from poros.io import strict_json
 from poros.io.digests import as_bytes
 from poros.io.reading import read_into
@@ -129,7 +129,7 @@ def open_regular(file: Path) -> tuple[int, os.stat_result]:
             flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
             descriptor = os.open(file, flags)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         raise defect(file, f"expected a readable file, found: {reason}") from error
     if regular:
         status = os.fstat(descriptor)

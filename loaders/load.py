@@ -41,10 +41,10 @@ from poros.loaders.settings import (
     stored_quantization,
 )
 from poros.loaders.slab_writer import Allocate, SlabWriter
-from poros.loaders.soundness import require_floats, require_whole_experts
 from poros.loaders.source import CONFIG, GENERATION
 from poros.loaders.store import OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents, small_files
+from poros.loaders.validation import require_floats, require_whole_experts
 from poros.model.inspect import find_layers
 from poros.model.saving import watch_saving
 from poros.model.vision import drop_towers
@@ -150,16 +150,18 @@ def load(
                 "host_budget: expected a store on disk for the layers beyond it, found none; pass "
                 "store=, a folder on a fast disk"
             )
-        reading = _Reading(source, options, quantizing_device(device), allow_nonfinite, bounds)
+        loader = _CheckpointLoader(
+            source, options, quantizing_device(device), allow_nonfinite, bounds
+        )
         if store is None:
-            return reading.into_memory()
-        reading.into_store_unless_there(store)
+            return loader.into_memory()
+        loader.into_store_unless_there(store)
         model = _open(store, budget, options, bounds, False, allow_nonfinite)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     return model
 
 
-class _Reading:
+class _CheckpointLoader:
     """One checkpoint on its way into memory or into a store."""
 
     def __init__(

@@ -16,7 +16,7 @@ import torch
 from poros.errors import quoted
 from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, align
 from poros.io.digests import sha256
-from poros.loaders.extras import is_extra
+from poros.loaders.auxiliary_files import is_auxiliary_file
 from poros.loaders.header import DTYPE_NAMES, DTYPES, Header, TensorEntry, defect, parse_json
 
 SLABS, REST = "slabs.safetensors", "rest.safetensors"
@@ -154,7 +154,7 @@ def _parse(text: bytes, file: Path) -> Manifest:
     store = parse_json(text, file)
     for name in store["files"]:
         # Of folders only the one that extras may have; nothing here leads out of the store.
-        if not is_extra(name) and (Path(name).name != name or name in ("", ".", "..")):
+        if not is_auxiliary_file(name) and (Path(name).name != name or name in ("", ".", "..")):
             raise ValueError(f"a file called {name!r}")
     digests = [*store["slab_digests"], store["rest_digest"], *store["files"].values()]
     if not all(isinstance(digest, str) for digest in digests):

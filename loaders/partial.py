@@ -21,7 +21,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from poros.errors import StoreWriteError, quoted
-from poros.loaders.extras import TEMPLATES
+from poros.loaders.auxiliary_files import TEMPLATES
 
 logger = logging.getLogger(__name__)
 

@@ -124,7 +124,8 @@ def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationCo
         except Exception as error:
             raise defect(
                 path / name,
-                f"expected settings of generation that transformers takes, found {said(error)}",
+                "expected settings of generation that transformers takes, found "
+                f"{describe_error(error)}",
                 remedy="mend the file, or remove it: then its defaults are taken",
             ) from error
     return generation
@@ -166,7 +167,7 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
         quantization = BitsAndBytesConfig.from_dict(stored)
     except Exception as error:
         raise defect(
-            path / CONFIG, f"expected a quantization_config, found {said(error)}"
+            path / CONFIG, f"expected a quantization_config, found {describe_error(error)}"
         ) from error
     if quantization.bnb_4bit_quant_type not in QUANT_TYPES:
         raise defect(
@@ -227,8 +228,8 @@ def _classes(mapping: Any, config: Any) -> list[Any]:
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
-def said(error: BaseException) -> str:
-    """What another library says, on one line: the kind of its error and its message, bounded."""
+def describe_error(error: BaseException) -> str:
+    """The type and the message of another library's error, bounded, on one line."""
     text = " ".join(str(error)[:_MAX_SAID].split())
     return f"{type(error).__name__}: {quoted(text, is_bare=True, limit=400)}"
 
@@ -247,7 +248,7 @@ def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedC
         )
     except Exception as error:
         refuse_code(error, shown(path))
-        what = said(error).replace(folder, shown(path))
+        what = describe_error(error).replace(folder, shown(path))
         if options:
             raise PolicyError(
                 f"{', '.join(sorted(options))}: expected values that the configuration takes, "

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from poros.errors import UnsupportedModelError, quoted
-from poros.loaders.extras import EXTRAS
+from poros.loaders.auxiliary_files import AUXILIARY_FILES
 from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.hub import fetch
 from poros.loaders.limits import Limits
@@ -276,7 +276,7 @@ def _from_hub(repository: str, place: Place, limits: Limits) -> Path:
     """
     inside = f"{place.subfolder}/" if place.subfolder else ""
     single, index = (_varied(name, place.variant) for name in (SINGLE, INDEX))
-    names = [CONFIG, GENERATION, ADAPTER, single, index, *EXTRAS]
+    names = [CONFIG, GENERATION, ADAPTER, single, index, *AUXILIARY_FILES]
     path = fetch(repository, [ADAPTER, *(inside + name for name in names)], **place.hub)
     folder = path / place.subfolder
     if not (folder / single).exists() and (folder / index).exists():

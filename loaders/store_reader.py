@@ -16,8 +16,8 @@ from poros.errors import quoted
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
 from poros.kernels.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
+from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
 from poros.loaders.manifest import REMEDY
@@ -60,7 +60,7 @@ def contents(
 
 def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
     """The small files of a checkpoint that a store keeps, by name: settings as they were read."""
-    return {**read_extras(checkpoint.path, limits), **checkpoint.texts}
+    return {**read_auxiliary_files(checkpoint.path, limits), **checkpoint.texts}
 
 
 class StoreReader(SlabWriter):

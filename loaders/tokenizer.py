@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import quoted
+from poros.loaders.auxiliary_files import AUXILIARY_FILES
 from poros.loaders.bounded import require_bounded_template, require_bounded_tokenizer
-from poros.loaders.extras import EXTRAS
 from poros.loaders.header import defect, parse_json
 from poros.loaders.hub import fetch
 from poros.loaders.limits import Limits
-from poros.loaders.settings import refuse_code, said
+from poros.loaders.settings import describe_error, refuse_code
 from poros.loaders.source import CONFIG
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) ->
 
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        folder = fetch(os.fspath(source), [*EXTRAS, CONFIG])
+        folder = fetch(os.fspath(source), [*AUXILIARY_FILES, CONFIG])
     _require_readable(folder)
     if (folder / _WHOLE).is_file():
         require_bounded_tokenizer(folder / _WHOLE, texts)
-    with panics_told(folder):
+    with tokenizer_errors(folder):
         try:
             # Left open, transformers would ask on the terminal whether code may run.
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -52,7 +52,7 @@ def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) ->
             refuse_code(error, quoted(str(source)))
             raise defect(
                 folder,
-                f"expected a tokenizer that transformers can load, found {said(error)}",
+                f"expected a tokenizer that transformers can load, found {describe_error(error)}",
                 remedy=f"fetch {_WHOLE} and {_SETTINGS} again",
             ) from error
 
@@ -97,7 +97,7 @@ def require_known_tokens(most: int, num_known: int | None, where: str) -> None:
 
 
 @contextmanager
-def panics_told(where: str | os.PathLike[str]) -> Iterator[None]:
+def tokenizer_errors(where: str | os.PathLike[str]) -> Iterator[None]:
     """Raise a panic of the tokenizer's library, which is no ``Exception``, as a typed error.
 
     Raises:
@@ -109,7 +109,7 @@ def panics_told(where: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except BaseException as error:
         raise defect(
-            Path(where), f"expected a tokenizer that works, found {said(error)}"
+            Path(where), f"expected a tokenizer that works, found {describe_error(error)}"
         ) from error
 
 
@@ -134,5 +134,5 @@ def _require_readable(folder: Path) -> None:
             (folder / _TEMPLATE).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise defect(
-                folder / _TEMPLATE, f"expected text in UTF-8, found {said(error)}"
+                folder / _TEMPLATE, f"expected text in UTF-8, found {describe_error(error)}"
             ) from error

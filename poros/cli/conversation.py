@@ -10,12 +10,12 @@ from poros.api import prepare, runtime
 from poros.errors import PolicyError, PorosError, quoted
 from poros.loaders.header import defect
 from poros.loaders.load import load
-from poros.loaders.settings import said
+from poros.loaders.settings import describe_error
 from poros.loaders.tokenizer import (
-    panics_told,
     read_tokenizer,
     require_known_tokens,
     require_template,
+    tokenizer_errors,
 )
 from poros.merging.saved_adapter import SavedAdapter
 from poros.utils.formatting import size
@@ -112,7 +112,8 @@ class Chat:
         except (TypeError, ValueError) as error:  # transformers, of what it was told to do
             raise defect(
                 f"{quoted(self._base)}: generation_config.json",
-                f"expected settings that transformers generates with, found {said(error)}",
+                "expected settings that transformers generates with, found "
+                f"{describe_error(error)}",
                 remedy="mend the file",
             ) from error
         found = "".join(parts)
@@ -124,7 +125,7 @@ class Chat:
         has_template = bool(self._tokenizer.chat_template)
         said_now = [*self._said, {"role": "user", "content": question}]
         try:
-            with panics_told(self._from):
+            with tokenizer_errors(self._from):
                 text = question
                 if has_template:
                     text = self._tokenizer.apply_chat_template(
@@ -137,7 +138,7 @@ class Chat:
             raise defect(
                 Path(self._from),
                 f"expected a chat template and a tokenizer for this conversation, found "
-                f"{said(error)}",
+                f"{describe_error(error)}",
                 remedy="take another tokenizer, or begin anew",
             ) from error
         if not found.numel():

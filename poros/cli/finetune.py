@@ -56,13 +56,13 @@ def finetune(
 
 def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     from poros.finetune.data import read_data
-    from poros.finetune.resuming import look_at
+    from poros.finetune.resuming import inspect_run_dir
 
     train, validation = read_data(recipe)
     digests = {"train": train.digest}
     if validation is not None:
         digests["validation"] = validation.digest
-    run = look_at(recipe, digests)
+    run = inspect_run_dir(recipe, digests)
     quieten_libraries()
     from rich.console import Console
     from transformers import logging

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from poros.errors import RecipeError, quoted
-from poros.loaders.settings import configuration, said
+from poros.loaders.settings import configuration, describe_error
 from poros.loaders.source import find_config
 from poros.model.targets import excluded_modules
 from poros.planning.meta_model import meta_model, with_adapters
@@ -73,7 +73,7 @@ def require_targets(recipe: Recipe, base: Any) -> None:
     except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT
         raise RecipeError(
             f"adapter.target_modules: expected modules that get a {recipe.adapter.kind} adapter, "
-            f"found {', '.join(sorted(targets))}: {said(error)}; name linear layers "
+            f"found {', '.join(sorted(targets))}: {describe_error(error)}; name linear layers "
             "(--target-modules)"
         ) from error
 

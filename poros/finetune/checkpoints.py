@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from xxhash import xxh3_128
 
-from poros.errors import RunFolderError, quoted
+from poros.errors import RunFolderError, quoted, reason_of
 from poros.io.reading import open_regular
 from poros.io.writing import write_json, writing
 
@@ -86,11 +86,6 @@ def unreadable(path: Path, error: Exception) -> RunFolderError:
     )
 
 
-def reason_of(error: Exception) -> str:
-    """What an error says, without number and path."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
 def set_aside(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint, with all that is in it, and return its new path."""
     number, target = 1, checkpoint.with_name(f"{checkpoint.name}.broken")
@@ -129,7 +124,7 @@ class StagedCheckpoints:
         try:
             with writing(target, Exception):
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                _mark_whole(self._stage / target.name)
+                _mark_complete(self._stage / target.name)
                 (self._stage / target.name).rename(target)
                 # Only now is an older one not needed any more.
                 for _, old in numbered(run)[self.args.save_total_limit :]:
@@ -142,7 +137,7 @@ class StagedCheckpoints:
         return Path(self.args.output_dir) / STAGE
 
 
-def _mark_whole(checkpoint: Path) -> None:
+def _mark_complete(checkpoint: Path) -> None:
     files = {}
     for path in sorted(each for each in checkpoint.rglob("*") if each.is_file()):
         with open_regular(path) as stream:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from poros.errors import DataFormatError, PorosError, quoted
+from poros.errors import DataFormatError, PorosError, quoted, reason_of
 from poros.finetune.forms import FORMS, METHODS, Form, form_of, problems
 from poros.io import strict_json
 from poros.loaders.names import is_local
@@ -175,7 +175,7 @@ class _Reader:
                 else:
                     yield from self._lines(file, digest)
             except OSError as error:
-                reason = quoted(error.strerror or str(error), is_bare=True)
+                reason = quoted(reason_of(error), is_bare=True)
                 self._note(f"{_shown(file)}:1", f"{key}: expected a file to read, found: {reason}; "
                     "check its permissions")  # fmt: skip
 

@@ -41,12 +41,12 @@ def input_digests(
     Raises:
         CheckpointFormatError: If a file cannot be read.
     """
-    from poros.loaders.extras import read_extras
+    from poros.loaders.auxiliary_files import read_auxiliary_files
     from poros.loaders.limits import Limits
     from poros.loaders.source import CONFIG, find_config
 
     folder, texts = find_config(str(Path(recipe.model.source).expanduser()))
-    files = {CONFIG: texts[CONFIG], **read_extras(folder, Limits())}
+    files = {CONFIG: texts[CONFIG], **read_auxiliary_files(folder, Limits())}
     found = {
         name: xxh3_128(text).hexdigest()
         for name, text in files.items()

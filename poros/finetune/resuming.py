@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poros.errors import PorosError, RunFolderError, quoted
+from poros.errors import PorosError, RunFolderError, quoted, reason_of
 from poros.finetune.checkpoints import (
     STAGE,
     damage_of,
     is_set_aside,
     numbered,
-    reason_of,
     set_aside,
     unreadable,
 )
@@ -84,7 +83,7 @@ class RunFolder:
         return self.path / "events.jsonl"
 
 
-def look_at(
+def inspect_run_dir(
     recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str] | None = None
 ) -> RunFolder:
     """What lies where a recipe wants to write. Nothing is written.
@@ -238,7 +237,7 @@ def _flat(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(
+def lock_run_dir(
     recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str], seen: RunFolder
 ) -> Iterator[RunFolder]:
     """Hold the folder of a run for as long as it trains, and look at it again.
@@ -253,13 +252,13 @@ def opened(
 
     Raises:
         PolicyError: If nothing can be written there.
-        RunFolderError: If another process holds it; and as ``look_at``.
+        RunFolderError: If another process holds it; and as ``inspect_run_dir``.
         StoreWriteError: If the disk is full.
     """
     require_folder(seen.path, "output.folder")
     with _locked(seen.path):
         # While rows became tokens, another process may have trained here.
-        run = look_at(recipe, digests, machine)
+        run = inspect_run_dir(recipe, digests, machine)
         for note in run.notes:
             if note not in seen.notes:
                 logger.warning("poros: %s", note)

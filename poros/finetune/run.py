@@ -18,7 +18,7 @@ from poros.finetune.data import Rows
 from poros.finetune.packing import keeps_apart, pack
 from poros.finetune.progress import Progress
 from poros.finetune.provenance import base_digest, input_digests, machine
-from poros.finetune.resuming import RunFolder, opened, reading, require_base, require_same
+from poros.finetune.resuming import RunFolder, lock_run_dir, reading, require_base, require_same
 from poros.finetune.stopping import Stopping
 from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
@@ -27,7 +27,7 @@ from poros.io.writing import writing
 from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import configuration
 from poros.loaders.source import find_config
-from poros.loaders.tokenizer import panics_told, require_known_tokens, require_template
+from poros.loaders.tokenizer import require_known_tokens, require_template, tokenizer_errors
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
 from poros.reporting.telemetry import log_streaming
@@ -103,7 +103,7 @@ def finetune(
         tokenizer = load_tokenizer(recipe, data.train.form)
         if data.train.form.is_chat:
             require_template(tokenizer, recipe.model.source)
-        with panics_told(recipe.model.source):
+        with tokenizer_errors(recipe.model.source):
             tokens = tokenize(data.train, tokenizer, recipe)
             held_out = tokenize(data.validation, tokenizer, recipe) if data.validation else None
         require_known_tokens(_largest(tokens, held_out), num_known, recipe.model.source)
@@ -134,7 +134,7 @@ def finetune(
     summary.show(console, recipe, plan, size, tokens, tokenizer, notes)
     if is_dry:
         return None
-    with opened(asked, made_of, machine(device), run) as run:
+    with lock_run_dir(asked, made_of, machine(device), run) as run:
         return _train(recipe, run, console, tokenizer, train, validation, row_length, device)
 
 

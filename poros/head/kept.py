@@ -79,7 +79,7 @@ class KeptHead:
         """Of a matrix that is brought in slices."""
         return 0 if self.slices is None else self.slices.matrix_num_bytes
 
-    def hold(self, is_wanted: bool) -> None:
+    def set_resident(self, is_wanted: bool) -> None:
         """Keep such a matrix on the device, or no longer.
 
         Raises:
@@ -87,9 +87,9 @@ class KeptHead:
         """
         if self.slices is not None:
             if is_wanted:
-                self.slices.hold_all()
+                self.slices.load()
             else:
-                self.slices.let_go()
+                self.slices.evict()
 
     def unpin(self) -> None:
         """Undo the page lock; no slices are brought any more."""

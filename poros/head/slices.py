@@ -69,7 +69,7 @@ class SliceReader:
         """Whether all of the matrix is on the device."""
         return self._whole is not None
 
-    def hold_all(self) -> None:
+    def load(self) -> None:
         """Bring all of the matrix to the device, and keep it there.
 
         Raises:
@@ -86,8 +86,8 @@ class SliceReader:
             self._streams.wait(copied)
             self._whole = whole
 
-    def let_go(self) -> None:
-        """Undo ``hold_all``."""
+    def evict(self) -> None:
+        """Undo ``load``."""
         self._whole = None
 
     def known(self, asked: LossInputs) -> SlicedLossState | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
-from poros.errors import PolicyError, PorosError, StoreWriteError, quoted
+from poros.errors import PolicyError, PorosError, StoreWriteError, quoted, reason_of
 
 
 def require_file(path: Path, option: str) -> None:
@@ -28,7 +28,7 @@ def require_file(path: Path, option: str) -> None:
     except (OSError, ValueError) as error:
         raise PolicyError(
             f"{option}: expected a file to write, found {_shown(path)}: "
-            f"{quoted(getattr(error, 'strerror', None) or str(error), is_bare=True)}"
+            f"{quoted(reason_of(error), is_bare=True)}"
         ) from error
     if is_other:
         found = "folder" if path.is_dir() else "device or pipe"
@@ -47,7 +47,7 @@ def require_folder(path: Path, option: str) -> None:
         with TemporaryFile(dir=path) as probe:
             probe.write(bytes(4096))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         raise PolicyError(
             f"{option}: expected a folder to write to, found {_shown(path)}: "
             f"{quoted(reason, is_bare=True)}; choose another"
@@ -70,7 +70,7 @@ def why_not_writable(path: Path) -> str | None:
         with TemporaryFile(dir=path):
             return None
     except (OSError, ValueError) as error:
-        return quoted(getattr(error, "strerror", None) or str(error), is_bare=True)
+        return quoted(reason_of(error), is_bare=True)
 
 
 def require_empty_folder(path: Path, option: str) -> None:
@@ -104,7 +104,7 @@ def writing(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
     except PorosError:
         raise
     except errors as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = reason_of(error)
         raise StoreWriteError(
             f"{quoted(str(path), is_bare=True, limit=1000)}: expected to write it, found: "
             f"{quoted(reason, is_bare=True)}{_free(path)}; make room or mend the permissions, and "

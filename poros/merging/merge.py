@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.io.writing import require_folder
 from poros.kernels.nf4 import double_quantization
+from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
 from poros.loaders.partial import partial_folder, put_in_place, writing_to
@@ -276,9 +276,9 @@ def _write_small(
     config.save_pretrained(folder)
     if "generation_config.json" in checkpoint.texts:
         generation_settings(checkpoint.path, checkpoint.texts).save_pretrained(folder)
-    small = read_extras(checkpoint.path, limits) | {
+    small = read_auxiliary_files(checkpoint.path, limits) | {
         name: content
-        for name, content in read_extras(adapter, limits).items()
+        for name, content in read_auxiliary_files(adapter, limits).items()
         if not name.lower().startswith(("readme", "licen", "notice"))
     }
     for name, content in small.items():

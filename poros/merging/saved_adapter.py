@@ -12,7 +12,7 @@ from poros.errors import PorosError, UnsupportedModelError, quoted
 from poros.loaders.bounded import require_bounded_patterns
 from poros.loaders.header import defect, parse_json
 from poros.loaders.limits import Limits
-from poros.loaders.settings import said
+from poros.loaders.settings import describe_error
 from poros.loaders.shard import Shard
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -146,8 +146,8 @@ class _Fitting:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, PorosError):
             raise UnsupportedModelError(
-                f"adapter: expected one that fits the base, found {said(error)}; name its own base "
-                f"with --base, or mend {CONFIG}"
+                f"adapter: expected one that fits the base, found {describe_error(error)}; name "
+                f"its own base with --base, or mend {CONFIG}"
             ) from error
 
 
@@ -177,7 +177,8 @@ def _config(fields: dict[str, Any], file: Path) -> Any:
     except Exception as error:
         raise defect(
             file,
-            f"expected the configuration of an adapter that PEFT knows, found {said(error)}",
+            "expected the configuration of an adapter that PEFT knows, found "
+            f"{describe_error(error)}",
             remedy=_MEND,
         ) from error
 

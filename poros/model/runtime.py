@@ -190,7 +190,7 @@ class Runtime:
 
     def _hold_head(self, room: ResidencyPlan) -> None:
         """Keep the head on the device if every block is there."""
-        self.head.hold(bool(self._sizes.head) and self._sizes.holds_all(room))
+        self.head.set_resident(bool(self._sizes.head) and self._sizes.holds_all(room))
 
     def _make_context(
         self, model: nn.Module, inventory: Inventory, recorder: Recorder | None

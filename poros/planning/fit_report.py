@@ -40,7 +40,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Point:
+class Scenario:
     """A step with rows of one length on one budget."""
 
     seq_len: int
@@ -86,7 +86,7 @@ class FitReport:
         request: What was asked for, with the budget.
         device: On what.
         host: This machine's memory, or what was said of it.
-        point: The step that was asked for.
+        scenario: The step that was asked for.
         plan: Its plan; if it does not fit, the least that there may be.
         remedies: What would make it fit, if it does not, or save something at least.
         resident_num_bytes: What a run with everything on the device needs there.
@@ -104,15 +104,15 @@ class FitReport:
     request: PlanRequest
     device: Device
     host: Host
-    point: Point
+    scenario: Scenario
     plan: MemoryPlan
     remedies: Sequence[Remedy]
     resident_num_bytes: int
     longest: int | None
     max_seq_len: int | None
-    lengths: Sequence[Point]
-    cards: Sequence[Point]
-    together: Point | None
+    lengths: Sequence[Scenario]
+    cards: Sequence[Scenario]
+    together: Scenario | None
     record: tuple[str, str]
     model_type: str
     num_tokens: int | None = None
@@ -120,7 +120,7 @@ class FitReport:
     @property
     def fits_device(self) -> bool:
         """Whether the step fits the budget."""
-        return self.point.plan is not None
+        return self.scenario.plan is not None
 
     @property
     def fits_host(self) -> bool:
@@ -135,9 +135,9 @@ class FitReport:
     @property
     def seconds(self) -> float | None:
         """For all tokens."""
-        if self.num_tokens is None or self.point.tokens_per_s is None:
+        if self.num_tokens is None or self.scenario.tokens_per_s is None:
             return None
-        return self.num_tokens / self.point.tokens_per_s
+        return self.num_tokens / self.scenario.tokens_per_s
 
     @property
     def verdict(self) -> str:
@@ -160,10 +160,10 @@ class FitReport:
             f"{plan.keep_last} layers are not recomputed" if plan.keep_last else "",
             f"{size(plan.host_num_bytes)}{host} of host memory",
         ]
-        if self.point.tokens_per_s is not None:
+        if self.scenario.tokens_per_s is not None:
             parts += [
-                f"about {two_digits(self.point.tokens_per_s)} tokens/s",
-                f"{self.point.times_resident:.1f} x the time of a resident run",
+                f"about {two_digits(self.scenario.tokens_per_s)} tokens/s",
+                f"{self.scenario.times_resident:.1f} x the time of a resident run",
             ]
         return f"{begin}: {', '.join(filter(None, parts))}."
 
@@ -183,7 +183,7 @@ class FitReport:
             if plan.offload_boundaries:
                 yield "Shorter and fewer rows, and fewer micro-batches, leave less of it waiting."
             yield "The base can be on a disk in part: poros.load(..., store=DIR, host_budget=...)."
-        if self.point.tokens_per_s is None:
+        if self.scenario.tokens_per_s is None:
             yield "Time is not forecast: give --card, or --measure on the machine of the card."
         if plan.micro_batches == 1 < wanted and plan.keep_last:
             yield (
@@ -208,7 +208,7 @@ class FitReport:
             "fits_host": self.fits_host,
             "advice": self.advice,
             "forecast": self.device.rates_from,
-            **self.point.rates,
+            **self.scenario.rates,
             "resident_num_bytes": self.resident_num_bytes,
             "ram_num_bytes": self.host.whole,
             "ram_left_num_bytes": self.host.left,
@@ -218,6 +218,6 @@ class FitReport:
             "hours": self.seconds and self.seconds / 3600,
             "model_type": self.model_type,
             "registry": dict(zip(("outcome", "reason"), self.record, strict=True)),
-            "lengths": [point.as_dict() for point in self.lengths],
-            "cards": [point.as_dict() for point in self.cards],
+            "lengths": [scenario.as_dict() for scenario in self.lengths],
+            "cards": [scenario.as_dict() for scenario in self.cards],
         }

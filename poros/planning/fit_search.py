@@ -6,7 +6,7 @@ from typing import Any
 
 from poros.config import budget_of
 from poros.planning.cards import CONTEXT_NUM_BYTES, SIZES_GIB
-from poros.planning.fit_report import Device, FitReport, Host, Point
+from poros.planning.fit_report import Device, FitReport, Host, Scenario
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
@@ -46,22 +46,22 @@ def report_fit(
 
     host = host or Host()
     search = _Search(planner, request, device, host)
-    point = search.point(request.seq_len)
+    scenario = search.scenario(request.seq_len)
     record = read_registry().family(planner.model_type)
     longest = None if request.budget is None else search.longest()
     return FitReport(
         request=request,
         device=device,
         host=host,
-        point=point,
-        plan=point.plan or search.least(),
-        remedies=() if point.plan else planner.remedies(request),
+        scenario=scenario,
+        plan=scenario.plan or search.least(),
+        remedies=() if scenario.plan else planner.remedies(request),
         resident_num_bytes=search.resident(request.seq_len, _EVERYTHING).total_num_bytes,
         longest=longest,
         max_seq_len=planner.max_seq_len,
-        lengths=[search.point(length) for length in search.lengths(longest)],
+        lengths=[search.scenario(length) for length in search.lengths(longest)],
         cards=[search.on_card(gib) for gib in SIZES_GIB],
-        together=search.together(point),
+        together=search.together(scenario),
         record=(record.outcome, record.reason or OUTCOMES[record.outcome]),
         model_type=planner.model_type,
         num_tokens=num_tokens,
@@ -76,13 +76,13 @@ class _Search:
         # If the base alone is too much for the host, what is on a disk is nobody's limit here.
         self._host = host if host.holds(self.least(offload_boundaries=False)) else Host()
 
-    def point(self, seq_len: int, **changes: Any) -> Point:
+    def scenario(self, seq_len: int, **changes: Any) -> Scenario:
         """A step of that length, with other fields changed."""
         request = self._at(seq_len, **changes)
         plan = self._planner.find(request)
         if plan is None:
-            return Point(seq_len, None)
-        found = Point(seq_len, plan, fits_host=self._host.holds(plan))
+            return Scenario(seq_len, None)
+        found = Scenario(seq_len, plan, fits_host=self._host.holds(plan))
         if plan.step_ms is None:
             return found
         whole, checkpointed = (self.resident(seq_len, kept) for kept in (_EVERYTHING, 0))
@@ -93,21 +93,21 @@ class _Search:
             times_checkpointed=plan.step_ms / (checkpointed.step_ms or 1.0),
         )
 
-    def on_card(self, gib: int) -> Point:
+    def on_card(self, gib: int) -> Scenario:
         """The step that was asked for, on a card of that memory."""
         budget = budget_of(gib * 2**30 - CONTEXT_NUM_BYTES, gib * 2**30)
-        return replace(self.point(self._request.seq_len, vram_budget=budget), card_gib=gib)
+        return replace(self.scenario(self._request.seq_len, vram_budget=budget), card_gib=gib)
 
-    def together(self, point: Point) -> Point | None:
+    def together(self, scenario: Scenario) -> Scenario | None:
         """The step with micro-batches that go together, if that is much faster."""
-        if point.tokens_per_s is None or self._request.micro_batches > 1:
+        if scenario.tokens_per_s is None or self._request.micro_batches > 1:
             return None
         found = [
-            self.point(point.seq_len, micro_batches=number, accumulation=number)
+            self.scenario(scenario.seq_len, micro_batches=number, accumulation=number)
             for number in TOGETHER
         ]
         best = max(found, key=lambda each: each.tokens_per_s or 0.0)
-        gain = (best.tokens_per_s or 0.0) / point.tokens_per_s
+        gain = (best.tokens_per_s or 0.0) / scenario.tokens_per_s
         return best if gain >= WORTH_SAYING else None
 
     def resident(self, seq_len: int, keep_last: int) -> MemoryPlan:

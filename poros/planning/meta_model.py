@@ -22,7 +22,7 @@ from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
 from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization, is_4bit, own, part_tensors
 from poros.loaders.build import one_at_a_time
-from poros.loaders.settings import configuration, model_class_of, said
+from poros.loaders.settings import configuration, describe_error, model_class_of
 from poros.loaders.source import find_config
 from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
 from poros.model.inspect import find_frozen, find_layers, require_language_model
@@ -253,7 +253,7 @@ def _plain(config: "PreTrainedConfig", dtype: torch.dtype, vision: str) -> "PreT
         except Exception as error:
             raise UnsupportedModelError(
                 "expected a configuration that transformers builds a model from, found "
-                f"{said(error)}; check its settings, and the release of transformers"
+                f"{describe_error(error)}; check its settings, and the release of transformers"
             ) from error
         if vision == "drop":
             drop_towers(model)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
-from poros.loaders.settings import said
+from poros.loaders.settings import describe_error
 from poros.model.sizing import SURELY_KEPT, is_quicker_alone, room_of
 from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
@@ -196,7 +196,7 @@ class Planner:
                     raise  # the model is there, and runs
                 raise UnsupportedModelError(
                     "expected a configuration whose model can be run, found "
-                    f"{said(error)}; check its settings, and the release of transformers"
+                    f"{describe_error(error)}; check its settings, and the release of transformers"
                 ) from error
 
     def measure(

@@ -4,7 +4,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from poros.errors import MissingPackageError, quoted
+from poros.errors import MissingPackageError, quoted, reason_of
 from poros.io.writing import why_not_writable
 from poros.loaders.names import is_local
 from poros.recipes.reading import Draft
@@ -126,7 +126,7 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
         try:
             Path(template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = quoted(getattr(error, "strerror", None) or str(error), is_bare=True)
+            reason = quoted(reason_of(error), is_bare=True)
             draft.problem(
                 "data.chat_template",
                 f"expected a file of UTF-8 to read, found {quoted(template)}: {reason}; check the "

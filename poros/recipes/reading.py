@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poros.config import ALLOW_IS_GONE
-from poros.errors import RecipeError, quoted
+from poros.errors import RecipeError, quoted, reason_of
 from poros.recipes.recipe import SECTIONS, Recipe, Setting, settings
 from poros.recipes.values import UnexpectedValueError
 
@@ -153,7 +153,7 @@ def _read_file(draft: Draft, file: Path) -> None:
     try:
         data = file.read_bytes()
     except OSError as error:
-        reason = quoted(error.strerror or str(error), is_bare=True)
+        reason = quoted(reason_of(error), is_bare=True)
         draft.problems.append(f"{where}: expected a file to read, found: {reason}; check the path")
         return
     if len(data) > _MOST_NUM_BYTES:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from poros.errors import RunFolderError, quoted
+from poros.errors import RunFolderError, quoted, reason_of
 from poros.io.reading import open_regular
 
 Event = Mapping[str, Any]
@@ -82,7 +82,7 @@ def read_run(path: Path) -> Run:
         with open_regular(file) as stream:
             lines = stream.read().split(b"\n")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         raise RunFolderError(
             f"RUN: expected the folder of a run, with events.jsonl, found "
             f"{quoted(str(path), is_bare=True)}: {quoted(reason, is_bare=True)}"

@@ -102,7 +102,7 @@ class SelfCheck:
             raise ParityError(self._packed)
         self.unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
         self._read: set[str] = set()
-        self._is_told = False
+        self._is_reported = False
         """Matrices in host memory whose rows were checked, and slices of them."""
         self._hashed: set[str] = set()
         """Matrices of which all bytes were."""
@@ -267,12 +267,12 @@ class SelfCheck:
         elif not self._is_complete:
             if self._progress is not None:
                 self._progress.step(self.num_layers - len(self.unchecked), self.num_layers)
-        elif not self._is_told:
+        elif not self._is_reported:
             # Once: slices of a head go on to be checked.
-            self._is_told = True
-            self._tell()
+            self._is_reported = True
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self.status == "passed":
             logger.info(
                 "poros: the first step is checked: %d layers give the bits of an ordinary graph",

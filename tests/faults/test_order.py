@@ -99,7 +99,7 @@ def read_slices(streams: AdversarialStreams, _: Trajectory) -> Problem:
             if number == 2 and first:
                 break
         if number == 2:
-            reader.hold_all()
+            reader.load()
     return None
 
 

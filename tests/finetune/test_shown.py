@@ -13,7 +13,7 @@ from safetensors import safe_open
 from poros.errors import RecipeError, VRAMBudgetError
 from poros.finetune.data import read_data
 from poros.finetune.progress import Progress
-from poros.finetune.resuming import look_at
+from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Data, finetune
 from poros.recipes.reading import read_recipe
 from poros.utils.formatting import duration
@@ -28,7 +28,7 @@ def dry(**said: object) -> str:
     train, validation = read_data(recipe)
     said_there = io.StringIO()
     data = Data(train, validation, {})
-    folder = look_at(recipe, {})
+    folder = inspect_run_dir(recipe, {})
     console = Console(file=said_there, width=200)
     assert finetune(recipe, data, folder, console, is_dry=True) is None
     assert not folder.path.exists()

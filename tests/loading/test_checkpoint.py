@@ -199,7 +199,7 @@ def test_writing_to_a_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
     with Checkpoint.open(tmp_path) as checkpoint:
         checkpoint.tensor("layers.0").zero_()
         assert file.read_bytes() == content
-        checkpoint.done_with("layers.0")
+        checkpoint.release("layers.0")
         # All but the pages at both ends, which a neighbour may use too.
         assert MIB - 1024 <= int(checkpoint.tensor("layers.0").sum()) < MIB
 
@@ -217,14 +217,14 @@ def test_pages_come_with_use_and_go_with_done_with(tmp_path: Path) -> None:
         assert num_mapped_mib() < 1  # it is read past the mapping
         assert int(tensor.sum()) == 2 * MIB
         assert 8 <= num_mapped_mib() < 9
-        checkpoint.done_with("layers.1")
+        checkpoint.release("layers.1")
         assert num_mapped_mib() < 1
         assert int(tensor.sum()) == 2 * MIB
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
     with Checkpoint.open(write_single(tmp_path)) as checkpoint:
-        for ask in (checkpoint.entry, checkpoint.tensor, checkpoint.fetch, checkpoint.will_need):
+        for ask in (checkpoint.entry, checkpoint.tensor, checkpoint.fetch, checkpoint.prefetch):
             with pytest.raises(CheckpointFormatError, match=r"tensor 'layers.9', found 4 others"):
                 ask("layers.9")
 
@@ -292,8 +292,8 @@ def test_closing_ends_the_reading_threads(tmp_path: Path) -> None:
     before = threading.active_count()
     checkpoint = Checkpoint.open(big_checkpoint(tmp_path, num_tensors=3))
     for name in checkpoint.names:
-        checkpoint.will_need(name)
-        checkpoint.will_need(name)
+        checkpoint.prefetch(name)
+        checkpoint.prefetch(name)
     assert threading.active_count() == before + NUM_READERS
     checkpoint.close()
     checkpoint.close()
@@ -314,7 +314,7 @@ def test_a_tensor_outlives_the_checkpoint_and_then_the_mapping_goes(tmp_path: Pa
     del kept
     assert mappings(tmp_path) == [] and open_files() == before
     assert checkpoint.entry(LAST).num_bytes == 60
-    uses = [checkpoint.tensor, checkpoint.fetch, checkpoint.will_need, checkpoint.done_with]
+    uses = [checkpoint.tensor, checkpoint.fetch, checkpoint.prefetch, checkpoint.release]
     uses += [lambda name: slices[name][...]]
     uses += [lambda _: checkpoint.fingerprint(), lambda _: checkpoint.check_unchanged()]
     for use in uses:

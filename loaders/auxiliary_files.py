@@ -14,7 +14,7 @@ from poros.loaders.limits import Limits
 TEMPLATES = "additional_chat_templates"
 """The folder in which transformers keeps further chat templates."""
 
-EXTRAS = (
+AUXILIARY_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -35,7 +35,7 @@ EXTRAS = (
 _MAX_NUM_FILES = 100
 
 
-def read_extras(path: Path, limits: Limits) -> dict[str, bytes]:
+def read_auxiliary_files(path: Path, limits: Limits) -> dict[str, bytes]:
     """Those that lie in a folder, by name.
 
     Raises:
@@ -48,7 +48,7 @@ def read_extras(path: Path, limits: Limits) -> dict[str, bytes]:
             names += sorted(f"{TEMPLATES}/{entry.name}" for entry in (path / TEMPLATES).iterdir())
     except OSError as error:
         raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
-    wanted = [name for name in names if is_extra(name)]
+    wanted = [name for name in names if is_auxiliary_file(name)]
     if len(wanted) > _MAX_NUM_FILES:
         raise defect(
             path,
@@ -64,10 +64,10 @@ def read_extras(path: Path, limits: Limits) -> dict[str, bytes]:
     }
 
 
-def is_extra(name: str) -> bool:
+def is_auxiliary_file(name: str) -> bool:
     """Whether a file of that name goes into a store; code never does."""
     parts = PurePosixPath(name).parts
     in_place = len(parts) == 1 or (len(parts) == 2 and parts[0] == TEMPLATES)
     has_code = name.endswith((".py", ".safetensors", ".bin", ".pt", ".pth", ".pkl"))
-    matches = any(fnmatchcase(name, pattern) for pattern in EXTRAS)
+    matches = any(fnmatchcase(name, pattern) for pattern in AUXILIARY_FILES)
     return in_place and matches and not has_code and name.isprintable()

@@ -283,7 +283,7 @@ def _run(
     resident_kernels: bool,
     **described: Any,
 ) -> ParityReport:
-    """``run_parity`` where our kernels have a say in what is compared."""
+    """``run_parity`` with our kernels in the resident arm too, if asked for."""
     from poros.api import use_adapter_kernels
 
     if resident_kernels and kind.has_own_bits:

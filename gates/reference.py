@@ -67,7 +67,7 @@ class StepRecord:
 
 
 class Entry(NamedTuple):
-    """One recorded tensor: its quantity and a name that says step and parameter."""
+    """One recorded tensor: its quantity, and a name with step and parameter."""
 
     quantity: str
     name: str

@@ -1,7 +1,7 @@
-"""What goes into a store beside the weights: tokenizer, chat templates, the terms of use.
+"""The auxiliary files that a store keeps beside the weights: tokenizer, templates, licence.
 
 Without them ``AutoTokenizer.from_pretrained(store)`` would give a tokenizer with an empty
-vocabulary, and no error. They are copied as they are and never looked into; code is left behind.
+vocabulary, and no error. They are copied unread; code is not copied.
 """
 
 import os
@@ -36,7 +36,7 @@ _MAX_NUM_FILES = 100
 
 
 def read_auxiliary_files(path: Path, limits: Limits) -> dict[str, bytes]:
-    """Those that lie in a folder, by name.
+    """Read a folder's auxiliary files, by name.
 
     Raises:
         CheckpointFormatError: If one cannot be read, is larger than the limit, or there are more
@@ -56,7 +56,7 @@ def read_auxiliary_files(path: Path, limits: Limits) -> dict[str, bytes]:
             f"{len(wanted)}",
             remedy="remove those that the model does not need",
         )
-    # What is empty says nothing, and the limit would refuse it.
+    # An empty file holds nothing, and the limit would refuse it.
     return {
         name: limits.read(path / name, "extra_num_bytes")
         for name in wanted

@@ -1,4 +1,4 @@
-"""A stranger's patterns and templates, tried in a process of their own with a limit of time.
+"""Tries untrusted patterns and templates in a child process with a time limit.
 
 A regular expression can backtrack for ever, and a template can loop. Neither can be stopped where
 it runs: both hold Python's lock, and the libraries have no limits. So they are run once before the
@@ -58,7 +58,7 @@ def require_bounded_template(where: Path, template: str, tokens: dict[str, Any])
 
 
 def require_bounded_patterns(where: Path, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Match regular expressions with names of modules, in a child; names are not even tried.
+    """Match regular expressions with names of modules, in a child; plain names are skipped.
 
     Raises:
         CheckpointFormatError: If that takes too long.

@@ -1,4 +1,4 @@
-"""A model that transformers builds and a slab writer fills."""
+"""Builds a model through transformers, with a slab writer for its tensors."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ def fill(
 
 
 def _unfit(writer: SlabWriter, error: Exception) -> PorosError:
-    """What an error of transformers means: of the configuration until the plan, then of tensors."""
+    """Translate an error of transformers: before the plan of the settings, after it of tensors."""
     if "allocate memory" in str(error):
         return HostMemoryError(
             f"{shown(writer.path)}: expected host memory for what the configuration asks for, "
@@ -107,7 +107,7 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
 
 
 class _NotedSlice:
-    """A slice of the checkpoint that says when it has been read."""
+    """A slice of the checkpoint that reports when it is read."""
 
     def __init__(self, slice: CheckpointSlice, note: Callable[[], None]) -> None:
         self._slice = slice
@@ -126,7 +126,7 @@ class _NotedSlice:
 def progress(
     checkpoint: Checkpoint, taken: set[str], names: Sequence[str] | None = None
 ) -> Iterator[tuple[dict[str, _NotedSlice], Callable[[], None]]]:
-    """A progress bar in bytes in place of transformers' own in tensors.
+    """Show a progress bar in bytes in place of transformers' own in tensors.
 
     Args:
         checkpoint: What is read.

@@ -101,7 +101,7 @@ class Checkpoint:
             raise
 
     def entry(self, name: str) -> TensorEntry:
-        """File, dtype, shape and place of a tensor.
+        """Return the file, dtype, shape and offset of a tensor.
 
         Raises:
             CheckpointFormatError: If the checkpoint has no tensor of that name.
@@ -115,7 +115,7 @@ class Checkpoint:
         return self._entries[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as a view of its file. Reads nothing: pages come as they are touched.
+        """Return the tensor as a view of its file; pages are read when they are touched.
 
         Writing to it changes private pages of this process and never the file, but do not: a later
         ``release`` may drop them. A tensor that its file does not align to its dtype is a copy.
@@ -128,7 +128,7 @@ class Checkpoint:
         return self._shard(name).tensor(entry)
 
     def fetch(self, name: str) -> torch.Tensor:
-        """The tensor in memory of its own, read from the file: a failing disk raises here.
+        """Read the tensor into new memory; a failing disk raises here.
 
         What ``prefetch`` asked for is there already, or is waited for.
 
@@ -148,7 +148,7 @@ class Checkpoint:
     def slices(
         self, names: Sequence[str] | None = None, *, ahead_num_bytes: int = AHEAD_NUM_BYTES
     ) -> dict[str, "CheckpointSlice"]:
-        """Tensors as slices to be read later, to pass to transformers as a ``state_dict``.
+        """Return slices that are read later, to pass to transformers as a ``state_dict``.
 
         Those of ``names``, or all.
 
@@ -161,7 +161,7 @@ class Checkpoint:
         return {name: CheckpointSlice(self, name, ahead) for name in names}
 
     def prefetch(self, name: str) -> None:
-        """Have a thread read a tensor, after those that were asked for before, and return.
+        """Start reading a tensor in a thread, after those prefetched before, and return.
 
         Threads begin with the first call and end with ``close``. ``fetch`` reports their errors.
         """
@@ -177,7 +177,7 @@ class Checkpoint:
                 self._asked[name] = self._reader.submit(shard.read, name, entry)
 
     def release(self, name: str) -> None:
-        """Take a tensor's pages from this process; the system may keep them in its cache.
+        """Release a tensor's pages in this process; the system may keep them in its cache.
 
         A tensor that is still held stays valid: a page that is touched again is read again.
         """
@@ -191,7 +191,7 @@ class Checkpoint:
         return any(shard.begin <= pointer < shard.begin + shard.num_bytes for shard in self._shards)
 
     def fingerprint(self) -> str:
-        """A name for the content: the configuration and, shard by shard, size and every byte.
+        """Hash the content: the configuration and, shard by shard, size and every byte.
 
         It does not depend on where the files lie, how they are called or when they were written.
 
@@ -210,7 +210,7 @@ class Checkpoint:
         return f"xxh3:{digest.hexdigest()}"
 
     def seen(self) -> dict[str, Any]:
-        """By what the same files are known again without reading them, as plain JSON values.
+        """Return what identifies the same files without reading them, as plain JSON values.
 
         The digest of the configuration; size, times of modification and of change, and inode of
         every shard. A program that writes to a file can set all of these back but the time of
@@ -227,7 +227,7 @@ class Checkpoint:
         }
 
     def float_dtype(self) -> torch.dtype:
-        """What ``dtype="auto"`` takes where the configuration says nothing: of the first tensor.
+        """The dtype for ``dtype="auto"`` without one in the configuration: the first tensor's.
 
         Raises:
             CheckpointFormatError: If there is none in floating point.
@@ -383,5 +383,5 @@ def _check_shards(source: Source, shards: list[Shard]) -> None:
 
 
 def _framed(text: bytes) -> bytes:
-    """Text behind its length, so that no part of a hash can pass for the next."""
+    """Prefix text with its length, so that no part of a hash can pass for the next."""
     return len(text).to_bytes(8, "little") + text

@@ -120,7 +120,7 @@ def clean(model: Any) -> None:
 
 
 class _Receiving:
-    """What the three methods have in common."""
+    """The base of the three quantization methods."""
 
     _writer: SlabWriter
     _after_each: Callable[[], None]
@@ -131,7 +131,7 @@ class _Receiving:
         self._writer.plan(model, model._get_dtype_plan(dtype))
 
     def _is_placed(self, model: Any, name: str) -> bool:
-        """Whether a dense tensor is taken as it comes.
+        """Whether a dense tensor is written without conversion.
 
         Not where the model keeps a dtype of its own: transformers would cast it to the dtype to
         load in first.
@@ -217,7 +217,7 @@ class _Prequantized(_Quantizing):
 
 
 class _Fetching(_Receiving):
-    """Everything is fetched from a store, by the names that the model has for it."""
+    """Fetches every tensor from a store, by the model's names."""
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return True
@@ -241,7 +241,7 @@ class _Operation(ConversionOps):
 
 
 class _Write(_Operation):
-    """Quantizes or writes the tensors that it is given."""
+    """Quantizes or writes the given tensors."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class _Write(_Operation):
 
 
 class _Fetch(_Operation):
-    """Takes a tensor from a store in place of the placeholder that it is given."""
+    """Replaces a placeholder by a tensor of a store."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
@@ -334,7 +334,7 @@ class _Deserialize(_Operation):
         require_state(self._writer.path, name, tensors, quant_type)
 
     def plain(self, quantizer: Any) -> Any:
-        """Bitsandbytes' own operation."""
+        """Return bitsandbytes' own operation."""
         self._inner.hf_quantizer = quantizer
         return self._inner
 

@@ -48,14 +48,13 @@ from poros.loaders.validation import require_floats, require_whole_experts
 from poros.model.inspect import find_layers
 from poros.model.saving import watch_saving
 from poros.model.vision import drop_towers
+from poros.utils.logging_setup import show_info_by_default
 
 if TYPE_CHECKING:
     from transformers import (
         BitsAndBytesConfig,
         PreTrainedModel,
     )
-
-from poros.utils.logging_setup import show_info_by_default
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def load(
             dtype), a 4-bit ``BitsAndBytesConfig``, or None for dense weights. The default is
             ``"nf4"``, or what a checkpoint or store has already; another one is refused there.
         dtype: Of everything that is not quantized. The default is bfloat16, or that of the store;
-            ``"auto"`` is what the checkpoint says.
+            ``"auto"`` is the checkpoint's own.
         device: Where to quantize; None is the current GPU, or the CPU if there is none.
         store: A folder for the quantized base on disk. If there is none yet, the checkpoint is
             quantized into it, which takes little memory; then the model is read from there, and
@@ -162,7 +161,7 @@ def load(
 
 
 class _CheckpointLoader:
-    """One checkpoint on its way into memory or into a store."""
+    """Loads one checkpoint into memory or into a store."""
 
     def __init__(
         self,
@@ -178,7 +177,7 @@ class _CheckpointLoader:
         self._limits = limits
 
     def into_memory(self) -> "PreTrainedModel":
-        """The model, in new memory."""
+        """Load the model into new memory."""
         with self._checkpoint() as checkpoint:
             resolved = resolve(checkpoint, self._options, self._limits)
             model, slab_writer, _ = self._read(checkpoint, resolved)
@@ -189,7 +188,7 @@ class _CheckpointLoader:
         return model
 
     def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> None:
-        """The same, unless it is in that store already; refuse a store of something else."""
+        """Write the store unless it exists; refuse a store of something else."""
         from poros.loaders.partial import remove_stale
 
         remove_stale(Path(directory).resolve())
@@ -204,7 +203,7 @@ class _CheckpointLoader:
         self.require_made_of_it(directory)
 
     def into_store(self, directory: "str | os.PathLike[str]") -> Path:
-        """The model, in a store on disk; in memory is only what lies outside its layers."""
+        """Write the layers to a store on disk; only the rest of the model is in memory."""
         from poros.loaders.store_writer import StoreWriter, provenance
 
         with ExitStack() as stack:
@@ -303,7 +302,7 @@ def _open(
     is_source: bool,
     allow_nonfinite: bool,
 ) -> "PreTrainedModel":
-    """The model of a store, its first layers in new memory and the others in the file."""
+    """Open a store as a model: its first layers in new memory, the others in the file."""
     from poros.loaders.hf_quantizer import clean, reading_into
 
     with open_store(directory, limits=limits) as opened:
@@ -348,11 +347,11 @@ def _open(
 
 
 def _nothing(model: Any) -> None:
-    """Leave all of it."""
+    """Leave out nothing."""
 
 
 def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
-    """In which dtype a store was made, and how quantized."""
+    """Return the dtype and the quantization of a store."""
     from transformers import BitsAndBytesConfig
 
     about = opened.manifest.about
@@ -375,7 +374,7 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
 
 
 def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
-    """The slabs of a store: in memory those that ``budget`` has room for, the others mapped."""
+    """Read the slabs that ``budget`` has room for into memory, and map the others."""
     layouts = opened.layouts
     starts = slab_offsets(layouts)
     ends = [start + layout.padded_num_bytes for start, layout in zip(starts, layouts, strict=True)]

@@ -1,4 +1,4 @@
-"""A model's settings, from texts that have been read: configuration, generation, quantization.
+"""Parses a model's settings from texts: configuration, generation, quantization.
 
 transformers reads them from a folder. It is given one of its own with the very texts that were
 checked and, for a store, kept, so that a file which changes meanwhile changes nothing; and before
@@ -45,7 +45,7 @@ def configuration(
     given: "PreTrainedConfig | None" = None,
     limits: Limits | None = None,
 ) -> "PreTrainedConfig":
-    """The configuration of a checkpoint, with those options that are its fields.
+    """Parse the configuration of a checkpoint, with those options that are its fields.
 
     Args:
         path: Where it lies, for messages and as the model's name.
@@ -107,7 +107,7 @@ def _refuse_hub_kernels(path: Path, config: Any) -> None:
 
 
 def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationConfig":
-    """What ``from_pretrained`` reads beside the weights, or makes of the configuration.
+    """Parse the generation settings, from their file or from the configuration.
 
     Raises:
         CheckpointFormatError: If transformers cannot read it.
@@ -179,7 +179,7 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
 
 
 def model_class_of(config: Any) -> tuple[Any, Any]:
-    """The class that a checkpoint is of, and the configuration it takes.
+    """Choose the model class of a checkpoint, and return it with its configuration.
 
     That is the one with a vision tower if ``architectures`` names it, else what
     ``AutoModelForCausalLM`` chooses, else what ``AutoModelForImageTextToText`` does.
@@ -229,7 +229,7 @@ def _classes(mapping: Any, config: Any) -> list[Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """The type and the message of another library's error, bounded, on one line."""
+    """Format another library's error, bounded, on one line."""
     text = " ".join(str(error)[:_MAX_SAID].split())
     return f"{type(error).__name__}: {quoted(text, is_bare=True, limit=400)}"
 
@@ -265,7 +265,7 @@ def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedC
 
 @contextmanager
 def _folder_of(texts: Mapping[str, bytes]) -> Iterator[str]:
-    """A folder with the configuration files alone.
+    """Yield a temporary folder with the configuration files alone.
 
     Raises:
         StoreWriteError: If there is no room for them.

@@ -1,4 +1,4 @@
-"""One safetensors file: its bytes as tensors, and reads that fail with an error.
+"""One open safetensors file: tensors over its bytes, and reads that report errors.
 
 A file is mapped, too, so that a tensor can be looked at without reading all of it. What is loaded
 does not come through the mapping: where a page cannot be read, because the disk fails or the file
@@ -33,7 +33,7 @@ from poros.loaders.header import (
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An open file: what it says that it holds, its bytes, and what it was when it was opened."""
+    """An open file: its header, its bytes, and its identity when it was opened."""
 
     header: Header
     mapping: mmap.mmap
@@ -68,11 +68,11 @@ class Shard:
 
     @property
     def begin(self) -> int:
-        """Address of the mapping."""
+        """The address of the mapping."""
         return torch.frombuffer(self.mapping, dtype=torch.uint8).data_ptr()
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """A tensor over the mapped bytes; a copy only where the file does not align its dtype."""
+        """Return a tensor over the mapped bytes; a copy if the file does not align its dtype."""
         if entry.num_bytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
         flat = torch.frombuffer(
@@ -83,7 +83,7 @@ class Shard:
         return flat.view(entry.dtype).view(entry.shape)
 
     def read(self, name: str, entry: TensorEntry) -> torch.Tensor:
-        """A tensor in memory of its own. ``check_unchanged`` tells whose bytes they are.
+        """Read a tensor into new memory; call ``check_unchanged`` after the last read.
 
         Raises:
             CheckpointFormatError: If it cannot be read.
@@ -109,7 +109,7 @@ class Shard:
         return flat.view(entry.dtype).view(entry.shape)
 
     def drop_pages(self, entry: TensorEntry) -> None:
-        """Take the pages that a tensor fills from this process."""
+        """Release the pages that a tensor fills in this process."""
         begin = align(entry.offset, mmap.PAGESIZE)
         end = (entry.offset + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
@@ -137,7 +137,7 @@ class Shard:
             )
 
     def digest(self, pool: ThreadPoolExecutor, is_over: threading.Event) -> str:
-        """The digest (``poros.io.digests``) of the whole file, hashed in ``pool`` until it is over.
+        """Hash the whole file in ``pool`` (``poros.io.digests``), unless ``is_over`` is set.
 
         Raises:
             CheckpointFormatError: If the file changed since it was opened, or a read fails.

@@ -1,4 +1,4 @@
-"""Where each tensor of a model that is being loaded goes: the layers' into slabs, piece by piece.
+"""Places the tensors of a model that is being loaded: those of layers into slabs.
 
 The plan is made on the model without memory that transformers has built, before anything is read:
 for each decoder layer the parts that move, in the order in which ``poros.prepare`` lists them, with
@@ -195,7 +195,7 @@ class SlabWriter:
         return targets["packed"], state
 
     def copy(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
-        """A copy of ``tensor`` in its place; in memory of its own if it has none or does not fit.
+        """Copy ``tensor`` to its place, or to new memory if it has none or does not fit.
 
         Packed bytes are taken as they are, whatever dtype they are stored as.
 
@@ -238,13 +238,13 @@ class SlabWriter:
 
     @property
     def finished(self) -> HostStore:
-        """The slabs, once there are some."""
+        """The slabs, after ``plan``."""
         if self.store is None:
             raise ValueError("expected a plan, found none; call plan first")
         return self.store
 
     def finish(self, model: nn.Module) -> None:
-        """Move what came another way, and see that everything is where it belongs.
+        """Move tensors that came another way, and check that all are in their places.
 
         Raises:
             CheckpointFormatError: If a tensor has another shape than the model's, or is not finite.
@@ -270,11 +270,11 @@ class SlabWriter:
         self._note_digests(model)
 
     def packed_digests(self) -> Mapping[str, bytes]:
-        """Of the parts of 4-bit weights, as they were before they were written to memory."""
+        """Return the digests of 4-bit weights' parts from before they were written to memory."""
         return self._packed.results()
 
     def _note_digests(self, model: nn.Module) -> None:
-        """Leave them on the store, for ``poros.prepare`` and for whoever writes it to a disk."""
+        """Attach the digests to the store, for ``poros.prepare`` and for the store writer."""
         digests, noted = self.packed_digests(), self.finished.as_packed
         for name, tensor in _named_tensors(model):
             for part, data in part_tensors(name, tensor, with_constants=True).items():
@@ -282,7 +282,7 @@ class SlabWriter:
                     noted.note(part, tensor if part == name else data, digests[part])
 
     def dense(self, name: str, tensor: torch.Tensor) -> CheckpointFormatError:
-        """The error for a weight that came without the state that its packed form needs."""
+        """Make the error for a packed weight without its quantization state."""
         return CheckpointFormatError(
             f"{self._where(name)}: expected a 4-bit weight with its quantization state, as "
             f"config.json says, found {tensor.dtype} {quoted(tuple(tensor.shape))} without one; "
@@ -290,7 +290,7 @@ class SlabWriter:
         )
 
     def packed(self, name: str) -> CheckpointFormatError:
-        """The error for a 4-bit weight where the configuration wants a dense one."""
+        """Make the error for a 4-bit weight where the configuration wants a dense one."""
         return CheckpointFormatError(
             f"{self._where(name)}: expected a dense weight, as config.json says "
             "(llm_int8_skip_modules?), found a 4-bit one; check that config.json and weights "
@@ -298,7 +298,7 @@ class SlabWriter:
         )
 
     def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """What a tensor of the planned model takes: itself, or its packed form and scales."""
+        """Return the tensors to store for a planned one: itself, or its packed form and scales."""
         if not is_params4bit(tensor):
             return [(name, tensor)]
         form = self._require_format().form(tensor.shape).items()
@@ -307,7 +307,7 @@ class SlabWriter:
     def _streamed_parts(
         self, name: str, tensor: torch.Tensor, is_buffer: bool
     ) -> list[tuple[str, torch.Tensor]]:
-        """Its parts that lie in a slab ("What is small stays" in ``poros.host.layout``)."""
+        """Return the parts that go into a slab ("What is small stays" in ``poros.host.layout``)."""
         if not is_params4bit(tensor):
             return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
         form = self._require_format().form(tensor.shape).items()
@@ -325,7 +325,7 @@ class SlabWriter:
         return torch.empty_like(like, device="cpu")
 
     def is_placed(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a part lies at its place in a slab."""
+        """Whether a part is at its place in a slab."""
         if name not in self._places:
             return False
         slab, spec = self._places[name]

@@ -1,4 +1,4 @@
-"""A model and its store on disk: what of a model goes there, and a model made of it again.
+"""Splits a model into what its store keeps, and builds a model from an open store.
 
 The slabs are stored as they are. The rest of the model goes by name: everything outside the layers,
 and of each 4-bit weight the few constants that stay on the device. Buffers that transformers
@@ -27,13 +27,13 @@ from poros.loaders.slab_writer import FindLayers, SlabWriter
 from poros.loaders.store import OpenStore
 
 PARTS_DIGESTS = "parts_digests"
-"""What a store calls the digests of the parts of its 4-bit weights."""
+"""The key of the digests of 4-bit weights' parts in a store."""
 
 
 def contents(
     model: nn.Module, slab_writer: SlabWriter
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What of a loaded model is in no slab, and how to put it together again.
+    """Return what of a loaded model is in no slab, and how to rebuild the model.
 
     Returns:
         Tensors by name; and as JSON values the names of all dense tensors, dtype and block size of
@@ -59,12 +59,12 @@ def contents(
 
 
 def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
-    """The small files of a checkpoint that a store keeps, by name: settings as they were read."""
+    """Return the small files that a store keeps, by name."""
     return {**read_auxiliary_files(checkpoint.path, limits), **checkpoint.texts}
 
 
 class StoreReader(SlabWriter):
-    """Puts a model together from an open store, whose slabs have been read or mapped.
+    """Builds a model from an open store, whose slabs were read or mapped.
 
     Args:
         opened: The store.
@@ -111,11 +111,11 @@ class StoreReader(SlabWriter):
             ) from error
 
     def names(self) -> list[str]:
-        """The parameters and buffers that can be fetched."""
+        """List the parameters and buffers that can be fetched."""
         return [*self._dense, *self._weights]
 
     def fetch(self, name: str, planned: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A tensor, or a packed weight and its quantization state (else None).
+        """Return a tensor, or a packed weight and its quantization state (else None).
 
         Raises:
             CheckpointFormatError: If the store has not what the model needs.
@@ -137,7 +137,7 @@ class StoreReader(SlabWriter):
         return parts["packed"], state
 
     def copy(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
-        """As in ``SlabWriter``; what lies there already is not written again.
+        """As in ``SlabWriter``; equal bytes are not written again.
 
         A page of a mapped slab that is written to is no longer the file's.
         """

@@ -1,4 +1,4 @@
-"""A tokenizer from files that anybody may have written: loaded, or a typed error."""
+"""Loads a tokenizer from untrusted files, or raises a typed error."""
 
 import os
 import re
@@ -11,10 +11,9 @@ from poros.errors import quoted
 from poros.loaders.auxiliary_files import AUXILIARY_FILES
 from poros.loaders.bounded import require_bounded_template, require_bounded_tokenizer
 from poros.loaders.header import defect, parse_json
-from poros.loaders.hub import fetch
 from poros.loaders.limits import Limits
 from poros.loaders.settings import describe_error, refuse_code
-from poros.loaders.source import CONFIG
+from poros.loaders.source import CONFIG, fetch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +24,7 @@ _SPECIAL = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
 
 
 def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) -> Any:
-    """The tokenizer of a checkpoint, an adapter or a store; no code that lies beside it is run.
+    """Load the tokenizer of a checkpoint, an adapter or a store; runs no code from there.
 
     Args:
         source: A folder, or the name of a repository of the hub.
@@ -58,7 +57,7 @@ def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) ->
 
 
 def require_template(tokenizer: "PreTrainedTokenizerBase", where: str | os.PathLike[str]) -> None:
-    """Refuse a chat template that renders for ever; ``where`` it is from.
+    """Refuse a chat template that renders for ever; ``where`` is its folder.
 
     Raises:
         CheckpointFormatError: If it does, or is no text.
@@ -77,7 +76,7 @@ def require_template(tokenizer: "PreTrainedTokenizerBase", where: str | os.PathL
 
 
 def require_known_tokens(most: int, num_known: int | None, where: str) -> None:
-    """Refuse a token that a model has no embedding of.
+    """Refuse a token without an embedding in the model.
 
     Args:
         most: The largest token.
@@ -114,7 +113,7 @@ def tokenizer_errors(where: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _require_readable(folder: Path) -> None:
-    """What can be told of each file without transformers."""
+    """Check each file as far as possible without transformers."""
     limits = Limits()
     for name in (_SETTINGS, _TOKENS, "added_tokens.json", _WHOLE):
         file = folder / name

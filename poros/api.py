@@ -26,12 +26,11 @@ from poros.stream.settings import settle
 from poros.streams import StreamContext, streams_for
 from poros.utils.devices import default_device, library_workspace, usable_device
 from poros.utils.formatting import size
+from poros.utils.logging_setup import show_info_by_default
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
     from poros.planning.planner import Planner
-
-from poros.utils.logging_setup import show_info_by_default
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +70,8 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
             ``UnvalidatedArchitectureError``.
         PreparedModelError: If the model is prepared already, with another policy.
         HostMemoryError: If host memory for the base cannot be had.
-        ParityError: If a 4-bit weight is not what ``poros.load`` has packed and nobody has written
-            to it; with ``self_check="strict"``.
+        ParityError: If a 4-bit weight is not what ``poros.load`` has packed and was not written
+            to; with ``self_check="strict"``.
 
     In each case the model is as it was before the call.
 
@@ -308,7 +307,7 @@ def restore(model: ModelT) -> ModelT:
     that is no longer what was loaded.
 
     Raises:
-        CheckpointFormatError: If somebody has written to that file.
+        CheckpointFormatError: If that file was modified.
         PreparedModelError: If the model is not prepared.
     """
     if find_runtime(model) is None and are_used(model):

@@ -1,4 +1,4 @@
-"""Talking to a model with its adapter, its base streamed where it does not fit."""
+"""Runs a conversation with a model and its adapter; a base that does not fit is streamed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ class Chat:
         seed: Of what is drawn otherwise.
 
     Attributes:
-        notes: What a person should know, a line each.
+        notes: Notes for the user, a line each.
 
     Raises:
         CheckpointFormatError: If a file of adapter, base or tokenizer is malformed.
@@ -82,7 +82,7 @@ class Chat:
         self._said = list(self._begin)
 
     def answer(self, question: str, show: Callable[[str], None]) -> str:
-        """The answer to ``question``, shown as it comes. Ctrl-C ends it; what came is kept."""
+        """Answer ``question``, shown as it comes. Ctrl-C ends the answer and keeps it."""
         from transformers import TextStreamer
 
         class Shown(TextStreamer):
@@ -109,7 +109,7 @@ class Chat:
             pass
         except PorosError:
             raise
-        except (TypeError, ValueError) as error:  # transformers, of what it was told to do
+        except (TypeError, ValueError) as error:  # transformers, about generation settings
             raise defect(
                 f"{quoted(self._base)}: generation_config.json",
                 "expected settings that transformers generates with, found "
@@ -150,7 +150,7 @@ class Chat:
 
 
 def questions(read: Callable[[], str], chat: Chat, hint: Callable[[str], None]) -> Iterator[str]:
-    """What a person asks, until ``/exit`` or the end of the input; ``/reset`` begins anew."""
+    """Yield questions until ``/exit`` or the end of the input; ``/reset`` begins anew."""
     while True:
         try:
             line = read().strip()

@@ -1,4 +1,4 @@
-"""The PEFT configuration that a recipe asks for."""
+"""Builds the PEFT configuration of a recipe."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def adapter_config(recipe: Recipe) -> "PeftConfig":
-    """A recipe's adapter, for ``get_peft_model``: on the language model alone."""
+    """Build a recipe's adapter configuration: on the language model alone."""
     from peft import LoraConfig
 
     adapter = recipe.adapter
@@ -79,6 +79,6 @@ def require_targets(recipe: Recipe, base: Any) -> None:
 
 
 def _excluded(source: str) -> str | None:
-    """What of a model gets no adapter: towers that text does not reach, and routers."""
+    """List the modules without an adapter: towers that text does not reach, and routers."""
     config = configuration(*find_config(Path(source).expanduser()), {})
     return excluded_modules(meta_model(config, None, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: how one is written, and whether it is as it was written.
+"""Writes checkpoints of a run, and detects damaged ones.
 
 Note: Parts
     The Trainer writes a checkpoint file by file. It does so in a hidden folder, and the checkpoint
@@ -36,7 +36,7 @@ _NEEDED = {
 
 
 def numbered(run: Path, names: Iterable[str] | None = None) -> list[tuple[int, Path]]:
-    """Step and path of each checkpoint, whole or not, the newest first.
+    """List step and path of each checkpoint, whole or not, the newest first.
 
     Args:
         run: The folder of the run.
@@ -51,7 +51,7 @@ def numbered(run: Path, names: Iterable[str] | None = None) -> list[tuple[int, P
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if it is whole.
+    """Describe the damage of a checkpoint; None if it is whole.
 
     Raises:
         RunFolderError: If that cannot be said, because the system reports an error.
@@ -78,7 +78,7 @@ def damage_of(checkpoint: Path) -> str | None:
 
 
 def unreadable(path: Path, error: Exception) -> RunFolderError:
-    """What to raise where the system does not give what lies in a run's folder."""
+    """Make the error for a run's folder that cannot be read."""
     return RunFolderError(
         f"{quoted(str(path), is_bare=True)}: expected to read it, found: "
         f"{quoted(reason_of(error), is_bare=True)}; nothing was moved or removed: mend the disk or "
@@ -98,7 +98,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def is_set_aside(name: str) -> bool:
-    """Whether ``set_aside`` gives such names."""
+    """Whether a name is one of ``set_aside``."""
     return re.fullmatch(r"checkpoint-\d+\.broken\d*", name) is not None
 
 

@@ -42,11 +42,11 @@ class Rows:
     unused: tuple[str, ...] = ()
 
     def place(self, number: int) -> str:
-        """Where a row stands: ``rows.jsonl:12``."""
+        """Return the file and line of a row: ``rows.jsonl:12``."""
         return f"{self.files[self.places[2 * number]]}:{self.places[2 * number + 1]}"
 
     def chosen(self, numbers: Sequence[int]) -> "Rows":
-        """Some of the rows, in that order."""
+        """Select rows, in that order."""
         places = array("q")
         for number in numbers:
             places.extend(self.places[2 * number : 2 * number + 2])
@@ -54,7 +54,7 @@ class Rows:
 
 
 def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
-    """The rows to train on, and those to validate on, if any.
+    """Read the rows to train on, and those to validate on, if any.
 
     Raises:
         DataFormatError: If a row is not what it should be: file, line, what was expected and found,
@@ -140,7 +140,7 @@ class _Reader:
             self._problems.append(f"{where}: {what}")
 
     def _check_form(self, where: str, form: Form) -> None:
-        """Whether the recipe can train on rows of that form."""
+        """Check that the recipe can train on rows of that form."""
         method, loss_on = self._recipe.training.method, self._recipe.data.loss_on
         keys = ", ".join(FORMS[form.name])
         if form.name not in METHODS[method]:
@@ -162,7 +162,7 @@ class _Reader:
             )
 
     def _rows(self, source: str, key: str, digest: Any) -> Iterator[tuple[str, int, Any]]:
-        """File, number of the line, and what it holds."""
+        """Yield file, line number and row."""
         if not is_local(source):
             yield from self._hub_rows(source, digest)
             return

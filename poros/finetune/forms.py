@@ -1,4 +1,4 @@
-"""The forms that rows of data have, and what is wrong with a row that should have one.
+"""Defines the forms of data rows, and checks rows against them.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "...", "completion": "..."}
@@ -50,7 +50,7 @@ _ELSEWHERE = {
 
 
 class Form(NamedTuple):
-    """What all rows of a run have to look like."""
+    """The form of all rows of a run."""
 
     name: str
     """One of ``FORMS``."""
@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
 
 def form_of(row: Mapping[str, Any]) -> Form | str:
-    """The form of a row, or what is wrong with its keys."""
+    """Return the form of a row, or the problem with its keys."""
     keys = {key for key, value in row.items() if value is not None}
     found = [name for name, wanted in FORMS.items() if set(wanted) <= keys]
     if {"chosen", "rejected"} <= keys and "prompt" not in keys:
@@ -94,7 +94,7 @@ def _no_form(keys: set[str]) -> str:
 
 
 def problems(row: Mapping[str, Any], form: Form) -> Iterator[str]:
-    """What is wrong with a row that should have a form."""
+    """List the problems of a row that should have a form."""
     found = form_of(row)
     if isinstance(found, str):
         yield found

@@ -1,4 +1,4 @@
-"""The progress of a training run: a bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a training run: a bar on a terminal, plain lines elsewhere."""
 
 import io
 import time

@@ -1,4 +1,4 @@
-"""The folder of a run: new, interrupted, or finished; and where an interrupted one goes on.
+"""Inspects and locks the folder of a run, and finds the checkpoint to resume from.
 
 run.json         what the run was started with: recipe, digests, versions
 recipe.yaml      the recipe once more, for people and for `poros finetune`
@@ -60,9 +60,9 @@ class RunFolder:
 
     Attributes:
         path: Of the folder.
-        checkpoint: The newest whole one, to go on from; None for a run that begins.
+        checkpoint: The newest whole one, to resume from; None for a new run.
         step: Of that checkpoint.
-        damaged: Checkpoints that are newer and not whole, and what is wrong with each.
+        damaged: Newer checkpoints that are damaged, and the damage of each.
         notes: What a user has to know before the run goes on.
     """
 
@@ -74,19 +74,19 @@ class RunFolder:
 
     @property
     def adapter(self) -> Path:
-        """Where the result is going to be."""
+        """The folder of the result."""
         return self.path / _ADAPTER
 
     @property
     def events(self) -> Path:
-        """What was logged."""
+        """The file of the event log."""
         return self.path / "events.jsonl"
 
 
 def inspect_run_dir(
     recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str] | None = None
 ) -> RunFolder:
-    """What lies where a recipe wants to write. Nothing is written.
+    """Inspect the output folder of a recipe. Nothing is written.
 
     Args:
         recipe: With its output folder.
@@ -132,7 +132,7 @@ def inspect_run_dir(
 
 
 def _names(path: Path) -> set[str]:
-    """What lies in a folder, without what a process leaves there that is killed as it begins."""
+    """List a folder, without the files that a process killed at its start leaves."""
     try:
         found = set(os.listdir(path)) - {_LOCK}
     except FileNotFoundError:
@@ -150,7 +150,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """run.json, its form checked."""
+    """Read run.json and check its form."""
     shown = quoted(str(path / _RUN), is_bare=True)
     try:
         with open_regular(path / _RUN) as file:
@@ -240,7 +240,7 @@ def _flat(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def lock_run_dir(
     recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str], seen: RunFolder
 ) -> Iterator[RunFolder]:
-    """Hold the folder of a run for as long as it trains, and look at it again.
+    """Lock the folder of a run while it trains, and inspect it again.
 
     Damaged checkpoints are renamed; what a killed process has left is removed.
 
@@ -346,7 +346,7 @@ def reading(checkpoint: Path | None, has_read: Callable[[], bool]) -> Iterator[N
 
 
 def _is_of_disk(error: Exception) -> bool:
-    """Whether an error is the system's, or one of a library that stands for such a one."""
+    """Whether an error comes from the system, directly or through a library."""
     from safetensors import SafetensorError
 
     if isinstance(error, OSError):
@@ -356,7 +356,7 @@ def _is_of_disk(error: Exception) -> bool:
 
 
 def _events_before(run: RunFolder) -> str:
-    """The events up to the checkpoint that a run goes on from."""
+    """Return the events up to the checkpoint that the run resumes from."""
     kept, num_damaged = [], 0
     try:
         with open_regular(run.events) as file:

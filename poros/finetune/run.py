@@ -1,4 +1,4 @@
-"""From a recipe that has been checked to an adapter."""
+"""Trains the adapter of a checked recipe."""
 
 import shutil
 from collections.abc import Iterator
@@ -73,8 +73,8 @@ def finetune(
     Args:
         recipe: Checked.
         data: Its rows, checked.
-        run: Its folder, looked at.
-        console: Where to tell what happens.
+        run: Its folder, inspected.
+        console: The output.
         is_dry: Stop before the base is loaded; nothing is written.
         num_shown: Rows to print with what is learnt marked; then stop, unless ``is_dry``.
 
@@ -148,7 +148,7 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def _configuration(recipe: Recipe) -> "PreTrainedConfig":
-    """The model's, after a look at whether it has what the recipe names."""
+    """Read the model's configuration, and check that it has what the recipe names."""
     chosen = recipe.model
     options = {}
     if chosen.attention is not None:
@@ -173,7 +173,7 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
 
 
 def _suited(recipe: Recipe, config: "PreTrainedConfig") -> tuple[Recipe, list[str], int | None]:
-    """The recipe as far as the model goes: its positions, whether it can be packed.
+    """Fit the recipe to the model: its positions, and whether rows can be packed.
 
     Returns:
         The recipe, notes, and the number of tokens that the model knows.
@@ -194,13 +194,13 @@ def _suited(recipe: Recipe, config: "PreTrainedConfig") -> tuple[Recipe, list[st
 
 
 def _largest(*every: Any) -> int:
-    """The largest token of all rows."""
+    """Return the largest token of all rows."""
     columns = [rows for each in every if each for rows in each.columns.values()]
     return max(max(row, default=0) for rows in columns for row in rows)
 
 
 def _row_length(recipe: Recipe, tokens: Tokens) -> int:
-    """Tokens of the longest row as it is computed: a multiple, so that visits recur."""
+    """Return the length of the longest padded row: a multiple, so that shapes recur."""
     longest = max(tokens.lengths)
     if recipe.is_packed:
         longest = min(recipe.data.max_length, sum(tokens.lengths))
@@ -256,7 +256,7 @@ def _train(
 
 
 def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
-    """The base with a new adapter, prepared or resident."""
+    """Load the base and attach a new adapter, prepared or resident."""
     from peft import get_peft_model
     from transformers import set_seed
 
@@ -285,7 +285,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
 
 
 def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:
-    """What a run had learnt that was ended between its last checkpoint and its adapter.
+    """Load the weights of a run that ended between its last checkpoint and its adapter.
 
     The Trainer would train one more step.
     """
@@ -319,7 +319,7 @@ def _save(
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Without progress bars of ``datasets``, which draws one for each of several short passes."""
+    """Switch off the progress bars of ``datasets``, which draws one for each short pass."""
     import datasets
 
     were_off = datasets.are_progress_bars_disabled()

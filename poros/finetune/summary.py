@@ -28,7 +28,7 @@ _SHORT = 160
 
 @dataclass(frozen=True)
 class Size:
-    """How much a run trains.
+    """The size of a run.
 
     Attributes:
         num_rows: Rows of the data that are trained on.
@@ -50,12 +50,12 @@ class Size:
 def planned(
     recipe: Recipe, size: Size, adapter: "PeftConfig", device: "torch.device"
 ) -> "MemoryPlan | str":
-    """The plan of a step of a run, or why there is none.
+    """Plan a step of the run; return the reason if that is impossible.
 
     On a GPU its rates are measured, which takes a few seconds.
 
     Raises:
-        VRAMBudgetError: If the budget is too small; it says what would make it fit.
+        VRAMBudgetError: If the budget is too small; the message lists what would make it fit.
     """
     import torch
 
@@ -99,7 +99,7 @@ def planned(
 
 
 def _budget(recipe: Recipe, device: "torch.device") -> str | int | None:
-    """What is said, or what ``poros.prepare`` takes of a GPU's free memory."""
+    """The recipe's budget, or what ``poros.prepare`` takes of a GPU's free memory."""
     if recipe.memory.vram is not None or recipe.memory.slots is not None:
         return recipe.memory.vram
     if device.type != "cuda":
@@ -181,7 +181,7 @@ def _marked(
     encoding: str,
     limit: int | None = None,
 ) -> Iterator[tuple[str, "Text"]]:
-    """The texts of a row, with marks; every stretch of them cut to a limit."""
+    """Yield the texts of a row with marks, every stretch cut to ``limit`` characters."""
     columns = {name: list(rows[row]) for name, rows in tokens.columns.items()}
     if "labels" in columns:
         # The first token has nothing before it to be predicted from.
@@ -249,7 +249,7 @@ def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:
 
 
 def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[tuple[str, str]]:
-    """Does it fit; blocks on the card; host memory; time."""
+    """Lines about the budget, the blocks on the card, host memory and time."""
     if isinstance(plan, str):
         return [("memory", plan)]
     needs = formatting.size(plan.total_num_bytes)

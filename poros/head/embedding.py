@@ -52,7 +52,7 @@ def choose_embeddings(
     wanted: bool | None,
     kept: Sequence[nn.Module] = (),
 ) -> list[Embedding]:
-    """Those of ``find_embeddings`` that stay in host memory; says so if it was asked in vain.
+    """Return those of ``find_embeddings`` that stay in host memory; log it if none can.
 
     Args:
         model: As for ``find_embeddings``, like ``apart``.

@@ -1,8 +1,8 @@
-"""A matrix in host memory that says of itself that it is on the device, and is read there in parts.
+"""A matrix in host memory that reports the device as its own, and is read there in parts.
 
 Note: What it is
     A parameter whose bytes stay where they are. Shape, dtype and device are those of a resident
-    parameter, so that nobody who asks for them (``model.device``, a trainer) is led astray. It has
+    parameter, so that code that reads them (``model.device``, a trainer) works unchanged. It has
     no memory on the device: a lookup (``torch.nn.functional.embedding``) brings the rows it names;
     slices of its rows and other views are matrices of this kind too; any other operator gets a copy
     on the device for as long as it takes, and says so once unless it is of a slice; what would
@@ -112,7 +112,7 @@ class HostMatrix(torch.Tensor):
         return _whole(operator, args, kwargs)
 
     def _viewed(self, view: Callable[[torch.Tensor], Any]) -> Any:
-        """A view of it, or several: copied when they are read, and nobody can write to them."""
+        """A view of it, or several: copied when they are read, and read-only."""
         own = self._view or _itself
 
         def part(number: int | None, whole: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ class _Notes:
     """What a matrix and its aliases know together."""
 
     has_told: bool = False
-    """Whether it was said that somebody needs all of it."""
+    """Whether the warning about a use of the whole matrix was logged."""
     is_replaced: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Logits that are computed when somebody reads them.
+"""Logits that are computed when they are read.
 
 Note: Lazily
     A model computes the logits of all its tokens and hands them to its loss and to its caller. The
@@ -215,7 +215,7 @@ class LazyLogits(torch.Tensor):
 
     @property
     def is_computed(self) -> bool:
-        """Whether somebody has read, and may have changed, the values."""
+        """Whether the values were read, and may have been changed."""
         return self._result is not None
 
     def take_loss(self) -> Origin:
@@ -243,7 +243,7 @@ class LazyLogits(torch.Tensor):
         return result
 
     def _read(self) -> torch.Tensor:
-        """The same for somebody who may write to it: what follows from it is computed first."""
+        """The same for a caller that may write to it: what follows from it is computed first."""
         self.require_own_graph()
         first = self
         while first._alias_of is not None:

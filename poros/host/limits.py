@@ -2,7 +2,7 @@
 
 Three things stop an allocation that the system has granted: the machine has no memory left, a
 control group (a container, a batch system) has a lower limit, or the process has (``ulimit``). The
-least of them counts. On a system that says nothing about itself nothing is refused.
+least of them counts. On a system that reports no limits nothing is refused.
 """
 
 import gc
@@ -33,7 +33,7 @@ def host_memory_left(root: Path = Path("/")) -> MemoryLimit | None:
         root: Where the file systems ``proc`` and ``sys`` are found (for tests).
 
     Returns:
-        None if the system does not say.
+        None if the system does not report it.
     """
     rooms = [*_machine(root), *_control_groups(root), *_process(root)]
     return min(rooms, default=None)
@@ -46,7 +46,7 @@ def host_memory(root: Path = Path("/")) -> int | None:
         root: As for ``host_memory_left``.
 
     Returns:
-        None if the system does not say.
+        None if the system does not report it.
     """
     whole = [*_meminfo(root, "MemTotal"), *(limit for limit, *_ in _group_limits(root))]
     return min(whole, default=None)

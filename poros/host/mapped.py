@@ -2,7 +2,7 @@
 
 The tensors of these slabs are views of the mapping, so that they can be named, counted and handed
 around like any others, and take no memory. Bytes that are wanted in bulk do not come through it:
-behind a file that was cut off, touching a page ends the process, and what somebody has written to
+behind a file that was cut off, touching a page ends the process, and what was written to
 the file since would pass for the weights. So they are read, hashed, and the file is compared with
 what it was.
 
@@ -55,7 +55,7 @@ class SlabFile:
         layouts: One per slab.
         first: The first slab to map.
         digests: Of each slab, padded with zeros to a page.
-        identity: What the file was when it was opened; None if nobody has looked before.
+        identity: What the file was when it was opened; None if it is not known.
 
     Raises:
         HostMemoryError: If the file cannot be mapped, which takes no memory.
@@ -127,7 +127,7 @@ class SlabFile:
     def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The tensors, those over the mapping in new memory; a slab at a time is read for them.
 
-        One that somebody has written to in this process is given as it is: the file has not got it.
+        A tensor that this process has written to is returned as it is: the file does not have it.
 
         Raises:
             CheckpointFormatError: As ``read``.
@@ -230,7 +230,7 @@ def require_digests(
 
 
 def num_written_pages(flat: torch.Tensor) -> int:
-    """How many pages of a private mapping this process has written; 0 where nobody can tell.
+    """Count the pages of a private mapping that this process has written; 0 if that is unknown.
 
     Source:
         Documentation/admin-guide/mm/pagemap.rst of Linux: bit 61 is set for a page of a file, bits

@@ -224,8 +224,8 @@ class HostStore:
                 are as many layers in all as slabs.
 
         Returns:
-            A store whose slabs are runs of the slabs of this one, and whose layouts say where each
-            tensor lies, in the order given. A block of which a tensor lies elsewhere (weights
+            A store whose slabs are runs of the slabs of this one, and whose layouts place each
+            tensor, in the order given. A block of which a tensor lies elsewhere (weights
             replaced, part of it on a disk) has a new slab, and has to be copied as a whole. None
             if that is all of them. Nothing is changed in any case.
 
@@ -289,7 +289,7 @@ class HostStore:
         """See that the tensors at rest still hold what was loaded."""
 
     def is_untouched(self, slab: HostSlab) -> bool:
-        """Whether nobody has written to ``slab`` behind the back of the store."""
+        """Whether ``slab`` was not written to except by the store."""
         return True
 
     def _find_run(

@@ -1,1 +1,1 @@
-"""Files: read, written whole or not at all, told apart by digests."""
+"""Reads files, writes them whole or not at all, and computes digests."""

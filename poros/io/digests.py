@@ -5,7 +5,7 @@ The digest of a file or a slab is XXH3 (128 bits) over the XXH3 of each piece of
 arrive. The digest of one tensor is XXH3 of its bytes.
 
 Note: Accidents, not attacks
-    A digest says whether bytes are those that were written. Whoever can change a file can write
+    A digest shows whether bytes are those that were written. Whoever can change a file can write
     its manifest anew, so a cryptographic hash would protect from nothing more. On one busy core
     SHA-256 made 1.2 GB/s and XXH3 10.
 
@@ -240,7 +240,7 @@ class SourceChecksums:
         self._known[id(tensor)] = (weakref.ref(tensor), *marks, digest)
 
     def of(self, tensor: torch.Tensor) -> bytes | None:
-        """The digest of what ``tensor`` has to be; None if nobody knows."""
+        """The digest that ``tensor`` has to have; None if it is not known."""
         known = self._known.get(id(tensor))
         if known is None:
             return None

@@ -1,4 +1,4 @@
-"""Where results are to be written: checked before the work, not found out after it."""
+"""Checks output paths before the work begins, and writes files whole or not at all."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def require_folder(path: Path, option: str) -> None:
     """Refuse a folder in which nothing could be written; makes it if it is not there.
 
     Raises:
-        PolicyError: If the system says no; the message has its reason.
+        PolicyError: If the system refuses; the message has its reason.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def require_empty_folder(path: Path, option: str) -> None:
     """Refuse a folder in which there is something; makes it if it is not there.
 
     Raises:
-        PolicyError: If it is in use, or the system says no.
+        PolicyError: If it is in use, or the system refuses.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise PolicyError(

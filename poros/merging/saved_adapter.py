@@ -1,4 +1,4 @@
-"""An adapter as it was saved: its files read and checked, and what they say put into a model."""
+"""A saved adapter: its files, read and checked, and the model they are loaded into."""
 
 import math
 import os
@@ -35,7 +35,7 @@ class SavedAdapter:
         folder: Of the files.
         config: PEFT's configuration.
         weights: By the names of the file, finite, in memory.
-        base: The base that it says it was trained on.
+        base: The base that its configuration names.
 
     Raises:
         CheckpointFormatError: If a file is malformed; it names the file, and the field or tensor.
@@ -54,7 +54,7 @@ class SavedAdapter:
         self._require_ranks(fields, file)
 
     def attach(self, model: Any) -> Any:
-        """``model`` with the adapter, as ``PeftModel.from_pretrained`` gives it.
+        """Attach the adapter to ``model``, as ``PeftModel.from_pretrained`` does.
 
         Raises:
             CheckpointFormatError: If patterns of its configuration cannot be matched in time.
@@ -70,7 +70,7 @@ class SavedAdapter:
         return adapted.eval()
 
     def fitting(self, model: Any) -> "_Fitting":
-        """A context in which PEFT puts the adapter on ``model``: what it raises is typed.
+        """Make PEFT's errors typed while it puts the adapter on ``model``.
 
         Raises:
             CheckpointFormatError: If patterns of its configuration cannot be matched in time.
@@ -123,7 +123,7 @@ class SavedAdapter:
                 yield from (each for each in values if isinstance(each, str))
 
     def _require_ranks(self, fields: dict[str, Any], file: Path) -> None:
-        """No rank may ask for larger matrices than there are in the file."""
+        """Refuse ranks that ask for larger matrices than the file has."""
         most = max((size for each in self.weights.values() for size in each.shape), default=0)
         patterns = fields.get("rank_pattern")
         patterns = patterns if isinstance(patterns, dict) else {}
@@ -152,7 +152,7 @@ class _Fitting:
 
 
 def adapter_folder(path: Path) -> Path:
-    """The folder of an adapter: ``path``, or ``adapter`` in the folder of a run.
+    """Find the folder of an adapter: ``path``, or ``adapter`` in the folder of a run.
 
     Raises:
         CheckpointFormatError: If there is none.
@@ -196,7 +196,7 @@ def _require_numbers(name: str, value: Any, file: Path) -> None:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value is no number, or one that arithmetic can go on with."""
+    """Whether a value is finite or not a number at all."""
     try:
         return not isinstance(value, int | float) or math.isfinite(value)
     except OverflowError:  # of a whole number

@@ -95,7 +95,7 @@ def take_inventory(
     Args:
         model: What is to be prepared.
         policy: How.
-        goes_by_records: Whether the registry has a say; it has none in the gate that writes it.
+        goes_by_records: Whether the registry decides; the gate that writes it passes False.
 
     Raises:
         UnsupportedModelError: If the model cannot be streamed exactly; the message says why.

@@ -2,7 +2,7 @@
 
 The peak of a step is read without touching PyTorch's peak statistics, which belong to the user: the
 allocator gives memory back only when it is asked to, so what it holds at the end of a step, after
-it was asked at the beginning, is the most that the step has needed. If somebody else has asked it
+it was asked at the beginning, is the most that the step has needed. If other code has asked it
 within the step, nothing is known, and the room stays as it is.
 
 Note: Larger batches

@@ -69,7 +69,7 @@ class Runtime:
         context: What the layers know of all this.
         sizer: Decides on the room that blocks get.
         room: The room they have.
-        digests: Of what streams, as it was before it was moved; None if nobody will look.
+        digests: Of what streams, as it was before it was moved; None if it is never compared.
         tally: Which way adapted modules ran; None with PEFT's own modules.
         num_grouped: Micro-batches that go through the blocks together with the one that comes.
         accumulation: What ``poros.accumulation`` has found out about them.

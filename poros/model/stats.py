@@ -177,7 +177,7 @@ def held_num_bytes(model: nn.Module, device: torch.device, small: SmallTensors) 
 
 
 def nothing_checked() -> dict[str, Any]:
-    """What ``Runtime.self_check`` says where none was asked for."""
+    """``Runtime.self_check`` for a runtime without a self-check."""
     return {
         "mode": "off",
         "status": "off",

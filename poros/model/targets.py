@@ -28,7 +28,7 @@ def excluded_modules(model: Any) -> str | None:
 
 
 def leave_out_dropped(model: Any, config: Any) -> None:
-    """Have the configuration of an adapter say that it is not on the towers that were left away.
+    """Exclude the towers that were left out from an adapter's configuration.
 
     Its target modules may be last names, which the towers of the whole model have too: PEFT would
     give those an adapter of their own where this one is loaded, or fail.

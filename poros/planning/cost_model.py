@@ -119,7 +119,7 @@ class CostModel:
 
 @contextmanager
 def _loss_as(loss: str, model: Any) -> Iterator[None]:
-    """Within it, the loss of ``model`` is computed as a policy says."""
+    """Compute the loss of ``model`` inside the body as the policy ``loss`` does."""
     base = base_of(model)
     head, _ = find_head(model, base, loss, False)
     undo = None if head is None else slice_loss(base, head.products)
@@ -134,7 +134,7 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
 def adapter_kernels_as(
     kernels: str, layers: Sequence[nn.Module], is_check: bool = False, lora_paths: str = "peft"
 ) -> Iterator[None]:
-    """Within it, adapters in ``layers`` run as a policy says, or as what that is compared with."""
+    """Run adapters in ``layers`` inside the body as a policy does, or as its reference does."""
     try:
         if kernels != "peft":
             tally = KernelStats(is_exact=kernels == "exact", paths=Paths.of(lora_paths))

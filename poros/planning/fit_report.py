@@ -1,4 +1,4 @@
-"""What ``poros plan`` answers: does a step fit, how long may rows be, how long does it take.
+"""The report of ``poros plan``: does a step fit, how long may rows be, how long does it take.
 
 Nothing is measured, so every figure is a forecast. Times leave the optimizer's own step, evaluation
 and data loading out.
@@ -80,25 +80,25 @@ _OF_PLAN = ("total_num_bytes", "num_slots", "keep_last", "offload_boundaries", "
 
 @dataclass(frozen=True)
 class FitReport:
-    """All that ``poros plan`` says of one request.
+    """The result of ``poros plan`` for one request.
 
     Attributes:
         request: What was asked for, with the budget.
         device: On what.
-        host: This machine's memory, or what was said of it.
+        host: This machine's memory, or the given one.
         scenario: The step that was asked for.
         plan: Its plan; if it does not fit, the least that there may be.
         remedies: What would make it fit, if it does not, or save something at least.
         resident_num_bytes: What a run with everything on the device needs there.
         longest: The longest rows that fit, in tokens; None without a budget, 0 if none does. The
             host counts too, unless the base alone is too much for it.
-        max_seq_len: Positions of the model, if it says.
+        max_seq_len: Positions of the model, if its configuration has them.
         lengths: The same step over other lengths.
         cards: The same step over other memories, at the rates of ``device``.
         together: The step with several micro-batches going together, where that is worth it.
         record: Of the family, in the registry: its outcome, and the reason of that.
         model_type: The family.
-        num_tokens: To train on, if said.
+        num_tokens: To train on, if given.
     """
 
     request: PlanRequest

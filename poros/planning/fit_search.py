@@ -1,4 +1,4 @@
-"""Finds what a ``FitReport`` says: one planner, asked for other lengths, cards and layouts."""
+"""Fills a ``FitReport``: one planner, evaluated for several lengths, cards and layouts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +12,9 @@ from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
 
 LENGTH_STEP = 256
-"""The longest rows that fit are told in multiples of this many tokens."""
+"""The longest rows that fit are reported in multiples of this many tokens."""
 MOST_TOKENS = 2**20
-"""How long rows are looked for in a model that does not say how many positions it has."""
+"""The longest rows to try for a model whose configuration has no number of positions."""
 TOGETHER = (8, 4, 2)
 """Micro-batches that are tried, in case the link is what a step waits for."""
 WORTH_SAYING = 1.15

@@ -193,7 +193,7 @@ class Recipe:
 
 
 def _is_same_everywhere(config: Any) -> bool:
-    """Whether adapters are the same in each layer, as far as their configuration says so."""
+    """Whether the configuration gives every layer the same adapters."""
     targets = config.target_modules if config.peft_type == "LORA" else None
     names = [targets] if isinstance(targets, str) else targets or ["0"]
     by_layer = ("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")

@@ -167,7 +167,7 @@ class Planner:
 
     @property
     def max_seq_len(self) -> int | None:
-        """Positions that the model has; None if it does not say, or is there and decides itself."""
+        """Positions of the model; None if its configuration has none, or for a model in memory."""
         text = self._recipe.config.get_text_config(decoder=True)
         limit = getattr(text, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and self._adapters is None else None

@@ -1,4 +1,4 @@
-"""What a recipe's settings have to be together, and what has to lie where they point."""
+"""Checks a recipe's settings together, and the files they name."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ _DPO_LEARNING_RATE = 2e-5
 
 
 def checked(draft: Draft) -> Recipe:
-    """The recipe of a draft, with nothing left to refuse; its output folder is filled in.
+    """Check a draft and return its recipe, with the output folder filled in.
 
     Raises:
         RecipeError: With every problem: those that reading found, settings that contradict each
@@ -84,7 +84,7 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
 
 
 def _check_store(draft: Draft, path: Path) -> None:
-    """Where a store is to be written: a folder that is new or empty, beside others."""
+    """Check the folder of a store: new or empty, in an existing folder."""
     reason = why_not_writable(path)
     if reason is None and not path.parent.is_dir():
         reason = "the folder above it is not there"

@@ -1,4 +1,4 @@
-"""What streaming does during training, in the Trainer's own logs and in a file of events."""
+"""Logs streaming during training, in the Trainer's logs and in a file of events."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def _without_errors() -> Iterator[None]:
 
 
 def spans(trace: Path) -> list[dict[str, Any]]:
-    """What ran on each of the two streams in a recorded step, in ms from its first span on.
+    """List what ran on the two streams in a recorded step, in ms from its first span.
 
     Args:
         trace: As ``torch.profiler`` writes it.

@@ -127,7 +127,7 @@ class HostMatrix(torch.Tensor):
         return [HostMatrix(*given, partial(part, number)) for number in range(len(form))]
 
     def on_device(self) -> torch.Tensor:
-        """A copy of it on the device."""
+        """Copy the matrix to the device."""
         whole = self._reader.whole(self.host)
         return whole if self._view is None else self._view(whole)
 
@@ -167,7 +167,7 @@ class HostMatrix(torch.Tensor):
 
 @dataclass
 class _Notes:
-    """What a matrix and its aliases know together."""
+    """The state that a matrix and its aliases share."""
 
     has_told: bool = False
     """Whether the warning about a use of the whole matrix was logged."""
@@ -175,12 +175,12 @@ class _Notes:
 
 
 def as_parameter(matrix: HostMatrix) -> nn.Parameter:
-    """The matrix as a frozen parameter."""
+    """Wrap the matrix as a frozen parameter."""
     return nn.Parameter(matrix, requires_grad=False)
 
 
 def _is_view(operator: Any) -> bool:
-    """Whether what it returns shares memory with what it is given."""
+    """Whether the operator returns a view of its input."""
     returned = [each.alias_info for each in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
 

@@ -1,4 +1,4 @@
-"""The slabs that stay on a disk: a private mapping of their file, and reads that are checked.
+"""Maps slabs that stay on a disk privately, and reads them with checks.
 
 The tensors of these slabs are views of the mapping, so that they can be named, counted and handed
 around like any others, and take no memory. Bytes that are wanted in bulk do not come through it:
@@ -96,7 +96,7 @@ class SlabFile:
         self._address = torch.frombuffer(self.arena.memory, dtype=torch.uint8).data_ptr()
 
     def within(self, start: int, num_bytes: int) -> list[Stretch]:
-        """The slabs that begin in a part of the mapping, with starts in that part."""
+        """Return the slabs that begin in a part of the mapping, with starts in that part."""
         return [
             stretch._replace(start=stretch.start - start)
             for stretch in self._stretches
@@ -125,7 +125,7 @@ class SlabFile:
         return slab
 
     def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The tensors, those over the mapping in new memory; a slab at a time is read for them.
+        """Yield the tensors, those over the mapping in new memory; reads one slab at a time.
 
         A tensor that this process has written to is returned as it is: the file does not have it.
 
@@ -160,7 +160,7 @@ class SlabFile:
             yield slab.tensor(spec)
 
     def require_intact(self) -> None:
-        """See that the file is what it was; if in doubt, by reading all of it.
+        """Check that the file is unchanged; if in doubt, by reading all of it.
 
         Raises:
             CheckpointFormatError: If it is not.
@@ -190,7 +190,7 @@ class SlabFile:
             ) from error
 
     def _populate(self, place: int, num_bytes: int) -> None:
-        """Have the system map pages, which reports what touching them would end the process for."""
+        """Map the pages now: that reports an error where touching them would end the process."""
         if sys.platform != "linux":
             return
         page = mmap.PAGESIZE
@@ -215,7 +215,7 @@ def is_same_file(found: Identity, expected: Identity) -> bool:
 def require_digests(
     path: Path, memory: memoryview, stretches: Sequence[Stretch], pool: ThreadPoolExecutor
 ) -> None:
-    """Hash what was read.
+    """Hash the read slabs and compare their digests.
 
     Raises:
         CheckpointFormatError: If it is not what was written.

@@ -1,4 +1,4 @@
-"""Host memory for the blocks of a model: what a loader left on it, or new memory.
+"""Gets host memory for the blocks of a model: the loader's, or new memory.
 
 See "Adoption" in ``poros.host.store``.
 """
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
-    """The store of the blocks, and whether it is what a loader left.
+    """Return the store of the blocks, and whether it is the loader's.
 
     Raises:
         CheckpointFormatError: If layers stay in a file that is not what was loaded.

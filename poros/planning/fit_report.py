@@ -17,7 +17,7 @@ from poros.utils.formatting import size, two_digits
 
 @dataclass(frozen=True)
 class Device:
-    """What a step is planned for."""
+    """The device that a step is planned for."""
 
     title: str
     """As a sentence has it: "an RTX 4090 (24 GB)"."""
@@ -64,7 +64,7 @@ class Scenario:
 
     @property
     def rates(self) -> dict[str, float | None]:
-        """How fast it is."""
+        """Its rates."""
         names = ("tokens_per_s", "times_resident", "times_checkpointed")
         return {name: getattr(self, name) for name in names}
 
@@ -134,7 +134,7 @@ class FitReport:
 
     @property
     def seconds(self) -> float | None:
-        """For all tokens."""
+        """Seconds for all tokens."""
         if self.num_tokens is None or self.scenario.tokens_per_s is None:
             return None
         return self.num_tokens / self.scenario.tokens_per_s
@@ -169,7 +169,7 @@ class FitReport:
 
     @property
     def advice(self) -> str:
-        """What to change so that it fits, or is faster; a sentence a line."""
+        """Changes that make it fit or faster, a sentence per line."""
         return "\n".join(self._advice())
 
     def _advice(self) -> Iterator[str]:

@@ -28,7 +28,7 @@ def report_fit(
     host: Host | None = None,
     num_tokens: int | None = None,
 ) -> FitReport:
-    """Plan what was asked for, and what stands beside it: about 20 plans, some seconds for 72B.
+    """Plan the requested step and its alternatives: about 20 plans, some seconds for 72B.
 
     Args:
         planner: Of the model.
@@ -69,7 +69,7 @@ def report_fit(
 
 
 class _Search:
-    """Plans of one model at other lengths and budgets, all else as it was asked for."""
+    """Plans one model at other lengths and budgets."""
 
     def __init__(self, planner: Planner, request: PlanRequest, device: Device, host: Host) -> None:
         self._planner, self._request, self._rates = planner, request, device.rates
@@ -77,7 +77,7 @@ class _Search:
         self._host = host if host.holds(self.least(offload_boundaries=False)) else Host()
 
     def scenario(self, seq_len: int, **changes: Any) -> Scenario:
-        """A step of that length, with other fields changed."""
+        """Plan a step of that length, with other fields changed."""
         request = self._at(seq_len, **changes)
         plan = self._planner.find(request)
         if plan is None:
@@ -94,12 +94,12 @@ class _Search:
         )
 
     def on_card(self, gib: int) -> Scenario:
-        """The step that was asked for, on a card of that memory."""
+        """Plan the requested step on a card of that memory."""
         budget = budget_of(gib * 2**30 - CONTEXT_NUM_BYTES, gib * 2**30)
         return replace(self.scenario(self._request.seq_len, vram_budget=budget), card_gib=gib)
 
     def together(self, scenario: Scenario) -> Scenario | None:
-        """The step with micro-batches that go together, if that is much faster."""
+        """Plan micro-batches that go together; None unless that is much faster."""
         if scenario.tokens_per_s is None or self._request.micro_batches > 1:
             return None
         found = [
@@ -111,7 +111,7 @@ class _Search:
         return best if gain >= WORTH_SAYING else None
 
     def resident(self, seq_len: int, keep_last: int) -> MemoryPlan:
-        """A run with everything on the device, that keeps so many graphs."""
+        """Plan a run with everything on the device that keeps so many graphs."""
         request = self._at(
             seq_len,
             vram_budget=None,
@@ -127,7 +127,7 @@ class _Search:
         return self._planner.plan(request)
 
     def least(self, **changes: Any) -> MemoryPlan:
-        """The least that the step that was asked for needs, with other fields changed."""
+        """Plan the requested step with the least memory, with other fields changed."""
         least = {"vram_budget": None, "micro_batches": 1, "without_recordings": True}
         request = self._at(self._request.seq_len, **least, **changes)
         offload = request.policy.offload_boundaries
@@ -138,7 +138,7 @@ class _Search:
         return min(plans, key=lambda plan: plan.total_num_bytes)
 
     def lengths(self, longest: int | None) -> Iterator[int]:
-        """The lengths to compare: doubling from 512 to the longest, and the one asked for."""
+        """List the lengths to compare: doubling from 512 to the longest, and the requested one."""
         most = self._planner.max_seq_len or (2**15 if longest is None else MOST_TOKENS)
         if longest is not None:
             most = min(most, longest)
@@ -147,7 +147,7 @@ class _Search:
         yield from sorted({*doubling, *last, self._request.seq_len})
 
     def longest(self) -> int:
-        """The longest rows that fit, a multiple of ``LENGTH_STEP`` or all positions; 0 if none."""
+        """Find the longest rows that fit: a multiple of ``LENGTH_STEP``, or all positions; or 0."""
         limit = self._planner.max_seq_len or MOST_TOKENS
         if self._fits(limit):
             return limit

@@ -1,4 +1,4 @@
-"""A fit report as a person reads it: verdict, advice, and its figures as tables."""
+"""Formats a fit report for people: verdict, advice, and figures as tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ _OF_SCENARIOS = {
 
 
 def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
-    """For ``rich`` to print; what is not known is left out.
+    """Format a report for ``rich``; unknown figures are left out.
 
     Args:
         report: What is said of a step.
@@ -78,7 +78,7 @@ def _figures(values: Mapping[str, str]) -> "Table":
 
 
 def _comparison(title: str, first: str, scenarios: Sequence[Mapping[str, Any]]) -> "Table":
-    """Points, a line each, by one of their values."""
+    """Make a table of scenarios, a line each, by one of their values."""
     from rich import box
     from rich.table import Table
 
@@ -102,7 +102,7 @@ def _comparison(title: str, first: str, scenarios: Sequence[Mapping[str, Any]]) 
 
 
 def _text(name: str, value: Any) -> str:
-    """A figure, in the unit that its name says."""
+    """Format a figure in the unit that its name implies."""
     if value is None:
         return ""
     if isinstance(value, bool):

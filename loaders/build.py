@@ -1,7 +1,7 @@
 """Builds a model through transformers, with a slab writer for its tensors."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,26 +106,10 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
             )
 
 
-class _NotedSlice:
-    """A slice of the checkpoint that reports when it is read."""
-
-    def __init__(self, slice: CheckpointSlice, note: Callable[[], None]) -> None:
-        self._slice = slice
-        self._note = note
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._slice, name)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = self._slice[index]
-        self._note()
-        return tensor
-
-
 @contextmanager
 def progress(
     checkpoint: Checkpoint, taken: set[str], names: Sequence[str] | None = None
-) -> Iterator[tuple[dict[str, _NotedSlice], Callable[[], None]]]:
+) -> Iterator[dict[str, CheckpointSlice]]:
     """Show a progress bar in bytes in place of transformers' own in tensors.
 
     Args:
@@ -134,20 +118,13 @@ def progress(
         names: Of the tensors to read; None is all of them.
 
     Yields:
-        The slices of the checkpoint, and what to call when all that was read so far is taken.
+        The slices of the checkpoint by name.
     """
     from tqdm.auto import tqdm
 
-    read: list[str] = []
-
     def note(name: str) -> None:
-        read.append(name)
         taken.add(name)
         bar.update(checkpoint.entry(name).num_bytes)
-
-    def after_each() -> None:
-        while read:
-            checkpoint.release(read.pop())
 
     with (
         quiet() as was_enabled,
@@ -159,14 +136,7 @@ def progress(
             disable=not was_enabled,
         ) as bar,
     ):
-        slices = checkpoint.slices(names)
-        yield (
-            {
-                name: _NotedSlice(tensor_slice, _bind(note, name))
-                for name, tensor_slice in slices.items()
-            },
-            after_each,
-        )
+        yield checkpoint.slices(names, on_read=note)
 
 
 _PROCESS = threading.RLock()
@@ -197,7 +167,3 @@ def quiet() -> Iterator[bool]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
-
-
-def _bind(note: Callable[[str], None], name: str) -> Callable[[], None]:
-    return lambda: note(name)

@@ -1,7 +1,7 @@
 """A safetensors checkpoint, opened and checked as a whole and read tensor by tensor.
 
 What is loaded is read into memory, ahead of its use, and not through a mapping, which would end the
-process if a file were cut off meanwhile (`benchmarks/reading.py` compares the two).
+process if a file were cut off meanwhile (`benchmarks/reading.py` compares their speed).
 
 Nothing of a checkpoint is executed: pickle files are refused by their name, and no other file is
 opened than configuration, index and the shards that the index names.
@@ -9,7 +9,7 @@ opened than configuration, index and the shards that the index names.
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,9 @@ NUM_READERS = 2
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name, over read-only bytes on disk.
+    """The tensors of a checkpoint by name, read from disk when they are asked for.
 
-    A context manager. After ``close`` nothing more is handed out, and each mapping ends with the
-    last tensor over it.
+    A context manager. After ``close`` nothing more is read.
 
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
@@ -72,7 +71,7 @@ class Checkpoint:
         place: Place | None = None,
         limits: Limits | None = None,
     ) -> "Checkpoint":
-        """Find, map and check a checkpoint; no tensor is read.
+        """Find and check a checkpoint; no tensor is read.
 
         Args:
             source: A folder with ``config.json`` and ``model.safetensors`` or its index and shards
@@ -83,22 +82,13 @@ class Checkpoint:
 
         Raises:
             CheckpointFormatError: If the checkpoint cannot be found or any file breaks its format.
-            HostMemoryError: If the system refuses to map a file (a limit on address space).
             UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
         located = find_source(source, place, limits)
-        shards: list[Shard] = []
-        try:
-            for file in located.files:
-                shards.append(Shard.open(file))
-            _check_shards(located, shards)
-            return cls(located, shards)
-        except BaseException:
-            # At once, not when the error's traceback goes; no tensor has been handed out yet.
-            for shard in shards:
-                shard.mapping.close()
-            raise
+        shards = [Shard.open(file) for file in located.files]
+        _check_shards(located, shards)
+        return cls(located, shards)
 
     def entry(self, name: str) -> TensorEntry:
         """Return the file, dtype, shape and offset of a tensor.
@@ -113,19 +103,6 @@ class Checkpoint:
                 remedy="check that configuration and weights belong together",
             )
         return self._entries[name]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor as a view of its file; pages are read when they are touched.
-
-        Writing to it changes private pages of this process and never the file, but do not: a later
-        ``release`` may drop them. A tensor that its file does not align to its dtype is a copy.
-
-        Raises:
-            CheckpointFormatError: If the checkpoint has no tensor of that name.
-            ValueError: If the checkpoint is closed.
-        """
-        entry = self.entry(name)
-        return self._shard(name).tensor(entry)
 
     def fetch(self, name: str) -> torch.Tensor:
         """Read the tensor into new memory; a failing disk raises here.
@@ -146,19 +123,26 @@ class Checkpoint:
         return tensor
 
     def slices(
-        self, names: Sequence[str] | None = None, *, ahead_num_bytes: int = AHEAD_NUM_BYTES
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        on_read: Callable[[str], None] = lambda name: None,
+        ahead_num_bytes: int = AHEAD_NUM_BYTES,
     ) -> dict[str, "CheckpointSlice"]:
         """Return slices that are read later, to pass to transformers as a ``state_dict``.
-
-        Those of ``names``, or all.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
         ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before
         layer 10), and while one is used the next ``ahead_num_bytes`` are being read.
+
+        Args:
+            names: Of the tensors; None is all of them.
+            on_read: Called with the name of each tensor once it has been read.
+            ahead_num_bytes: How far to read ahead.
         """
         names = self.names if names is None else names
         ahead = _ReadAhead(self, names, ahead_num_bytes)
-        return {name: CheckpointSlice(self, name, ahead) for name in names}
+        return {name: CheckpointSlice(self, name, ahead, on_read) for name in names}
 
     def prefetch(self, name: str) -> None:
         """Start reading a tensor in a thread, after those prefetched before, and return.
@@ -175,20 +159,6 @@ class Checkpoint:
                 self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
             if name not in self._asked:
                 self._asked[name] = self._reader.submit(shard.read, name, entry)
-
-    def release(self, name: str) -> None:
-        """Release a tensor's pages in this process; the system may keep them in its cache.
-
-        A tensor that is still held stays valid: a page that is touched again is read again.
-        """
-        self._shard(name).drop_pages(self.entry(name))
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory lies in a mapped file of this checkpoint."""
-        if tensor.device.type != "cpu":
-            return False
-        pointer = tensor.untyped_storage().data_ptr()
-        return any(shard.begin <= pointer < shard.begin + shard.num_bytes for shard in self._shards)
 
     def fingerprint(self) -> str:
         """Hash the content: the configuration and, shard by shard, size and every byte.
@@ -249,10 +219,7 @@ class Checkpoint:
             shard.check_unchanged()
 
     def close(self) -> None:
-        """End reading and hand out no more tensors. Idempotent; ``entry`` still answers.
-
-        The mappings are released, not undone: a tensor that is still held keeps its own.
-        """
+        """End reading and hand out no more tensors. Idempotent; ``entry`` still answers."""
         self._is_closed.set()
         with self._lock:
             reader, self._reader = self._reader, None
@@ -283,11 +250,18 @@ class Checkpoint:
 class CheckpointSlice:
     """One tensor that is read when it is indexed, in the form of safetensors' slices."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, ahead: "_ReadAhead") -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        ahead: "_ReadAhead",
+        on_read: Callable[[str], None],
+    ) -> None:
         """Used by ``Checkpoint.slices``."""
         self._checkpoint = checkpoint
         self._name = name
         self._ahead = ahead
+        self._on_read = on_read
 
     def get_shape(self) -> list[int]:
         """As in safetensors."""
@@ -316,7 +290,9 @@ class CheckpointSlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor and index it; ``[...]`` is all of it. Raises as ``fetch`` does."""
         self._ahead.take(self._name)
-        return self._checkpoint.fetch(self._name)[index]
+        tensor = self._checkpoint.fetch(self._name)[index]
+        self._on_read(self._name)
+        return tensor
 
 
 class _ReadAhead:

@@ -9,7 +9,7 @@ The method derives from bitsandbytes' 4-bit one, or from none for dense weights;
 of it is left on the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,7 +50,6 @@ def reading_into(
     config: BitsAndBytesConfig | None,
     *,
     is_quantized: bool = False,
-    after_each: Callable[[], None] = lambda: None,
 ) -> Iterator[QuantizationConfigMixin]:
     """Make ``writer`` known to transformers inside the body.
 
@@ -59,7 +58,6 @@ def reading_into(
             ``quantize`` or ``copy_part`` for each tensor of a layer.
         config: Of the 4-bit weights; None loads dense weights.
         is_quantized: Whether the checkpoint holds 4-bit weights already.
-        after_each: Called when a tensor has been taken.
 
     Yields:
         What to pass to ``from_pretrained`` as ``quantization_config``. Call ``clean`` with the
@@ -79,7 +77,7 @@ def reading_into(
         kind = _Prequantized if is_quantized else _Quantizing
 
     def make(settings: QuantizationConfigMixin, **_: Any) -> HfQuantizer:
-        quantizer: HfQuantizer = kind(writer, settings, after_each)
+        quantizer: HfQuantizer = kind(writer, settings)
         return quantizer
 
     quantization = config or QuantizationConfigMixin(quant_method=method)
@@ -114,7 +112,7 @@ def clean(model: Any) -> None:
         operations = getattr(conversion, "operations", None)
         if operations and any(isinstance(operation, _Deserialize) for operation in operations):
             conversion.operations = [operation.plain(plain) for operation in operations]
-    ours_only = ("_writer", "_after_each", "_dtype")
+    ours_only = ("_writer", "_dtype")
     plain.__dict__ |= {key: value for key, value in vars(ours).items() if key not in ours_only}
     model.hf_quantizer = plain
 
@@ -123,7 +121,6 @@ class _Receiving:
     """The base of the three quantization methods."""
 
     _writer: SlabWriter
-    _after_each: Callable[[], None]
     _dtype: torch.dtype
 
     def _plan(self, model: Any, dtype: torch.dtype) -> None:
@@ -142,20 +139,15 @@ class _Receiving:
         )
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Write(self._writer, self._after_each)
+        return _Write(self._writer)
 
 
 class _Dense(_Receiving, HfQuantizer):
     """No quantization: tensors of the layers are written to their places."""
 
-    def __init__(
-        self,
-        writer: SlabWriter,
-        config: QuantizationConfigMixin,
-        after_each: Callable[[], None],
-    ) -> None:
+    def __init__(self, writer: SlabWriter, config: QuantizationConfigMixin) -> None:
         super().__init__(config, pre_quantized=False)
-        self._writer, self._after_each = writer, after_each
+        self._writer = writer
 
     def preprocess_model(self, model: Any, dtype: Any = None, **_: Any) -> None:
         # Without the marks of a quantized model that the base class would put on it.
@@ -180,12 +172,10 @@ class _Quantizing(_Receiving, Bnb4BitHfQuantizer):
 
     _is_pre_quantized = False
 
-    def __init__(
-        self, writer: SlabWriter, config: BitsAndBytesConfig, after_each: Callable[[], None]
-    ) -> None:
+    def __init__(self, writer: SlabWriter, config: BitsAndBytesConfig) -> None:
         super().__init__(config, pre_quantized=self._is_pre_quantized)
         config.quant_method = QuantizationMethod.BITS_AND_BYTES
-        self._writer, self._after_each = writer, after_each
+        self._writer = writer
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         super().preprocess_model(model, dtype=dtype, **kwargs)
@@ -210,8 +200,7 @@ class _Prequantized(_Quantizing):
         conversions: list[Any] = super().get_weight_conversions()
         for conversion in conversions:
             conversion.operations = [
-                _Deserialize(inner, self._writer, self._after_each)
-                for inner in conversion.operations
+                _Deserialize(inner, self._writer) for inner in conversion.operations
             ]
         return conversions
 
@@ -226,15 +215,14 @@ class _Fetching(_Receiving):
         return []
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Fetch(self._writer, self._after_each)
+        return _Fetch(self._writer)
 
 
 class _Operation(ConversionOps):
     """An operation with a slab writer. transformers makes deep copies of operations."""
 
-    def __init__(self, writer: SlabWriter, after_each: Callable[[], None]) -> None:
+    def __init__(self, writer: SlabWriter) -> None:
         self._writer = writer
-        self._after_each = after_each
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Operation":
         return self
@@ -246,9 +234,7 @@ class _Write(_Operation):
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
         try:
-            taken = {name: self._write(name, tensor, model) for name, tensor in input_dict.items()}
-            self._after_each()
-            return taken
+            return {name: self._write(name, tensor, model) for name, tensor in input_dict.items()}
         except Exception as error:
             raise LoadAborted(error) from error
 
@@ -271,9 +257,7 @@ class _Fetch(_Operation):
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
         try:
-            tensors = {name: self._fetch(name, model) for name in input_dict}
-            self._after_each()
-            return tensors
+            return {name: self._fetch(name, model) for name in input_dict}
         except Exception as error:
             raise LoadAborted(error) from error
 
@@ -291,8 +275,8 @@ class _Fetch(_Operation):
 class _Deserialize(_Operation):
     """Moves what bitsandbytes' own operation makes to its place."""
 
-    def __init__(self, inner: Any, writer: SlabWriter, after_each: Callable[[], None]) -> None:
-        super().__init__(writer, after_each)
+    def __init__(self, inner: Any, writer: SlabWriter) -> None:
+        super().__init__(writer)
         self._inner = inner
         self.hf_quantizer = inner.hf_quantizer
         """transformers leaves the dtypes of tensors alone that go to an operation with one."""
@@ -316,7 +300,6 @@ class _Deserialize(_Operation):
                         full_layer_name, parts_of(weight), weight.quant_state, planned.shape
                     )
                     self._move(full_layer_name, weight)
-            self._after_each()
             return dict(made)
         except Exception as error:
             raise LoadAborted(error) from error

@@ -266,17 +266,14 @@ class _CheckpointLoader:
             find_layers,
             self._quantizer,
             format_of(used),
-            checkpoint.owns,
             allocate,
             leave_out,
         )
         taken: set[str] = set()
         with (
             one_at_a_time(),
-            progress(checkpoint, taken, names) as (slices, after_each),
-            reading_into(
-                slab_writer, used, is_quantized=resolved.is_quantized, after_each=after_each
-            ) as quantization,
+            progress(checkpoint, taken, names) as slices,
+            reading_into(slab_writer, used, is_quantized=resolved.is_quantized) as quantization,
         ):
             arguments = {
                 "config": resolved.config,
@@ -286,8 +283,6 @@ class _CheckpointLoader:
             model = fill(resolved.model_class, slab_writer, quantization, slices, arguments)
         clean(model)
         require_floats(checkpoint, taken, model)
-        # A file that was cut off would end the process when what is left of it is copied.
-        checkpoint.check_unchanged()
         slab_writer.finish(model)
         checkpoint.check_unchanged()
         set_generation(model, resolved.generation, self._options)

@@ -37,6 +37,7 @@ from poros.kernels.nf4 import (
 from poros.loaders.header import shown
 from poros.loaders.quant_state import require_codes
 from poros.loaders.quantize import Quantizer, require_finite
+from poros.stream.adapters import named_tensors
 
 Allocate = Callable[[Sequence[BlockLayout]], HostStore]
 FindLayers = Callable[[nn.Module], tuple[str, Sequence[nn.Module]]]
@@ -50,8 +51,6 @@ class SlabWriter:
         find_layers: Finds the decoder layers: the name of their list, and the layers.
         quantizer: Quantizes 4-bit weights.
         format: Of 4-bit weights; None if nothing is quantized.
-        is_mapped: Whether a tensor's memory is a mapped file of the checkpoint, which the model
-            must not keep.
         allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
         leave_out: Takes away from the model, while it has no memory, what is not to be loaded.
 
@@ -67,7 +66,6 @@ class SlabWriter:
         find_layers: FindLayers,
         quantizer: Quantizer,
         format: Format | None,
-        is_mapped: Callable[[torch.Tensor], bool],
         allocate: Allocate | None = None,
         leave_out: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
@@ -81,7 +79,6 @@ class SlabWriter:
         self._leave_out = leave_out
         self._find_layers = find_layers
         self._quantizer = quantizer
-        self._is_mapped = is_mapped
         self._packed = PackedDigests()
         self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -103,15 +100,15 @@ class SlabWriter:
         """
         self._leave_out(model)
         everything = [
-            part for name, tensor in _named_tensors(model) for part in self._parts(name, tensor)
+            part for name, tensor in named_tensors(model) for part in self._parts(name, tensor)
         ]
         self.num_bytes = _num_bytes(everything)
         self.layers_name, layers = self._find_layers(model)
-        self._shapes = {name: tensor.shape for name, tensor in _named_tensors(model)}
+        self._shapes = {name: tensor.shape for name, tensor in named_tensors(model)}
         self._is_float = {
-            name for name, tensor in _named_tensors(model) if tensor.is_floating_point()
+            name for name, tensor in named_tensors(model) if tensor.is_floating_point()
         }
-        self._is_4bit = {name for name, tensor in _named_tensors(model) if is_params4bit(tensor)}
+        self._is_4bit = {name for name, tensor in named_tensors(model) if is_params4bit(tensor)}
         loaded = model.state_dict().keys()
         self._checked = self._shapes.keys() - loaded
         layouts = []
@@ -214,7 +211,7 @@ class SlabWriter:
         try:
             return self.copy(name, tensor, is_packed=is_packed)
         finally:
-            hashed.result()  # the checkpoint may take the pages back
+            hashed.result()  # few tensors of the file are in memory at a time
 
     def require_packed(self, name: str, parts: Parts, state: Any, shape: Sequence[int]) -> None:
         """Refuse a 4-bit weight of the checkpoint whose parts do not belong together.
@@ -250,7 +247,7 @@ class SlabWriter:
             CheckpointFormatError: If a tensor has another shape than the model's, or is not finite.
         """
         self._quantizer.flush()
-        for name, tensor in _named_tensors(model):
+        for name, tensor in named_tensors(model):
             is_packed = state_of(tensor) is not None
             if name in self._is_4bit and not is_packed:
                 raise self.dense(name, tensor)
@@ -263,7 +260,7 @@ class SlabWriter:
                     )
             if is_packed or self.is_placed(name, tensor):
                 continue
-            if name in self._places or self._is_mapped(tensor):
+            if name in self._places:
                 tensor.data = self.copy(name, tensor.data)
             else:
                 self._require_finite(name, tensor)
@@ -276,7 +273,7 @@ class SlabWriter:
     def _note_digests(self, model: nn.Module) -> None:
         """Attach the digests to the store, for ``poros.prepare`` and for the store writer."""
         digests, noted = self.packed_digests(), self.finished.as_packed
-        for name, tensor in _named_tensors(model):
+        for name, tensor in named_tensors(model):
             for part, data in part_tensors(name, tensor, with_constants=True).items():
                 if part in digests:
                     noted.note(part, tensor if part == name else data, digests[part])
@@ -383,11 +380,6 @@ def _own_tensors(
                 if tensor is not None and id(tensor) not in elsewhere | seen:
                     seen.add(id(tensor))
                     yield f"{module_name}.{key}", tensor, owner is module._buffers
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _own_dtype(name: str, own_dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:

@@ -87,7 +87,6 @@ class StoreReader(SlabWriter):
             find_layers,
             Quantizer(torch.device("cpu"), allow_nonfinite=True),  # quantizes nothing
             format,
-            lambda tensor: False,
             allocate=self._given,
             leave_out=leave_out,
         )

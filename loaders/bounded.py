@@ -91,8 +91,8 @@ def _require(where: Path, seconds: int, what: str, work: dict[str, Any]) -> None
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise _unbounded(where, what, f"one that was not done in {seconds} s of processor time")
     if done.returncode:
-        said = quoted(done.stderr.strip().rpartition("\n")[2])
-        raise _unbounded(where, what, f"one that ends its process ({done.returncode}): {said}")
+        reason = quoted(done.stderr.strip().rpartition("\n")[2])
+        raise _unbounded(where, what, f"one that ends its process ({done.returncode}): {reason}")
 
 
 def _unbounded(where: Path, what: str, found: str) -> CheckpointFormatError:

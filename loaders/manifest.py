@@ -72,12 +72,12 @@ def read_manifest(header: Header) -> Manifest:
             contradicts itself.
     """
     file, metadata = header.file, dict(header.metadata)
-    said = (metadata.get("format"), metadata.get("version"))
-    if said != (FORMAT, VERSION):
+    found = (metadata.get("format"), metadata.get("version"))
+    if found != (FORMAT, VERSION):
         raise defect(
             file,
-            f"expected {FORMAT!r} of version {VERSION}, found {quoted(said[0])} of version "
-            f"{quoted(said[1])}, made by another release or by no Poros",
+            f"expected {FORMAT!r} of version {VERSION}, found {quoted(found[0])} of version "
+            f"{quoted(found[1])}, made by another release or by no Poros",
             remedy=REMEDY,
         )
     if metadata.pop("sha256", None) != _seal(forms_of(header.tensors), metadata):

@@ -55,16 +55,16 @@ class Chat:
         if not 0 <= temperature < float("inf"):
             raise PolicyError(f"temperature: expected 0 or above, found {temperature}")
         self._base = base
-        self._from = _with_tokenizer(adapter.folder, base)
-        self._tokenizer: Any = read_tokenizer(self._from, [system] if system else [])
-        require_template(self._tokenizer, self._from)
+        self._tokenizer_path = _with_tokenizer(adapter.folder, base)
+        self._tokenizer: Any = read_tokenizer(self._tokenizer_path, [system] if system else [])
+        require_template(self._tokenizer, self._tokenizer_path)
         model = adapter.attach(load(base))
-        self._num_known = model.get_input_embeddings().weight.shape[0]
+        self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._model = prepare(model, vram_budget=vram, self_check="off")
         self._temperature = temperature
-        self._most = max_new_tokens
-        self._begin = [] if system is None else [{"role": "system", "content": system}]
-        self._said = list(self._begin)
+        self._max_new_tokens = max_new_tokens
+        self._initial = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._initial)
         torch.manual_seed(seed)
         streaming = runtime(self._model)
         self.notes: list[str] = []
@@ -79,7 +79,7 @@ class Chat:
 
     def reset(self) -> None:
         """Begin anew."""
-        self._said = list(self._begin)
+        self._messages = list(self._initial)
 
     def answer(self, question: str, show: Callable[[str], None]) -> str:
         """Answer ``question``, shown as it comes. Ctrl-C ends the answer and keeps it."""
@@ -100,7 +100,7 @@ class Chat:
                 self._model.generate(
                     input_ids=tokens,
                     attention_mask=torch.ones_like(tokens),
-                    max_new_tokens=self._most,
+                    max_new_tokens=self._max_new_tokens,
                     pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
                     streamer=Shown(self._tokenizer, skip_prompt=True, skip_special_tokens=True),
                     **options,
@@ -118,34 +118,34 @@ class Chat:
             ) from error
         found = "".join(parts)
         if self._tokenizer.chat_template:
-            self._said += [{"role": "assistant", "content": found}]
+            self._messages += [{"role": "assistant", "content": found}]
         return found
 
     def _tokens(self, question: str) -> torch.Tensor:
         has_template = bool(self._tokenizer.chat_template)
-        said_now = [*self._said, {"role": "user", "content": question}]
+        messages = [*self._messages, {"role": "user", "content": question}]
         try:
-            with tokenizer_errors(self._from):
+            with tokenizer_errors(self._tokenizer_path):
                 text = question
                 if has_template:
                     text = self._tokenizer.apply_chat_template(
-                        said_now, add_generation_prompt=True, tokenize=False
+                        messages, add_generation_prompt=True, tokenize=False
                     )
                 found: torch.Tensor = self._tokenizer(
                     text, add_special_tokens=not has_template, return_tensors="pt"
                 ).input_ids
         except Exception as error:  # of a template, which may raise whatever it likes
             raise defect(
-                Path(self._from),
+                Path(self._tokenizer_path),
                 f"expected a chat template and a tokenizer for this conversation, found "
                 f"{describe_error(error)}",
                 remedy="take another tokenizer, or begin anew",
             ) from error
         if not found.numel():
-            raise defect(Path(self._from), "expected tokens of the question, found none")
-        require_known_tokens(int(found.max()), self._num_known, self._from)
+            raise defect(Path(self._tokenizer_path), "expected tokens of the question, found none")
+        require_known_tokens(int(found.max()), self._vocab_size, self._tokenizer_path)
         if has_template:
-            self._said = said_now
+            self._messages = messages
         return found
 
 

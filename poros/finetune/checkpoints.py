@@ -54,7 +54,7 @@ def damage_of(checkpoint: Path) -> str | None:
     """Describe the damage of a checkpoint; None if it is whole.
 
     Raises:
-        RunFolderError: If that cannot be said, because the system reports an error.
+        RunFolderError: If the system reports an error.
     """
     file = checkpoint / WHOLE
     try:

@@ -208,8 +208,8 @@ class _Reader:
                     what = f"expected JSON, found: {error.msg}; {_json_remedy(line)}"
                     self._note(f"{shown}:{number}:{error.colno}", what)
                 except (ValueError, RecursionError) as error:
-                    said = quoted(str(error), is_bare=True)
-                    self._note(f"{shown}:{number}", f"expected JSON, found {said}")
+                    reason = quoted(str(error), is_bare=True)
+                    self._note(f"{shown}:{number}", f"expected JSON, found {reason}")
 
     def _parquet_rows(self, file: Path, digest: Any) -> Iterator[tuple[str, int, Any]]:
         try:
@@ -228,9 +228,9 @@ class _Reader:
                     number += 1
                     yield _shown(file), number, row
         except (ArrowException, ValueError) as error:
-            said = quoted(str(error), is_bare=True)
+            reason = quoted(str(error), is_bare=True)
             self._note(
-                f"{_shown(file)}:1", f"expected a Parquet file, found: {said}; write it anew"
+                f"{_shown(file)}:1", f"expected a Parquet file, found: {reason}; write it anew"
             )
 
     def _hub_rows(self, name: str, digest: Any) -> Iterator[tuple[str, int, Any]]:
@@ -242,10 +242,10 @@ class _Reader:
         except PorosError:
             raise
         except Exception as error:  # of the network, the hub, the data set, and its builder
-            said = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
+            reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
             raise DataFormatError(
                 f"data.source: expected a file, a folder or a data set on the hub, found "
-                f"{quoted(name)}: {said}; check the name, and data.split (--split)"
+                f"{quoted(name)}: {reason}; check the name, and data.split (--split)"
             ) from error
         digest.update(str(found._fingerprint).encode())
         for number, row in enumerate(found, start=1):

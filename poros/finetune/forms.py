@@ -162,14 +162,14 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
 
 
 def _one_message(where: str, message: dict[str, Any]) -> Iterator[str]:
-    said = {name: value for name, value in message.items() if value is not None}
-    for name in sorted(said.keys() - set(_MESSAGE_KEYS)):
+    given = {name: value for name, value in message.items() if value is not None}
+    for name in sorted(given.keys() - set(_MESSAGE_KEYS)):
         shown = quoted(name, is_bare=True, limit=40)
         near = get_close_matches(name, ("role", "content"), n=1, cutoff=0.6)
         near = near or [{"from": "role", "value": "content", "text": "content"}.get(name, "")]
         remedy = f"rename it to {near[0]}" if near[0] else "remove it"
         yield f"{where}.{shown}: expected only {', '.join(_MESSAGE_KEYS)}, found it; {remedy}"
-    role = said.get("role")
+    role = given.get("role")
     if role is None:
         yield f"{where}: expected the key 'role', found none; add one of {', '.join(ROLES)}"
     elif role not in ROLES:
@@ -179,14 +179,14 @@ def _one_message(where: str, message: dict[str, Any]) -> Iterator[str]:
             f"{where}.role: expected one of {', '.join(ROLES)}, found {quoted(role, limit=40)}; "
             f"write {remedy}"
         )
-    content = said.get("content")
-    if content is None and not said.get("tool_calls"):
+    content = given.get("content")
+    if content is None and not given.get("tool_calls"):
         yield f"{where}: expected the key 'content', found none; add a text"
     elif isinstance(content, list):
         yield f"{where}.content: expected a text, found a list; only text can be trained on"
     elif content is not None and not isinstance(content, str):
         yield f"{where}.content: expected a text, found {_type(content)}; put it in quotes"
-    elif content is not None and not said.get("tool_calls"):
+    elif content is not None and not given.get("tool_calls"):
         yield from _text_problems(f"{where}.content", content)
 
 

@@ -97,8 +97,8 @@ def finetune(
         Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
     """
     device = _device(recipe)
-    asked = recipe
-    recipe, notes, num_known = _suited(recipe, _configuration(recipe))
+    original = recipe
+    recipe, notes, vocab_size = _fit_to_model(recipe, _configuration(recipe))
     with _quiet_datasets():
         tokenizer = load_tokenizer(recipe, data.train.form)
         if data.train.form.is_chat:
@@ -106,7 +106,7 @@ def finetune(
         with tokenizer_errors(recipe.model.source):
             tokens = tokenize(data.train, tokenizer, recipe)
             held_out = tokenize(data.validation, tokenizer, recipe) if data.validation else None
-        require_known_tokens(_largest(tokens, held_out), num_known, recipe.model.source)
+        require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
         if num_shown:
             summary.show_rows(console, num_shown, data.train, tokens, tokenizer)
             if not is_dry:
@@ -124,7 +124,7 @@ def finetune(
     )
     made_of = {**data.digests}
     made_of |= input_digests(recipe, tokenizer, {"tokens": tokens, "held-out tokens": held_out})
-    same = require_same(run.path, asked, made_of, machine(device))
+    same = require_same(run.path, original, made_of, machine(device))
     notes += dict.fromkeys([*run.notes, *same])
     if data.train.unused:
         notes.append(f"keys that nothing reads: {', '.join(data.train.unused)}")
@@ -134,7 +134,7 @@ def finetune(
     summary.show(console, recipe, plan, size, tokens, tokenizer, notes)
     if is_dry:
         return None
-    with lock_run_dir(asked, made_of, machine(device), run) as run:
+    with lock_run_dir(original, made_of, machine(device), run) as run:
         return _train(recipe, run, console, tokenizer, train, validation, row_length, device)
 
 
@@ -172,7 +172,9 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
     return config
 
 
-def _suited(recipe: Recipe, config: "PreTrainedConfig") -> tuple[Recipe, list[str], int | None]:
+def _fit_to_model(
+    recipe: Recipe, config: "PreTrainedConfig"
+) -> tuple[Recipe, list[str], int | None]:
     """Fit the recipe to the model: its positions, and whether rows can be packed.
 
     Returns:

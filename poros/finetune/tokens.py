@@ -137,10 +137,10 @@ def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -
         except DataFormatError as error:
             wrong.append(f"{rows.place(number)}: {error}")
         except Exception as error:  # of a template, which may raise whatever it likes
-            said = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
+            reason = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
             wrong.append(
                 f"{rows.place(number)}: expected a row that the chat template can render, found: "
-                f"{said}; mend the row, or take another template (--chat-template)"
+                f"{reason}; mend the row, or take another template (--chat-template)"
             )
         if len(wrong) == _MOST_SHOWN:
             break
@@ -236,9 +236,9 @@ class _Work:
         if self._loss_on == "all":
             ids = render(messages)["input_ids"]
             return ids, [1] * len(ids)
-        return self._told_apart(*self._spans(messages, row))
+        return self._tokens_in_spans(*self._spans(messages, row))
 
-    def _told_apart(
+    def _tokens_in_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[int]]:
         """Tokenize a text, and mark the tokens that begin in one of its spans.

@@ -101,7 +101,7 @@ class HostMatrix(torch.Tensor):
                 first.require_as_prepared()
                 part = operator(first.host, *args[1:], **kwargs)
                 if part.is_contiguous():
-                    notes = _Notes(has_told=True)
+                    notes = _Notes(has_warned=True)
                     return HostMatrix(part, first._reader, first._name, notes)
             is_host = operator is _ATEN._to_copy.default and _is_host(kwargs.get("device"))
             if is_host and first._view is None:
@@ -169,7 +169,7 @@ class HostMatrix(torch.Tensor):
 class _Notes:
     """The state that a matrix and its aliases share."""
 
-    has_told: bool = False
+    has_warned: bool = False
     """Whether the warning about a use of the whole matrix was logged."""
     is_replaced: bool = False
 
@@ -225,8 +225,8 @@ def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         if not isinstance(value, HostMatrix):
             return value
         value.require_as_prepared()
-        if not value._notes.has_told:
-            value._notes.has_told = True
+        if not value._notes.has_warned:
+            value._notes.has_warned = True
             logger.warning(
                 "poros: %s (%s) is in host memory; %s needs it whole, so it is copied to the "
                 "device for that",

@@ -76,7 +76,7 @@ class _Head:
         """Brings the rows, if they are in host memory."""
         self._host = None if reader is None else cast(HostMatrix, module.weight).host
         self._own_forward = type(module).forward.__get__(module)
-        self._has_told = False
+        self._has_warned = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Replace the head's own forward.
@@ -100,7 +100,7 @@ class _Head:
             and {input.dtype, weight.dtype} <= _DTYPES
         )
         if is_usual:
-            origin = Origin.of(input, self._module, self._tell, self)
+            origin = Origin.of(input, self._module, self._warn, self)
             if origin.autocast.enabled or input.dtype == weight.dtype:
                 return LazyLogits(origin)
         return self._own_forward(input)
@@ -109,9 +109,9 @@ class _Head:
         """Return the reader of ``weight``'s rows, the head's weight when its logits were made."""
         return self._reader or partial(_slices, weight.detach())
 
-    def _tell(self, num_bytes: int) -> None:
-        if num_bytes >= _LOUD_NUM_BYTES and not self._has_told:
-            self._has_told = True
+    def _warn(self, num_bytes: int) -> None:
+        if num_bytes >= _LOUD_NUM_BYTES and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "poros: something other than the model's loss reads the logits, so they are "
                 "computed whole, %s of them (compute_metrics? a loss of one's own?)",

@@ -14,7 +14,7 @@ TEMPLATES = ("chatml", "llama3")
 """Chat templates of our own, by name."""
 DATA_SUFFIXES = (".jsonl", ".parquet")
 _DPO_LEARNING_RATE = 2e-5
-"""Where nothing is said: preferences want smaller steps than examples."""
+"""Where none is given: preferences want smaller steps than examples."""
 
 
 def checked(draft: Draft) -> Recipe:
@@ -169,18 +169,18 @@ def _check_rows(draft: Draft, key: str, path: Path) -> None:
 
 
 def _check_training(draft: Draft, recipe: Recipe) -> None:
-    training, said = recipe.training, draft.values
-    if "training.epochs" in said and training.steps is not None:
+    training, given = recipe.training, draft.values
+    if "training.epochs" in given and training.steps is not None:
         draft.problem(
             "training.steps", "expected either epochs or steps, found both; remove one of them"
         )
-    if "training.beta" in said and training.method != "dpo":
+    if "training.beta" in given and training.method != "dpo":
         draft.problem("training.beta", "expected method dpo with beta, found sft; remove it")
     for key in ("training.label_smoothing", "training.z_loss"):
-        if key in said and training.method != "sft":
+        if key in given and training.method != "sft":
             draft.problem(key, f"expected method sft, found {training.method}; remove it")
     is_free = training.optimizer.startswith("schedule_free")
-    if is_free and "training.schedule" in said and training.schedule != "constant":
+    if is_free and "training.schedule" in given and training.schedule != "constant":
         draft.problem(
             "training.schedule",
             f"expected constant with {training.optimizer}, found {training.schedule}; remove it",
@@ -196,7 +196,7 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             f"expected the package schedulefree for {training.optimizer}, found none; pip install "
             "schedulefree, or choose adamw",
         )
-    if "output.evaluate_every" in said and not recipe.data.validation:
+    if "output.evaluate_every" in given and not recipe.data.validation:
         draft.problem(
             "output.evaluate_every",
             "expected rows to validate on, found none; add data.validation (--validation 0.05)",

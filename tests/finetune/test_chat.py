@@ -67,7 +67,7 @@ def test_a_conversation_is_remembered_until_reset(adapter: Path) -> None:
     chat = Chat(SavedAdapter(adapter), base_of(adapter), max_new_tokens=4, system="short")
     first = chat.answer("a block", lambda text: None)
     chat.answer("again", lambda text: None)
-    assert [each["role"] for each in chat._said] == ["system", *["user", "assistant"] * 2]
+    assert [each["role"] for each in chat._messages] == ["system", *["user", "assistant"] * 2]
     lines = iter(["/reset", "", "a block", "/exit", "never"])
     (question,) = questions(lambda: next(lines), chat, print)
     assert chat.answer(question, lambda text: None) == first

@@ -48,6 +48,7 @@ from poros.loaders.validation import require_floats, require_whole_experts
 from poros.model.inspect import find_layers
 from poros.model.saving import watch_saving
 from poros.model.vision import drop_towers
+from poros.utils.formatting import size
 from poros.utils.logging_setup import show_info_by_default
 
 if TYPE_CHECKING:
@@ -382,12 +383,12 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
     if first == len(layouts):
         return resident
     logger.warning(
-        "poros: %d of %d layers stay on the disk, in %s: training reads %.2f GB from there in each "
+        "poros: %d of %d layers stay on the disk, in %s: training reads %s from there in each "
         "forward and again in each backward pass",
         len(layouts) - first,
         len(layouts),
         shown(opened.slabs),
-        (ends[-1] - (ends[first - 1] if first else 0)) / 1e9,
+        size(ends[-1] - (ends[first - 1] if first else 0)),
     )
     return DiskStore.over_file(
         resident,

@@ -85,7 +85,7 @@ def explain_pin_budget(root: Path = Path("/")) -> str:
     The driver alone decides, so nothing is refused here.
     """
     locked = _locked_limit()
-    of = "" if locked is None else f" is {locked / 1e6:.0f} MB here and"
+    of = "" if locked is None else f" is {size(locked)} here and"
     hint = f"The limit on locked memory{of} can be raised (ulimit -l; docker run --ulimit memlock)."
     if "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower():
         hint += (

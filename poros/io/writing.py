@@ -10,6 +10,7 @@ from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
 from poros.errors import PolicyError, PorosError, StoreWriteError, quoted, reason_of
+from poros.utils.formatting import size
 
 
 def require_file(path: Path, option: str) -> None:
@@ -148,7 +149,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def _free(path: Path) -> str:
     try:
-        return f" ({shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free)"
+        return f" ({size(shutil.disk_usage(path.parent).free)} are free)"
     except OSError:
         return ""
 

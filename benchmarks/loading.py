@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import config_of
-from poros.nf4 import double_quantization, part_tensors
+from poros.kernels.nf4 import double_quantization, part_tensors
 
 _SHARD_NUM_BYTES = 4 << 30
 

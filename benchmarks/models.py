@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.nf4 import Format, double_quantization, own
+from poros.kernels.nf4 import Format, double_quantization, own
 
 _TILE_NUM_ELEMENTS = 1 << 24
 _QWEN = {"vocab_size": 152064, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}

@@ -29,8 +29,8 @@ import torch
 from benchmarks.loading import write_checkpoint
 from benchmarks.models import config_of
 from poros.errors import CheckpointFormatError
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
-from poros.layout import BlockLayout
 from poros.loaders.store import open_store
 from poros.loaders.store_writer import StoreWriter
 

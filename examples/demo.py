@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.config import MIN_SLOTS
-from poros.devices import default_device
 from poros.errors import PorosError, quoted
 from poros.examples.demo_data import (
     LESSON,
@@ -37,7 +36,8 @@ from poros.examples.demo_data import (
 )
 from poros.examples.demo_report import DemoReport, frozen_layer_num_bytes
 from poros.examples.demo_training import train
-from poros.output import require_empty_folder, write_json
+from poros.io.writing import require_empty_folder, write_json
+from poros.utils.devices import default_device
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -10,7 +10,7 @@ from poros.errors import quoted
 from poros.examples.demo_data import LESSON
 from poros.examples.demo_picture import BOTH, RESIDENT, STREAMED, draw
 from poros.examples.demo_training import Run
-from poros.nf4 import part_tensors
+from poros.kernels.nf4 import part_tensors
 
 if TYPE_CHECKING:
     from rich.console import Console

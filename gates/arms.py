@@ -47,10 +47,10 @@ def compare_arms(
         run_arm: Trains a model and returns what it recorded; the same for both arms.
         prepare: Turns the second model into a streamed one; None is ``poros.prepare``, two slots.
         report: An empty report with subject and settings; filled in place.
-        repeat_resident: After a difference, run a third model resident and say whether it equals
+        repeat_resident: After a difference, run a third model resident and record whether it equals
             the first.
         is_control: The second arm is not streamed, on purpose.
-        expected_loads: Block loads that the second arm makes if it streams as the walk says.
+        expected_loads: Block loads of the second arm if it streams as planned.
         as_resident: What is done to the first model before it is run; None is nothing.
 
     Returns:

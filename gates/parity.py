@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.devices import default_device
 from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
 from poros.gates import tiny
 from poros.gates.arms import Prepare, compare_arms, poros_prepare
 from poros.gates.kinds import Kind, attach, kind_of
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport, plain, render
-from poros.kernels.adapters import KernelStats
-from poros.kernels.use import patch
 from poros.loaders.header import shown
 from poros.slots.schedule import count, training_visits, walk
+from poros.utils.devices import default_device
 
 if TYPE_CHECKING:
     from poros.model.runtime import Runtime
@@ -106,7 +104,6 @@ def check_architecture(
     adapter: str = "lora",
     quantize: bool | None = None,
     prepare: Prepare | None = None,
-    resident_kernels: bool = False,
     **policy: Any,
 ) -> ParityReport:
     """Run the parity gate on a small random model of an architecture.
@@ -127,8 +124,6 @@ def check_architecture(
         adapter: Kind of the adapters, a name of ``poros.gates.kinds.KINDS``.
         quantize: Whether the base is NF4; None makes it dense for adapters that need that.
         prepare: As in ``run_parity``; gets ``device`` and ``policy`` as keywords.
-        resident_kernels: Compare with a resident model that runs our adapter kernels instead of a
-            streamed one.
         **policy: Fields of ``StreamingPolicy``, such as ``block_size`` and ``slots``.
 
     Raises:
@@ -158,7 +153,6 @@ def check_architecture(
         spec,
         _with_policy(prepare, device, policy),
         row,
-        resident_kernels,
         subject=name if adapter == "lora" else f"{name} with {adapter}",
         settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
     )
@@ -177,7 +171,6 @@ def check_model_dir(
     seed: int = 0,
     adapter: str = "lora",
     prepare: Prepare | None = None,
-    resident_kernels: bool = False,
     **policy: Any,
 ) -> ParityReport:
     """Run the parity gate on a checkpoint of the user, with random tokens from its vocabulary.
@@ -198,14 +191,13 @@ def check_model_dir(
         seed: Of adapters, data and training.
         adapter: As in ``check_architecture``.
         prepare: As in ``check_architecture``.
-        resident_kernels: As in ``check_architecture``.
         **policy: Fields of ``StreamingPolicy``.
 
     Raises:
         UnsupportedModelError: If the folder holds no causal language model that can be loaded.
     """
     from poros.loaders.load import load
-    from poros.loaders.settings import configuration, said
+    from poros.loaders.settings import configuration, describe_error
     from poros.loaders.source import find_config
 
     path = Path(path)
@@ -239,7 +231,7 @@ def check_model_dir(
     except AttributeError as error:
         raise UnsupportedModelError(
             f"expected a text model's configuration in {shown(path / 'config.json')}, found "
-            f"{said(error)}"
+            f"{describe_error(error)}"
         ) from error
     if type(vocab_size) is not int or vocab_size < 1:
         raise UnsupportedModelError(
@@ -268,7 +260,6 @@ def check_model_dir(
         spec,
         _with_policy(prepare, device, policy),
         row,
-        resident_kernels,
         subject=str(path) if adapter == "lora" else f"{path} with {adapter}",
         settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
     )
@@ -280,34 +271,14 @@ def _run(
     spec: TrainingSpec,
     prepare: partial[Any],
     kind: Kind,
-    resident_kernels: bool,
     **described: Any,
 ) -> ParityReport:
-    """``run_parity`` where our kernels have a say in what is compared."""
+    """``run_parity`` with our kernels in the resident arm too, where their bits are not PEFT's."""
     from poros.api import use_adapter_kernels
 
-    if resident_kernels and kind.has_own_bits:
-        raise UnsupportedModelError(
-            "expected a kind of adapter whose bits are PEFT's with our kernels, found "
-            f"{described['settings']['adapter']!r}, whose bits are within rounding of them; its "
-            "streamed run is compared with a resident one that takes them"
-        )
-    if resident_kernels:
-        tally = KernelStats()
-        report = run_parity(
-            make_model, batches, spec, partial(_with_kernels, tally), is_control=True, **described
-        )
-        if report.error is None and not tally.num_fused:
-            report.error = "no call of an adapter took our kernels, so equal bits prove nothing"
-        return report
     takes_kernels = kind.has_own_bits and prepare.keywords["adapter_kernels"] == "fused"
     as_resident = use_adapter_kernels if takes_kernels else None
     return run_parity(make_model, batches, spec, prepare, as_resident=as_resident, **described)
-
-
-def _with_kernels(tally: KernelStats, model: torch.nn.Module) -> torch.nn.Module:
-    patch(model, next(model.parameters()).device, tally)
-    return model
 
 
 def _with_policy(prepare: Prepare | None, device: str, policy: Mapping[str, Any]) -> partial[Any]:

@@ -24,16 +24,6 @@ from poros.self_check.compare import Difference, differing_or_absent, hash_tenso
 
 Digests = dict[str, tuple[str, int]]
 
-QUANTITIES = (
-    "loss",
-    "gradients",
-    "grad norm",
-    "adapter weights",
-    "exp_avg",
-    "exp_avg_sq",
-    "RNG end state",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
@@ -77,7 +67,7 @@ class StepRecord:
 
 
 class Entry(NamedTuple):
-    """One recorded tensor: its quantity and a name that says step and parameter."""
+    """One recorded tensor: its quantity, and a name with step and parameter."""
 
     quantity: str
     name: str
@@ -207,15 +197,6 @@ def compare_steps(expected: Trajectory, found: Trajectory) -> Iterator[Compariso
         yield Comparison(quantity, tensor.numel(), difference)
     for quantity, name, tensor in found_entries.values():
         yield Comparison(quantity, tensor.numel(), differing_or_absent(None, tensor, name))
-
-
-def compare_trajectories(expected: Trajectory, found: Trajectory) -> list[Difference]:
-    """Return all differences between two trajectories, in step order; empty means bitwise equal.
-
-    Each difference is named by step, quantity and parameter.
-    """
-    comparisons = compare_steps(expected, found)
-    return [item.difference for item in comparisons if item.difference is not None]
 
 
 def start_digests(model: torch.nn.Module) -> Digests:

@@ -87,7 +87,7 @@ class Registry:
 
     def write(self, path: Path | None = None) -> None:
         """Write all records, one a line; a reader sees the old file or all of the new one."""
-        from poros.output import write_text
+        from poros.io.writing import write_text
 
         parts = (
             f' "{part}": {{\n'

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import quoted
-from poros.output import write_json
+from poros.io.writing import write_json
 from poros.self_check.compare import Difference
-from poros.versions import library_versions
+from poros.utils.versions import library_versions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,10 +53,10 @@ class ParityReport:
         settings: Everything that a repetition needs, as plain values.
         tallies: One per compared quantity, in the order in which they were compared.
         differences: The first differences; ``num_differences`` counts all of them.
-        error: Why there is no complete comparison, or why it says nothing; None when there is none.
+        error: Why the comparison is incomplete or proves nothing; None otherwise.
         traceback: The traceback behind ``error``, when an exception is behind it.
         resident_repeats: Whether a second resident run equalled the first; None when not tried. It
-            is tried only after a difference: False says that this machine does not repeat its own
+            is tried only after a difference: False means that this machine does not repeat its own
             results, so the difference need not come from streaming.
         stats: Counters of the streamed arm's runtime after its run.
         hashes: SHA-256 of the starting bytes and of each trajectory.

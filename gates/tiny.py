@@ -16,7 +16,7 @@ import torch
 from poros.errors import UnsupportedModelError
 from poros.gates.kinds import attach
 from poros.gates.multimodal import MULTIMODAL, with_tower
-from poros.nf4 import double_quantization
+from poros.kernels.nf4 import double_quantization
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -1,4 +1,4 @@
-"""A stranger's patterns and templates, tried in a process of their own with a limit of time.
+"""Tries untrusted patterns and templates in a child process with a time limit.
 
 A regular expression can backtrack for ever, and a template can loop. Neither can be stopped where
 it runs: both hold Python's lock, and the libraries have no limits. So they are run once before the
@@ -58,7 +58,7 @@ def require_bounded_template(where: Path, template: str, tokens: dict[str, Any])
 
 
 def require_bounded_patterns(where: Path, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Match regular expressions with names of modules, in a child; names are not even tried.
+    """Match regular expressions with names of modules, in a child; plain names are skipped.
 
     Raises:
         CheckpointFormatError: If that takes too long.
@@ -91,8 +91,8 @@ def _require(where: Path, seconds: int, what: str, work: dict[str, Any]) -> None
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise _unbounded(where, what, f"one that was not done in {seconds} s of processor time")
     if done.returncode:
-        said = quoted(done.stderr.strip().rpartition("\n")[2])
-        raise _unbounded(where, what, f"one that ends its process ({done.returncode}): {said}")
+        reason = quoted(done.stderr.strip().rpartition("\n")[2])
+        raise _unbounded(where, what, f"one that ends its process ({done.returncode}): {reason}")
 
 
 def _unbounded(where: Path, what: str, found: str) -> CheckpointFormatError:

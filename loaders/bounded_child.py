@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def limit(work: dict[str, Any]) -> None:
-    """From now on no more than so much time of the processor, and memory."""
+    """Limit processor time and memory of this process."""
     try:
         import resource
     except ImportError:  # Windows: the parent's limit of time alone
@@ -76,7 +76,7 @@ def tokenize(kind: Any, file: str, texts: list[str]) -> None:
             tokenizer.encode(text)
     except MemoryError:
         raise
-    except Exception:  # is told by whoever loads it in earnest
+    except Exception:  # reported when it is loaded in earnest
         return
     except BaseException as error:  # a panic, which is no Exception
         print(error)

@@ -1,7 +1,7 @@
-"""A model that transformers builds and a slab writer fills."""
+"""Builds a model through transformers, with a slab writer for its tensors."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 from poros.errors import HostMemoryError, PorosError, quoted
 from poros.loaders.checkpoint import Checkpoint, CheckpointSlice
 from poros.loaders.header import defect, shown
-from poros.loaders.settings import said
+from poros.loaders.settings import describe_error
 from poros.loaders.slab_writer import SlabWriter
 
 if TYPE_CHECKING:
@@ -62,16 +62,17 @@ def fill(
 
 
 def _unfit(writer: SlabWriter, error: Exception) -> PorosError:
-    """What an error of transformers means: of the configuration until the plan, then of tensors."""
+    """Translate an error of transformers: before the plan of the settings, after it of tensors."""
     if "allocate memory" in str(error):
         return HostMemoryError(
             f"{shown(writer.path)}: expected host memory for what the configuration asks for, "
-            f"found {said(error)}; check its sizes, or free memory"
+            f"found {describe_error(error)}; check its sizes, or free memory"
         )
     if writer.store is None:
         return defect(
             writer.path / "config.json",
-            f"expected settings that transformers builds a model from, found {said(error)}",
+            "expected settings that transformers builds a model from, found "
+            f"{describe_error(error)}",
             remedy="check the file, and the release of transformers",
         )
     return defect(
@@ -105,27 +106,11 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
             )
 
 
-class _NotedSlice:
-    """A slice of the checkpoint that says when it has been read."""
-
-    def __init__(self, slice: CheckpointSlice, note: Callable[[], None]) -> None:
-        self._slice = slice
-        self._note = note
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._slice, name)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = self._slice[index]
-        self._note()
-        return tensor
-
-
 @contextmanager
 def progress(
     checkpoint: Checkpoint, taken: set[str], names: Sequence[str] | None = None
-) -> Iterator[tuple[dict[str, _NotedSlice], Callable[[], None]]]:
-    """A progress bar in bytes in place of transformers' own in tensors.
+) -> Iterator[dict[str, CheckpointSlice]]:
+    """Show a progress bar in bytes in place of transformers' own in tensors.
 
     Args:
         checkpoint: What is read.
@@ -133,20 +118,13 @@ def progress(
         names: Of the tensors to read; None is all of them.
 
     Yields:
-        The slices of the checkpoint, and what to call when all that was read so far is taken.
+        The slices of the checkpoint by name.
     """
     from tqdm.auto import tqdm
 
-    read: list[str] = []
-
     def note(name: str) -> None:
-        read.append(name)
         taken.add(name)
         bar.update(checkpoint.entry(name).num_bytes)
-
-    def after_each() -> None:
-        while read:
-            checkpoint.done_with(read.pop())
 
     with (
         quiet() as was_enabled,
@@ -158,14 +136,7 @@ def progress(
             disable=not was_enabled,
         ) as bar,
     ):
-        slices = checkpoint.slices(names)
-        yield (
-            {
-                name: _NotedSlice(tensor_slice, _bind(note, name))
-                for name, tensor_slice in slices.items()
-            },
-            after_each,
-        )
+        yield checkpoint.slices(names, on_read=note)
 
 
 _PROCESS = threading.RLock()
@@ -196,7 +167,3 @@ def quiet() -> Iterator[bool]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
-
-
-def _bind(note: Callable[[str], None], name: str) -> Callable[[], None]:
-    return lambda: note(name)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from poros.digests import PIECE_NUM_BYTES, cut, hash_piece, join, num_threads
 from poros.errors import HostMemoryError, quoted
+from poros.io.digests import PIECE_NUM_BYTES, cut, hash_piece, join, num_threads
 from poros.loaders.header import defect, fill
 from poros.loaders.manifest import REMEDY
 
@@ -19,16 +19,16 @@ _LARGE_NUM_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes that lie in one piece in a file, and where they belong."""
+    """A contiguous run of bytes in a file, and the memory to read it into."""
 
     offset: int
     """In the file."""
     parts: Sequence[memoryview]
     """Memory for them, one part after the other."""
     digest: str
-    """What they have to be (``poros.digests``)."""
+    """The expected digest (``poros.io.digests``)."""
     name: str | None = None
-    """What they are, for messages."""
+    """A name for messages."""
 
 
 def read_checked(descriptor: int, file: Path, runs: Sequence[Run]) -> None:
@@ -62,7 +62,7 @@ def read_checked(descriptor: int, file: Path, runs: Sequence[Run]) -> None:
 
 
 def require_digest(file: Path, expected: str, found: str, name: str | None = None) -> None:
-    """Refuse bytes whose digest is another than when they were written.
+    """Refuse bytes whose digest differs from the one they were written with.
 
     Raises:
         CheckpointFormatError: With file and name.
@@ -78,7 +78,7 @@ def require_digest(file: Path, expected: str, found: str, name: str | None = Non
 
 
 def new_bytes(num_bytes: int) -> torch.Tensor:
-    """New bytes; many of them in large pages, which are there four times as fast."""
+    """Allocate bytes; many of them in large pages, which are four times as fast."""
     if num_bytes < _LARGE_NUM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_bytes, dtype=torch.uint8)
     try:

@@ -9,7 +9,7 @@ opened than configuration, index and the shards that the index names.
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from poros.digests import num_threads, sha256
 from poros.errors import quoted
+from poros.io.digests import num_threads, sha256
 from poros.loaders.header import DTYPE_NAMES, TensorEntry, defect, shown
 from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard
@@ -32,10 +32,9 @@ NUM_READERS = 2
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name, over read-only bytes on disk.
+    """The tensors of a checkpoint by name, read from disk when they are asked for.
 
-    A context manager. After ``close`` nothing more is handed out, and each mapping ends with the
-    last tensor over it.
+    A context manager. After ``close`` nothing more is read.
 
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
@@ -72,7 +71,7 @@ class Checkpoint:
         place: Place | None = None,
         limits: Limits | None = None,
     ) -> "Checkpoint":
-        """Find, map and check a checkpoint; no tensor is read.
+        """Find and check a checkpoint; no tensor is read.
 
         Args:
             source: A folder with ``config.json`` and ``model.safetensors`` or its index and shards
@@ -83,25 +82,16 @@ class Checkpoint:
 
         Raises:
             CheckpointFormatError: If the checkpoint cannot be found or any file breaks its format.
-            HostMemoryError: If the system refuses to map a file (a limit on address space).
             UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
         located = find_source(source, place, limits)
-        shards: list[Shard] = []
-        try:
-            for file in located.files:
-                shards.append(Shard.open(file))
-            _check_shards(located, shards)
-            return cls(located, shards)
-        except BaseException:
-            # At once, not when the error's traceback goes; no tensor has been handed out yet.
-            for shard in shards:
-                shard.mapping.close()
-            raise
+        shards = [Shard.open(file) for file in located.files]
+        _check_shards(located, shards)
+        return cls(located, shards)
 
     def entry(self, name: str) -> TensorEntry:
-        """File, dtype, shape and place of a tensor.
+        """Return the file, dtype, shape and offset of a tensor.
 
         Raises:
             CheckpointFormatError: If the checkpoint has no tensor of that name.
@@ -114,23 +104,10 @@ class Checkpoint:
             )
         return self._entries[name]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as a view of its file. Reads nothing: pages come as they are touched.
-
-        Writing to it changes private pages of this process and never the file, but do not: a later
-        ``done_with`` may drop them. A tensor that its file does not align to its dtype is a copy.
-
-        Raises:
-            CheckpointFormatError: If the checkpoint has no tensor of that name.
-            ValueError: If the checkpoint is closed.
-        """
-        entry = self.entry(name)
-        return self._shard(name).tensor(entry)
-
     def fetch(self, name: str) -> torch.Tensor:
-        """The tensor in memory of its own, read from the file: a failing disk raises here.
+        """Read the tensor into new memory; a failing disk raises here.
 
-        What ``will_need`` asked for is there already, or is waited for.
+        What ``prefetch`` asked for is there already, or is waited for.
 
         Raises:
             CheckpointFormatError: If there is no such tensor, its file has changed since ``open``,
@@ -146,22 +123,29 @@ class Checkpoint:
         return tensor
 
     def slices(
-        self, names: Sequence[str] | None = None, *, ahead_num_bytes: int = AHEAD_NUM_BYTES
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        on_read: Callable[[str], None] = lambda name: None,
+        ahead_num_bytes: int = AHEAD_NUM_BYTES,
     ) -> dict[str, "CheckpointSlice"]:
-        """Tensors as slices to be read later, to pass to transformers as a ``state_dict``.
-
-        Those of ``names``, or all.
+        """Return slices that are read later, to pass to transformers as a ``state_dict``.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
         ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before
         layer 10), and while one is used the next ``ahead_num_bytes`` are being read.
+
+        Args:
+            names: Of the tensors; None is all of them.
+            on_read: Called with the name of each tensor once it has been read.
+            ahead_num_bytes: How far to read ahead.
         """
         names = self.names if names is None else names
         ahead = _ReadAhead(self, names, ahead_num_bytes)
-        return {name: CheckpointSlice(self, name, ahead) for name in names}
+        return {name: CheckpointSlice(self, name, ahead, on_read) for name in names}
 
-    def will_need(self, name: str) -> None:
-        """Have a thread read a tensor, after those that were asked for before, and return.
+    def prefetch(self, name: str) -> None:
+        """Start reading a tensor in a thread, after those prefetched before, and return.
 
         Threads begin with the first call and end with ``close``. ``fetch`` reports their errors.
         """
@@ -176,22 +160,8 @@ class Checkpoint:
             if name not in self._asked:
                 self._asked[name] = self._reader.submit(shard.read, name, entry)
 
-    def done_with(self, name: str) -> None:
-        """Take a tensor's pages from this process; the system may keep them in its cache.
-
-        A tensor that is still held stays valid: a page that is touched again is read again.
-        """
-        self._shard(name).drop_pages(self.entry(name))
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory lies in a mapped file of this checkpoint."""
-        if tensor.device.type != "cpu":
-            return False
-        pointer = tensor.untyped_storage().data_ptr()
-        return any(shard.begin <= pointer < shard.begin + shard.num_bytes for shard in self._shards)
-
     def fingerprint(self) -> str:
-        """A name for the content: the configuration and, shard by shard, size and every byte.
+        """Hash the content: the configuration and, shard by shard, size and every byte.
 
         It does not depend on where the files lie, how they are called or when they were written.
 
@@ -210,7 +180,7 @@ class Checkpoint:
         return f"xxh3:{digest.hexdigest()}"
 
     def seen(self) -> dict[str, Any]:
-        """By what the same files are known again without reading them, as plain JSON values.
+        """Return what identifies the same files without reading them, as plain JSON values.
 
         The digest of the configuration; size, times of modification and of change, and inode of
         every shard. A program that writes to a file can set all of these back but the time of
@@ -227,7 +197,7 @@ class Checkpoint:
         }
 
     def float_dtype(self) -> torch.dtype:
-        """What ``dtype="auto"`` takes where the configuration says nothing: of the first tensor.
+        """The dtype for ``dtype="auto"`` without one in the configuration: the first tensor's.
 
         Raises:
             CheckpointFormatError: If there is none in floating point.
@@ -249,10 +219,7 @@ class Checkpoint:
             shard.check_unchanged()
 
     def close(self) -> None:
-        """End reading and hand out no more tensors. Idempotent; ``entry`` still answers.
-
-        The mappings are released, not undone: a tensor that is still held keeps its own.
-        """
+        """End reading and hand out no more tensors. Idempotent; ``entry`` still answers."""
         self._is_closed.set()
         with self._lock:
             reader, self._reader = self._reader, None
@@ -283,11 +250,18 @@ class Checkpoint:
 class CheckpointSlice:
     """One tensor that is read when it is indexed, in the form of safetensors' slices."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, ahead: "_ReadAhead") -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        ahead: "_ReadAhead",
+        on_read: Callable[[str], None],
+    ) -> None:
         """Used by ``Checkpoint.slices``."""
         self._checkpoint = checkpoint
         self._name = name
         self._ahead = ahead
+        self._on_read = on_read
 
     def get_shape(self) -> list[int]:
         """As in safetensors."""
@@ -316,7 +290,9 @@ class CheckpointSlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor and index it; ``[...]`` is all of it. Raises as ``fetch`` does."""
         self._ahead.take(self._name)
-        return self._checkpoint.fetch(self._name)[index]
+        tensor = self._checkpoint.fetch(self._name)[index]
+        self._on_read(self._name)
+        return tensor
 
 
 class _ReadAhead:
@@ -337,7 +313,7 @@ class _ReadAhead:
             following = self._order[place]
             left -= self._checkpoint.entry(following).num_bytes
             if place >= self._asked:
-                self._checkpoint.will_need(following)
+                self._checkpoint.prefetch(following)
                 self._asked = place + 1
             place += 1
 
@@ -383,5 +359,5 @@ def _check_shards(source: Source, shards: list[Shard]) -> None:
 
 
 def _framed(text: bytes) -> bytes:
-    """Text behind its length, so that no part of a hash can pass for the next."""
+    """Prefix text with its length, so that no part of a hash can pass for the next."""
     return len(text).to_bytes(8, "little") + text

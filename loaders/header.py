@@ -1,4 +1,4 @@
-"""The header of one safetensors file, read and checked before a single tensor is touched.
+"""Reads and checks the header of a safetensors file before any tensor is read.
 
 The format: eight bytes give the length N of the header (unsigned, little endian), N bytes of JSON
 name each tensor's dtype, shape and place, and the rest of the file is the data, which the tensors
@@ -7,13 +7,12 @@ fill without a hole or an overlap. The checks here are those of the reference re
 every other reader in the same way. Each defect is a ``CheckpointFormatError`` that names file,
 tensor and defect.
 
-Nothing is believed before it is checked: no more than the smaller of ``MAX_HEADER_NUM_BYTES`` and
+No value is used before it is checked: no more than the smaller of ``MAX_HEADER_NUM_BYTES`` and
 the file is read, and no number from the file sizes an allocation.
 """
 
 import json
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -22,10 +21,10 @@ from typing import Any
 
 import torch
 
-from poros import strict_json
-from poros.digests import as_bytes
-from poros.errors import CheckpointFormatError, quoted
-from poros.reads import read_into
+from poros.errors import CheckpointFormatError, quoted, reason_of
+from poros.io import strict_json
+from poros.io.digests import as_bytes
+from poros.io.reading import open_descriptor, read_into
 
 MAX_HEADER_NUM_BYTES = 100_000_000
 """The reference reader's own limit."""
@@ -66,7 +65,7 @@ _MAX_PATH = 1000  # characters of a path in a message
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: its form and its place, in bytes from the start of the file."""
+    """A tensor in a file: dtype, shape, and offset from the start of the file in bytes."""
 
     file: Path
     dtype: torch.dtype
@@ -77,7 +76,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one safetensors file says that it holds."""
+    """The contents of one safetensors file, from its header."""
 
     file: Path
     tensors: dict[str, TensorEntry]
@@ -92,7 +91,7 @@ class Header:
 def defect(
     file: Path | str, problem: str, *, tensor: str | None = None, remedy: str = "fetch it again"
 ) -> CheckpointFormatError:
-    """The error for one defect: file, tensor where there is one, expected and found, what to do.
+    """Make the error for a defect: file, tensor, expected and found, remedy.
 
     Args:
         file: A path, or what stands for one, in quotation marks already.
@@ -107,7 +106,7 @@ def defect(
 
 
 def shown(path: Path) -> str:
-    """A path as messages show it."""
+    """Format a path for messages."""
     return quoted(str(path), is_bare=True, limit=_MAX_PATH)
 
 
@@ -122,21 +121,11 @@ def open_regular(file: Path) -> tuple[int, os.stat_result]:
             file. Nothing is left open.
     """
     try:
-        # Asked first, because opening a device can itself have an effect.
-        regular = stat.S_ISREG(os.stat(file).st_mode)
-        if regular:
-            # A pipe that took the place of the file in between would block without the flag.
-            flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
-            descriptor = os.open(file, flags)
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        reason = getattr(error, "strerror", None) or str(error)
-        raise defect(file, f"expected a readable file, found: {reason}") from error
-    if regular:
-        status = os.fstat(descriptor)
-        if stat.S_ISREG(status.st_mode):
-            return descriptor, status
-        os.close(descriptor)
-    raise defect(file, "expected a regular file, found a folder, a pipe or a device")
+        return open_descriptor(file)
+    except (OSError, ValueError) as error:
+        raise defect(
+            file, f"expected a regular file that can be read, found: {reason_of(error)}"
+        ) from error
 
 
 def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
@@ -149,14 +138,14 @@ def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
 
 
 def read_buffer(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
-    """As ``read_at``, not copied into an immutable object."""
+    """As ``read_at``, without the copy into ``bytes``."""
     target = as_bytes(torch.empty(num_bytes, dtype=torch.uint8))
     fill(descriptor, target, offset, file)
     return target
 
 
 def fill(descriptor: int, target: memoryview, offset: int, file: Path, **remedy: str) -> None:
-    """As ``read_at``, into memory that is there.
+    """As ``read_at``, into existing memory.
 
     Args:
         remedy: As ``defect`` takes it.
@@ -188,7 +177,7 @@ def read_header(descriptor: int, file: Path) -> Header:
 
     Raises:
         CheckpointFormatError: If anything in the header breaks the format, or the file is not as
-            long as the header says.
+            long as the header requires.
     """
     size = os.fstat(descriptor).st_size
     if size < _LENGTH_NUM_BYTES:
@@ -260,7 +249,7 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
 
 
 def _refuse_other_formats(start: bytes, file: Path) -> None:
-    """Name the usual strangers, whose first bytes read as a header of absurd length."""
+    """Name other formats, whose first bytes read as a header of absurd length."""
     # Beginnings of a zip archive and of a bare pickle.
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         raise defect(
@@ -278,7 +267,7 @@ def _refuse_other_formats(start: bytes, file: Path) -> None:
 
 
 def _entry(name: str, value: Any, file: Path, data_offset: int) -> TensorEntry:
-    """Check one tensor on its own."""
+    """Check one tensor's description."""
     match value:
         case {"dtype": str(kind), "shape": [*shape], "data_offsets": [begin, end], **others}:
             # True and 1.0 are no sizes.

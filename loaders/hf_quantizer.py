@@ -9,7 +9,7 @@ The method derives from bitsandbytes' 4-bit one, or from none for dense weights;
 of it is left on the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,10 +26,10 @@ from transformers.utils.quantization_config import (
     QuantizationMethod,
 )
 
+from poros.kernels.nf4 import Format, is_params4bit, own, parts_of, places
 from poros.loaders.quant_state import require_state
 from poros.loaders.slab_writer import SlabWriter
 from poros.loaders.store_reader import StoreReader
-from poros.nf4 import Format, is_params4bit, own, parts_of, places
 
 
 class LoadAborted(BaseException):
@@ -50,7 +50,6 @@ def reading_into(
     config: BitsAndBytesConfig | None,
     *,
     is_quantized: bool = False,
-    after_each: Callable[[], None] = lambda: None,
 ) -> Iterator[QuantizationConfigMixin]:
     """Make ``writer`` known to transformers inside the body.
 
@@ -59,7 +58,6 @@ def reading_into(
             ``quantize`` or ``copy_part`` for each tensor of a layer.
         config: Of the 4-bit weights; None loads dense weights.
         is_quantized: Whether the checkpoint holds 4-bit weights already.
-        after_each: Called when a tensor has been taken.
 
     Yields:
         What to pass to ``from_pretrained`` as ``quantization_config``. Call ``clean`` with the
@@ -79,7 +77,7 @@ def reading_into(
         kind = _Prequantized if is_quantized else _Quantizing
 
     def make(settings: QuantizationConfigMixin, **_: Any) -> HfQuantizer:
-        quantizer: HfQuantizer = kind(writer, settings, after_each)
+        quantizer: HfQuantizer = kind(writer, settings)
         return quantizer
 
     quantization = config or QuantizationConfigMixin(quant_method=method)
@@ -114,16 +112,15 @@ def clean(model: Any) -> None:
         operations = getattr(conversion, "operations", None)
         if operations and any(isinstance(operation, _Deserialize) for operation in operations):
             conversion.operations = [operation.plain(plain) for operation in operations]
-    ours_only = ("_writer", "_after_each", "_dtype")
+    ours_only = ("_writer", "_dtype")
     plain.__dict__ |= {key: value for key, value in vars(ours).items() if key not in ours_only}
     model.hf_quantizer = plain
 
 
 class _Receiving:
-    """What the three methods have in common."""
+    """The base of the three quantization methods."""
 
     _writer: SlabWriter
-    _after_each: Callable[[], None]
     _dtype: torch.dtype
 
     def _plan(self, model: Any, dtype: torch.dtype) -> None:
@@ -131,7 +128,7 @@ class _Receiving:
         self._writer.plan(model, model._get_dtype_plan(dtype))
 
     def _is_placed(self, model: Any, name: str) -> bool:
-        """Whether a dense tensor is taken as it comes.
+        """Whether a dense tensor is written without conversion.
 
         Not where the model keeps a dtype of its own: transformers would cast it to the dtype to
         load in first.
@@ -142,20 +139,15 @@ class _Receiving:
         )
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Write(self._writer, self._after_each)
+        return _Write(self._writer)
 
 
 class _Dense(_Receiving, HfQuantizer):
     """No quantization: tensors of the layers are written to their places."""
 
-    def __init__(
-        self,
-        writer: SlabWriter,
-        config: QuantizationConfigMixin,
-        after_each: Callable[[], None],
-    ) -> None:
+    def __init__(self, writer: SlabWriter, config: QuantizationConfigMixin) -> None:
         super().__init__(config, pre_quantized=False)
-        self._writer, self._after_each = writer, after_each
+        self._writer = writer
 
     def preprocess_model(self, model: Any, dtype: Any = None, **_: Any) -> None:
         # Without the marks of a quantized model that the base class would put on it.
@@ -180,12 +172,10 @@ class _Quantizing(_Receiving, Bnb4BitHfQuantizer):
 
     _is_pre_quantized = False
 
-    def __init__(
-        self, writer: SlabWriter, config: BitsAndBytesConfig, after_each: Callable[[], None]
-    ) -> None:
+    def __init__(self, writer: SlabWriter, config: BitsAndBytesConfig) -> None:
         super().__init__(config, pre_quantized=self._is_pre_quantized)
         config.quant_method = QuantizationMethod.BITS_AND_BYTES
-        self._writer, self._after_each = writer, after_each
+        self._writer = writer
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         super().preprocess_model(model, dtype=dtype, **kwargs)
@@ -210,14 +200,13 @@ class _Prequantized(_Quantizing):
         conversions: list[Any] = super().get_weight_conversions()
         for conversion in conversions:
             conversion.operations = [
-                _Deserialize(inner, self._writer, self._after_each)
-                for inner in conversion.operations
+                _Deserialize(inner, self._writer) for inner in conversion.operations
             ]
         return conversions
 
 
 class _Fetching(_Receiving):
-    """Everything is fetched from a store, by the names that the model has for it."""
+    """Fetches every tensor from a store, by the model's names."""
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return True
@@ -226,29 +215,26 @@ class _Fetching(_Receiving):
         return []
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Fetch(self._writer, self._after_each)
+        return _Fetch(self._writer)
 
 
 class _Operation(ConversionOps):
     """An operation with a slab writer. transformers makes deep copies of operations."""
 
-    def __init__(self, writer: SlabWriter, after_each: Callable[[], None]) -> None:
+    def __init__(self, writer: SlabWriter) -> None:
         self._writer = writer
-        self._after_each = after_each
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Operation":
         return self
 
 
 class _Write(_Operation):
-    """Quantizes or writes the tensors that it is given."""
+    """Quantizes or writes the given tensors."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
         try:
-            taken = {name: self._write(name, tensor, model) for name, tensor in input_dict.items()}
-            self._after_each()
-            return taken
+            return {name: self._write(name, tensor, model) for name, tensor in input_dict.items()}
         except Exception as error:
             raise LoadAborted(error) from error
 
@@ -266,14 +252,12 @@ class _Write(_Operation):
 
 
 class _Fetch(_Operation):
-    """Takes a tensor from a store in place of the placeholder that it is given."""
+    """Replaces a placeholder by a tensor of a store."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
         try:
-            tensors = {name: self._fetch(name, model) for name in input_dict}
-            self._after_each()
-            return tensors
+            return {name: self._fetch(name, model) for name in input_dict}
         except Exception as error:
             raise LoadAborted(error) from error
 
@@ -291,8 +275,8 @@ class _Fetch(_Operation):
 class _Deserialize(_Operation):
     """Moves what bitsandbytes' own operation makes to its place."""
 
-    def __init__(self, inner: Any, writer: SlabWriter, after_each: Callable[[], None]) -> None:
-        super().__init__(writer, after_each)
+    def __init__(self, inner: Any, writer: SlabWriter) -> None:
+        super().__init__(writer)
         self._inner = inner
         self.hf_quantizer = inner.hf_quantizer
         """transformers leaves the dtypes of tensors alone that go to an operation with one."""
@@ -316,7 +300,6 @@ class _Deserialize(_Operation):
                         full_layer_name, parts_of(weight), weight.quant_state, planned.shape
                     )
                     self._move(full_layer_name, weight)
-            self._after_each()
             return dict(made)
         except Exception as error:
             raise LoadAborted(error) from error
@@ -334,7 +317,7 @@ class _Deserialize(_Operation):
         require_state(self._writer.path, name, tensors, quant_type)
 
     def plain(self, quantizer: Any) -> Any:
-        """Bitsandbytes' own operation."""
+        """Return bitsandbytes' own operation."""
         self._inner.hf_quantizer = quantizer
         return self._inner
 

@@ -1,7 +1,7 @@
-"""How much a file may ask for before anything is read, built or waited for on its word.
+"""Bounds on what a checkpoint's files may ask for.
 
 A configuration of a few bytes can ask for a billion layers, and a file that takes no room on the
-disk can be as long as it likes. Each bound here has a name, which the error that it causes says,
+disk can be as long as it likes. Each bound here has a name, which its error shows,
 and can be raised: ``poros.load(..., limits=poros.Limits(num_layers=10_000))``.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from poros.errors import CheckpointFormatError, PolicyError, quoted
 
 MAX_DEPTH = 64
-"""Objects and lists within one another in a configuration; those of models have up to five."""
+"""The deepest nesting of a configuration; those of models have up to five levels."""
 
 # What is built once per unit: "num_hidden_layers", "n_layer", "decoder_layers", "depth".
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?|stages?)$")
@@ -55,7 +55,7 @@ class Limits:
                 )
 
     def read(self, file: Path, limit: str) -> bytes:
-        """A small file as a whole, if it is no larger than the limit of that name.
+        """Read a small file that is no larger than the limit of that name.
 
         Raises:
             CheckpointFormatError: If it is empty, larger, unreadable or no regular file.
@@ -78,7 +78,7 @@ class Limits:
             os.close(descriptor)
 
     def require_config(self, config: Mapping[str, Any], file: Path) -> None:
-        """Refuse a configuration that asks for more than is ever built.
+        """Refuse a configuration that exceeds the limits.
 
         Raises:
             CheckpointFormatError: If it does; the message names the field and the limit.
@@ -112,7 +112,7 @@ class Limits:
 
 
 def checked_limits(limits: object) -> Limits:
-    """The bounds that were given, or the defaults.
+    """Return the given bounds, or the defaults.
 
     Raises:
         PolicyError: If it is something else.
@@ -127,7 +127,7 @@ def _or_raise(limit: str) -> str:
 
 
 def _items(value: Any, file: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Names and values of a configuration and of those in it; values in a list have its name."""
+    """Yield names and values of a configuration, nested ones too; items of a list have its name."""
     if depth > MAX_DEPTH:
         raise _defect(file, f"expected at most {MAX_DEPTH} levels, found it nested too deeply")
     if isinstance(value, Mapping):

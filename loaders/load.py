@@ -14,9 +14,10 @@ import torch
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, StoreWriteError, quoted
 from poros.host.disk import DiskStore
+from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.limits import require_host_memory
 from poros.host.store import HostStore, attach_store
-from poros.layout import BlockLayout, slab_offsets
+from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.build import fill, one_at_a_time, progress, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
@@ -40,14 +41,15 @@ from poros.loaders.settings import (
     stored_quantization,
 )
 from poros.loaders.slab_writer import Allocate, SlabWriter
-from poros.loaders.soundness import require_floats, require_whole_experts
 from poros.loaders.source import CONFIG, GENERATION
 from poros.loaders.store import OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents, small_files
+from poros.loaders.validation import require_floats, require_whole_experts
 from poros.model.inspect import find_layers
 from poros.model.saving import watch_saving
 from poros.model.vision import drop_towers
-from poros.nf4 import QUANT_TYPES
+from poros.utils.formatting import size
+from poros.utils.logging_setup import show_info_by_default
 
 if TYPE_CHECKING:
     from transformers import (
@@ -85,7 +87,7 @@ def load(
             dtype), a 4-bit ``BitsAndBytesConfig``, or None for dense weights. The default is
             ``"nf4"``, or what a checkpoint or store has already; another one is refused there.
         dtype: Of everything that is not quantized. The default is bfloat16, or that of the store;
-            ``"auto"`` is what the checkpoint says.
+            ``"auto"`` is the checkpoint's own.
         device: Where to quantize; None is the current GPU, or the CPU if there is none.
         store: A folder for the quantized base on disk. If there is none yet, the checkpoint is
             quantized into it, which takes little memory; then the model is read from there, and
@@ -127,6 +129,7 @@ def load(
     Source:
         Poros technical report, section 4.2.
     """
+    show_info_by_default()
     options = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs, vision)
     options.refuse_for_a_folder(source)
     bounds = checked_limits(limits)
@@ -147,17 +150,19 @@ def load(
                 "host_budget: expected a store on disk for the layers beyond it, found none; pass "
                 "store=, a folder on a fast disk"
             )
-        reading = _Reading(source, options, quantizing_device(device), allow_nonfinite, bounds)
+        loader = _CheckpointLoader(
+            source, options, quantizing_device(device), allow_nonfinite, bounds
+        )
         if store is None:
-            return reading.into_memory()
-        reading.into_store_unless_there(store)
+            return loader.into_memory()
+        loader.into_store_unless_there(store)
         model = _open(store, budget, options, bounds, False, allow_nonfinite)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     return model
 
 
-class _Reading:
-    """One checkpoint on its way into memory or into a store."""
+class _CheckpointLoader:
+    """Loads one checkpoint into memory or into a store."""
 
     def __init__(
         self,
@@ -173,7 +178,7 @@ class _Reading:
         self._limits = limits
 
     def into_memory(self) -> "PreTrainedModel":
-        """The model, in new memory."""
+        """Load the model into new memory."""
         with self._checkpoint() as checkpoint:
             resolved = resolve(checkpoint, self._options, self._limits)
             model, slab_writer, _ = self._read(checkpoint, resolved)
@@ -184,7 +189,7 @@ class _Reading:
         return model
 
     def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> None:
-        """The same, unless it is in that store already; refuse a store of something else."""
+        """Write the store unless it exists; refuse a store of something else."""
         from poros.loaders.partial import remove_stale
 
         remove_stale(Path(directory).resolve())
@@ -199,7 +204,7 @@ class _Reading:
         self.require_made_of_it(directory)
 
     def into_store(self, directory: "str | os.PathLike[str]") -> Path:
-        """The model, in a store on disk; in memory is only what lies outside its layers."""
+        """Write the layers to a store on disk; only the rest of the model is in memory."""
         from poros.loaders.store_writer import StoreWriter, provenance
 
         with ExitStack() as stack:
@@ -262,17 +267,14 @@ class _Reading:
             find_layers,
             self._quantizer,
             format_of(used),
-            checkpoint.owns,
             allocate,
             leave_out,
         )
         taken: set[str] = set()
         with (
             one_at_a_time(),
-            progress(checkpoint, taken, names) as (slices, after_each),
-            reading_into(
-                slab_writer, used, is_quantized=resolved.is_quantized, after_each=after_each
-            ) as quantization,
+            progress(checkpoint, taken, names) as slices,
+            reading_into(slab_writer, used, is_quantized=resolved.is_quantized) as quantization,
         ):
             arguments = {
                 "config": resolved.config,
@@ -282,8 +284,6 @@ class _Reading:
             model = fill(resolved.model_class, slab_writer, quantization, slices, arguments)
         clean(model)
         require_floats(checkpoint, taken, model)
-        # A file that was cut off would end the process when what is left of it is copied.
-        checkpoint.check_unchanged()
         slab_writer.finish(model)
         checkpoint.check_unchanged()
         set_generation(model, resolved.generation, self._options)
@@ -298,7 +298,7 @@ def _open(
     is_source: bool,
     allow_nonfinite: bool,
 ) -> "PreTrainedModel":
-    """The model of a store, its first layers in new memory and the others in the file."""
+    """Open a store as a model: its first layers in new memory, the others in the file."""
     from poros.loaders.hf_quantizer import clean, reading_into
 
     with open_store(directory, limits=limits) as opened:
@@ -343,11 +343,11 @@ def _open(
 
 
 def _nothing(model: Any) -> None:
-    """Leave all of it."""
+    """Leave out nothing."""
 
 
 def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
-    """In which dtype a store was made, and how quantized."""
+    """Return the dtype and the quantization of a store."""
     from transformers import BitsAndBytesConfig
 
     about = opened.manifest.about
@@ -370,7 +370,7 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
 
 
 def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
-    """The slabs of a store: in memory those that ``budget`` has room for, the others mapped."""
+    """Read the slabs that ``budget`` has room for into memory, and map the others."""
     layouts = opened.layouts
     starts = slab_offsets(layouts)
     ends = [start + layout.padded_num_bytes for start, layout in zip(starts, layouts, strict=True)]
@@ -383,12 +383,12 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
     if first == len(layouts):
         return resident
     logger.warning(
-        "poros: %d of %d layers stay on the disk, in %s: training reads %.2f GB from there in each "
+        "poros: %d of %d layers stay on the disk, in %s: training reads %s from there in each "
         "forward and again in each backward pass",
         len(layouts) - first,
         len(layouts),
         shown(opened.slabs),
-        (ends[-1] - (ends[first - 1] if first else 0)) / 1e9,
+        size(ends[-1] - (ends[first - 1] if first else 0)),
     )
     return DiskStore.over_file(
         resident,

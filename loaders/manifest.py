@@ -1,7 +1,7 @@
-"""What a store says of itself: the layout and digest of each slab, and who made it from what.
+"""The manifest of a store: layout and digest of each slab, and how the store was made.
 
-It stands in the metadata of ``rest.safetensors``, with a SHA-256 of the whole header, so no bit of
-that can change unseen. What it says is checked all the same before anything is sized by it.
+It is in the metadata of ``rest.safetensors``, with a SHA-256 of the whole header, which detects
+every changed bit. Its values are checked all the same before anything is allocated by them.
 """
 
 import json
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from poros.digests import sha256
 from poros.errors import quoted
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
-from poros.loaders.extras import is_extra
+from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.io.digests import sha256
+from poros.loaders.auxiliary_files import is_auxiliary_file
 from poros.loaders.header import DTYPE_NAMES, DTYPES, Header, TensorEntry, defect, parse_json
 
 SLABS, REST = "slabs.safetensors", "rest.safetensors"
@@ -31,22 +31,22 @@ Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the files of a store have to be."""
+    """The expected contents of a store's files."""
 
     layouts: Sequence[BlockLayout]
     """One per decoder layer, as ``BlockLayout.pack`` lays out its tensors."""
     slab_digests: Sequence[str]
-    """The digest (``poros.digests``) of each slab, padded with zeros to a page."""
+    """The digest (``poros.io.digests``) of each slab, padded with zeros to a page."""
     rest_digest: str
     """That of all tensors that are in no slab, in the order of their bytes in the file."""
     files: Mapping[str, str]
     """SHA-256 of the small files of the source, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What the writer was told: source fingerprint, quantization, versions, device, threads."""
+    """How it was made: source fingerprint, quantization, versions, device, threads."""
 
 
 def rest_header(manifest: Manifest, rest: Mapping[str, torch.Tensor]) -> bytes:
-    """The header of ``rest.safetensors``, with the manifest in it.
+    """Make the header of ``rest.safetensors``, with the manifest in it.
 
     Raises:
         ValueError: If ``about`` is not plain JSON.
@@ -60,24 +60,24 @@ def rest_header(manifest: Manifest, rest: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def sealed_header(forms: Forms, metadata: Mapping[str, str]) -> bytes:
-    """A header with the SHA-256 of what it says in its metadata."""
+    """Return a header with the SHA-256 of its contents in its metadata."""
     return safetensors_header(forms, {**metadata, "sha256": _seal(forms, metadata)})
 
 
 def read_manifest(header: Header) -> Manifest:
-    """The manifest in the header of ``rest.safetensors``.
+    """Parse the manifest in the header of ``rest.safetensors``.
 
     Raises:
-        CheckpointFormatError: If there is none, it is of another version, changed, or says what
-            cannot be.
+        CheckpointFormatError: If there is none, it is of another version, was changed, or
+            contradicts itself.
     """
     file, metadata = header.file, dict(header.metadata)
-    said = (metadata.get("format"), metadata.get("version"))
-    if said != (FORMAT, VERSION):
+    found = (metadata.get("format"), metadata.get("version"))
+    if found != (FORMAT, VERSION):
         raise defect(
             file,
-            f"expected {FORMAT!r} of version {VERSION}, found {quoted(said[0])} of version "
-            f"{quoted(said[1])}, made by another release or by no Poros",
+            f"expected {FORMAT!r} of version {VERSION}, found {quoted(found[0])} of version "
+            f"{quoted(found[1])}, made by another release or by no Poros",
             remedy=REMEDY,
         )
     if metadata.pop("sha256", None) != _seal(forms_of(header.tensors), metadata):
@@ -97,7 +97,7 @@ def read_manifest(header: Header) -> Manifest:
 def safetensors_header(
     forms: Forms, metadata: Mapping[str, str] | None = None, *, to: int = 8
 ) -> bytes:
-    """Length and text of a safetensors header, padded so that the data start on ``to`` bytes.
+    """Make a safetensors header, padded so that the data start on a multiple of ``to`` bytes.
 
     Args:
         forms: Of the tensors, in the order of their bytes.
@@ -111,7 +111,7 @@ def safetensors_header(
 
 
 def slabs_header(layouts: Sequence[BlockLayout]) -> bytes:
-    """The header of ``slabs.safetensors``; the first slab follows it, on a page."""
+    """Make the header of ``slabs.safetensors``; the first slab follows it, on a page."""
     forms = {
         slab_name(index): (torch.uint8, (layout.padded_num_bytes,))
         for index, layout in enumerate(layouts)
@@ -120,17 +120,17 @@ def slabs_header(layouts: Sequence[BlockLayout]) -> bytes:
 
 
 def slab_name(index: int) -> str:
-    """The name of a layer's slab in ``slabs.safetensors``."""
+    """Name a layer's slab in ``slabs.safetensors``."""
     return f"slab.{index:05d}"
 
 
 def data_num_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of all slabs, each padded to a page."""
+    """Count the bytes of all slabs, each padded to a page."""
     return sum(layout.padded_num_bytes for layout in layouts)
 
 
 def forms_of(tensors: Mapping[str, torch.Tensor] | Mapping[str, TensorEntry]) -> Forms:
-    """Dtype and shape of each."""
+    """Return the dtype and shape of each tensor."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -154,7 +154,7 @@ def _parse(text: bytes, file: Path) -> Manifest:
     store = parse_json(text, file)
     for name in store["files"]:
         # Of folders only the one that extras may have; nothing here leads out of the store.
-        if not is_extra(name) and (Path(name).name != name or name in ("", ".", "..")):
+        if not is_auxiliary_file(name) and (Path(name).name != name or name in ("", ".", "..")):
             raise ValueError(f"a file called {name!r}")
     digests = [*store["slab_digests"], store["rest_digest"], *store["files"].values()]
     if not all(isinstance(digest, str) for digest in digests):

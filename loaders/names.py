@@ -1,6 +1,6 @@
-"""What a source is called: something on this machine, or a repository of the hub.
+"""Tells local paths from names of repositories on the hub.
 
-Imports nothing slow, so that a command can say at once that a path leads nowhere.
+Imports nothing slow, so that a command can reject a wrong path at once.
 """
 
 import os
@@ -29,7 +29,7 @@ def is_repository(name: str) -> bool:
 
 
 def is_local(source: str) -> bool:
-    """Whether it is meant as a path, there or not, and not as a name on the hub.
+    """Whether a source is a path, existing or not, and not a name on the hub.
 
     ``owner/name`` is a path if there is a folder ``owner``.
     """
@@ -42,7 +42,7 @@ def is_local(source: str) -> bool:
 
 
 def require_source(source: str, option: str) -> None:
-    """Refuse what is neither there nor the ``owner/name`` of a repository, without a request.
+    """Refuse a source that neither exists nor can be a repository, without a request.
 
     A single word is taken for a path too: the hub has few repositories without an owner, all of
     them under a full name as well, and a mistyped folder would be asked for over the network.

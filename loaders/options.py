@@ -1,4 +1,4 @@
-"""What ``poros.load`` was asked for: every option is honoured, or refused by its name.
+"""The options of ``poros.load``: each is honoured, or refused by its name.
 
 An option that is not set differs from one that is set to the default: only what was set can
 contradict the store or the checkpoint that is opened.
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from poros.devices import default_device, usable_device
 from poros.errors import PolicyError, quoted
+from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization
 from poros.loaders.source import Place
-from poros.nf4 import QUANT_TYPES, Format, double_quantization
+from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig
 
 
 class Unset(Enum):
-    """The kind of ``UNSET``."""
+    """The type of ``UNSET``."""
 
     UNSET = "default"
 
@@ -35,7 +35,7 @@ UNSET: Final = Unset.UNSET
 """The default of an option that a store or a checkpoint may answer."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""What a model can be loaded in."""
+"""The dtypes that a model can be loaded in."""
 
 _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 # Of from_pretrained, neither of the hub nor of the configuration: handed on as they are.
@@ -53,7 +53,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options of one call, taken apart and checked as far as that needs no file."""
+    """The options of one call, checked as far as that needs no file."""
 
     quantization: Any
     dtype: "torch.dtype | str | Unset"
@@ -76,7 +76,7 @@ class LoadOptions:
         others: Mapping[str, Any],
         vision: Any = UNSET,
     ) -> "LoadOptions":
-        """From the arguments of ``poros.load``.
+        """Parse the arguments of ``poros.load``.
 
         Raises:
             PolicyError: If one cannot be honoured.
@@ -106,7 +106,7 @@ class LoadOptions:
         return options
 
     def of_dtype(self, dtype: Any) -> "LoadOptions":
-        """The same with the dtype that "auto" turned out to mean.
+        """Copy the options with the dtype that "auto" resolved to.
 
         Raises:
             PolicyError: If nothing can be loaded in it.
@@ -115,21 +115,21 @@ class LoadOptions:
 
     @property
     def chosen_dtype(self) -> torch.dtype:
-        """To load in, if it is not to be found out."""
+        """The dtype to load in, unless it is "auto"."""
         return self.dtype if isinstance(self.dtype, torch.dtype) else torch.bfloat16
 
     @property
     def drops_vision(self) -> bool:
-        """Whether vision towers are left away."""
+        """Whether vision towers are left out."""
         return self.vision == "drop"
 
     @property
     def about_vision(self) -> str | None:
-        """What a store says of that."""
+        """The same as a store records it."""
         return "drop" if self.drops_vision else None
 
     def wanted(self, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
-        """How to quantize a checkpoint that is dense."""
+        """The quantization for a dense checkpoint."""
         quantization = "nf4" if self.quantization is UNSET else self.quantization
         return _bits_and_bytes(quantization, dtype)
 
@@ -157,7 +157,7 @@ class LoadOptions:
         """Refuse a store that was made with other options than were asked for.
 
         Args:
-            about: What it says of itself.
+            about: The store's ``about``.
             where: It lies.
             is_source: It is what is loaded; then what is not set is as it is there. Otherwise a
                 checkpoint is, whose defaults count.
@@ -227,7 +227,7 @@ class LoadOptions:
 
 
 def format_of(config: "BitsAndBytesConfig | None") -> Format | None:
-    """How 4-bit weights lie in memory under a configuration."""
+    """Return the memory format of 4-bit weights under a configuration."""
     if config is None:
         return None
     return Format(
@@ -238,7 +238,7 @@ def format_of(config: "BitsAndBytesConfig | None") -> Format | None:
 
 
 def quantizing_device(device: torch.device | str | None) -> torch.device:
-    """Where to quantize; None is the current GPU, or the CPU if there is none.
+    """Choose where to quantize; None is the current GPU, or the CPU if there is none.
 
     Raises:
         PolicyError: If there is no such device.
@@ -247,17 +247,17 @@ def quantizing_device(device: torch.device | str | None) -> torch.device:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What a store and a user call a dtype, such as ``bfloat16``."""
+    """The short name of a dtype, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:
-    """What a store remembers of the device that quantized it: bytes may depend on it."""
+    """The name of the quantizing device in a store: bytes may depend on it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """Refuse what cannot be honoured; take away what is so anyway."""
+    """Refuse options that cannot be honoured; drop those that hold anyway."""
     if options.pop("trust_remote_code", False):
         raise PolicyError(
             "trust_remote_code: expected False, found True: code from a checkpoint is never run; "

@@ -1,6 +1,6 @@
-"""Folders that are there as a whole or not at all: written elsewhere, then moved to their place.
+"""Writes folders atomically: elsewhere first, then moved to their place.
 
-Until then one is called ``.NAME.poros-XXXXXXXX.partial`` and holds a file that says who made it, on
+Until then one is called ``.NAME.poros-XXXXXXXX.partial`` and holds a marker file, on
 which its writer keeps a lock for as long as it lives; the system releases it when the process
 ends, however it does. So the next writer of that store knows a dead one from a living one at once,
 and from what is not ours.
@@ -21,12 +21,12 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from poros.errors import StoreWriteError, quoted
-from poros.loaders.extras import TEMPLATES
+from poros.loaders.auxiliary_files import TEMPLATES
 
 logger = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
-"""How the name of a folder ends that somebody is still writing, or was when they were killed."""
+"""The suffix of a folder that is being written, or whose writer was killed."""
 
 MARK = "poros-writer.lock"
 """In the folder, until the store is in its place."""
@@ -54,7 +54,7 @@ _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 @contextmanager
 def partial_folder(directory: Path) -> Iterator[Path]:
-    """A folder to write to, beside ``directory``; removed at the end, unless ``put_in_place``.
+    """Yield a folder to write to, beside ``directory``; it is removed unless ``put_in_place``.
 
     What writers of ``directory`` left that were killed is removed first.
 
@@ -110,7 +110,7 @@ def writing_to(place: str) -> Iterator[None]:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove what writers of this store left that were killed: nobody holds their locks.
+    """Remove what killed writers of this store left: their locks are free.
 
     A folder with something in it but not our mark is left alone.
     """
@@ -153,7 +153,7 @@ def _make(directory: Path) -> tuple[Path, int]:
 def _remove(partial: Path) -> None:
     """Remove such a folder and the files in it, as far as it can be.
 
-    The mark goes last, so that whoever is killed meanwhile leaves what is known as ours.
+    The mark goes last: a process killed meanwhile leaves a folder that is recognized as ours.
     """
     with suppress(OSError):
         for entry in partial.iterdir():

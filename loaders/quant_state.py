@@ -1,4 +1,4 @@
-"""The quantization state that comes with a 4-bit weight, checked before any kernel reads it.
+"""Checks the quantization state of a 4-bit weight before any kernel reads it.
 
 bitsandbytes believes a state that it is given. Its kernels take 16 and 256 entries of the code
 books without looking at how many there are, and a block size that is 0 divides by it: what is wrong
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from poros.errors import CheckpointFormatError, quoted
+from poros.kernels.nf4 import BLOCKSIZES, DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
 from poros.loaders.header import parse_json, shown
 from poros.loaders.quantize import require_finite
-from poros.nf4 import BLOCKSIZES, DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
 
 _PACKED = "quant_state.bitsandbytes__"
 _MAX_STATE_NUM_BYTES = 4096
@@ -26,16 +26,16 @@ _NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 
 def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: str) -> None:
-    """Check what a checkpoint holds of one 4-bit weight, before bitsandbytes makes a state of it.
+    """Check the parts of one 4-bit weight before bitsandbytes builds its state.
 
     Args:
         path: Of the checkpoint, for messages.
         name: Of the weight.
         parts: Its tensors, by their names from ``weight`` on.
-        quant_type: What the configuration says.
+        quant_type: The configuration's.
 
     Raises:
-        CheckpointFormatError: If a part is missing or left over, or says what cannot be.
+        CheckpointFormatError: If a part is missing or left over, or its values are impossible.
     """
 
     def refuse(expected: str, found: object) -> CheckpointFormatError:

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poros.digests import PackedDigests
 from poros.errors import CheckpointFormatError, ParityError
-from poros.nf4 import MOVING, NESTED_BLOCKSIZE, Format, Parts
+from poros.io.digests import PackedDigests
+from poros.kernels.nf4 import MOVING, NESTED_BLOCKSIZE, Format, Parts
 from poros.streams import Event, StreamContext, streams_for
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _CHUNK_NUM_BYTES = {"cpu": 1 << 19, "cuda": 16 << 20}
 
 @dataclass
 class _Buffer:
-    """One of the two places where a piece is on its way to the device."""
+    """One of the two staging buffers for pieces on their way to the device."""
 
     host: torch.Tensor
     device: torch.Tensor
@@ -62,7 +62,7 @@ class _Buffer:
     pending: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until what came back is hashed and where it belongs."""
+        """Wait until the results are hashed and in their places."""
         pending, self.pending = self.pending, []
         wait_for_all(pending)
         for future in pending:
@@ -251,12 +251,12 @@ class Quantizer:
             buffer.pending.append(hash(again, arrive))
 
     def flush(self) -> None:
-        """Wait until the bytes of every call with ``wait=False`` are where they belong."""
+        """Wait until the bytes of every call with ``wait=False`` are in their places."""
         for buffer in self._buffers:
             buffer.wait()
 
     def _stage(self, flat: torch.Tensor, index: int, chunk: int) -> tuple[torch.Tensor, Event]:
-        """Piece ``index`` on the device, and the event at which it is there."""
+        """Return piece ``index`` on the device, and the event of its arrival."""
         source = flat[index * chunk : (index + 1) * chunk]
         if not self._is_staged:
             return source, None

@@ -1,4 +1,4 @@
-"""What a model calls the tensors of a checkpoint, by transformers' rules for renaming them."""
+"""Maps a checkpoint's tensor names to a model's, by transformers' rules."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class OwnName(NamedTuple):
-    """What a model calls a tensor of a checkpoint."""
+    """A model's name for a tensor of a checkpoint."""
 
     name: str
     is_part: bool
@@ -16,7 +16,7 @@ class OwnName(NamedTuple):
 def own_names(
     model: Any, names: Iterable[str], key_mapping: Mapping[str, str] | None = None
 ) -> "dict[str, OwnName]":
-    """The name in ``model`` of each tensor of a checkpoint, as ``from_pretrained`` finds it.
+    """Map each tensor of a checkpoint to its name in ``model``, as ``from_pretrained`` does.
 
     What the model does not have keeps the name that the rules give it.
 
@@ -51,7 +51,7 @@ def own_names(
 def without_towers(
     model_class: Any, config: Any, names: Iterable[str], key_mapping: Mapping[str, str] | None
 ) -> list[str]:
-    """Those of a checkpoint's tensors that a model needs that is loaded without its towers."""
+    """List the tensors that a model without its towers needs."""
     import torch
 
     from poros.model.vision import find_towers

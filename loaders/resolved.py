@@ -1,4 +1,4 @@
-"""How a checkpoint is going to be loaded: its settings and the options of the call, resolved."""
+"""Resolves a checkpoint's settings and the options of a call."""
 
 import os
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResolvedLoad:
-    """How a checkpoint is going to be loaded, settled before a weight is read."""
+    """How a checkpoint is loaded, decided before a weight is read."""
 
     config: "PreTrainedConfig"
     model_class: Any
@@ -42,7 +42,7 @@ class ResolvedLoad:
 
 
 def resolve(checkpoint: Checkpoint, options: LoadOptions, limits: Limits) -> ResolvedLoad:
-    """Bring settings and options together.
+    """Resolve settings and options.
 
     Raises:
         CheckpointFormatError: If transformers cannot make anything of the settings.
@@ -68,6 +68,6 @@ def resolve(checkpoint: Checkpoint, options: LoadOptions, limits: Limits) -> Res
 def set_generation(
     model: "PreTrainedModel", generation: "GenerationConfig", options: LoadOptions
 ) -> None:
-    """As ``from_pretrained`` sets it, unless one was given, which it has set already."""
+    """Set the generation settings, unless the call has given some."""
     if model.can_generate() and "generation_config" not in options.handed_on:
         model.generation_config = generation

@@ -1,4 +1,4 @@
-"""A model's settings, from texts that have been read: configuration, generation, quantization.
+"""Parses a model's settings from texts: configuration, generation, quantization.
 
 transformers reads them from a folder. It is given one of its own with the very texts that were
 checked and, for a store, kept, so that a file which changes meanwhile changes nothing; and before
@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
+from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import Limits
 from poros.loaders.source import CONFIG, GENERATION
-from poros.nf4 import QUANT_TYPES
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig
@@ -45,7 +45,7 @@ def configuration(
     given: "PreTrainedConfig | None" = None,
     limits: Limits | None = None,
 ) -> "PreTrainedConfig":
-    """The configuration of a checkpoint, with those options that are its fields.
+    """Parse the configuration of a checkpoint, with those options that are its fields.
 
     Args:
         path: Where it lies, for messages and as the model's name.
@@ -107,7 +107,7 @@ def _refuse_hub_kernels(path: Path, config: Any) -> None:
 
 
 def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationConfig":
-    """What ``from_pretrained`` reads beside the weights, or makes of the configuration.
+    """Parse the generation settings, from their file or from the configuration.
 
     Raises:
         CheckpointFormatError: If transformers cannot read it.
@@ -124,7 +124,8 @@ def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationCo
         except Exception as error:
             raise defect(
                 path / name,
-                f"expected settings of generation that transformers takes, found {said(error)}",
+                "expected settings of generation that transformers takes, found "
+                f"{describe_error(error)}",
                 remedy="mend the file, or remove it: then its defaults are taken",
             ) from error
     return generation
@@ -166,7 +167,7 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
         quantization = BitsAndBytesConfig.from_dict(stored)
     except Exception as error:
         raise defect(
-            path / CONFIG, f"expected a quantization_config, found {said(error)}"
+            path / CONFIG, f"expected a quantization_config, found {describe_error(error)}"
         ) from error
     if quantization.bnb_4bit_quant_type not in QUANT_TYPES:
         raise defect(
@@ -178,7 +179,7 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
 
 
 def model_class_of(config: Any) -> tuple[Any, Any]:
-    """The class that a checkpoint is of, and the configuration it takes.
+    """Choose the model class of a checkpoint, and return it with its configuration.
 
     That is the one with a vision tower if ``architectures`` names it, else what
     ``AutoModelForCausalLM`` chooses, else what ``AutoModelForImageTextToText`` does.
@@ -227,8 +228,8 @@ def _classes(mapping: Any, config: Any) -> list[Any]:
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
-def said(error: BaseException) -> str:
-    """What another library says, on one line: the kind of its error and its message, bounded."""
+def describe_error(error: BaseException) -> str:
+    """Format another library's error, bounded, on one line."""
     text = " ".join(str(error)[:_MAX_SAID].split())
     return f"{type(error).__name__}: {quoted(text, is_bare=True, limit=400)}"
 
@@ -247,7 +248,7 @@ def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedC
         )
     except Exception as error:
         refuse_code(error, shown(path))
-        what = said(error).replace(folder, shown(path))
+        what = describe_error(error).replace(folder, shown(path))
         if options:
             raise PolicyError(
                 f"{', '.join(sorted(options))}: expected values that the configuration takes, "
@@ -264,7 +265,7 @@ def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedC
 
 @contextmanager
 def _folder_of(texts: Mapping[str, bytes]) -> Iterator[str]:
-    """A folder with the configuration files alone.
+    """Yield a temporary folder with the configuration files alone.
 
     Raises:
         StoreWriteError: If there is no room for them.

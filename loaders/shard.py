@@ -1,12 +1,9 @@
-"""One safetensors file: its bytes as tensors, and reads that fail with an error.
+"""One safetensors file: reads of its tensors, which fail with an error.
 
-A file is mapped, too, so that a tensor can be looked at without reading all of it. What is loaded
-does not come through the mapping: where a page cannot be read, because the disk fails or the file
-was cut off meanwhile, touching it ends the process with SIGBUS. ``Shard.read`` brings a tensor into
-memory of its own and reports the error instead.
+A tensor is read into memory of its own. A mapping of the file would end the process with SIGBUS
+where a page cannot be read, because the disk fails or the file was cut off meanwhile.
 """
 
-import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
-from poros.errors import HostMemoryError
-from poros.layout import align
+from poros.io.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
+from poros.io.reading import read_into
 from poros.loaders.checked_reader import new_bytes
 from poros.loaders.header import (
     Header,
@@ -26,35 +22,26 @@ from poros.loaders.header import (
     open_regular,
     read_buffer,
     read_header,
-    shown,
 )
-from poros.reads import mapping_flags, read_into
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An open file: what it says that it holds, its bytes, and what it was when it was opened."""
+    """A file: its header, and its identity when the header was read."""
 
     header: Header
-    mapping: mmap.mmap
     identity: Identity
 
     @classmethod
     def open(cls, file: Path) -> "Shard":
-        """Check the header of ``file`` and map it.
-
-        The mapping keeps the one descriptor that is open afterwards. Both end with the last
-        reference to it, a tensor's included.
+        """Read and check the header of ``file``; nothing is left open.
 
         Raises:
             CheckpointFormatError: If the file cannot be opened or its header breaks the format.
-            HostMemoryError: If the system refuses the mapping.
-                Nothing is left open in either case.
         """
         descriptor, status = open_regular(file)
         try:
-            header = read_header(descriptor, file)
-            return cls(header, _map(descriptor, header), identity_of(status))
+            return cls(read_header(descriptor, file), identity_of(status))
         finally:
             os.close(descriptor)
 
@@ -66,24 +53,8 @@ class Shard:
     def num_bytes(self) -> int:
         return self.header.num_bytes
 
-    @property
-    def begin(self) -> int:
-        """Address of the mapping."""
-        return torch.frombuffer(self.mapping, dtype=torch.uint8).data_ptr()
-
-    def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """A tensor over the mapped bytes; a copy only where the file does not align its dtype."""
-        if entry.num_bytes == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        flat = torch.frombuffer(
-            self.mapping, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset
-        )
-        if entry.offset % entry.dtype.itemsize:
-            flat = flat.clone()
-        return flat.view(entry.dtype).view(entry.shape)
-
     def read(self, name: str, entry: TensorEntry) -> torch.Tensor:
-        """A tensor in memory of its own. ``check_unchanged`` tells whose bytes they are.
+        """Read a tensor into new memory; call ``check_unchanged`` after the last read.
 
         Raises:
             CheckpointFormatError: If it cannot be read.
@@ -108,13 +79,6 @@ class Shard:
             )
         return flat.view(entry.dtype).view(entry.shape)
 
-    def drop_pages(self, entry: TensorEntry) -> None:
-        """Take the pages that a tensor fills from this process."""
-        begin = align(entry.offset, mmap.PAGESIZE)
-        end = (entry.offset + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if begin < end:
-            self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
     def check_unchanged(self) -> None:
         """Compare the file with what it was when it was opened.
 
@@ -137,7 +101,7 @@ class Shard:
             )
 
     def digest(self, pool: ThreadPoolExecutor, is_over: threading.Event) -> str:
-        """The digest (``poros.digests``) of the whole file, hashed in ``pool`` until it is over.
+        """Hash the whole file in ``pool`` (``poros.io.digests``), unless ``is_over`` is set.
 
         Raises:
             CheckpointFormatError: If the file changed since it was opened, or a read fails.
@@ -160,24 +124,3 @@ class Shard:
             return digest
         finally:
             os.close(descriptor)
-
-
-def _map(descriptor: int, header: Header) -> mmap.mmap:
-    """Map a file privately: what is written to a page stays in this process.
-
-    Writable all the same, because torch code may write to what it loaded, and a read-only page
-    would end the process.
-    """
-    try:
-        return mmap.mmap(descriptor, header.num_bytes, **mapping_flags(private=True))
-    except ValueError as error:  # mmap compares the length with the file's
-        raise defect(
-            header.file,
-            f"expected {header.num_bytes} bytes, found fewer: it shrank while it was opened",
-        ) from error
-    except OSError as error:
-        raise HostMemoryError(
-            f"{shown(header.file)}: expected to map {header.num_bytes} bytes, which takes address "
-            f"space but no memory, found: {error.strerror}; raise the limit of the process "
-            "(ulimit -v, ulimit -d)"
-        ) from error

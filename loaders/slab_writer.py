@@ -1,4 +1,4 @@
-"""Where each tensor of a model that is being loaded goes: the layers' into slabs, piece by piece.
+"""Places the tensors of a model that is being loaded: those of layers into slabs.
 
 The plan is made on the model without memory that transformers has built, before anything is read:
 for each decoder layer the parts that move, in the order in which ``poros.prepare`` lists them, with
@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.digests import PackedDigests
 from poros.errors import CheckpointFormatError, quoted
+from poros.host.layout import BlockLayout, TensorSpec, is_small
 from poros.host.limits import require_host_memory
 from poros.host.store import HostSlab, HostStore
-from poros.layout import BlockLayout, TensorSpec, is_small
-from poros.loaders.header import shown
-from poros.loaders.quant_state import require_codes
-from poros.loaders.quantize import Quantizer, require_finite
-from poros.nf4 import (
+from poros.io.digests import PackedDigests
+from poros.kernels.nf4 import (
     BLOCKSIZES,
     DTYPES,
     MOVING,
@@ -37,6 +34,10 @@ from poros.nf4 import (
     state_of,
     streams,
 )
+from poros.loaders.header import shown
+from poros.loaders.quant_state import require_codes
+from poros.loaders.quantize import Quantizer, require_finite
+from poros.stream.adapters import named_tensors
 
 Allocate = Callable[[Sequence[BlockLayout]], HostStore]
 FindLayers = Callable[[nn.Module], tuple[str, Sequence[nn.Module]]]
@@ -50,8 +51,6 @@ class SlabWriter:
         find_layers: Finds the decoder layers: the name of their list, and the layers.
         quantizer: Quantizes 4-bit weights.
         format: Of 4-bit weights; None if nothing is quantized.
-        is_mapped: Whether a tensor's memory is a mapped file of the checkpoint, which the model
-            must not keep.
         allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
         leave_out: Takes away from the model, while it has no memory, what is not to be loaded.
 
@@ -67,7 +66,6 @@ class SlabWriter:
         find_layers: FindLayers,
         quantizer: Quantizer,
         format: Format | None,
-        is_mapped: Callable[[torch.Tensor], bool],
         allocate: Allocate | None = None,
         leave_out: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
@@ -81,7 +79,6 @@ class SlabWriter:
         self._leave_out = leave_out
         self._find_layers = find_layers
         self._quantizer = quantizer
-        self._is_mapped = is_mapped
         self._packed = PackedDigests()
         self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -103,15 +100,15 @@ class SlabWriter:
         """
         self._leave_out(model)
         everything = [
-            part for name, tensor in _named_tensors(model) for part in self._parts(name, tensor)
+            part for name, tensor in named_tensors(model) for part in self._parts(name, tensor)
         ]
         self.num_bytes = _num_bytes(everything)
         self.layers_name, layers = self._find_layers(model)
-        self._shapes = {name: tensor.shape for name, tensor in _named_tensors(model)}
+        self._shapes = {name: tensor.shape for name, tensor in named_tensors(model)}
         self._is_float = {
-            name for name, tensor in _named_tensors(model) if tensor.is_floating_point()
+            name for name, tensor in named_tensors(model) if tensor.is_floating_point()
         }
-        self._is_4bit = {name for name, tensor in _named_tensors(model) if is_params4bit(tensor)}
+        self._is_4bit = {name for name, tensor in named_tensors(model) if is_params4bit(tensor)}
         loaded = model.state_dict().keys()
         self._checked = self._shapes.keys() - loaded
         layouts = []
@@ -195,7 +192,7 @@ class SlabWriter:
         return targets["packed"], state
 
     def copy(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
-        """A copy of ``tensor`` in its place; in memory of its own if it has none or does not fit.
+        """Copy ``tensor`` to its place, or to new memory if it has none or does not fit.
 
         Packed bytes are taken as they are, whatever dtype they are stored as.
 
@@ -214,7 +211,7 @@ class SlabWriter:
         try:
             return self.copy(name, tensor, is_packed=is_packed)
         finally:
-            hashed.result()  # the checkpoint may take the pages back
+            hashed.result()  # few tensors of the file are in memory at a time
 
     def require_packed(self, name: str, parts: Parts, state: Any, shape: Sequence[int]) -> None:
         """Refuse a 4-bit weight of the checkpoint whose parts do not belong together.
@@ -238,19 +235,19 @@ class SlabWriter:
 
     @property
     def finished(self) -> HostStore:
-        """The slabs, once there are some."""
+        """The slabs, after ``plan``."""
         if self.store is None:
             raise ValueError("expected a plan, found none; call plan first")
         return self.store
 
     def finish(self, model: nn.Module) -> None:
-        """Move what came another way, and see that everything is where it belongs.
+        """Move tensors that came another way, and check that all are in their places.
 
         Raises:
             CheckpointFormatError: If a tensor has another shape than the model's, or is not finite.
         """
         self._quantizer.flush()
-        for name, tensor in _named_tensors(model):
+        for name, tensor in named_tensors(model):
             is_packed = state_of(tensor) is not None
             if name in self._is_4bit and not is_packed:
                 raise self.dense(name, tensor)
@@ -263,26 +260,26 @@ class SlabWriter:
                     )
             if is_packed or self.is_placed(name, tensor):
                 continue
-            if name in self._places or self._is_mapped(tensor):
+            if name in self._places:
                 tensor.data = self.copy(name, tensor.data)
             else:
                 self._require_finite(name, tensor)
         self._note_digests(model)
 
     def packed_digests(self) -> Mapping[str, bytes]:
-        """Of the parts of 4-bit weights, as they were before they were written to memory."""
+        """Return the digests of 4-bit weights' parts from before they were written to memory."""
         return self._packed.results()
 
     def _note_digests(self, model: nn.Module) -> None:
-        """Leave them on the store, for ``poros.prepare`` and for whoever writes it to a disk."""
+        """Attach the digests to the store, for ``poros.prepare`` and for the store writer."""
         digests, noted = self.packed_digests(), self.finished.as_packed
-        for name, tensor in _named_tensors(model):
+        for name, tensor in named_tensors(model):
             for part, data in part_tensors(name, tensor, with_constants=True).items():
                 if part in digests:
                     noted.note(part, tensor if part == name else data, digests[part])
 
     def dense(self, name: str, tensor: torch.Tensor) -> CheckpointFormatError:
-        """The error for a weight that came without the state that its packed form needs."""
+        """Make the error for a packed weight without its quantization state."""
         return CheckpointFormatError(
             f"{self._where(name)}: expected a 4-bit weight with its quantization state, as "
             f"config.json says, found {tensor.dtype} {quoted(tuple(tensor.shape))} without one; "
@@ -290,7 +287,7 @@ class SlabWriter:
         )
 
     def packed(self, name: str) -> CheckpointFormatError:
-        """The error for a 4-bit weight where the configuration wants a dense one."""
+        """Make the error for a 4-bit weight where the configuration wants a dense one."""
         return CheckpointFormatError(
             f"{self._where(name)}: expected a dense weight, as config.json says "
             "(llm_int8_skip_modules?), found a 4-bit one; check that config.json and weights "
@@ -298,7 +295,7 @@ class SlabWriter:
         )
 
     def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """What a tensor of the planned model takes: itself, or its packed form and scales."""
+        """Return the tensors to store for a planned one: itself, or its packed form and scales."""
         if not is_params4bit(tensor):
             return [(name, tensor)]
         form = self._require_format().form(tensor.shape).items()
@@ -307,7 +304,7 @@ class SlabWriter:
     def _streamed_parts(
         self, name: str, tensor: torch.Tensor, is_buffer: bool
     ) -> list[tuple[str, torch.Tensor]]:
-        """Those of its parts that lie in a slab; see "What is small stays" in ``poros.layout``."""
+        """Return the parts that go into a slab ("What is small stays" in ``poros.host.layout``)."""
         if not is_params4bit(tensor):
             return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
         form = self._require_format().form(tensor.shape).items()
@@ -325,7 +322,7 @@ class SlabWriter:
         return torch.empty_like(like, device="cpu")
 
     def is_placed(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a part lies at its place in a slab."""
+        """Whether a part is at its place in a slab."""
         if name not in self._places:
             return False
         slab, spec = self._places[name]
@@ -383,11 +380,6 @@ def _own_tensors(
                 if tensor is not None and id(tensor) not in elsewhere | seen:
                     seen.add(id(tensor))
                     yield f"{module_name}.{key}", tensor, owner is module._buffers
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _own_dtype(name: str, own_dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:

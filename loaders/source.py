@@ -1,20 +1,20 @@
-"""Where a checkpoint lies: configuration, index and the files that hold the tensors.
+"""Finds a checkpoint's configuration, index and tensor files.
 
 Files are chosen as transformers chooses them, so that both read the same bytes. Links are followed,
 because a hub cache consists of them; what an index names must lie in its folder by name.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from poros.errors import UnsupportedModelError, quoted
-from poros.loaders.extras import EXTRAS
+from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
+from poros.loaders.auxiliary_files import AUXILIARY_FILES
 from poros.loaders.header import defect, parse_json, shown
-from poros.loaders.hub import fetch
 from poros.loaders.limits import Limits
+from poros.loaders.names import is_repository
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -47,7 +47,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint lies in its folder or repository, and how to get at a repository.
+    """The place of a checkpoint in its folder or repository, and options of the hub.
 
     Args:
         subfolder: Of the folder or repository; "" is itself.
@@ -107,7 +107,7 @@ def find_source(
 def find_config(
     source: str | os.PathLike[str], limits: Limits | None = None
 ) -> tuple[Path, dict[str, bytes]]:
-    """Folder and text of a configuration alone, without weights.
+    """Find a configuration without weights; return its folder and text.
 
     Raises:
         CheckpointFormatError: If there is none, or it is larger than ``limits`` allow.
@@ -124,8 +124,34 @@ def find_config(
     return path, {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
 
 
+def fetch(repository: str, patterns: Sequence[str], **hub: Any) -> Path:
+    """Download a repository's files that match ``patterns``, and return its folder.
+
+    Args:
+        repository: ``owner/name`` or ``name``. What cannot be one is refused without a request.
+        patterns: Of names within the repository.
+        **hub: Of ``huggingface_hub.snapshot_download``.
+
+    Raises:
+        CheckpointFormatError: If there is no such repository, or no way to it.
+    """
+    if not is_repository(repository):
+        raise _no_repository(
+            repository, "no file or folder of that name, and no name of a repository"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(patterns), **hub))
+    except Exception as error:  # its own errors have no common base but this
+        why = f"{type(error).__name__}, {quoted(str(error))}"
+        raise _no_repository(
+            repository, f"no file or folder of that name, and on the hub {why}"
+        ) from error
+
+
 def _existing(source: str | os.PathLike[str]) -> Path | None:
-    """The path, if there is something."""
+    """Return the path if it exists, else None."""
     path = Path(source)
     try:
         path.is_dir()
@@ -139,7 +165,7 @@ def _existing(source: str | os.PathLike[str]) -> Path | None:
 
 
 def _refuse_adapter(path: Path, place: Place, limits: Limits) -> None:
-    """``from_pretrained`` would attach an adapter that it finds; here base and adapter are two."""
+    """Refuse a folder with an adapter, which ``from_pretrained`` would attach."""
     file = path / ADAPTER
     if not os.path.lexists(file):
         return
@@ -165,7 +191,7 @@ def _has_weights(path: Path, variant: str | None) -> bool:
 
 
 def _varied(name: str, variant: str | None) -> str:
-    """The name of a file of weights with the variant in it, as transformers puts it."""
+    """Return the name of a weights file with the variant in it, as in transformers."""
     if variant is None:
         return name
     stem, _, end = name.rpartition(".")
@@ -177,7 +203,7 @@ def _is_index(name: str) -> bool:
 
 
 def _weights_name(path: Path, config: dict[str, Any], variant: str | None) -> str:
-    """The file to begin with, chosen in the order of transformers."""
+    """Choose the weights file or the index, in the order of transformers."""
     explicit = config.get("transformers_weights")
     if explicit is not None:
         if not isinstance(explicit, str) or not explicit.endswith((".safetensors", ".index.json")):
@@ -203,7 +229,7 @@ def _weights_name(path: Path, config: dict[str, Any], variant: str | None) -> st
 
 
 def _others(path: Path) -> list[Path]:
-    """What lies in a folder beside JSON files."""
+    """List a folder without its JSON files."""
     try:
         return sorted(entry for entry in path.iterdir() if entry.suffix != ".json")
     except OSError as error:
@@ -211,7 +237,7 @@ def _others(path: Path) -> list[Path]:
 
 
 def _refuse_other_formats(files: Iterable[Path], path: Path) -> None:
-    """Name the formats that hold weights elsewhere, if there are files of one and no others."""
+    """Name another format of weights if the folder holds nothing else."""
     files = list(files)
     if any(file.suffix == ".safetensors" for file in files):
         return
@@ -234,7 +260,7 @@ def _refuse_other_formats(files: Iterable[Path], path: Path) -> None:
 
 
 def _read_index(file: Path, limits: Limits) -> dict[str, str]:
-    """The ``weight_map`` of an index, every name in it checked."""
+    """Read the ``weight_map`` of an index, and check every name in it."""
     text = limits.read(file, "index_num_bytes")
     weight_map = parse_json(text, file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -251,7 +277,7 @@ def _read_index(file: Path, limits: Limits) -> dict[str, str]:
 
 
 def _refuse_escape(name: str, file: Path) -> None:
-    """Refuse a name that leads out of the folder, or is none."""
+    """Refuse a name that is invalid or leads out of the folder."""
     parts = PurePosixPath(name).parts
     if (
         ".." in parts
@@ -269,17 +295,25 @@ def _refuse_escape(name: str, file: Path) -> None:
 
 
 def _from_hub(repository: str, place: Place, limits: Limits) -> Path:
-    """The folder in the hub's cache, fetched as far as it is not there and a network may be used.
+    """Fetch a repository into the hub's cache, as far as it is not there, and return its folder.
 
     The shards are fetched by the names in the index: repositories hold other copies of the same
     weights under names of their own.
     """
     inside = f"{place.subfolder}/" if place.subfolder else ""
     single, index = (_varied(name, place.variant) for name in (SINGLE, INDEX))
-    names = [CONFIG, GENERATION, ADAPTER, single, index, *EXTRAS]
+    names = [CONFIG, GENERATION, ADAPTER, single, index, *AUXILIARY_FILES]
     path = fetch(repository, [ADAPTER, *(inside + name for name in names)], **place.hub)
     folder = path / place.subfolder
     if not (folder / single).exists() and (folder / index).exists():
         shards = sorted(set(_read_index(folder / index, limits).values()))
         path = fetch(repository, [inside + name for name in shards], **place.hub)
     return path
+
+
+def _no_repository(repository: str, found: str) -> CheckpointFormatError:
+    return defect(
+        quoted(repository),
+        f"expected a folder, a .safetensors file or a hub repository, found none: {found}",
+        remedy="check the path or name, and the network unless the checkpoint is in the cache",
+    )

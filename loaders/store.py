@@ -1,4 +1,4 @@
-"""A quantized base on disk, to be opened again without reading the checkpoint or quantizing.
+"""Opens a quantized base on disk (a store) without the checkpoint and without quantizing.
 
 A store is a folder:
 
@@ -8,9 +8,9 @@ A store is a folder:
     config.json, ...    the source's own small files: settings, tokenizer, licence
 
 The data of ``slabs.safetensors`` are the bytes of the host store, page by page (see "Layers start
-on pages" in ``poros.layout``): they are read into memory, or mapped, without being looked at. They
-are a file of their own because a header comes first, and digests are known last: slabs are mapped
-from their file while they are quantized.
+on pages" in ``poros.host.layout``): they are read into memory, or mapped, without being parsed.
+They are a file of their own because a header comes first, and digests are known last: slabs are
+mapped from their file while they are quantized.
 
 Note: Nothing is used that was not checked
     Whatever is read is hashed (``poros.loaders.checked_reader``) and compared with the manifest.
@@ -27,10 +27,10 @@ from pathlib import Path
 
 import torch
 
-from poros.digests import Identity, as_bytes, identity_of, sha256
 from poros.errors import quoted
+from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.store import HostStore
-from poros.layout import BlockLayout, slab_offsets
+from poros.io.digests import Identity, as_bytes, identity_of, sha256
 from poros.loaders.checked_reader import Run, new_bytes, read_checked, require_digest
 from poros.loaders.header import Header, defect, open_regular, read_at, read_header
 from poros.loaders.limits import Limits
@@ -49,12 +49,12 @@ from poros.loaders.partial import PARTIAL
 
 @dataclass
 class OpenStore:
-    """A store on disk whose files fit its manifest. A context manager; what it gave out stays."""
+    """An open store whose files fit its manifest. A context manager; tensors outlive it."""
 
     path: Path
     """Its folder."""
     manifest: Manifest
-    """What it says of itself; ``manifest.about`` is what its writer was given."""
+    """The manifest; ``manifest.about`` is how it was made."""
     data_offset: int
     """Where in the file ``slabs`` the first slab starts, in bytes."""
     identity: Identity
@@ -92,7 +92,7 @@ class OpenStore:
         return tensors
 
     def text(self, name: str) -> bytes:
-        """A small file of the source, such as ``config.json``.
+        """Read a small file of the source, such as ``config.json``.
 
         Raises:
             CheckpointFormatError: If it is not what was written.
@@ -153,7 +153,7 @@ class OpenStore:
 
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
-    """Whether there is a store in the folder, sound or not: it is known by names of its files."""
+    """Whether the folder holds a store, sound or not, by the names of its files."""
     try:
         return any((Path(directory) / name).exists() for name in (SLABS, REST))
     except (OSError, ValueError):  # an endless name, a null in it: no store in any case
@@ -222,7 +222,7 @@ def open_store(
 
 
 def _what(path: Path) -> str:
-    """What lies where a store was expected."""
+    """Describe what is there instead of a store."""
     if not os.path.lexists(path):
         return "nothing there"
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""A model and its store on disk: what of a model goes there, and a model made of it again.
+"""Splits a model into what its store keeps, and builds a model from an open store.
 
 The slabs are stored as they are. The rest of the model goes by name: everything outside the layers,
 and of each 4-bit weight the few constants that stay on the device. Buffers that transformers
@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from poros.errors import quoted
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
-from poros.layout import BlockLayout
+from poros.kernels.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
+from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
 from poros.loaders.manifest import REMEDY
@@ -24,16 +25,15 @@ from poros.loaders.options import dtype_name
 from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import FindLayers, SlabWriter
 from poros.loaders.store import OpenStore
-from poros.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
 
 PARTS_DIGESTS = "parts_digests"
-"""What a store calls the digests of the parts of its 4-bit weights."""
+"""The key of the digests of 4-bit weights' parts in a store."""
 
 
 def contents(
     model: nn.Module, slab_writer: SlabWriter
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What of a loaded model is in no slab, and how to put it together again.
+    """Return what of a loaded model is in no slab, and how to rebuild the model.
 
     Returns:
         Tensors by name; and as JSON values the names of all dense tensors, dtype and block size of
@@ -59,12 +59,12 @@ def contents(
 
 
 def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
-    """The small files of a checkpoint that a store keeps, by name: settings as they were read."""
-    return {**read_extras(checkpoint.path, limits), **checkpoint.texts}
+    """Return the small files that a store keeps, by name."""
+    return {**read_auxiliary_files(checkpoint.path, limits), **checkpoint.texts}
 
 
 class StoreReader(SlabWriter):
-    """Puts a model together from an open store, whose slabs have been read or mapped.
+    """Builds a model from an open store, whose slabs were read or mapped.
 
     Args:
         opened: The store.
@@ -87,7 +87,6 @@ class StoreReader(SlabWriter):
             find_layers,
             Quantizer(torch.device("cpu"), allow_nonfinite=True),  # quantizes nothing
             format,
-            lambda tensor: False,
             allocate=self._given,
             leave_out=leave_out,
         )
@@ -111,11 +110,11 @@ class StoreReader(SlabWriter):
             ) from error
 
     def names(self) -> list[str]:
-        """The parameters and buffers that can be fetched."""
+        """List the parameters and buffers that can be fetched."""
         return [*self._dense, *self._weights]
 
     def fetch(self, name: str, planned: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A tensor, or a packed weight and its quantization state (else None).
+        """Return a tensor, or a packed weight and its quantization state (else None).
 
         Raises:
             CheckpointFormatError: If the store has not what the model needs.
@@ -137,7 +136,7 @@ class StoreReader(SlabWriter):
         return parts["packed"], state
 
     def copy(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
-        """As in ``SlabWriter``; what lies there already is not written again.
+        """As in ``SlabWriter``; equal bytes are not written again.
 
         A page of a mapped slab that is written to is no longer the file's.
         """

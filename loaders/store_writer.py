@@ -1,4 +1,4 @@
-"""Writes a store to disk (``poros.loaders.store`` says what one is).
+"""Writes a store to disk (the format is in ``poros.loaders.store``).
 
 Note: A store is there or not
     It is written in a hidden folder beside its place (``poros.loaders.partial``), flushed, and
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from poros.digests import as_bytes, digest_of, num_threads, sha256
 from poros.errors import StoreWriteError, quoted
+from poros.host.layout import BlockLayout
 from poros.host.store import Arena, HostStore
-from poros.layout import BlockLayout
+from poros.io.digests import as_bytes, digest_of, num_threads, sha256
 from poros.loaders.header import shown
 from poros.loaders.manifest import (
     REST,
@@ -29,11 +29,11 @@ from poros.loaders.manifest import (
 )
 from poros.loaders.options import device_name
 from poros.loaders.partial import partial_folder, put_in_place, writing_to
-from poros.versions import library_versions
+from poros.utils.versions import library_versions
 
 
 class StoreWriter:
-    """A store in the making: fill the slabs of ``host``, then ``commit``. A context manager.
+    """Writes a store: fill the slabs of ``host``, then ``commit``. A context manager.
 
     The slabs are mapped from the file itself, so a base larger than the memory can be written: the
     system writes pages out as it needs to. Leaving the context without ``commit`` removes all.
@@ -67,7 +67,7 @@ class StoreWriter:
         about: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Write what is missing, flush everything, and put the store in its place.
+        """Write the remaining files, flush everything, and move the store to its place.
 
         Args:
             rest: Every tensor that is in no slab, by name, on the CPU.
@@ -114,7 +114,7 @@ class StoreWriter:
             self.close()
 
     def close(self) -> None:
-        """Forget the slabs and remove what was not committed. Idempotent."""
+        """Release the slabs and remove an uncommitted folder. Idempotent."""
         self.host = HostStore([])
         self._undo.close()
 
@@ -127,7 +127,7 @@ class StoreWriter:
     def _require_as_packed(
         self, tensors: Mapping[str, torch.Tensor], pool: ThreadPoolExecutor
     ) -> None:
-        """Refuse bytes that are not those that were to be written, before they get a digest."""
+        """Refuse slabs whose bytes differ from those that were written, before they are hashed."""
         name = self.host.as_packed.damaged(tensors, pool)
         if name is not None:
             raise StoreWriteError(
@@ -154,7 +154,7 @@ class StoreWriter:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """What made a store, as JSON values: its bytes may depend on each of these.
+    """Return what a store's bytes may depend on, as JSON values.
 
     Args:
         device: On which weights were quantized.

@@ -1,4 +1,4 @@
-"""A tokenizer from files that anybody may have written: loaded, or a typed error."""
+"""Loads a tokenizer from untrusted files, or raises a typed error."""
 
 import os
 import re
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import quoted
+from poros.loaders.auxiliary_files import AUXILIARY_FILES
 from poros.loaders.bounded import require_bounded_template, require_bounded_tokenizer
-from poros.loaders.extras import EXTRAS
 from poros.loaders.header import defect, parse_json
-from poros.loaders.hub import fetch
 from poros.loaders.limits import Limits
-from poros.loaders.settings import refuse_code, said
-from poros.loaders.source import CONFIG
+from poros.loaders.settings import describe_error, refuse_code
+from poros.loaders.source import CONFIG, fetch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +24,7 @@ _SPECIAL = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
 
 
 def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) -> Any:
-    """The tokenizer of a checkpoint, an adapter or a store; no code that lies beside it is run.
+    """Load the tokenizer of a checkpoint, an adapter or a store; runs no code from there.
 
     Args:
         source: A folder, or the name of a repository of the hub.
@@ -40,11 +39,11 @@ def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) ->
 
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        folder = fetch(os.fspath(source), [*EXTRAS, CONFIG])
+        folder = fetch(os.fspath(source), [*AUXILIARY_FILES, CONFIG])
     _require_readable(folder)
     if (folder / _WHOLE).is_file():
         require_bounded_tokenizer(folder / _WHOLE, texts)
-    with panics_told(folder):
+    with tokenizer_errors(folder):
         try:
             # Left open, transformers would ask on the terminal whether code may run.
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -52,13 +51,13 @@ def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) ->
             refuse_code(error, quoted(str(source)))
             raise defect(
                 folder,
-                f"expected a tokenizer that transformers can load, found {said(error)}",
+                f"expected a tokenizer that transformers can load, found {describe_error(error)}",
                 remedy=f"fetch {_WHOLE} and {_SETTINGS} again",
             ) from error
 
 
 def require_template(tokenizer: "PreTrainedTokenizerBase", where: str | os.PathLike[str]) -> None:
-    """Refuse a chat template that renders for ever; ``where`` it is from.
+    """Refuse a chat template that renders for ever; ``where`` is its folder.
 
     Raises:
         CheckpointFormatError: If it does, or is no text.
@@ -77,7 +76,7 @@ def require_template(tokenizer: "PreTrainedTokenizerBase", where: str | os.PathL
 
 
 def require_known_tokens(most: int, num_known: int | None, where: str) -> None:
-    """Refuse a token that a model has no embedding of.
+    """Refuse a token without an embedding in the model.
 
     Args:
         most: The largest token.
@@ -97,7 +96,7 @@ def require_known_tokens(most: int, num_known: int | None, where: str) -> None:
 
 
 @contextmanager
-def panics_told(where: str | os.PathLike[str]) -> Iterator[None]:
+def tokenizer_errors(where: str | os.PathLike[str]) -> Iterator[None]:
     """Raise a panic of the tokenizer's library, which is no ``Exception``, as a typed error.
 
     Raises:
@@ -109,12 +108,12 @@ def panics_told(where: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except BaseException as error:
         raise defect(
-            Path(where), f"expected a tokenizer that works, found {said(error)}"
+            Path(where), f"expected a tokenizer that works, found {describe_error(error)}"
         ) from error
 
 
 def _require_readable(folder: Path) -> None:
-    """What can be told of each file without transformers."""
+    """Check each file as far as possible without transformers."""
     limits = Limits()
     for name in (_SETTINGS, _TOKENS, "added_tokens.json", _WHOLE):
         file = folder / name
@@ -134,5 +133,5 @@ def _require_readable(folder: Path) -> None:
             (folder / _TEMPLATE).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise defect(
-                folder / _TEMPLATE, f"expected text in UTF-8, found {said(error)}"
+                folder / _TEMPLATE, f"expected text in UTF-8, found {describe_error(error)}"
             ) from error

@@ -26,7 +26,7 @@ _HOME = {
     "PorosTrainer": "poros.accumulation.trainer",
     "accumulate": "poros.accumulation.loop",
     "load": "poros.loaders.load",
-    "log_streaming": "poros.telemetry",
+    "log_streaming": "poros.reporting.telemetry",
     "plan": "poros.planning.planner",
     "prepare": "poros.api",
     "restore": "poros.api",
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from poros.model.runtime import Runtime as Runtime
     from poros.planning.formula import MemoryPlan as MemoryPlan
     from poros.planning.planner import plan as plan
-    from poros.telemetry import log_streaming as log_streaming
+    from poros.reporting.telemetry import log_streaming as log_streaming
 
 
 def __getattr__(name: str) -> Any:

@@ -8,10 +8,7 @@ import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy, require_lora_paths
-from poros.devices import default_device, library_workspace, usable_device
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
-from poros.figures import size
-from poros.graphs import Recorder
 from poros.kernels.adapters import KernelStats, tally_of
 from poros.kernels.forwards import unpatch
 from poros.kernels.paths import Paths
@@ -22,11 +19,14 @@ from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
 from poros.model.stats import adapter_counts
 from poros.model.targets import leave_out_dropped
-from poros.saying import say
+from poros.replay.graphs import Recorder
 from poros.slots.schedule import Action
 from poros.stream.adapters import is_adapter_module
 from poros.stream.settings import settle
 from poros.streams import StreamContext, streams_for
+from poros.utils.devices import default_device, library_workspace, usable_device
+from poros.utils.formatting import size
+from poros.utils.logging_setup import show_info_by_default
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
@@ -70,8 +70,8 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
             ``UnvalidatedArchitectureError``.
         PreparedModelError: If the model is prepared already, with another policy.
         HostMemoryError: If host memory for the base cannot be had.
-        ParityError: If a 4-bit weight is not what ``poros.load`` has packed and nobody has written
-            to it; with ``self_check="strict"``.
+        ParityError: If a 4-bit weight is not what ``poros.load`` has packed and was not written
+            to; with ``self_check="strict"``.
 
     In each case the model is as it was before the call.
 
@@ -94,6 +94,7 @@ def prepare_with(
 
     ``goes_by_records`` is False for the gate, which writes the registry.
     """
+    show_info_by_default()
     existing = find_runtime(model)
     if existing is not None:
         is_equal = existing.policy.override(lora_paths=policy.lora_paths) == policy
@@ -139,8 +140,7 @@ def prepare_with(
             runtime.num_blocks,
             runtime.num_slots,
         )
-    say(
-        logger,
+    logger.info(
         "poros: %s is prepared: %d blocks, %s in host memory, %s %s (%s); %s",
         type(inventory.base).__name__,
         runtime.num_blocks,
@@ -307,7 +307,7 @@ def restore(model: ModelT) -> ModelT:
     that is no longer what was loaded.
 
     Raises:
-        CheckpointFormatError: If somebody has written to that file.
+        CheckpointFormatError: If that file was modified.
         PreparedModelError: If the model is not prepared.
     """
     if find_runtime(model) is None and are_used(model):

@@ -31,6 +31,11 @@ def quoted(value: object, *, is_bare: bool = False, limit: int = _MAX_QUOTED) ->
     return f"{text[: limit * 3 // 4]}...{text[-limit // 4 :]} ({num_characters} characters)"
 
 
+def reason_of(error: Exception) -> str:
+    """The message of an error, without the number and the path that ``OSError`` adds."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 class PorosError(Exception):
     """Base of every error that Poros raises on purpose."""
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from support import same_bits
 
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
-from poros.layout import BlockLayout
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing, Slot, SlotState
 from poros.slots.schedule import Action, Phase, training_visits

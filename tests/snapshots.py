@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from poros.gates import tiny
-from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from poros.gates.reference import TrainingSpec, Trajectory, train
+from tests.comparing import compare_trajectories
 from tests.support import make_model
 
 NUM_LAYERS = 3

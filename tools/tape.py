@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from poros.graphs import Recorder, Recording
+from poros.replay.graphs import Recorder, Recording
 
 _READ_BY_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 

@@ -1,4 +1,4 @@
-"""The commands put together."""
+"""Assembles the commands."""
 
 from typing import Annotated
 

@@ -35,7 +35,7 @@ def chat(
     """
     quieten_libraries()
     with readable_errors(_OPTIONS):
-        from poros.chatting import Chat, questions
+        from poros.cli.conversation import Chat, questions
         from poros.errors import PolicyError
         from poros.merging.saved_adapter import SavedAdapter, adapter_folder
 

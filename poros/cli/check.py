@@ -8,7 +8,7 @@ import typer
 from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import UnsupportedModelError, quoted
-from poros.output import require_file
+from poros.io.writing import require_file
 
 _POLICY = StreamingPolicy()
 

@@ -8,7 +8,7 @@ import typer
 
 from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
 from poros.errors import quoted
-from poros.output import require_empty_folder
+from poros.io.writing import require_empty_folder
 
 
 def demo(

@@ -23,7 +23,7 @@ def finetune(
     print_recipe: bool,
     allow_untested: None,
     show: int | None,
-    **said: str | bool | None,
+    **given: str | bool | None,
 ) -> None:
     """Train an adapter: poros finetune MODEL DATA, or poros finetune recipe.yaml.
 
@@ -36,7 +36,7 @@ def finetune(
     from poros.recipes.checks import checked, require_packages
     from poros.recipes.reading import read_recipe
 
-    file, flags = None, _flags(said)
+    file, flags = None, _flags(given)
     if dpo:
         flags["training.method"] = "dpo"
     if model is not None and model.endswith(_RECIPES):
@@ -56,13 +56,13 @@ def finetune(
 
 def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     from poros.finetune.data import read_data
-    from poros.finetune.resuming import look_at
+    from poros.finetune.resuming import inspect_run_dir
 
     train, validation = read_data(recipe)
     digests = {"train": train.digest}
     if validation is not None:
         digests["validation"] = validation.digest
-    run = look_at(recipe, digests)
+    run = inspect_run_dir(recipe, digests)
     quieten_libraries()
     from rich.console import Console
     from transformers import logging
@@ -92,11 +92,11 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def _flags(said: dict[str, str | bool | None]) -> dict[str, str]:
+def _flags(given: dict[str, str | bool | None]) -> dict[str, str]:
     """Texts by dotted key, of the options that were given."""
     found = {}
     for key, _ in settings():
-        value = said.get(key.replace(".", "__"))
+        value = given.get(key.replace(".", "__"))
         if value is not None:
             found[key] = str(value).lower() if isinstance(value, bool) else value
     return found

@@ -56,9 +56,9 @@ def load(
     named = dtype_name("--dtype", dtype, "float64", "auto")
     options: dict[str, Any] = {"quantization": quantization, "dtype": named, "device": device}
     options["vision"] = vision
-    said = {name: value for name, value in options.items() if value is not None}
-    if verify and said:
-        raise typer.BadParameter(f"--verify takes no --{', --'.join(said)}: nothing is quantized")
+    given = {name: value for name, value in options.items() if value is not None}
+    if verify and given:
+        raise typer.BadParameter(f"--verify takes no --{', --'.join(given)}: nothing is quantized")
     if quantization not in (None, *_QUANTIZATIONS):
         raise typer.BadParameter(
             f"--quantization: expected one of {', '.join(_QUANTIZATIONS)}, found "
@@ -80,6 +80,6 @@ def load(
         from poros.loaders.load import load as load_model
 
         if quantization == "none":
-            said["quantization"] = None
-        load_model(source, store=out, limits=chosen, **said)
+            given["quantization"] = None
+        load_model(source, store=out, limits=chosen, **given)
         typer.echo(f"store: {out}")

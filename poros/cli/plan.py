@@ -191,7 +191,7 @@ def _place(
     """The request with a budget, and what it is for: a card by name, the GPU here, or a budget.
 
     Args:
-        request: With a budget, if ``--vram`` or ``--card`` said one.
+        request: With a budget, if ``--vram`` or ``--card`` gave one.
         card: If one was named.
         given: Rates, if they were given or measured.
         how: Which of the two.
@@ -223,8 +223,8 @@ def _gpu_here() -> tuple[int | None, str | None, Card | None]:
     """
     import torch
 
-    from poros.devices import free_budget
     from poros.errors import PolicyError
+    from poros.utils.devices import free_budget
 
     if not torch.cuda.is_available():
         return None, None, None
@@ -242,7 +242,7 @@ def _size(request: PlanRequest) -> str:
 
 
 def _host(num_bytes: int | None) -> "Host":
-    """The host memory that was said, or this machine's."""
+    """The given host memory, or this machine's."""
     from poros.host.limits import host_memory, host_memory_left
     from poros.planning.fit_report import Host
 

@@ -16,7 +16,7 @@ def report(
 ) -> None:
     """Draw a run as one HTML page: loss, memory, the two streams of a step, the wire, versions."""
     with readable_errors():
-        from poros.output import require_file, write_text
+        from poros.io.writing import require_file, write_text
         from poros.reporting.events import read_run
         from poros.reporting.page import page
 

@@ -20,7 +20,7 @@ _WHOLE = "import torch; from poros.cli.app import main; main()"
 
 
 def leave_out() -> bool:
-    """Leave them out of this process, unless PyTorch is in it already; whether that was done."""
+    """Skip these imports, unless PyTorch is loaded already; return whether that was done."""
     if "torch" in sys.modules:
         return False
     # The process is over before there is garbage; looking for it takes an eighth, and at the end
@@ -71,7 +71,7 @@ _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable", "mark_stat
 
 
 def _own(module: str, name: str) -> Any:
-    """Whatever else somebody asks for is the module's own."""
+    """Return any other attribute from the module itself."""
     if name.startswith("__"):
         raise AttributeError(name)
     for each in _OF_SYMBOLS:
@@ -104,6 +104,6 @@ _OF_SYMBOLS: dict[str, dict[str, Any]] = {
 
 
 def run_whole() -> int:
-    """Run this process's command in another one that leaves nothing out; its exit code."""
+    """Run this process's command in a child with all imports, and return its exit code."""
     # -P: what lies in the current folder under the name of a package is not to be imported.
     return subprocess.run([sys.executable, "-P", "-c", _WHOLE, *sys.argv[1:]]).returncode

@@ -1,4 +1,4 @@
-"""What commands share: exit codes, how errors are shown, options that several of them take."""
+"""Shared by the commands: exit codes, how errors are shown, common options."""
 
 import logging
 import warnings
@@ -38,7 +38,7 @@ AllowUntested = Annotated[
     bool | None,
     typer.Option("--allow-untested/--no-allow-untested", hidden=True, callback=_refuse_allowing),
 ]
-"""An option that is gone, with an error that says so."""
+"""A removed option; using it is an error that names the replacement."""
 
 DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
@@ -74,7 +74,7 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
 def quieten_libraries() -> None:
     """Silence what no reader of these commands can act on, before the libraries are imported.
 
-    Without an optional package bitsandbytes says that it uses its own CPU kernel, and PEFT asks
+    Without an optional package bitsandbytes logs that it uses its own CPU kernel, and PEFT asks
     transformers for a property by the name it had before.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_notice_of_kernels)
@@ -86,7 +86,7 @@ def _is_no_notice_of_kernels(record: logging.LogRecord) -> bool:
 
 
 def dtype_name(option: str, name: str | None, *others: str) -> str | None:
-    """PyTorch's name of a dtype, from what people call it: ``bf16`` is ``bfloat16``.
+    """Return PyTorch's name of a dtype: ``bf16`` is ``bfloat16``.
 
     Args:
         option: What the user calls it.
@@ -103,7 +103,7 @@ def dtype_name(option: str, name: str | None, *others: str) -> str | None:
 
 
 def dtype_named(option: str, name: str | None) -> Any:
-    """The floating-point dtype of that name; imports torch."""
+    """Return the floating-point dtype of that name; imports torch."""
     found = dtype_name(option, name)
     if found is None:
         return None
@@ -113,7 +113,7 @@ def dtype_named(option: str, name: str | None) -> Any:
 
 
 def limits_from(values: list[str] | None) -> "Limits | None":
-    """From ``NAME=NUMBER``."""
+    """Parse limits from ``NAME=NUMBER``."""
     from dataclasses import fields
 
     from poros.loaders.limits import Limits

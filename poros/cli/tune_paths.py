@@ -29,12 +29,12 @@ def tune_paths(
         from peft import LoraConfig
         from peft.tuners.lora import Linear, Linear4bit
 
-        from poros.devices import default_device, usable_device
+        from poros.io.writing import require_file, write_json
         from poros.kernels.paths import TABLE_FORMAT, LoraShape
         from poros.kernels.tuning import measure
-        from poros.output import require_file, write_json
         from poros.planning.meta_model import Recipe
         from poros.planning.request import require_positive
+        from poros.utils.devices import default_device, usable_device
 
         for number in (rank, *tokens):
             require_positive("rank and tokens", number)

@@ -1,4 +1,4 @@
-"""The PEFT configuration that a recipe asks for."""
+"""Builds the PEFT configuration of a recipe."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from poros.errors import RecipeError, quoted
-from poros.loaders.settings import configuration, said
+from poros.loaders.settings import configuration, describe_error
 from poros.loaders.source import find_config
 from poros.model.targets import excluded_modules
 from poros.planning.meta_model import meta_model, with_adapters
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def adapter_config(recipe: Recipe) -> "PeftConfig":
-    """A recipe's adapter, for ``get_peft_model``: on the language model alone."""
+    """Build a recipe's adapter configuration: on the language model alone."""
     from peft import LoraConfig
 
     adapter = recipe.adapter
@@ -73,12 +73,12 @@ def require_targets(recipe: Recipe, base: Any) -> None:
     except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT
         raise RecipeError(
             f"adapter.target_modules: expected modules that get a {recipe.adapter.kind} adapter, "
-            f"found {', '.join(sorted(targets))}: {said(error)}; name linear layers "
+            f"found {', '.join(sorted(targets))}: {describe_error(error)}; name linear layers "
             "(--target-modules)"
         ) from error
 
 
 def _excluded(source: str) -> str | None:
-    """What of a model gets no adapter: towers that text does not reach, and routers."""
+    """List the modules without an adapter: towers that text does not reach, and routers."""
     config = configuration(*find_config(Path(source).expanduser()), {})
     return excluded_modules(meta_model(config, None, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Attention implementations of transformers: which there are, and which take cu_seqlens."""
+"""Checks attention implementations of transformers: which exist, and which take cu_seqlens."""
 
 import inspect
 
@@ -25,7 +25,7 @@ def require_attention(name: str) -> None:
 
 
 def takes_cu_seqlens(name: str | None) -> bool:
-    """Whether an attention implementation is told where the documents of a packed row begin.
+    """Whether an attention implementation takes the bounds of a packed row's documents.
 
     Flash attention is, and so is a registered function with a parameter ``cu_seq_lens_q``. Others
     read the mask that transformers makes from the position ids.

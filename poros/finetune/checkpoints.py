@@ -1,4 +1,4 @@
-"""Checkpoints of a run: how one is written, and whether it is as it was written.
+"""Writes checkpoints of a run, and detects damaged ones.
 
 Note: Parts
     The Trainer writes a checkpoint file by file. It does so in a hidden folder, and the checkpoint
@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from xxhash import xxh3_128
 
-from poros.errors import RunFolderError, quoted
-from poros.output import write_json, writing
-from poros.reads import open_regular
+from poros.errors import RunFolderError, quoted, reason_of
+from poros.io.reading import open_regular
+from poros.io.writing import write_json, writing
 
 WHOLE = "whole.json"
 STAGE = ".checkpoint.part"
@@ -36,7 +36,7 @@ _NEEDED = {
 
 
 def numbered(run: Path, names: Iterable[str] | None = None) -> list[tuple[int, Path]]:
-    """Step and path of each checkpoint, whole or not, the newest first.
+    """List step and path of each checkpoint, whole or not, the newest first.
 
     Args:
         run: The folder of the run.
@@ -51,10 +51,10 @@ def numbered(run: Path, names: Iterable[str] | None = None) -> list[tuple[int, P
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if it is whole.
+    """Describe the damage of a checkpoint; None if it is whole.
 
     Raises:
-        RunFolderError: If that cannot be said, because the system reports an error.
+        RunFolderError: If the system reports an error.
     """
     file = checkpoint / WHOLE
     try:
@@ -78,17 +78,12 @@ def damage_of(checkpoint: Path) -> str | None:
 
 
 def unreadable(path: Path, error: Exception) -> RunFolderError:
-    """What to raise where the system does not give what lies in a run's folder."""
+    """Make the error for a run's folder that cannot be read."""
     return RunFolderError(
         f"{quoted(str(path), is_bare=True)}: expected to read it, found: "
         f"{quoted(reason_of(error), is_bare=True)}; nothing was moved or removed: mend the disk or "
         "the permissions, and start the same command again"
     )
-
-
-def reason_of(error: Exception) -> str:
-    """What an error says, without number and path."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def set_aside(checkpoint: Path) -> Path:
@@ -103,7 +98,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def is_set_aside(name: str) -> bool:
-    """Whether ``set_aside`` gives such names."""
+    """Whether a name is one of ``set_aside``."""
     return re.fullmatch(r"checkpoint-\d+\.broken\d*", name) is not None
 
 
@@ -129,7 +124,7 @@ class StagedCheckpoints:
         try:
             with writing(target, Exception):
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                _mark_whole(self._stage / target.name)
+                _mark_complete(self._stage / target.name)
                 (self._stage / target.name).rename(target)
                 # Only now is an older one not needed any more.
                 for _, old in numbered(run)[self.args.save_total_limit :]:
@@ -142,7 +137,7 @@ class StagedCheckpoints:
         return Path(self.args.output_dir) / STAGE
 
 
-def _mark_whole(checkpoint: Path) -> None:
+def _mark_complete(checkpoint: Path) -> None:
     files = {}
     for path in sorted(each for each in checkpoint.rglob("*") if each.is_file()):
         with open_regular(path) as stream:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from poros import strict_json
-from poros.errors import DataFormatError, PorosError, quoted
+from poros.errors import DataFormatError, PorosError, quoted, reason_of
 from poros.finetune.forms import FORMS, METHODS, Form, form_of, problems
+from poros.io import strict_json
 from poros.loaders.names import is_local
 from poros.recipes.recipe import Recipe
 
@@ -42,11 +42,11 @@ class Rows:
     unused: tuple[str, ...] = ()
 
     def place(self, number: int) -> str:
-        """Where a row stands: ``rows.jsonl:12``."""
+        """Return the file and line of a row: ``rows.jsonl:12``."""
         return f"{self.files[self.places[2 * number]]}:{self.places[2 * number + 1]}"
 
     def chosen(self, numbers: Sequence[int]) -> "Rows":
-        """Some of the rows, in that order."""
+        """Select rows, in that order."""
         places = array("q")
         for number in numbers:
             places.extend(self.places[2 * number : 2 * number + 2])
@@ -54,7 +54,7 @@ class Rows:
 
 
 def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
-    """The rows to train on, and those to validate on, if any.
+    """Read the rows to train on, and those to validate on, if any.
 
     Raises:
         DataFormatError: If a row is not what it should be: file, line, what was expected and found,
@@ -140,7 +140,7 @@ class _Reader:
             self._problems.append(f"{where}: {what}")
 
     def _check_form(self, where: str, form: Form) -> None:
-        """Whether the recipe can train on rows of that form."""
+        """Check that the recipe can train on rows of that form."""
         method, loss_on = self._recipe.training.method, self._recipe.data.loss_on
         keys = ", ".join(FORMS[form.name])
         if form.name not in METHODS[method]:
@@ -162,7 +162,7 @@ class _Reader:
             )
 
     def _rows(self, source: str, key: str, digest: Any) -> Iterator[tuple[str, int, Any]]:
-        """File, number of the line, and what it holds."""
+        """Yield file, line number and row."""
         if not is_local(source):
             yield from self._hub_rows(source, digest)
             return
@@ -175,7 +175,7 @@ class _Reader:
                 else:
                     yield from self._lines(file, digest)
             except OSError as error:
-                reason = quoted(error.strerror or str(error), is_bare=True)
+                reason = quoted(reason_of(error), is_bare=True)
                 self._note(f"{_shown(file)}:1", f"{key}: expected a file to read, found: {reason}; "
                     "check its permissions")  # fmt: skip
 
@@ -208,8 +208,8 @@ class _Reader:
                     what = f"expected JSON, found: {error.msg}; {_json_remedy(line)}"
                     self._note(f"{shown}:{number}:{error.colno}", what)
                 except (ValueError, RecursionError) as error:
-                    said = quoted(str(error), is_bare=True)
-                    self._note(f"{shown}:{number}", f"expected JSON, found {said}")
+                    reason = quoted(str(error), is_bare=True)
+                    self._note(f"{shown}:{number}", f"expected JSON, found {reason}")
 
     def _parquet_rows(self, file: Path, digest: Any) -> Iterator[tuple[str, int, Any]]:
         try:
@@ -228,9 +228,9 @@ class _Reader:
                     number += 1
                     yield _shown(file), number, row
         except (ArrowException, ValueError) as error:
-            said = quoted(str(error), is_bare=True)
+            reason = quoted(str(error), is_bare=True)
             self._note(
-                f"{_shown(file)}:1", f"expected a Parquet file, found: {said}; write it anew"
+                f"{_shown(file)}:1", f"expected a Parquet file, found: {reason}; write it anew"
             )
 
     def _hub_rows(self, name: str, digest: Any) -> Iterator[tuple[str, int, Any]]:
@@ -242,10 +242,10 @@ class _Reader:
         except PorosError:
             raise
         except Exception as error:  # of the network, the hub, the data set, and its builder
-            said = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
+            reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
             raise DataFormatError(
                 f"data.source: expected a file, a folder or a data set on the hub, found "
-                f"{quoted(name)}: {said}; check the name, and data.split (--split)"
+                f"{quoted(name)}: {reason}; check the name, and data.split (--split)"
             ) from error
         digest.update(str(found._fingerprint).encode())
         for number, row in enumerate(found, start=1):

@@ -1,4 +1,4 @@
-"""The forms that rows of data have, and what is wrong with a row that should have one.
+"""Defines the forms of data rows, and checks rows against them.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "...", "completion": "..."}
@@ -50,7 +50,7 @@ _ELSEWHERE = {
 
 
 class Form(NamedTuple):
-    """What all rows of a run have to look like."""
+    """The form of all rows of a run."""
 
     name: str
     """One of ``FORMS``."""
@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
 
 def form_of(row: Mapping[str, Any]) -> Form | str:
-    """The form of a row, or what is wrong with its keys."""
+    """Return the form of a row, or the problem with its keys."""
     keys = {key for key, value in row.items() if value is not None}
     found = [name for name, wanted in FORMS.items() if set(wanted) <= keys]
     if {"chosen", "rejected"} <= keys and "prompt" not in keys:
@@ -94,7 +94,7 @@ def _no_form(keys: set[str]) -> str:
 
 
 def problems(row: Mapping[str, Any], form: Form) -> Iterator[str]:
-    """What is wrong with a row that should have a form."""
+    """List the problems of a row that should have a form."""
     found = form_of(row)
     if isinstance(found, str):
         yield found
@@ -162,14 +162,14 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
 
 
 def _one_message(where: str, message: dict[str, Any]) -> Iterator[str]:
-    said = {name: value for name, value in message.items() if value is not None}
-    for name in sorted(said.keys() - set(_MESSAGE_KEYS)):
+    given = {name: value for name, value in message.items() if value is not None}
+    for name in sorted(given.keys() - set(_MESSAGE_KEYS)):
         shown = quoted(name, is_bare=True, limit=40)
         near = get_close_matches(name, ("role", "content"), n=1, cutoff=0.6)
         near = near or [{"from": "role", "value": "content", "text": "content"}.get(name, "")]
         remedy = f"rename it to {near[0]}" if near[0] else "remove it"
         yield f"{where}.{shown}: expected only {', '.join(_MESSAGE_KEYS)}, found it; {remedy}"
-    role = said.get("role")
+    role = given.get("role")
     if role is None:
         yield f"{where}: expected the key 'role', found none; add one of {', '.join(ROLES)}"
     elif role not in ROLES:
@@ -179,14 +179,14 @@ def _one_message(where: str, message: dict[str, Any]) -> Iterator[str]:
             f"{where}.role: expected one of {', '.join(ROLES)}, found {quoted(role, limit=40)}; "
             f"write {remedy}"
         )
-    content = said.get("content")
-    if content is None and not said.get("tool_calls"):
+    content = given.get("content")
+    if content is None and not given.get("tool_calls"):
         yield f"{where}: expected the key 'content', found none; add a text"
     elif isinstance(content, list):
         yield f"{where}.content: expected a text, found a list; only text can be trained on"
     elif content is not None and not isinstance(content, str):
         yield f"{where}.content: expected a text, found {_type(content)}; put it in quotes"
-    elif content is not None and not said.get("tool_calls"):
+    elif content is not None and not given.get("tool_calls"):
         yield from _text_problems(f"{where}.content", content)
 
 

@@ -1,4 +1,4 @@
-"""Documents that share a row: whether a model keeps them apart, and putting them together.
+"""Packs documents into rows, and checks that a model keeps them apart.
 
 A packed row has no attention mask but positions that begin anew with each document. From these
 transformers makes the mask that keeps documents apart, for models that build their masks its way;
@@ -46,7 +46,7 @@ def keeps_apart(config: "PreTrainedConfig", attention: str | None = None) -> boo
 
 
 def is_kept_apart(model: Any) -> bool:
-    """Whether documents of a row do not see each other in a model, found by changing one."""
+    """Test whether documents of a row are independent in a model, by changing one."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(3, 3 + sum(_LENGTHS))[None] * 7 % (vocab_size - 3) + 3
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
@@ -73,7 +73,7 @@ def is_kept_apart(model: Any) -> bool:
 
 
 def _small(config: "PreTrainedConfig", attention: str | None = None) -> Any:
-    """A small random model of the same kind."""
+    """Build a small random model of the same kind."""
     from poros.gates import tiny
     from poros.gates.multimodal import MULTIMODAL
     from poros.loaders.settings import model_class_of
@@ -97,7 +97,7 @@ def _small(config: "PreTrainedConfig", attention: str | None = None) -> Any:
 
 
 def pack(dataset: "Dataset", row_length: int) -> "Dataset":
-    """Documents into rows of at most ``row_length`` tokens, each whole, by best fit (TRL)."""
+    """Pack whole documents into rows of at most ``row_length`` tokens, by best fit (TRL)."""
     from trl import pack_dataset
 
     return pack_dataset(dataset, row_length, "bfd")

@@ -1,4 +1,4 @@
-"""What decides the bits of a run besides its recipe: files, tokens, the base; and versions.
+"""Digests of what decides a run's bits besides its recipe: files, tokens, base, versions.
 
 A run that is gone on with has to find all of it as it was. Rows of tokens are compared as well as
 what they are made with, so that nothing between them goes unseen: a release of a library, a
@@ -28,7 +28,7 @@ _IDLE = ("LICEN", "NOTICE", "USE_POLICY", "chat_template", "additional_chat_temp
 def input_digests(
     recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", tokens: "Mapping[str, Tokens | None]"
 ) -> dict[str, str]:
-    """Digests of what rows of tokens are made with, and of the rows.
+    """Return digests of the tokenizer's files and of the rows of tokens.
 
     Args:
         recipe: With the source of model and tokenizer.
@@ -41,12 +41,12 @@ def input_digests(
     Raises:
         CheckpointFormatError: If a file cannot be read.
     """
-    from poros.loaders.extras import read_extras
+    from poros.loaders.auxiliary_files import read_auxiliary_files
     from poros.loaders.limits import Limits
     from poros.loaders.source import CONFIG, find_config
 
     folder, texts = find_config(str(Path(recipe.model.source).expanduser()))
-    files = {CONFIG: texts[CONFIG], **read_extras(folder, Limits())}
+    files = {CONFIG: texts[CONFIG], **read_auxiliary_files(folder, Limits())}
     found = {
         name: xxh3_128(text).hexdigest()
         for name, text in files.items()
@@ -68,13 +68,13 @@ def _of_tokens(tokens: "Tokens") -> str:
 
 
 def base_digest(model: "PreTrainedModel") -> str:
-    """The digest of every parameter and buffer of a base in host memory, packed as it is.
+    """Hash every parameter and buffer of a base in host memory, as packed.
 
     Whatever changes a bit of it is seen: other bytes of the checkpoint, another release of
     bitsandbytes, a store that was made elsewhere.
     """
-    from poros.digests import digest, num_threads
-    from poros.nf4 import part_tensors
+    from poros.io.digests import digest, num_threads
+    from poros.kernels.nf4 import part_tensors
 
     parts: dict[str, Any] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -88,7 +88,7 @@ def base_digest(model: "PreTrainedModel") -> str:
 
 
 def machine(device: "torch.device") -> dict[str, str]:
-    """What a run computes on: the device, and on a CPU the number of threads."""
+    """Return what a run computes on: the device, and on a CPU the number of threads."""
     import torch
 
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The folder of a run: new, interrupted, or finished; and where an interrupted one goes on.
+"""Inspects and locks the folder of a run, and finds the checkpoint to resume from.
 
 run.json         what the run was started with: recipe, digests, versions
 recipe.yaml      the recipe once more, for people and for `poros finetune`
@@ -19,20 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poros.errors import PorosError, RunFolderError, quoted
+from poros.errors import PorosError, RunFolderError, quoted, reason_of
 from poros.finetune.checkpoints import (
     STAGE,
     damage_of,
     is_set_aside,
     numbered,
-    reason_of,
     set_aside,
     unreadable,
 )
-from poros.output import require_folder, write_json, write_text, writing
-from poros.reads import open_regular
+from poros.io.reading import open_regular
+from poros.io.writing import require_folder, write_json, write_text, writing
 from poros.recipes.recipe import Recipe
-from poros.versions import library_versions
+from poros.utils.versions import library_versions
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +60,9 @@ class RunFolder:
 
     Attributes:
         path: Of the folder.
-        checkpoint: The newest whole one, to go on from; None for a run that begins.
+        checkpoint: The newest whole one, to resume from; None for a new run.
         step: Of that checkpoint.
-        damaged: Checkpoints that are newer and not whole, and what is wrong with each.
+        damaged: Newer checkpoints that are damaged, and the damage of each.
         notes: What a user has to know before the run goes on.
     """
 
@@ -75,19 +74,19 @@ class RunFolder:
 
     @property
     def adapter(self) -> Path:
-        """Where the result is going to be."""
+        """The folder of the result."""
         return self.path / _ADAPTER
 
     @property
     def events(self) -> Path:
-        """What was logged."""
+        """The file of the event log."""
         return self.path / "events.jsonl"
 
 
-def look_at(
+def inspect_run_dir(
     recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str] | None = None
 ) -> RunFolder:
-    """What lies where a recipe wants to write. Nothing is written.
+    """Inspect the output folder of a recipe. Nothing is written.
 
     Args:
         recipe: With its output folder.
@@ -133,7 +132,7 @@ def look_at(
 
 
 def _names(path: Path) -> set[str]:
-    """What lies in a folder, without what a process leaves there that is killed as it begins."""
+    """List a folder, without the files that a process killed at its start leaves."""
     try:
         found = set(os.listdir(path)) - {_LOCK}
     except FileNotFoundError:
@@ -151,7 +150,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """run.json, its form checked."""
+    """Read run.json and check its form."""
     shown = quoted(str(path / _RUN), is_bare=True)
     try:
         with open_regular(path / _RUN) as file:
@@ -238,10 +237,10 @@ def _flat(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(
+def lock_run_dir(
     recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str], seen: RunFolder
 ) -> Iterator[RunFolder]:
-    """Hold the folder of a run for as long as it trains, and look at it again.
+    """Lock the folder of a run while it trains, and inspect it again.
 
     Damaged checkpoints are renamed; what a killed process has left is removed.
 
@@ -253,13 +252,13 @@ def opened(
 
     Raises:
         PolicyError: If nothing can be written there.
-        RunFolderError: If another process holds it; and as ``look_at``.
+        RunFolderError: If another process holds it; and as ``inspect_run_dir``.
         StoreWriteError: If the disk is full.
     """
     require_folder(seen.path, "output.folder")
     with _locked(seen.path):
         # While rows became tokens, another process may have trained here.
-        run = look_at(recipe, digests, machine)
+        run = inspect_run_dir(recipe, digests, machine)
         for note in run.notes:
             if note not in seen.notes:
                 logger.warning("poros: %s", note)
@@ -347,7 +346,7 @@ def reading(checkpoint: Path | None, has_read: Callable[[], bool]) -> Iterator[N
 
 
 def _is_of_disk(error: Exception) -> bool:
-    """Whether an error is the system's, or one of a library that stands for such a one."""
+    """Whether an error comes from the system, directly or through a library."""
     from safetensors import SafetensorError
 
     if isinstance(error, OSError):
@@ -357,7 +356,7 @@ def _is_of_disk(error: Exception) -> bool:
 
 
 def _events_before(run: RunFolder) -> str:
-    """The events up to the checkpoint that a run goes on from."""
+    """Return the events up to the checkpoint that the run resumes from."""
     kept, num_damaged = [], 0
     try:
         with open_regular(run.events) as file:

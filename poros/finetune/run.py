@@ -1,4 +1,4 @@
-"""From a recipe that has been checked to an adapter."""
+"""Trains the adapter of a checked recipe."""
 
 import shutil
 from collections.abc import Iterator
@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import poros
-from poros.devices import default_device, usable_device
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
-from poros.finetune import screen
+from poros.finetune import summary
 from poros.finetune.adapters import adapter_config, require_targets
 from poros.finetune.attention import require_attention
 from poros.finetune.data import Rows
 from poros.finetune.packing import keeps_apart, pack
-from poros.finetune.panel import Panel
+from poros.finetune.progress import Progress
 from poros.finetune.provenance import base_digest, input_digests, machine
-from poros.finetune.resuming import RunFolder, opened, reading, require_base, require_same
-from poros.finetune.screen import Size
+from poros.finetune.resuming import RunFolder, lock_run_dir, reading, require_base, require_same
 from poros.finetune.stopping import Stopping
+from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import make_trainer, num_steps
+from poros.io.writing import writing
+from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import configuration
 from poros.loaders.source import find_config
-from poros.loaders.tokenizer import panics_told, require_known_tokens, require_template
-from poros.nf4 import DTYPES
-from poros.output import writing
+from poros.loaders.tokenizer import require_known_tokens, require_template, tokenizer_errors
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
-from poros.telemetry import log_streaming
+from poros.reporting.telemetry import log_streaming
+from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -73,8 +73,8 @@ def finetune(
     Args:
         recipe: Checked.
         data: Its rows, checked.
-        run: Its folder, looked at.
-        console: Where to tell what happens.
+        run: Its folder, inspected.
+        console: The output.
         is_dry: Stop before the base is loaded; nothing is written.
         num_shown: Rows to print with what is learnt marked; then stop, unless ``is_dry``.
 
@@ -97,18 +97,18 @@ def finetune(
         Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
     """
     device = _device(recipe)
-    asked = recipe
-    recipe, notes, num_known = _suited(recipe, _configuration(recipe))
+    original = recipe
+    recipe, notes, vocab_size = _fit_to_model(recipe, _configuration(recipe))
     with _quiet_datasets():
         tokenizer = load_tokenizer(recipe, data.train.form)
         if data.train.form.is_chat:
             require_template(tokenizer, recipe.model.source)
-        with panics_told(recipe.model.source):
+        with tokenizer_errors(recipe.model.source):
             tokens = tokenize(data.train, tokenizer, recipe)
             held_out = tokenize(data.validation, tokenizer, recipe) if data.validation else None
-        require_known_tokens(_largest(tokens, held_out), num_known, recipe.model.source)
+        require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
         if num_shown:
-            screen.show_rows(console, num_shown, data.train, tokens, tokenizer)
+            summary.show_rows(console, num_shown, data.train, tokens, tokenizer)
             if not is_dry:
                 return None
         row_length = _row_length(recipe, tokens)
@@ -124,17 +124,17 @@ def finetune(
     )
     made_of = {**data.digests}
     made_of |= input_digests(recipe, tokenizer, {"tokens": tokens, "held-out tokens": held_out})
-    same = require_same(run.path, asked, made_of, machine(device))
+    same = require_same(run.path, original, made_of, machine(device))
     notes += dict.fromkeys([*run.notes, *same])
     if data.train.unused:
         notes.append(f"keys that nothing reads: {', '.join(data.train.unused)}")
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
-    plan = screen.planned(recipe, size, adapter_config(recipe), device)
-    screen.show(console, recipe, plan, size, tokens, tokenizer, notes)
+    plan = summary.planned(recipe, size, adapter_config(recipe), device)
+    summary.show(console, recipe, plan, size, tokens, tokenizer, notes)
     if is_dry:
         return None
-    with opened(asked, made_of, machine(device), run) as run:
+    with lock_run_dir(original, made_of, machine(device), run) as run:
         return _train(recipe, run, console, tokenizer, train, validation, row_length, device)
 
 
@@ -148,7 +148,7 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def _configuration(recipe: Recipe) -> "PreTrainedConfig":
-    """The model's, after a look at whether it has what the recipe names."""
+    """Read the model's configuration, and check that it has what the recipe names."""
     chosen = recipe.model
     options = {}
     if chosen.attention is not None:
@@ -172,8 +172,10 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
     return config
 
 
-def _suited(recipe: Recipe, config: "PreTrainedConfig") -> tuple[Recipe, list[str], int | None]:
-    """The recipe as far as the model goes: its positions, whether it can be packed.
+def _fit_to_model(
+    recipe: Recipe, config: "PreTrainedConfig"
+) -> tuple[Recipe, list[str], int | None]:
+    """Fit the recipe to the model: its positions, and whether rows can be packed.
 
     Returns:
         The recipe, notes, and the number of tokens that the model knows.
@@ -194,13 +196,13 @@ def _suited(recipe: Recipe, config: "PreTrainedConfig") -> tuple[Recipe, list[st
 
 
 def _largest(*every: Any) -> int:
-    """The largest token of all rows."""
+    """Return the largest token of all rows."""
     columns = [rows for each in every if each for rows in each.columns.values()]
     return max(max(row, default=0) for rows in columns for row in rows)
 
 
 def _row_length(recipe: Recipe, tokens: Tokens) -> int:
-    """Tokens of the longest row as it is computed: a multiple, so that visits recur."""
+    """Return the length of the longest padded row: a multiple, so that shapes recur."""
     longest = max(tokens.lengths)
     if recipe.is_packed:
         longest = min(recipe.data.max_length, sum(tokens.lengths))
@@ -234,15 +236,15 @@ def _train(
             _load_finished(trainer, run.checkpoint)
         _save(recipe, trainer, tokenizer, run)
         return run.adapter
-    panel = Panel(console, total)
+    progress = Progress(console)
     stopping = Stopping()
-    for callback in (stopping, panel):
+    for callback in (stopping, progress):
         trainer.add_callback(callback)
     try:
         with stopping.listening(), reading(run.checkpoint, lambda: stopping.has_begun):
             trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     finally:
-        panel.close()
+        progress.close()
     is_finished = trainer.state.global_step >= trainer.state.max_steps
     if stopping.signal is not None and not is_finished:
         raise Interrupted(
@@ -256,7 +258,7 @@ def _train(
 
 
 def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
-    """The base with a new adapter, prepared or resident."""
+    """Load the base and attach a new adapter, prepared or resident."""
     from peft import get_peft_model
     from transformers import set_seed
 
@@ -285,7 +287,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
 
 
 def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:
-    """What a run had learnt that was ended between its last checkpoint and its adapter.
+    """Load the weights of a run that ended between its last checkpoint and its adapter.
 
     The Trainer would train one more step.
     """
@@ -319,7 +321,7 @@ def _save(
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Without progress bars of ``datasets``, which draws one for each of several short passes."""
+    """Switch off the progress bars of ``datasets``, which draws one for each short pass."""
     import datasets
 
     were_off = datasets.are_progress_bars_disabled()

@@ -1,4 +1,4 @@
-"""A signal ends a run between two steps, in order."""
+"""Ends a run between two steps when a signal comes."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ class Stopping(TrainerCallback):
                 signal.signal(each, handler)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note that there is one."""
+        """Note that a step has begun."""
         self.has_begun = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Chat templates by name, for models that come without one of their own.
+"""Chat templates by name, for models without one of their own.
 
 What the assistant says, its end of turn included, stands between ``generation`` markers, so that
 transformers can tell those tokens from the others.
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Template(NamedTuple):
-    """A chat template, and the tokens that it cannot do without."""
+    """A chat template, and the tokens that it needs."""
 
     text: str
     markers: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Rows of text become rows of tokens, with labels on what is to be learnt and on nothing else.
+"""Tokenizes rows of text, with labels only on what is trained on.
 
 A label is the token itself where the model is to learn it, and -100 everywhere else: on prompts, on
 the other side of a conversation. Padding comes later, in the collator, with labels of -100 of its
@@ -56,7 +56,7 @@ class Tokens:
     num_dropped: int = 0
 
     def dataset(self) -> "Dataset":
-        """As TRL's trainers take it."""
+        """Convert to a dataset for TRL's trainers."""
         import numpy
         from datasets import Dataset
 
@@ -67,7 +67,7 @@ class Tokens:
     def add(
         self, row: Mapping[str, Sequence[int]], length: int, num_tokens: int, num_learnt: int
     ) -> None:
-        """One more row."""
+        """Add a row."""
         for name, ids in row.items():
             self.columns.setdefault(name, []).append(array("i", ids))
         self.lengths.append(length)
@@ -76,7 +76,7 @@ class Tokens:
 
 
 def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
-    """The model's tokenizer, with the template that the recipe names.
+    """Load the model's tokenizer, with the template that the recipe names.
 
     Raises:
         CheckpointFormatError: If there is none.
@@ -122,7 +122,7 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
 
 
 def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -> Tokens:
-    """Tokens and labels of rows.
+    """Tokenize rows and make their labels.
 
     Raises:
         DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,
@@ -137,10 +137,10 @@ def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -
         except DataFormatError as error:
             wrong.append(f"{rows.place(number)}: {error}")
         except Exception as error:  # of a template, which may raise whatever it likes
-            said = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
+            reason = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
             wrong.append(
                 f"{rows.place(number)}: expected a row that the chat template can render, found: "
-                f"{said}; mend the row, or take another template (--chat-template)"
+                f"{reason}; mend the row, or take another template (--chat-template)"
             )
         if len(wrong) == _MOST_SHOWN:
             break
@@ -156,7 +156,7 @@ def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -
 
 
 class _Work:
-    """What all rows have in common."""
+    """The state that all rows share."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe, form: Form) -> None:
         self._tokenizer = tokenizer
@@ -169,7 +169,7 @@ class _Work:
         self._marked = _marked_template(tokenizer) if loss_on == "assistant" else None
 
     def example(self, tokens: Tokens, row: dict[str, Any]) -> None:
-        """A row of SFT."""
+        """Tokenize a row of SFT."""
         if self._form.name == "messages":
             ids, mask = self._conversation(row["messages"], row)
         elif self._form.name == "text":
@@ -196,7 +196,7 @@ class _Work:
         tokens.add({"input_ids": ids, "labels": labels}, len(ids), len(ids), num_learnt)
 
     def pair(self, tokens: Tokens, row: dict[str, Any]) -> None:
-        """A row of DPO."""
+        """Tokenize a row of DPO."""
         if "prompt" not in row:
             from trl import extract_prompt
 
@@ -219,7 +219,7 @@ class _Work:
         tokens.add(found, min(length, self._most), num_tokens, num_tokens - 2 * start)
 
     def _prompt_and_whole(self, row: dict[str, Any], answer: str) -> tuple[list[int], list[int]]:
-        """Tokens of the prompt alone, and of it with the answer."""
+        """Tokenize the prompt alone, and with the answer."""
         if self._form.is_chat:
             render = self._renderer(row)
             return (
@@ -236,12 +236,12 @@ class _Work:
         if self._loss_on == "all":
             ids = render(messages)["input_ids"]
             return ids, [1] * len(ids)
-        return self._told_apart(*self._spans(messages, row))
+        return self._tokens_in_spans(*self._spans(messages, row))
 
-    def _told_apart(
+    def _tokens_in_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[int]]:
-        """Tokens of a text, and which of them begin in one of its spans.
+        """Tokenize a text, and mark the tokens that begin in one of its spans.
 
         transformers' own mask goes on to the end of the row where a span ends in a character that
         belongs to no token. Blanks may have been trimmed off both ends of a token's place.
@@ -266,7 +266,7 @@ class _Work:
     def _spans(
         self, messages: list[dict[str, Any]], row: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where in it the assistant speaks."""
+        """Render a conversation, and find the spans of the assistant."""
         if self._marked is not None:
             from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -314,7 +314,7 @@ def _tools(row: dict[str, Any]) -> Any:
 
 
 def _marked_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """A template that marks the assistant's tokens: the model's, TRL's in its place, or none."""
+    """Return a template that marks the assistant's tokens: the model's, TRL's, or None."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     template = tokenizer.chat_template
@@ -328,7 +328,7 @@ def _marked_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 
 def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How far two rows of tokens are the same."""
+    """Count the tokens that two rows begin with in common."""
     pairs = zip(left, right, strict=False)
     length = min(len(left), len(right))
     return next((number for number, (one, other) in enumerate(pairs) if one != other), length)

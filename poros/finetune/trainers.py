@@ -50,7 +50,7 @@ _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 
 class _Own(StagedCheckpoints):
-    """What both trainers share."""
+    """The base of both trainers."""
 
     recipe: Recipe
 
@@ -76,7 +76,7 @@ class _Own(StagedCheckpoints):
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: PEFT writes a card beside the adapter, and checkpoints need none."""
+        """Write no card: PEFT writes one beside the adapter, and checkpoints need none."""
 
 
 class Sft(_Own, BlockMajorMixin, SFTTrainer):
@@ -120,7 +120,7 @@ class Dpo(_Own, BlockMajorMixin, DPOTrainer):
 
 
 class _NoModel(nn.Module):
-    """Stands for a reference model while ``DPOTrainer`` is made.
+    """A placeholder for the reference model while ``DPOTrainer`` is built.
 
     Without one it copies the adapter of the model into a second, as if it had been trained before.
     """
@@ -135,7 +135,7 @@ class _NoModel(nn.Module):
 
 @dataclass
 class _PackedRows:
-    """Puts packed rows together: documents side by side, all rows of one length."""
+    """Collates packed rows: documents side by side, all rows of one length."""
 
     collate: DataCollatorForLanguageModeling
     has_cu_seqlens: bool
@@ -160,7 +160,7 @@ def make_trainer(
     row_length: int,
     device: torch.device,
 ) -> Trainer:
-    """The trainer of a recipe.
+    """Build the trainer of a recipe.
 
     Args:
         recipe: How it trains.
@@ -283,7 +283,7 @@ def on_one_gpu(arguments: _Arguments) -> _Arguments:
 
 @contextmanager
 def _own_dtypes(model: nn.Module, dtype: str) -> Iterator[None]:
-    """Leave adapters in the dtype of the recipe, whatever the trainer makes of them.
+    """Keep adapters in the dtype of the recipe, against the trainer's casts.
 
     TRL casts those of a 4-bit base to bfloat16, in which small updates of a weight are lost.
     """
@@ -298,7 +298,7 @@ def _own_dtypes(model: nn.Module, dtype: str) -> Iterator[None]:
 
 
 def num_steps(num_rows: int, recipe: Recipe) -> int:
-    """Optimizer steps of a run, as the Trainer counts them."""
+    """Count the optimizer steps of a run, as the Trainer does."""
     training = recipe.training
     if training.steps is not None:
         return training.steps

@@ -1,1 +1,1 @@
-"""What surrounds the layers: matrices of the vocabulary in host memory, and the loss in slices."""
+"""Vocabulary matrices in host memory, and the loss in slices."""

@@ -1,4 +1,4 @@
-"""What becomes of a model's head and loss: who computes the loss, and where the head lies."""
+"""Decides how a model's loss is computed, and where its head lies."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ from torch import nn
 
 from poros.head.embedding import adapted_modules, stays_on_host
 from poros.head.host_matrix import HostMatrix
-from poros.nf4 import is_plain
+from poros.kernels.nf4 import is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Head:
 
 
 def choose_head(model: nn.Module, base: Any, loss: str, wanted: bool | None) -> "Head | None":
-    """What the policy makes of a model's head; None if it stays as it is.
+    """Choose what happens to a model's head; None if it stays as it is.
 
     Says so if something was asked for in vain.
 
@@ -66,7 +66,7 @@ def choose_head(model: nn.Module, base: Any, loss: str, wanted: bool | None) -> 
 def find_head(
     model: nn.Module, base: Any, loss: str, wanted: bool | None
 ) -> "tuple[Head | None, list[str]]":
-    """As ``choose_head``, with what was asked for in vain, and why, instead of saying it."""
+    """As ``choose_head``, but return what could not be done, and why, instead of logging it."""
     if loss == "reference" and not wanted:
         return None, []
     head = base.get_output_embeddings()
@@ -105,7 +105,7 @@ def find_head(
 
 
 def _linear_modules(head: Any) -> list[Any]:
-    """The modules that a head computes with, one at a time."""
+    """Yield the modules that a head computes with."""
     if isinstance(head, ModulesToSaveWrapper):
         return [head.original_module, *head.modules_to_save.values()]
     return [head.base_layer] if type(head) is lora.Linear else [head]

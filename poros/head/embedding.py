@@ -1,4 +1,4 @@
-"""Which embeddings can stay in host memory, and keeping them there."""
+"""Finds embeddings that can stay in host memory, and keeps them there."""
 
 import logging
 import weakref
@@ -14,7 +14,7 @@ from torch import nn
 
 from poros.head.host_matrix import HostMatrix, as_parameter
 from poros.head.rows import RowReader
-from poros.nf4 import is_plain
+from poros.kernels.nf4 import is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Embedding:
 
 
 def stays_on_host(num_bytes: int, wanted: bool | None) -> bool:
-    """Whether a matrix of the vocabulary that can stay in host memory does.
+    """Whether a vocabulary matrix that can stay in host memory does stay there.
 
     Args:
         num_bytes: Its size.
@@ -52,7 +52,7 @@ def choose_embeddings(
     wanted: bool | None,
     kept: Sequence[nn.Module] = (),
 ) -> list[Embedding]:
-    """Those of ``find_embeddings`` that stay in host memory; says so if it was asked in vain.
+    """Return those of ``find_embeddings`` that stay in host memory; log it if none can.
 
     Args:
         model: As for ``find_embeddings``, like ``apart``.
@@ -70,7 +70,7 @@ def choose_embeddings(
 
 
 def find_embeddings(model: nn.Module, apart: Sequence[nn.Module]) -> list[Embedding]:
-    """The embeddings whose matrices can stay in host memory.
+    """Find the embeddings whose matrices can stay in host memory.
 
     Args:
         model: With its adapters.
@@ -101,7 +101,7 @@ def find_embeddings(model: nn.Module, apart: Sequence[nn.Module]) -> list[Embedd
 
 
 def adapted_modules(model: nn.Module) -> set[int]:
-    """Ids of the modules that PEFT has adapted or made trainable, and of all in them."""
+    """Return ids of the modules that PEFT has adapted or made trainable, nested ones too."""
     return {
         id(inner)
         for module in model.modules()
@@ -113,7 +113,7 @@ def adapted_modules(model: nn.Module) -> set[int]:
 def keep_on_host(
     root: nn.Module, name: str, users: Sequence[nn.Module], reader: RowReader
 ) -> Callable[[], None]:
-    """Have the matrix of ``users``, which is in host memory, brought by ``reader``.
+    """Serve the matrix of ``users``, which is in host memory, through ``reader``.
 
     Args:
         root: The model; held weakly.
@@ -147,7 +147,7 @@ def keep_on_host(
 
 
 def _give_bytes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """What is saved are the bytes on the host."""
+    """Save the bytes on the host."""
     matrix = state.get(f"{prefix}weight")
     if isinstance(matrix, HostMatrix):
         state[f"{prefix}weight"] = matrix.host

@@ -1,8 +1,8 @@
-"""A matrix in host memory that says of itself that it is on the device, and is read there in parts.
+"""A matrix in host memory that reports the device as its own, and is read there in parts.
 
 Note: What it is
     A parameter whose bytes stay where they are. Shape, dtype and device are those of a resident
-    parameter, so that nobody who asks for them (``model.device``, a trainer) is led astray. It has
+    parameter, so that code that reads them (``model.device``, a trainer) works unchanged. It has
     no memory on the device: a lookup (``torch.nn.functional.embedding``) brings the rows it names;
     slices of its rows and other views are matrices of this kind too; any other operator gets a copy
     on the device for as long as it takes, and says so once unless it is of a slice; what would
@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
-from poros.figures import size
 from poros.head.rows import RowReader
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class HostMatrix(torch.Tensor):
                 first.require_as_prepared()
                 part = operator(first.host, *args[1:], **kwargs)
                 if part.is_contiguous():
-                    notes = _Notes(has_told=True)
+                    notes = _Notes(has_warned=True)
                     return HostMatrix(part, first._reader, first._name, notes)
             is_host = operator is _ATEN._to_copy.default and _is_host(kwargs.get("device"))
             if is_host and first._view is None:
@@ -112,7 +112,7 @@ class HostMatrix(torch.Tensor):
         return _whole(operator, args, kwargs)
 
     def _viewed(self, view: Callable[[torch.Tensor], Any]) -> Any:
-        """A view of it, or several: copied when they are read, and nobody can write to them."""
+        """A view of it, or several: copied when they are read, and read-only."""
         own = self._view or _itself
 
         def part(number: int | None, whole: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class HostMatrix(torch.Tensor):
         return [HostMatrix(*given, partial(part, number)) for number in range(len(form))]
 
     def on_device(self) -> torch.Tensor:
-        """A copy of it on the device."""
+        """Copy the matrix to the device."""
         whole = self._reader.whole(self.host)
         return whole if self._view is None else self._view(whole)
 
@@ -167,20 +167,20 @@ class HostMatrix(torch.Tensor):
 
 @dataclass
 class _Notes:
-    """What a matrix and its aliases know together."""
+    """The state that a matrix and its aliases share."""
 
-    has_told: bool = False
-    """Whether it was said that somebody needs all of it."""
+    has_warned: bool = False
+    """Whether the warning about a use of the whole matrix was logged."""
     is_replaced: bool = False
 
 
 def as_parameter(matrix: HostMatrix) -> nn.Parameter:
-    """The matrix as a frozen parameter."""
+    """Wrap the matrix as a frozen parameter."""
     return nn.Parameter(matrix, requires_grad=False)
 
 
 def _is_view(operator: Any) -> bool:
-    """Whether what it returns shares memory with what it is given."""
+    """Whether the operator returns a view of its input."""
     returned = [each.alias_info for each in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
 
@@ -225,8 +225,8 @@ def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         if not isinstance(value, HostMatrix):
             return value
         value.require_as_prepared()
-        if not value._notes.has_told:
-            value._notes.has_told = True
+        if not value._notes.has_warned:
+            value._notes.has_warned = True
             logger.warning(
                 "poros: %s (%s) is in host memory; %s needs it whole, so it is copied to the "
                 "device for that",

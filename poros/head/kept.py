@@ -1,4 +1,4 @@
-"""A head in host memory: its bytes there, and the buffers on the device for slices of it."""
+"""A head in host memory, and the buffers on the device for slices of it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,14 @@ import torch
 from poros.head.choice import Head
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
+from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
 from poros.host.store import Arena, HostSlab
-from poros.layout import BlockLayout
 from poros.streams import StreamContext
 
 
 class KeptHead:
-    """What a policy has made of a head: nothing, unless ``keep`` is called.
+    """The matrix of a head in host memory; empty before ``keep``.
 
     Attributes:
         num_bytes: Of the matrix, in host memory.
@@ -56,7 +56,7 @@ class KeptHead:
 
     @property
     def device_num_bytes(self) -> int:
-        """Of the buffers for slices, and of the matrix if it is on the device."""
+        """Bytes of the buffers for slices, and of the matrix if it is on the device."""
         return 0 if self.slices is None else self.slices.num_bytes
 
     @property
@@ -66,30 +66,30 @@ class KeptHead:
 
     @property
     def h2d_num_bytes(self) -> int:
-        """Of the slices that went to the device so far."""
+        """Bytes of the slices copied to the device so far."""
         return 0 if self.slices is None else self.slices.h2d_num_bytes
 
     def check_with(self, check: Callable[[str, torch.Tensor, Any, torch.Tensor], None]) -> None:
-        """Have slices checked: see ``SliceReader.check``."""
+        """Set the check of slices: see ``SliceReader.check``."""
         if self.slices is not None:
             self.slices.check = check
 
     @property
     def sliced_num_bytes(self) -> int:
-        """Of a matrix that is brought in slices."""
+        """Bytes of a matrix that is copied in slices."""
         return 0 if self.slices is None else self.slices.matrix_num_bytes
 
-    def hold(self, is_wanted: bool) -> None:
-        """Keep such a matrix on the device, or no longer.
+    def set_resident(self, is_wanted: bool) -> None:
+        """Load the matrix to the device and keep it there, or evict it.
 
         Raises:
             torch.OutOfMemoryError: If it does not fit; nothing has changed.
         """
         if self.slices is not None:
             if is_wanted:
-                self.slices.hold_all()
+                self.slices.load()
             else:
-                self.slices.let_go()
+                self.slices.evict()
 
     def unpin(self) -> None:
         """Undo the page lock; no slices are brought any more."""

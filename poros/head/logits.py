@@ -1,4 +1,4 @@
-"""Logits that are computed when somebody reads them.
+"""Logits that are computed when they are read.
 
 Note: Lazily
     A model computes the logits of all its tokens and hands them to its loss and to its caller. The
@@ -75,7 +75,7 @@ class Origin:
     def of(
         cls, hidden: torch.Tensor, head: nn.Linear, tell: Callable[[int], None], source: Any = None
     ) -> "Origin":
-        """A call of ``head`` with ``hidden``, now."""
+        """Capture a call of ``head`` with ``hidden``."""
         # Nothing autocasts what has no memory.
         autocast = AutocastState.capture("cpu" if hidden.is_meta else hidden.device.type)
         if hidden.is_inference():
@@ -125,7 +125,7 @@ class Origin:
         return self.hidden
 
     def values(self) -> torch.Tensor:
-        """The product, as the head computes it; raises as ``intact``."""
+        """Compute the product as the head does; raises as ``intact``."""
         with self.as_then(self.with_gradients, self.autocast):
             values = nn.functional.linear(self.intact(), self.weight, self.bias)
         self.tell(values.nbytes)
@@ -133,7 +133,7 @@ class Origin:
 
     @contextmanager
     def as_then(self, with_gradients: bool, autocast: AutocastState) -> Iterator[None]:
-        """The modes of another moment, outside of the inference mode of a later one."""
+        """Restore the modes of the call, without a later inference mode."""
         leaves = torch.is_inference_mode_enabled() and not self.hidden.is_inference()
         with (
             torch.inference_mode(False) if leaves else nullcontext(),
@@ -144,7 +144,7 @@ class Origin:
 
 
 def _as_now(parameter: torch.Tensor) -> torch.Tensor:
-    """It, trained as it is now, whatever is made of it later."""
+    """Return the module in its present training mode, whatever is set later."""
     return parameter if parameter.requires_grad else parameter.detach()
 
 
@@ -153,7 +153,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums over its bits, as integers, weighted by row and by column: two int64 on its device."""
+    """Sum its bits as integers, weighted by row and by column: two int64 on its device."""
     rows = tensor.detach().reshape(-1, tensor.shape[-1]).contiguous()
     # Integers of eight bytes are added up without a copy of them.
     is_whole = (rows.shape[1] | int(rows.storage_offset())) * rows.element_size() % 8 == 0
@@ -215,11 +215,11 @@ class LazyLogits(torch.Tensor):
 
     @property
     def is_computed(self) -> bool:
-        """Whether somebody has read, and may have changed, the values."""
+        """Whether the values were read, and may have been changed."""
         return self._result is not None
 
     def take_loss(self) -> Origin:
-        """What a loss in slices is computed from; no gradient will go through the logits."""
+        """Return what a sliced loss is computed from; no gradient will go through the logits."""
         self.require_own_graph()
         for each in (self, *self.added):
             each.origin.is_loss_taken = True
@@ -235,7 +235,7 @@ class LazyLogits(torch.Tensor):
             )
 
     def computed(self) -> torch.Tensor:
-        """The ordinary tensor; computed at the first call."""
+        """Return the ordinary tensor; computed at the first call."""
         if self._result is None and self._compute is not None:
             self._result = self._compute()
             self._compute = None  # it holds what this follows from
@@ -243,7 +243,7 @@ class LazyLogits(torch.Tensor):
         return result
 
     def _read(self) -> torch.Tensor:
-        """The same for somebody who may write to it: what follows from it is computed first."""
+        """The same for a caller that may write to it: what follows from it is computed first."""
         self.require_own_graph()
         first = self
         while first._alias_of is not None:
@@ -259,7 +259,7 @@ class LazyLogits(torch.Tensor):
             follower._alias_of = None
 
     def _noted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What ``func`` makes of it without its values; None if they are needed."""
+        """Apply ``func`` lazily; None if the values are needed."""
         if func in _TANH and not args and not kwargs:
             return self._follower(func, args, kwargs, step=Step("tanh"))
         if func in _SCALES and len(args) == 1 and not kwargs:
@@ -280,7 +280,7 @@ class LazyLogits(torch.Tensor):
         return None
 
     def _sum(self, func: Any, other: "LazyLogits") -> Any:
-        """With another module's product, which is only scaled."""
+        """Add another module's product, which is only scaled."""
         is_plain = all(step.kind != "tanh" for step in other.steps) and not other.added
         is_plain = is_plain and other.origin.bias is None  # which columns of a head have not
         if self.steps or other.is_computed or not is_plain or other.shape != self.shape:

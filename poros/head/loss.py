@@ -47,7 +47,7 @@ takes ``LossInputs``, and gives the ``SlicedLossState`` of all slices if it was 
 
 
 def slice_width(num_tokens: int, num_rows: int, num_columns: int) -> int:
-    """Rows of the head in a slice.
+    """Choose the number of the head's rows in a slice.
 
     Args:
         num_tokens: Of the batch.
@@ -71,7 +71,7 @@ def sliced_cross_entropy(
     ignore_index: int = -100,
     regularizer: Regularizer = Regularizer(),  # noqa: B008
 ) -> torch.Tensor:
-    """The sum over tokens of the cross entropy of ``steps(hidden @ head.T + bias)``.
+    """Sum over tokens the cross entropy of ``steps(hidden @ head.T + bias)``.
 
     Args:
         hidden: Of shape (tokens, columns), in the dtype that products are to take. Gets a gradient.
@@ -122,7 +122,7 @@ def sliced_cross_entropy(
 
 
 class _LossConfig(NamedTuple):
-    """What gets no gradient."""
+    """The inputs without a gradient."""
 
     labels: torch.Tensor
     read: Slices
@@ -138,7 +138,7 @@ class _LossConfig(NamedTuple):
     """What all slices together give, if that was computed ahead."""
 
     def online(self, hidden: torch.Tensor) -> "SlicedLossState":
-        """What is known of no slice."""
+        """Make the state before the first slice."""
         return SlicedLossState(
             hidden, self.labels, self.wants_gradient, self.regularizer, self.num_rows
         )
@@ -149,7 +149,7 @@ class _LossConfig(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """What a loss asks of the head."""
+    """The inputs of a sliced loss."""
 
     hidden: torch.Tensor
     bias: torch.Tensor | None
@@ -159,7 +159,7 @@ class LossInputs(NamedTuple):
     given: _LossConfig
 
     def without_graph(self) -> "LossInputs":
-        """The same, of which nothing gets a gradient."""
+        """Copy the inputs without their graph."""
         return self._replace(
             hidden=self.hidden.detach(),
             bias=None if self.bias is None else self.bias.detach(),
@@ -167,7 +167,7 @@ class LossInputs(NamedTuple):
         )
 
     def is_like(self, other: "LossInputs") -> bool:
-        """Whether ``other`` asks for the same, but for values."""
+        """Whether ``other`` is equal in all but values."""
         return (
             self.is_trained == other.is_trained
             and self.given[2:] == other.given[2:]
@@ -175,7 +175,7 @@ class LossInputs(NamedTuple):
         )
 
     def differs_from(self, other: "LossInputs") -> torch.Tensor:
-        """Whether the values are other ones, bit for bit: a bool on the device."""
+        """Compare values bit for bit: True where they differ, a bool on the device."""
         found = [
             (_as_integers(own) != _as_integers(its)).any()
             for own, its in zip(self._tensors(), other._tensors(), strict=True)
@@ -240,7 +240,7 @@ def _gradient_of_head(
     added: torch.Tensor | None,
     scale: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Of the loss by what the head consists of: the logits are computed once more for it."""
+    """Compute the gradient of the head's tensors; recomputes the logits."""
     by_weight = None if weight is None else torch.empty_like(weight)
     by_bias = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
     by_added = None if added is None or not added.requires_grad else torch.empty_like(added)
@@ -275,7 +275,7 @@ def _form(tensor: torch.Tensor | None) -> object:
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bits, such that a NaN equals itself."""
+    """View the bits, such that a NaN equals itself."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().contiguous().view(kinds[tensor.element_size()])
 

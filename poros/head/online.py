@@ -1,4 +1,4 @@
-"""What is known of each token's loss after some slices of the head: see ``poros.head.loss``."""
+"""The running state of each token's loss over slices of the head: see ``poros.head.loss``."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits
-from poros.labels import labelled
+from poros.utils.profiling import labelled
 
 
 class Step(NamedTuple):
@@ -18,7 +18,7 @@ class Step(NamedTuple):
 
 
 class Regularizer(NamedTuple):
-    """What is added to the cross entropy of each token."""
+    """A term that is added to the cross entropy of each token."""
 
     smoothing: float = 0.0
     """The share of the label that is spread evenly over the vocabulary."""
@@ -27,7 +27,7 @@ class Regularizer(NamedTuple):
 
 
 class SlicedLossState:
-    """What is known of each token after some slices. See "One pass"."""
+    """The state of each token after some slices. See "One pass"."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SlicedLossState:
         added: torch.Tensor | None,
         steps: Sequence[Step],
     ) -> None:
-        """Take in the logits of some rows of the head: see ``sliced_cross_entropy``."""
+        """Update the state with some rows of the head: see ``sliced_cross_entropy``."""
         with labelled("head", f"rows {first}"):
             self._add(first, rows, bias, added, steps)
 
@@ -95,7 +95,7 @@ class SlicedLossState:
             )
 
     def losses(self) -> torch.Tensor:
-        """Of each token, were its label to count."""
+        """Return the loss of each token, as if its label counted."""
         smoothing, z_loss = self._regularizer
         scale, of_label = self.scale(), self._running.of_label
         if smoothing:
@@ -105,11 +105,11 @@ class SlicedLossState:
         return losses + z_loss * scale.square() if z_loss else losses
 
     def scale(self) -> torch.Tensor:
-        """Of each token, the logarithm of the sum of exponentials of all its logits."""
+        """Return the log-sum-exp of each token's logits."""
         return self._running.total.log() + self._running.most
 
     def gradient(self) -> torch.Tensor:
-        """Of each token's loss by its hidden state, in float32. Uses the sums up."""
+        """Return the gradient of each token's hidden state, in float32. Consumes the sums."""
         running = self._running
         smoothing, z_loss = self._regularizer
         rows = running.rows.div_(running.total[:, None])
@@ -124,7 +124,7 @@ class SlicedLossState:
 def whole_rows(
     first: int, rows: torch.Tensor, added: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows of the head with all their columns, contiguous, in the dtype of products."""
+    """Return rows of the head with all columns, contiguous, in the dtype of products."""
     rows = rows.to(dtype)  # of another one under autocast
     if added is None:
         return rows.contiguous()
@@ -132,7 +132,7 @@ def whole_rows(
 
 
 def sum_of_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """All rows of a contiguous matrix added up, in ``dtype``.
+    """Add up all rows of a contiguous matrix, in ``dtype``.
 
     In two rounds of about as many rows each: to add up thousands of rows at once, a GPU takes
     memory for parts of the sums that is up to a quarter of a GB.
@@ -145,7 +145,7 @@ def sum_of_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The matrix product in float32, of operands that may be narrower."""
+    """Multiply in float32 operands that may be narrower."""
     if left.dtype == torch.float32:
         return left @ right
     if left.device.type == "cpu":
@@ -172,7 +172,7 @@ def logits_of(
     steps: Sequence[Step],
     wants_slope: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The logits of some rows of the head, and the derivative of what ``steps`` make of them."""
+    """Compute the logits of some rows of the head, and the derivative of ``steps`` there."""
     logits = product(hidden, rows.t())
     if bias is not None:
         logits += bias
@@ -182,7 +182,7 @@ def logits_of(
 def _transformed(
     logits: torch.Tensor, steps: Sequence[Step], wants_slope: bool
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The logits after ``steps``, and the derivative of that. Writes to ``logits``."""
+    """Apply ``steps`` to logits, with the derivative. Writes to ``logits``."""
     slope: torch.Tensor | float = 1.0
     for kind, number in steps:
         if kind == "tanh":

@@ -1,4 +1,4 @@
-"""Label smoothing and z-loss for trainers, in slices of the head where the loss is."""
+"""Label smoothing and z-loss for trainers, in slices of the head like the loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _IGNORED = -100
 
 
 class RegularizedLoss:
-    """In place of a Trainer's ``label_smoother``, with its arguments and its meaning.
+    """Replaces a Trainer's ``label_smoother``, with the same arguments and meaning.
 
     The Trainer's own reads whole logits. Where the model's loss is computed in slices of the
     vocabulary, so is this one (``poros.head.loss``, with its sources), and the logits of a batch
@@ -38,7 +38,7 @@ class RegularizedLoss:
         self.regularizer = Regularizer(0.0 if own is None else own.epsilon, z_loss)
 
     def __call__(self, model_output: Any, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The loss of one micro-batch: a scalar.
+        """Compute the loss of one micro-batch: a scalar.
 
         Args:
             model_output: Of the model, with ``logits`` of shape (rows, tokens, vocabulary).

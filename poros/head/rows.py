@@ -1,4 +1,4 @@
-"""An embedding whose matrix stays in host memory: only the rows that a batch asks for move.
+"""Serves embeddings from host memory: only the rows of a batch are copied.
 
 Note: Rows
     A lookup copies bytes and computes nothing, so the rows that the host gathers are, bit for bit,
@@ -16,16 +16,16 @@ from collections.abc import Callable
 
 import torch
 
+from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
 from poros.host.store import Arena, HostSlab
-from poros.layout import BlockLayout
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
 
 
 class RowReader:
-    """Brings rows of matrices in host memory to the device.
+    """Copies rows of matrices in host memory to the device.
 
     Args:
         streams: Of the blocks; rows get a copy stream beside it.
@@ -49,11 +49,11 @@ class RowReader:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows go."""
+        """The device of the rows."""
         return self._streams.device
 
     def rows(self, name: str, matrix: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """The rows of ``matrix`` that ``indices`` names, on the device.
+        """Return the rows of ``matrix`` at ``indices``, on the device.
 
         Args:
             name: Of the matrix.
@@ -91,7 +91,7 @@ class RowReader:
         return target.view(shape)
 
     def whole(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A copy of ``matrix``, which is in host memory, on the device.
+        """Copy ``matrix``, which is in host memory, to the device.
 
         Streams:
             The compute stream waits for the copy; so does the host if the memory is pageable.
@@ -102,7 +102,7 @@ class RowReader:
         return target
 
     def unpin(self) -> None:
-        """Undo the page lock; no rows are brought any more."""
+        """Undo the page lock; no rows are copied any more."""
         self._settle()
         if self._staging is not None:
             self._staging.unpin()
@@ -115,7 +115,7 @@ class RowReader:
         return indices.cpu()
 
     def _room(self, num_bytes: int) -> torch.Tensor:
-        """Staging memory that no copy reads any more."""
+        """Return staging memory that no copy reads any more."""
         self._settle()
         if self._staging is None or self._staging.layout.num_bytes < num_bytes:
             self.unpin()
@@ -133,7 +133,7 @@ class RowReader:
             self._is_copying = False
 
     def note_pageable(self, what: str) -> None:
-        """Say, once, that host memory for ``what`` could not be page-locked."""
+        """Log once that host memory for ``what`` could not be page-locked."""
         fallback = f"pageable host memory for {what}"
         if fallback not in self.fallbacks:
             self.fallbacks.append(fallback)

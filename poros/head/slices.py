@@ -1,4 +1,4 @@
-"""Rows of a matrix in host memory, in order, through two buffers on the device.
+"""Copies the rows of a matrix in host memory in order, through two device buffers.
 
 Note: Slices
     The head is used once in a forward, from its first row to its last, a slice at a time. So two
@@ -15,19 +15,19 @@ import torch
 
 from poros.head.loss import LossInputs, slice_width
 from poros.head.online import SlicedLossState
-from poros.labels import labelled
 from poros.streams import Event, StreamContext
+from poros.utils.profiling import labelled
 
 
 def buffer_sizes(matrix: torch.Tensor) -> list[int]:
-    """Bytes of the buffers that slices of ``matrix`` travel through."""
+    """Return the bytes of the buffers for slices of ``matrix``."""
     num_rows, num_columns = matrix.shape
     width = slice_width(1, num_rows, num_columns)
     return [width * num_columns * matrix.element_size()] * min(2, -(-num_rows // width))
 
 
 class SliceReader:
-    """Brings a matrix in host memory to the device, some rows at a time.
+    """Copies a matrix in host memory to the device, some rows at a time.
 
     Args:
         name: Of the matrix.
@@ -60,7 +60,7 @@ class SliceReader:
 
     @property
     def num_bytes(self) -> int:
-        """Of the two buffers on the device, and of the matrix if it is there."""
+        """Bytes of the two device buffers, and of the matrix if it is on the device."""
         whole = 0 if self._whole is None else self._whole.nbytes
         return whole + sum(buffer.nbytes for buffer in self._buffers)
 
@@ -69,8 +69,8 @@ class SliceReader:
         """Whether all of the matrix is on the device."""
         return self._whole is not None
 
-    def hold_all(self) -> None:
-        """Bring all of the matrix to the device, and keep it there.
+    def load(self) -> None:
+        """Copy all of the matrix to the device, and keep it there.
 
         Raises:
             torch.OutOfMemoryError: If it does not fit; nothing has changed.
@@ -86,17 +86,17 @@ class SliceReader:
             self._streams.wait(copied)
             self._whole = whole
 
-    def let_go(self) -> None:
-        """Undo ``hold_all``."""
+    def evict(self) -> None:
+        """Undo ``load``."""
         self._whole = None
 
     def known(self, asked: LossInputs) -> SlicedLossState | None:
-        """What all slices give, if that was computed ahead: see ``poros.head.loss.Slices``."""
+        """Return the state over all slices, if computed ahead: see ``poros.head.loss.Slices``."""
         ask = None if self.in_place is None else self.in_place()
         return None if ask is None else ask(asked)
 
     def __call__(self, width: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """All rows in order, ``width`` at a time: see ``poros.head.loss.Slices``.
+        """Yield all rows in order, ``width`` at a time: see ``poros.head.loss.Slices``.
 
         Args:
             width: At most that of a slice for a single token.

@@ -1,4 +1,4 @@
-"""Takes a model's head and loss over: its loss is computed in slices, its logits when read.
+"""Patches a model's head and loss: a sliced loss, and logits computed when read.
 
 Note: Generically
     Nothing here knows a family. The head, an ordinary linear module, hands out ``LazyLogits``
@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.figures import size
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits, Origin
 from poros.head.loss import Slices, sliced_cross_entropy
 from poros.head.online import Regularizer
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _LOUD_NUM_BYTES = 2**26
 def slice_loss(
     base: Any, heads: Sequence[nn.Linear], read: Slices | None = None
 ) -> Callable[[], None]:
-    """Have the loss of ``base`` computed in slices of its head.
+    """Patch ``base`` to compute its loss in slices of its head.
 
     Args:
         base: A transformers causal language model.
@@ -68,7 +68,7 @@ def slice_loss(
 
 
 class _Head:
-    """What one head does. A copy of the module has a copy of this, for its own weight."""
+    """The patched forward of one head. A copy of the module has a copy of this."""
 
     def __init__(self, module: nn.Linear, reader: Slices | None) -> None:
         self._module = module
@@ -76,10 +76,10 @@ class _Head:
         """Brings the rows, if they are in host memory."""
         self._host = None if reader is None else cast(HostMatrix, module.weight).host
         self._own_forward = type(module).forward.__get__(module)
-        self._has_told = False
+        self._has_warned = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """In place of the head's own.
+        """Replace the head's own forward.
 
         Raises:
             PreparedModelError: If the weight whose bytes are in host memory is another one now.
@@ -100,18 +100,18 @@ class _Head:
             and {input.dtype, weight.dtype} <= _DTYPES
         )
         if is_usual:
-            origin = Origin.of(input, self._module, self._tell, self)
+            origin = Origin.of(input, self._module, self._warn, self)
             if origin.autocast.enabled or input.dtype == weight.dtype:
                 return LazyLogits(origin)
         return self._own_forward(input)
 
     def rows_of(self, weight: torch.Tensor) -> Slices:
-        """What gives the rows of ``weight``, which was the head's when its logits were made."""
+        """Return the reader of ``weight``'s rows, the head's weight when its logits were made."""
         return self._reader or partial(_slices, weight.detach())
 
-    def _tell(self, num_bytes: int) -> None:
-        if num_bytes >= _LOUD_NUM_BYTES and not self._has_told:
-            self._has_told = True
+    def _warn(self, num_bytes: int) -> None:
+        if num_bytes >= _LOUD_NUM_BYTES and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "poros: something other than the model's loss reads the logits, so they are "
                 "computed whole, %s of them (compute_metrics? a loss of one's own?)",
@@ -120,7 +120,7 @@ class _Head:
 
 
 class _Loss:
-    """In place of transformers' ``ForCausalLMLoss``, with its arguments and its meaning."""
+    """Replaces transformers' ``ForCausalLMLoss``, with the same arguments and meaning."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self._own = own
@@ -166,7 +166,7 @@ def sliced_loss(
     regularizer: Regularizer = Regularizer(),  # noqa: B008
     is_at_once: bool = False,
 ) -> torch.Tensor:
-    """The loss of a causal language model, in slices of its head: ``sliced_cross_entropy``.
+    """Compute the loss of a causal language model in slices of its head.
 
     Args:
         logits: Not computed.
@@ -209,7 +209,7 @@ def sliced_loss(
 
 
 def _operands(logits: LazyLogits, is_at_once: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Hidden states of all tokens, and the columns of the head that are not its weight's.
+    """Return the hidden states of all tokens, and the head's columns beyond its weight.
 
     LoRA on the head adds to ``h @ W.T`` the product ``(A h) @ B.T``, scaled: the states get the
     columns ``A h``, the head the columns of the scaled B.
@@ -229,7 +229,7 @@ def _operands(logits: LazyLogits, is_at_once: bool) -> tuple[torch.Tensor, torch
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:
-    """Also those of all modules: they see the gradient of what the module returns."""
+    """Whether backward hooks, global ones too, see the gradient of the module's result."""
     full, others = module._get_backward_hooks()
     return bool(full or others or module._get_backward_pre_hooks())
 

@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 
-from poros.digests import Identity, identity_of, num_threads
 from poros.errors import CheckpointFormatError
+from poros.host.layout import BlockLayout
 from poros.host.mapped import SlabFile, Stretch, is_same_file, num_written_pages, require_digests
 from poros.host.store import Arena, HostSlab, HostStore, NamedTensor
-from poros.layout import BlockLayout
-from poros.reads import read_exactly
+from poros.io.digests import Identity, identity_of, num_threads
+from poros.io.reading import read_exactly
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -105,14 +105,14 @@ class DiskStore(HostStore):
         digests: Sequence[str],
         identity: Identity | None = None,
     ) -> "DiskStore":
-        """The slabs of ``resident`` first, and those behind them from ``file``.
+        """Make a store of the slabs of ``resident``, followed by those of ``file``.
 
         Args:
             resident: The first slabs of ``layouts``, filled; none is fine.
             file: Holds all slabs, each on a page, one after the other.
             data_offset: Where in it the first slab starts, in bytes; a multiple of a page.
             layouts: One per layer.
-            digests: Of each slab (``poros.digests``), padded with zeros to a page.
+            digests: Of each slab (``poros.io.digests``), padded with zeros to a page.
             identity: What the file was when it was opened.
 
         Raises:
@@ -190,7 +190,7 @@ class DiskStore(HostStore):
             staging.is_copied, staging.is_lent = event, False
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
-        """Have the reader read the next blocks into buffers that are free now. Does not wait."""
+        """Start reading the next blocks into buffers that are free now. Does not wait."""
         if not self._staging:
             return
         self._wanted = []
@@ -277,14 +277,14 @@ class DiskStore(HostStore):
         return [staging for staging in self._staging if staging.block not in self._wanted]
 
     def _is_free(self, staging: _Staging) -> bool:
-        """Whether nothing is read into it, and nothing copied out of it any more."""
+        """Whether no read into it and no copy out of it is in flight."""
         return not staging.is_lent and (
             staging.block is None
             or (staging.is_read.is_set() and self._has_passed(staging.is_copied))
         )
 
     def _claim(self) -> _Staging:
-        """A buffer for a block that is needed now: the one that is missed least, once it is free.
+        """Take a buffer for a block that is needed now: the least useful one, once it is free.
 
         Waits for its read, and for the copy out of it.
         """
@@ -341,7 +341,7 @@ class DiskStore(HostStore):
 
     @property
     def file(self) -> Path:
-        """Where the blocks are that are not in memory."""
+        """The file of the blocks that are not in memory."""
         return self.behind.path if self.behind is not None else Path()
 
     @property
@@ -392,7 +392,7 @@ def _fill(descriptor: int, job: _Job) -> None:
 
 
 def _check(file: Path, descriptor: int, job: _Job) -> None:
-    """Compare what was read with what it has to be, by its bytes if there is any doubt."""
+    """Compare what was read with its digest, and the file with what it was."""
     identity = identity_of(os.fstat(descriptor))
     if not is_same_file(identity, job.identity):
         raise ValueError("another file, or one that was written to since it was opened")

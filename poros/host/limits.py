@@ -1,8 +1,8 @@
-"""How much host memory this process may still use, and how much of it may be page-locked.
+"""Reads how much host memory this process may still use, and how much may be page-locked.
 
 Three things stop an allocation that the system has granted: the machine has no memory left, a
 control group (a container, a batch system) has a lower limit, or the process has (``ulimit``). The
-least of them counts. On a system that says nothing about itself nothing is refused.
+least of them counts. On a system that reports no limits nothing is refused.
 """
 
 import gc
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from poros.errors import HostMemoryError
-from poros.figures import size
+from poros.utils.formatting import size
 
 RESERVE_NUM_BYTES = 2**30
 """What is left to everything else: the interpreter, one tensor on its way, the page cache."""
 
 
 class MemoryLimit(NamedTuple):
-    """How many bytes one limit still grants."""
+    """The bytes that one limit still grants."""
 
     num_bytes: int
     limit: str
@@ -27,33 +27,33 @@ class MemoryLimit(NamedTuple):
 
 
 def host_memory_left(root: Path = Path("/")) -> MemoryLimit | None:
-    """The host memory that this process may still use: the least of all limits.
+    """Return the host memory that this process may still use: the least of all limits.
 
     Args:
         root: Where the file systems ``proc`` and ``sys`` are found (for tests).
 
     Returns:
-        None if the system does not say.
+        None if the system does not report it.
     """
     rooms = [*_machine(root), *_control_groups(root), *_process(root)]
     return min(rooms, default=None)
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """The host memory that this machine and its control groups grant, used or not, in bytes.
+    """Return the host memory that this machine and its control groups grant, in bytes.
 
     Args:
         root: As for ``host_memory_left``.
 
     Returns:
-        None if the system does not say.
+        None if the system does not report it.
     """
     whole = [*_meminfo(root, "MemTotal"), *(limit for limit, *_ in _group_limits(root))]
     return min(whole, default=None)
 
 
 def require_host_memory(num_bytes: int, what: str, root: Path = Path("/")) -> None:
-    """Refuse what would not fit, before any of it is read or written.
+    """Refuse an allocation that would not fit, before anything is read or written.
 
     Args:
         num_bytes: Bytes that are going to be allocated, and written to.
@@ -80,12 +80,12 @@ def require_host_memory(num_bytes: int, what: str, root: Path = Path("/")) -> No
 
 
 def explain_pin_budget(root: Path = Path("/")) -> str:
-    """Which limit on page-locked memory is known here, and how to raise it; one or two sentences.
+    """Describe the limit on page-locked memory, and how to raise it, in one or two sentences.
 
-    The driver alone decides, so this does not stop anybody from trying.
+    The driver alone decides, so nothing is refused here.
     """
     locked = _locked_limit()
-    of = "" if locked is None else f" is {locked / 1e6:.0f} MB here and"
+    of = "" if locked is None else f" is {size(locked)} here and"
     hint = f"The limit on locked memory{of} can be raised (ulimit -l; docker run --ulimit memlock)."
     if "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower():
         hint += (
@@ -101,7 +101,7 @@ def _machine(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _meminfo(root: Path, field: str) -> Iterator[int]:
-    """The bytes that the kernel gives under that name, if it does."""
+    """Yield the bytes that the kernel reports under that name."""
     fields = dict(
         line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line
     )
@@ -111,7 +111,7 @@ def _meminfo(root: Path, field: str) -> Iterator[int]:
 
 
 def _control_groups(root: Path) -> Iterator[MemoryLimit]:
-    """What the limit of every group above this process leaves."""
+    """Yield what the limits of all groups above this process leave."""
     for limit, usage, reclaimable, shared, path in _group_limits(root):
         # The page cache counts as used, but goes when memory is needed. What is shared or
         # in memory files is page cache too, and stays.
@@ -122,7 +122,7 @@ def _control_groups(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:
-    """Of every group above this process that has a limit, versions 1 and 2.
+    """Yield the groups above this process that have a limit, versions 1 and 2.
 
     The limit, what is used, page cache in it and what of that is shared, in bytes; and its name.
     """

@@ -1,8 +1,8 @@
-"""The slabs that stay on a disk: a private mapping of their file, and reads that are checked.
+"""Maps slabs that stay on a disk privately, and reads them with checks.
 
 The tensors of these slabs are views of the mapping, so that they can be named, counted and handed
 around like any others, and take no memory. Bytes that are wanted in bulk do not come through it:
-behind a file that was cut off, touching a page ends the process, and what somebody has written to
+behind a file that was cut off, touching a page ends the process, and what was written to
 the file since would pass for the weights. So they are read, hashed, and the file is compared with
 what it was.
 
@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-from poros.digests import Identity, digest_of, identity_of, num_threads
 from poros.errors import CheckpointFormatError
+from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.host.store import Arena, HostSlab
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
-from poros.reads import read_exactly
+from poros.io.digests import Identity, digest_of, identity_of, num_threads
+from poros.io.reading import read_exactly
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _REMEDY = (
@@ -55,7 +55,7 @@ class SlabFile:
         layouts: One per slab.
         first: The first slab to map.
         digests: Of each slab, padded with zeros to a page.
-        identity: What the file was when it was opened; None if nobody has looked before.
+        identity: What the file was when it was opened; None if it is not known.
 
     Raises:
         HostMemoryError: If the file cannot be mapped, which takes no memory.
@@ -96,7 +96,7 @@ class SlabFile:
         self._address = torch.frombuffer(self.arena.memory, dtype=torch.uint8).data_ptr()
 
     def within(self, start: int, num_bytes: int) -> list[Stretch]:
-        """The slabs that begin in a part of the mapping, with starts in that part."""
+        """Return the slabs that begin in a part of the mapping, with starts in that part."""
         return [
             stretch._replace(start=stretch.start - start)
             for stretch in self._stretches
@@ -125,9 +125,9 @@ class SlabFile:
         return slab
 
     def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The tensors, those over the mapping in new memory; a slab at a time is read for them.
+        """Yield the tensors, those over the mapping in new memory; reads one slab at a time.
 
-        One that somebody has written to in this process is given as it is: the file has not got it.
+        A tensor that this process has written to is returned as it is: the file does not have it.
 
         Raises:
             CheckpointFormatError: As ``read``.
@@ -160,7 +160,7 @@ class SlabFile:
             yield slab.tensor(spec)
 
     def require_intact(self) -> None:
-        """See that the file is what it was; if in doubt, by reading all of it.
+        """Check that the file is unchanged; if in doubt, by reading all of it.
 
         Raises:
             CheckpointFormatError: If it is not.
@@ -190,7 +190,7 @@ class SlabFile:
             ) from error
 
     def _populate(self, place: int, num_bytes: int) -> None:
-        """Have the system map pages, which reports what touching them would end the process for."""
+        """Map the pages now: that reports an error where touching them would end the process."""
         if sys.platform != "linux":
             return
         page = mmap.PAGESIZE
@@ -215,7 +215,7 @@ def is_same_file(found: Identity, expected: Identity) -> bool:
 def require_digests(
     path: Path, memory: memoryview, stretches: Sequence[Stretch], pool: ThreadPoolExecutor
 ) -> None:
-    """Hash what was read.
+    """Hash the read slabs and compare their digests.
 
     Raises:
         CheckpointFormatError: If it is not what was written.
@@ -230,7 +230,7 @@ def require_digests(
 
 
 def num_written_pages(flat: torch.Tensor) -> int:
-    """How many pages of a private mapping this process has written; 0 where nobody can tell.
+    """Count the pages of a private mapping that this process has written; 0 if that is unknown.
 
     Source:
         Documentation/admin-guide/mm/pagemap.rst of Linux: bit 61 is set for a page of a file, bits

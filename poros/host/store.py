@@ -12,7 +12,7 @@ Note: Adoption
     A loader writes into one slab per layer and leaves the store on the model (``attach_store``).
     ``poros.prepare`` then finds each frozen tensor at an address of that store, and takes whole
     runs of slabs over as blocks (``HostStore.adopt``; see "Layers start on pages" in
-    ``poros.layout``) instead of copying a byte. Addresses decide, nothing else: a block whose
+    ``poros.host.layout``) instead of copying a byte. Addresses decide, nothing else: a block whose
     tensors have been replaced since is copied like any other.
 """
 
@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.digests import SourceChecksums
 from poros.errors import HostMemoryError
-from poros.figures import size
+from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.host.limits import explain_pin_budget
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
-from poros.reads import mapping_flags
+from poros.io.digests import SourceChecksums
+from poros.io.reading import mapping_flags
 from poros.streams import Event, StreamContext, gb_per_s
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Arena:
             ) from error
 
     def fileno(self) -> int:
-        """The memory file, to hand to another process of this machine (``HostStore.attach``).
+        """Return the memory file, for another process of this machine (``HostStore.attach``).
 
         Raises:
             HostMemoryError: If the system has no memory files.
@@ -125,11 +125,11 @@ class HostSlab:
 
     @property
     def padded(self) -> memoryview:
-        """Its bytes up to the end of its last page, where it is one of several in an arena."""
+        """Return its bytes up to the end of its last page, in an arena of several slabs."""
         return memoryview(self._memory)[self.offset :][: self.layout.padded_num_bytes]
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor ``spec`` describes, over the slab's memory but with a storage of its own."""
+        """Return the tensor of ``spec`` over the slab's memory, with a storage of its own."""
         return self._flat(spec.offset, spec.num_bytes).view(spec.dtype).view(spec.shape)
 
     def holds(self, tensor: torch.Tensor, spec: TensorSpec) -> bool:
@@ -192,7 +192,7 @@ class HostStore:
 
     @classmethod
     def attach(cls, file: int, layouts: Sequence[BlockLayout]) -> "HostStore":
-        """The store behind a memory file of another process: the same bytes, not a copy.
+        """Attach to the memory file of another process's store: the same bytes, not a copy.
 
         Args:
             file: What ``Arena.fileno`` gave, handed over (``socket.send_fds``, ``pass_fds``).
@@ -211,21 +211,21 @@ class HostStore:
 
     @classmethod
     def over(cls, arena: Arena, layouts: Sequence[BlockLayout]) -> "HostStore":
-        """The slabs of ``layouts``, one after the other, over an arena that holds them."""
+        """Make a store of the slabs of ``layouts``, one after the other, over an arena."""
         offsets = slab_offsets(layouts)
         slabs = [HostSlab(layout, arena, at) for layout, at in zip(layouts, offsets, strict=True)]
         return cls(slabs)
 
     def adopt(self, blocks: Sequence[Sequence[Sequence[NamedTensor]]]) -> "HostStore | None":
-        """The same bytes as a store of blocks, as far as the tensors of the blocks lie in it.
+        """Return these bytes as a store of blocks, as far as the blocks' tensors lie in it.
 
         Args:
             blocks: For each block, for each of its layers, the names and tensors that move. There
                 are as many layers in all as slabs.
 
         Returns:
-            A store whose slabs are runs of the slabs of this one, and whose layouts say where each
-            tensor lies, in the order given. A block of which a tensor lies elsewhere (weights
+            A store whose slabs are runs of the slabs of this one, and whose layouts place each
+            tensor, in the order given. A block of which a tensor lies elsewhere (weights
             replaced, part of it on a disk) has a new slab, and has to be copied as a whole. None
             if that is all of them. Nothing is changed in any case.
 
@@ -262,34 +262,34 @@ class HostStore:
         return store
 
     def start(self, streams: StreamContext) -> None:
-        """Get ready to be borrowed from; ``streams`` is where copies will be queued."""
+        """Prepare for ``borrow``; ``streams`` is where copies will be queued."""
 
     def borrow(self, block: int) -> torch.Tensor:
-        """The bytes of a block, to be copied to the device: (num_bytes,), uint8.
+        """Return the bytes of a block, to be copied to the device: (num_bytes,), uint8.
 
         They stay as they are until the event given to ``borrowed_until`` has passed.
         """
         return self.slabs[block].bytes
 
     def borrowed_until(self, block: int, event: Event) -> None:
-        """The copy of what ``borrow`` gave is complete at ``event``."""
+        """Note that the copy of what ``borrow`` returned is complete at ``event``."""
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
-        """These blocks will be borrowed next, in this order."""
+        """Announce the blocks that are borrowed next, in this order."""
 
     def read(self, block: int) -> torch.Tensor:
-        """The bytes of a block, to be looked at on the host and not to be written."""
+        """Return the bytes of a block for reading on the host."""
         return self.slabs[block].bytes
 
     def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Tensors of the model at rest, one after the other, as they can be copied from."""
+        """Yield the model's tensors at rest, one after the other, readable for copies."""
         return iter(tensors)
 
     def require_intact(self) -> None:
-        """See that the tensors at rest still hold what was loaded."""
+        """Check that the tensors at rest still hold what was loaded."""
 
     def is_untouched(self, slab: HostSlab) -> bool:
-        """Whether nobody has written to ``slab`` behind the back of the store."""
+        """Whether ``slab`` was not written to except by the store."""
         return True
 
     def _find_run(
@@ -308,7 +308,7 @@ class HostStore:
         return HostSlab(BlockLayout(tuple(specs), num_bytes), run[0].arena, run[0].offset)
 
     def pin(self, device: torch.device) -> None:
-        """Page-lock slab after slab until the driver refuses; what remains is pageable, loudly."""
+        """Page-lock slab after slab until the driver refuses; warn that the rest is pageable."""
         for index, slab in enumerate(self.slabs):
             if not slab.pin(device):
                 pageable = sum(other.layout.num_bytes for other in self.slabs[index:])
@@ -374,7 +374,7 @@ def attached_store(model: nn.Module) -> HostStore | None:
 
 
 def detach_store(model: nn.Module) -> None:
-    """Forget what ``attach_store`` has put on ``model``: its tensors have moved away."""
+    """Remove what ``attach_store`` has put on ``model``: its tensors have moved away."""
     model.__dict__.pop(_ATTACHED, None)
 
 
@@ -385,7 +385,7 @@ def _num_bytes(layouts: Sequence[BlockLayout]) -> int:
 
 
 def _find_places(tensors: Sequence[NamedTensor], slab: HostSlab) -> list[TensorSpec] | None:
-    """Where in ``slab`` the tensors of a layer lie; None if one does not, or lies over another."""
+    """Find the tensors of a layer in ``slab``; None if one is elsewhere, or two overlap."""
     size = slab.layout.num_bytes
     placed: list[TensorSpec] = []
     for name, tensor in tensors:
@@ -409,7 +409,7 @@ def _find_places(tensors: Sequence[NamedTensor], slab: HostSlab) -> list[TensorS
 
 
 def _compare_rates(pinned: Sequence[HostSlab], pageable: HostSlab, device: torch.device) -> str:
-    """What the fallback costs here, measured: empty without a device or without anything pinned."""
+    """Measure what the fallback costs: empty without a device or anything pinned."""
     if device.type != "cuda":
         return ""
     try:
@@ -421,7 +421,7 @@ def _compare_rates(pinned: Sequence[HostSlab], pageable: HostSlab, device: torch
 
 
 def _copy_rate(source: torch.Tensor, device: torch.device) -> float:
-    """GB/s of copies to the device, the best of three."""
+    """Measure GB/s of copies to the device, the best of three."""
     source = source[: 64 * 2**20]
     target = torch.empty_like(source, device=device)
     best = float("inf")

@@ -18,8 +18,8 @@ from typing import Literal, get_args
 
 import torch
 
-from poros.devices import runs_triton
 from poros.errors import PolicyError, quoted
+from poros.utils.devices import runs_triton
 
 Tier = Literal["fused", "eager"]
 

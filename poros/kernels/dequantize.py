@@ -2,15 +2,16 @@
 
 bitsandbytes takes three kernels for a doubly quantized weight: absmax is looked up, the offset is
 added, and the weight is looked up and multiplied. One kernel does all of it here, and writes
-nothing but the weight. See ``poros.nf4`` for the parts (Dettmers et al. 2023, QLoRA, section 3).
+nothing but the weight. See ``poros.kernels.nf4`` for the parts (Dettmers et al. 2023, QLoRA,
+section 3).
 """
 
 from typing import Any, Protocol
 
 import torch
 
-from poros.devices import runs_triton
-from poros.nf4 import NESTED_BLOCKSIZE
+from poros.kernels.nf4 import NESTED_BLOCKSIZE
+from poros.utils.devices import runs_triton
 
 
 class DenseWorkspace:

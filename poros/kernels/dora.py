@@ -23,8 +23,8 @@ from poros.kernels.forwards import has_own_forward
 from poros.kernels.gated import parts_of, saved_tensors
 from poros.kernels.linear4bit import module_class, times
 from poros.kernels.lora import drop, drop_backward, dropout_of
+from poros.kernels.nf4 import state_of
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
-from poros.nf4 import state_of
 
 
 class Frozen(NamedTuple):

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from poros.devices import runs_triton
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.autocast import autocast_dtype
+from poros.utils.devices import runs_triton
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
-from poros.nf4 import state_of
+from poros.kernels.nf4 import state_of
 
 
 def linear_4bit(

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.devices import runs_triton
 from poros.kernels.gated import parts_of, saved_tensors
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.linear4bit import times
 from poros.kernels.product import Product
+from poros.utils.devices import runs_triton
 
 
 class Added(NamedTuple):

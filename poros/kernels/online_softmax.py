@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from poros.devices import runs_triton
+from poros.utils.devices import runs_triton
 
 
 class OnlineSoftmaxState(NamedTuple):

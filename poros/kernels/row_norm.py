@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from poros.devices import runs_triton
+from poros.utils.devices import runs_triton
 
 BUDGET = 64 * 2**20
 """Bytes that a part of the weight takes in float32, where a copy of it is made."""

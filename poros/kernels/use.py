@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from poros.devices import runs_triton
 from poros.kernels import adapters, linear4bit, mlp
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import PatchedForward
+from poros.utils.devices import runs_triton
 
 
 def patch(module: nn.Module, device: torch.device, tally: KernelStats | None) -> None:

@@ -1,1 +1,1 @@
-"""An adapter merged into its base, shard by shard."""
+"""Merges an adapter into its base, shard by shard."""

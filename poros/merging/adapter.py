@@ -1,4 +1,4 @@
-"""An adapter on a model without memory: which tensors of the base it changes, and how."""
+"""Finds which tensors of the base an adapter changes, on a model without memory."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -114,11 +114,11 @@ class Adapter:
             )
 
     def group_of(self, name: str) -> str:
-        """What has to be merged together with the tensor of that name: a module, or itself."""
+        """Return the group that is merged with the tensor of that name: its module, or itself."""
         return self._modules.get(name, name)
 
     def merged(self, module: str, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of one module with the adapter in them, by PEFT's own code.
+        """Merge the adapter into the tensors of one module, by PEFT's own code.
 
         Args:
             module: As ``group_of`` says.
@@ -169,7 +169,7 @@ def _require_base_as_it_is(config: Any) -> None:
 
 
 def _trained_of_base(adapted: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the base that were trained themselves, such as biases, by their names there."""
+    """Return trained tensors of the base, such as biases, by their names there."""
     names = {name for name, each in adapted.named_parameters() if each.is_meta}
     return {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): value
@@ -179,7 +179,7 @@ def _trained_of_base(adapted: Any, weights: dict[str, torch.Tensor]) -> dict[str
 
 
 def _tied(model: "PreTrainedModel") -> set[str]:
-    """Names of a tensor that the model uses in two places."""
+    """Return the names of tensors that the model uses in two places."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     ends = [each for each in ends if hasattr(each, "weight")]
     own = {id(each.weight) for each in ends}
@@ -190,7 +190,7 @@ def _tied(model: "PreTrainedModel") -> set[str]:
 
 
 def _give_memory(adapted: Any) -> None:
-    """Have what an adapter consists of in memory, uninitialized; the base stays without."""
+    """Give an adapter's tensors uninitialized memory; the base stays without."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 

@@ -1,4 +1,4 @@
-"""Merging an adapter into a checkpoint, of which one shard at a time is in memory."""
+"""Merges an adapter into a checkpoint, with one shard at a time in memory."""
 
 import json
 import os
@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
-from poros.figures import size
+from poros.io.writing import require_folder
+from poros.kernels.nf4 import double_quantization
+from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
 from poros.loaders.partial import partial_folder, put_in_place, writing_to
@@ -22,9 +23,8 @@ from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings
 from poros.merging.adapter import Adapter
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder
-from poros.nf4 import double_quantization
-from poros.output import require_folder
 from poros.planning.meta_model import meta_model
+from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,7 +109,7 @@ def merge(
 
 
 class _Plan:
-    """What becomes of each tensor of a checkpoint."""
+    """The output of each tensor of a checkpoint."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Plan:
         self.num_bytes = sum(self.size(name) for name in checkpoint.names)
 
     def groups(self) -> Iterator[list[str]]:
-        """Names of the checkpoint that are merged together, in its order."""
+        """List the names that are merged together, in the checkpoint's order."""
         found: dict[str, list[str]] = {}
         for name in self.checkpoint.names:
             own = self._own[name]
@@ -141,16 +141,16 @@ class _Plan:
         yield from found.values()
 
     def size(self, name: str) -> int:
-        """Of the tensor that is written."""
+        """The bytes of the written tensor."""
         entry = self.checkpoint.entry(name)
         return entry.num_bytes // entry.dtype.itemsize * self._written(entry.dtype).itemsize
 
     def _written(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a tensor is written."""
+        """Return the dtype in which a tensor is written."""
         return self._dtype if self._dtype and dtype.is_floating_point else dtype
 
     def made(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """The tensors of one group as they are written, by the names of the checkpoint."""
+        """Make the written tensors of one group, by the names of the checkpoint."""
         base = {}
         for name in names:
             own, value = self._own[name], self.checkpoint.fetch(name)
@@ -208,7 +208,7 @@ def _require_like(
 
 
 def _quantized(config: Any, dense: "PreTrainedModel", dtype: torch.dtype) -> dict[str, bool]:
-    """Names of the weights that ``poros.load`` quantizes, and whether it does their transpose.
+    """Return the weights that ``poros.load`` quantizes, and whether it transposes them.
 
     Vision towers are left as they are: training may have left them away.
     """
@@ -224,7 +224,7 @@ def _quantized(config: Any, dense: "PreTrainedModel", dtype: torch.dtype) -> dic
 
 
 def _as_trained(weight: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
-    """What training has multiplied by in its place."""
+    """Return the weight that training multiplied by: quantized and dequantized."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Params4bit
 
@@ -272,13 +272,13 @@ def _write_small(
     config: Any,
     limits: Limits,
 ) -> None:
-    """Configuration, and tokenizer and template: of the adapter, where it has them."""
+    """Write configuration, tokenizer and template: the adapter's, where it has them."""
     config.save_pretrained(folder)
     if "generation_config.json" in checkpoint.texts:
         generation_settings(checkpoint.path, checkpoint.texts).save_pretrained(folder)
-    small = read_extras(checkpoint.path, limits) | {
+    small = read_auxiliary_files(checkpoint.path, limits) | {
         name: content
-        for name, content in read_extras(adapter, limits).items()
+        for name, content in read_auxiliary_files(adapter, limits).items()
         if not name.lower().startswith(("readme", "licen", "notice"))
     }
     for name, content in small.items():

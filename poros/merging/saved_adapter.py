@@ -1,4 +1,4 @@
-"""An adapter as it was saved: its files read and checked, and what they say put into a model."""
+"""A saved adapter: its files, read and checked, and the model they are loaded into."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from poros.errors import PorosError, UnsupportedModelError, quoted
 from poros.loaders.bounded import require_bounded_patterns
 from poros.loaders.header import defect, parse_json
 from poros.loaders.limits import Limits
-from poros.loaders.settings import said
+from poros.loaders.settings import describe_error
 from poros.loaders.shard import Shard
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,7 +35,7 @@ class SavedAdapter:
         folder: Of the files.
         config: PEFT's configuration.
         weights: By the names of the file, finite, in memory.
-        base: The base that it says it was trained on.
+        base: The base that its configuration names.
 
     Raises:
         CheckpointFormatError: If a file is malformed; it names the file, and the field or tensor.
@@ -54,7 +54,7 @@ class SavedAdapter:
         self._require_ranks(fields, file)
 
     def attach(self, model: Any) -> Any:
-        """``model`` with the adapter, as ``PeftModel.from_pretrained`` gives it.
+        """Attach the adapter to ``model``, as ``PeftModel.from_pretrained`` does.
 
         Raises:
             CheckpointFormatError: If patterns of its configuration cannot be matched in time.
@@ -70,7 +70,7 @@ class SavedAdapter:
         return adapted.eval()
 
     def fitting(self, model: Any) -> "_Fitting":
-        """A context in which PEFT puts the adapter on ``model``: what it raises is typed.
+        """Make PEFT's errors typed while it puts the adapter on ``model``.
 
         Raises:
             CheckpointFormatError: If patterns of its configuration cannot be matched in time.
@@ -123,7 +123,7 @@ class SavedAdapter:
                 yield from (each for each in values if isinstance(each, str))
 
     def _require_ranks(self, fields: dict[str, Any], file: Path) -> None:
-        """No rank may ask for larger matrices than there are in the file."""
+        """Refuse ranks that ask for larger matrices than the file has."""
         most = max((size for each in self.weights.values() for size in each.shape), default=0)
         patterns = fields.get("rank_pattern")
         patterns = patterns if isinstance(patterns, dict) else {}
@@ -146,13 +146,13 @@ class _Fitting:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, PorosError):
             raise UnsupportedModelError(
-                f"adapter: expected one that fits the base, found {said(error)}; name its own base "
-                f"with --base, or mend {CONFIG}"
+                f"adapter: expected one that fits the base, found {describe_error(error)}; name "
+                f"its own base with --base, or mend {CONFIG}"
             ) from error
 
 
 def adapter_folder(path: Path) -> Path:
-    """The folder of an adapter: ``path``, or ``adapter`` in the folder of a run.
+    """Find the folder of an adapter: ``path``, or ``adapter`` in the folder of a run.
 
     Raises:
         CheckpointFormatError: If there is none.
@@ -177,7 +177,8 @@ def _config(fields: dict[str, Any], file: Path) -> Any:
     except Exception as error:
         raise defect(
             file,
-            f"expected the configuration of an adapter that PEFT knows, found {said(error)}",
+            "expected the configuration of an adapter that PEFT knows, found "
+            f"{describe_error(error)}",
             remedy=_MEND,
         ) from error
 
@@ -195,7 +196,7 @@ def _require_numbers(name: str, value: Any, file: Path) -> None:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value is no number, or one that arithmetic can go on with."""
+    """Whether a value is finite or not a number at all."""
     try:
         return not isinstance(value, int | float) or math.isfinite(value)
     except OverflowError:  # of a whole number

@@ -1,4 +1,4 @@
-"""Kinds of PEFT adapters in a model, by the names under which the gate knows them.
+"""Names the kinds of PEFT adapters in a model, as the gate does.
 
 A kind is PEFT's type in small letters (``vera``, ``ia3``, ``prompt_tuning``). Variants of LoRA that
 compute something else than LoRA are kinds of their own (``dora``, ``kasa``); those that only scale
@@ -32,13 +32,13 @@ class AdapterKind(NamedTuple):
 
 
 def adapter_kinds(model: nn.Module) -> dict[str, AdapterKind]:
-    """All kinds of adapters in a model, active or not, by kind."""
+    """Find all kinds of adapters in a model, active or not."""
     attached = {kind.name: kind for module in model.modules() for kind in _of_module(module)}
     return {**configured_kinds(getattr(model, "peft_config", None) or {}), **attached}
 
 
 def configured_kinds(configs: Mapping[str, Any]) -> dict[str, AdapterKind]:
-    """Kinds that configurations of PEFT name; of LoRA, only layers tell which variant it is."""
+    """Find the kinds that configurations of PEFT name; LoRA's variants show only in layers."""
     names = {
         str(getattr(config.peft_type, "value", config.peft_type)): type(config).__qualname__
         for config in configs.values()

@@ -1,4 +1,4 @@
-"""Adapters that come to a prepared model.
+"""Handles adapters that are added to a prepared model.
 
 Note: Initialisations that read the base
     DoRA's magnitude and the starting values of other kinds are worked out from the weight that is
@@ -105,7 +105,7 @@ class Initialisation:
 
 
 def _layer_at(model: nn.Module, key: str) -> nn.Module | None:
-    """The streamed layer on the way from ``model`` to the module ``key``."""
+    """Find the streamed layer on the path from ``model`` to the module ``key``."""
     module: nn.Module | None = model
     for part in key.split("."):
         module = None if module is None else module._modules.get(part)

@@ -1,20 +1,20 @@
-"""Host memory for the blocks of a model: what a loader left on it, or new memory.
+"""Gets host memory for the blocks of a model: the loader's, or new memory.
 
 See "Adoption" in ``poros.host.store``.
 """
 
 import logging
 
-from poros.figures import size
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attached_store
-from poros.layout import BlockLayout
 from poros.model.inspect import Inventory
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 
 
 def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
-    """The store of the blocks, and whether it is what a loader left.
+    """Return the store of the blocks, and whether it is the loader's.
 
     Raises:
         CheckpointFormatError: If layers stay in a file that is not what was loaded.

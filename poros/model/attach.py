@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.digests import SourceDigests
 from poros.head.embedding import keep_on_host
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.head.takeover import slice_loss
 from poros.host.store import HostStore, attached_store
+from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
+from poros.kernels.nf4 import Part, is_4bit
 from poros.kernels.use import patch
 from poros.model.added_adapters import Initialisation, require_proven
 from poros.model.guards import Guards
 from poros.model.inspect import Inventory
-from poros.nf4 import Part, is_4bit
 from poros.stream.boundary import (
     StreamedLayer,
     attach_layer,
@@ -81,7 +81,7 @@ class Attachment:
         self._buffers: SmallTensors | None = None
 
     def move_to_host(self, digests: SourceDigests | None) -> None:
-        """The frozen tensors that stream, into the slabs; a digest of each is taken on the way."""
+        """Move the frozen tensors that stream into the slabs; hash each on the way."""
         base = self._base()
         left = (None if base is None else attached_store(base)) or self._host
         for tensors, slab in zip(self._blocks, self._host.slabs, strict=True):
@@ -113,7 +113,7 @@ class Attachment:
                     self._place(constants, torch.device("cpu"))
 
     def move_small(self, small: SmallTensors) -> None:
-        """Norms, biases and buffers of the layers, into their buffers on the device."""
+        """Move norms, biases and buffers of the layers into their buffers on the device."""
         self._buffers = small
         for part, copy in small.moves:
             self._moved.append((part, part.get().device))
@@ -121,7 +121,7 @@ class Attachment:
         small.moves.clear()
 
     def keep_embeddings(self, rows: RowReader, digests: SourceDigests | None) -> None:
-        """The matrices of embeddings that stay in host memory go there, and are read by rows."""
+        """Move embeddings' matrices to host memory, where chosen; rows are read on demand."""
         model = self._model()
         if model is None:
             return
@@ -138,7 +138,7 @@ class Attachment:
         streams: StreamContext,
         digests: SourceDigests | None,
     ) -> None:
-        """The head's matrix goes to host memory, and the loss is computed in slices, as chosen."""
+        """Move the head's matrix to host memory and slice the loss, as chosen."""
         model, base, head = self._model(), self._base(), self._head
         if model is None or base is None or head is None:
             return
@@ -153,14 +153,14 @@ class Attachment:
             self._undo.callback(slice_loss(base, head.products, kept.slices))
 
     def _add_digest(self, digests: SourceDigests | None, name: str, matrix: torch.Tensor) -> None:
-        """Of a matrix as it is now; with what a loader has found it to be, if one has."""
+        """Hash a matrix as it is now, with the digest that a loader has noted."""
         base = self._base()
         if digests is not None:
             left = None if base is None else attached_store(base)
             digests.add(name, matrix, None if left is None else left.as_packed.of(matrix))
 
     def move_to_device(self) -> None:
-        """Everything that is not streamed: adapters, norms outside the layers, head."""
+        """Move everything that is not streamed: adapters, norms outside the layers, head."""
         model = self._model()
         if model is None:
             return
@@ -180,7 +180,7 @@ class Attachment:
         begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
         renew: Callable[[], None],
     ) -> None:
-        """Make the layers stream, and see to everything around them.
+        """Make the layers stream, and set up everything around them.
 
         Args:
             layers: With what each becomes.
@@ -208,7 +208,7 @@ class Attachment:
         guards.install(ancestors, self._device, partial(Initialisation, renew=renew))
 
     def admit(self, layer: nn.Module) -> None:
-        """Bring what has come to ``layer`` since to the device: an adapter that was added.
+        """Move tensors added to ``layer`` since to the device, such as a new adapter's.
 
         It takes our kernels then, as those that were there do.
 
@@ -230,7 +230,7 @@ class Attachment:
                         _put(part, part.get().to(self._device))
 
     def detach(self) -> None:
-        """Make the model what it was.
+        """Restore the model.
 
         Tensors that came from host memory stay where they are: in the memory of the store.
 
@@ -241,7 +241,7 @@ class Attachment:
         self._undo.close()
 
     def abandon(self) -> None:
-        """``detach`` on the way out of a failure: what can be undone is undone."""
+        """``detach`` after a failure: undoes as much as possible."""
         try:
             self._move_back()
         finally:
@@ -273,7 +273,7 @@ class Attachment:
                 _put(part, after)
 
     def _switch_off(self, model: nn.Module, ancestors: Sequence[tuple[str, nn.Module]]) -> None:
-        """Settings around the layers that would get in the way."""
+        """Switch off settings around the layers that conflict with streaming."""
         for _, module in ancestors:
             if getattr(module, "gradient_checkpointing", False):
                 logger.info(
@@ -338,7 +338,7 @@ def _put(part: Part, tensor: torch.Tensor) -> None:
 
 
 def _ancestors(model: nn.Module, layers_name: str) -> list[tuple[str, nn.Module]]:
-    """The modules on the way from ``model`` to the ModuleList of layers, both included."""
+    """List the modules on the path from ``model`` to the ModuleList of layers, both included."""
     parts = layers_name.split(".") if layers_name else []
     names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
     return [(name, model.get_submodule(name)) for name in names]

@@ -1,8 +1,8 @@
-"""Bases that somebody else has quantized: refused by configuration or by the dtype of weights.
+"""Refuses bases that another library quantized, by configuration or by the dtype of weights.
 
 Kernels of other libraries hold raw pointers to packed weights, or scales in objects of their own,
-that do not follow when a tensor moves to a slot. A model type that is known to stream says nothing
-about them. What streams is plain tensors and bitsandbytes' 4-bit weights.
+that do not follow when a tensor moves to a slot. A record of the model type does not
+cover them. What streams is plain tensors and bitsandbytes' 4-bit weights.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from poros.errors import UnsupportedModelError
-from poros.nf4 import is_plain
+from poros.kernels.nf4 import is_plain
 
 _PACKED = (
     torch.uint8,

@@ -1,4 +1,4 @@
-"""Calls on a prepared model that would go around the host copy: refused, or made harmless.
+"""Guards against calls on a prepared model that would bypass the host copy.
 
 The guards sit on the modules above the layers as instance attributes, so that a refused call has
 not changed anything yet; ``Guards.remove`` takes them off again.
@@ -59,7 +59,7 @@ class Guards:
                     self._put(module, method, _refuse_merging(method))
 
     def remove(self) -> None:
-        """Take every guard off."""
+        """Remove every guard."""
         for reference, name in self._set:
             module = reference()
             if module is not None:
@@ -73,7 +73,7 @@ class Guards:
 
 
 class _ApplyGuard:
-    """``Module._apply``, which ``to``, ``half``, ``cuda`` and their like end in."""
+    """Guards ``Module._apply``, which ``to``, ``half`` and ``cuda`` call."""
 
     def __init__(self, module: nn.Module, where: str, device: torch.device) -> None:
         self._module = weakref.ref(module)

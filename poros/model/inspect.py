@@ -25,12 +25,12 @@ from poros.config import StreamingPolicy
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.head.choice import Head, choose_head
 from poros.head.embedding import Embedding, choose_embeddings
-from poros.layout import is_small
+from poros.host.layout import is_small
+from poros.kernels.nf4 import is_4bit, is_params4bit, is_plain
 from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds
 from poros.model.foreign import refuse_foreign_quantization
 from poros.model.targets import is_router
 from poros.model.vision import find_towers
-from poros.nf4 import is_4bit, is_params4bit, is_plain
 from poros.stream.adapters import adapter_tensors, named_tensors
 from poros.stream.frozen import FrozenTensor
 
@@ -95,7 +95,7 @@ def take_inventory(
     Args:
         model: What is to be prepared.
         policy: How.
-        goes_by_records: Whether the registry has a say; it has none in the gate that writes it.
+        goes_by_records: Whether the registry decides; the gate that writes it passes False.
 
     Raises:
         UnsupportedModelError: If the model cannot be streamed exactly; the message says why.

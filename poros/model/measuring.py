@@ -2,7 +2,7 @@
 
 The peak of a step is read without touching PyTorch's peak statistics, which belong to the user: the
 allocator gives memory back only when it is asked to, so what it holds at the end of a step, after
-it was asked at the beginning, is the most that the step has needed. If somebody else has asked it
+it was asked at the beginning, is the most that the step has needed. If other code has asked it
 within the step, nothing is known, and the room stays as it is.
 
 Note: Larger batches
@@ -28,7 +28,6 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy, budget_of
 from poros.errors import PorosError, VRAMBudgetError
-from poros.figures import size
 from poros.model.sizing import (
     LEAST_KEPT,
     SURELY_KEPT,
@@ -48,7 +47,7 @@ from poros.model.sizing import (
     with_shape,
 )
 from poros.model.step_watch import StepWatch
-from poros.saying import say
+from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
@@ -278,8 +277,7 @@ class MeasuredSizer(Sizer):
         self._reserve = RESERVE
         self._measure(Stage.MEASURING)
         smaller = self._affordable(needs, room) or self._floor(shape, is_checking)
-        say(
-            logger,
+        logger.info(
             "poros: %d x %d tokens, %d together, are more than any before: %s",
             *shape,
             _words(smaller),
@@ -352,8 +350,7 @@ class MeasuredSizer(Sizer):
         self._stage = Stage.SETTLED if chosen == room else Stage.MEASURING
         self._seen = []
         if chosen != room or self._rounds == 1:
-            say(
-                logger,
+            logger.info(
                 "poros: a step took %s of a budget of %s: %s",
                 size(step),
                 size(self.budget or 0),

@@ -1,4 +1,4 @@
-"""What a prepared model needs for visits that are recorded, or share dense weights, if any."""
+"""Makes what recorded visits and shared dense weights need."""
 
 import logging
 from collections import Counter
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from poros.config import StreamingPolicy
-from poros.graphs import MOST_FLOP, CudaRecorder, Recorder
 from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.dequantize import DenseWorkspace
 from poros.model.sizing import Sizer
 from poros.replay.captures import Captures
+from poros.replay.graphs import MOST_FLOP, CudaRecorder, Recorder
 from poros.stream.frozen import FrozenTensor
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def captures_for(
     recorder: Recorder | None,
     blocks: Iterable[Sequence[FrozenTensor]],
 ) -> Captures | None:
-    """The recorded visits of a model, none yet; None if all of them are to run.
+    """Make the empty recordings of a model; None if no visit is recorded.
 
     Args:
         policy: Of the model.
@@ -60,7 +60,7 @@ def dense_layer_for(policy: StreamingPolicy, device: torch.device) -> DenseLayer
 
 
 def share_dense(dense: DenseLayer | None, sizer: Sizer, captures: Captures | None) -> None:
-    """Have memory for the dense weights of a layer, if there is room; or none.
+    """Allocate memory for the dense weights of a layer, if there is room.
 
     Args:
         dense: Gets it; None if nothing is to be shared.
@@ -86,7 +86,7 @@ def share_dense(dense: DenseLayer | None, sizer: Sizer, captures: Captures | Non
 
 
 def _most_parameters(blocks: Iterable[Sequence[FrozenTensor]]) -> int:
-    """Elements of the matrices of one layer, the largest."""
+    """Return the most elements of one layer's matrices."""
     counts: Counter[int] = Counter()
     for tensors in blocks:
         for frozen in tensors:

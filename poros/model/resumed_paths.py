@@ -14,9 +14,9 @@ from peft import PeftModel
 from torch import nn
 
 from poros.errors import CheckpointFormatError, PolicyError
+from poros.io.writing import write_json
 from poros.kernels.adapters import tally_of
 from poros.kernels.paths import PEFT
-from poros.output import write_json
 
 RECORD = "poros_lora_paths.json"
 _CHECKPOINT = "trainer_state.json"

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.digests import SourceDigests
-from poros.graphs import Recorder
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
+from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.compose import Tier
 from poros.kernels.paths import Paths
@@ -24,6 +23,7 @@ from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer, shape_of
 from poros.model.stats import collect, described, held_num_bytes, nothing_checked
+from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
@@ -69,7 +69,7 @@ class Runtime:
         context: What the layers know of all this.
         sizer: Decides on the room that blocks get.
         room: The room they have.
-        digests: Of what streams, as it was before it was moved; None if nobody will look.
+        digests: Of what streams, as it was before it was moved; None if it is never compared.
         tally: Which way adapted modules ran; None with PEFT's own modules.
         num_grouped: Micro-batches that go through the blocks together with the one that comes.
         accumulation: What ``poros.accumulation`` has found out about them.
@@ -190,7 +190,7 @@ class Runtime:
 
     def _hold_head(self, room: ResidencyPlan) -> None:
         """Keep the head on the device if every block is there."""
-        self.head.hold(bool(self._sizes.head) and self._sizes.holds_all(room))
+        self.head.set_resident(bool(self._sizes.head) and self._sizes.holds_all(room))
 
     def _make_context(
         self, model: nn.Module, inventory: Inventory, recorder: Recorder | None

@@ -1,4 +1,4 @@
-"""Saving a model some of whose layers stay in a file: what is saved was read, and is checked.
+"""Saves a model some of whose layers stay in a file: their bytes are read and checked.
 
 ``state_dict`` gives views of the mapped file, which takes no time and no memory, so that adapters
 can be saved whatever has become of the base. If the file is no longer what it was, the tensors over
@@ -16,21 +16,21 @@ import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError
-from poros.figures import size
 from poros.host.disk import DiskStore
 from poros.host.limits import RESERVE_NUM_BYTES, host_memory_left
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 
 
 class LostTensor(torch.Tensor):
-    """Stands for a tensor whose bytes are gone: any use of it raises ``CheckpointFormatError``."""
+    """Replaces a tensor whose bytes are lost: any use raises ``CheckpointFormatError``."""
 
     why: str
 
     @staticmethod
     def in_place_of(tensor: torch.Tensor, why: str) -> "LostTensor":
-        """One of the same form."""
+        """Make one of the same form."""
         lost: LostTensor = torch.Tensor._make_wrapper_subclass(
             LostTensor, tensor.shape, dtype=tensor.dtype, device=tensor.device
         )
@@ -57,7 +57,7 @@ class LostTensor(torch.Tensor):
 
 
 def watch_saving(model: nn.Module, store: DiskStore) -> None:
-    """Have ``state_dict`` and ``save_pretrained`` of a loaded model see to its file.
+    """Patch ``state_dict`` and ``save_pretrained`` of a loaded model to read its file.
 
     A copy or a pickle of the model, whose tensors are its own, has neither.
 
@@ -81,7 +81,7 @@ class _Watch:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What ``state_dict`` gives meanwhile is read from the file."""
+        """Let ``state_dict`` read from the file inside the body."""
         self._is_saving = True
         try:
             yield
@@ -133,7 +133,7 @@ class _Watch:
 
 
 class _Saving:
-    """``save_pretrained`` of one model."""
+    """The patched ``save_pretrained`` of one model."""
 
     def __init__(self, model: Any, watch: _Watch) -> None:
         self._model = model  # as a bound method does: load(...).save_pretrained(...)

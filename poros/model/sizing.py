@@ -29,9 +29,9 @@ import torch
 
 from poros.config import MIN_SLOTS, StreamingPolicy, parse_num_bytes
 from poros.errors import VRAMBudgetError
-from poros.figures import size
-from poros.layout import BlockLayout, slot_sizes
+from poros.host.layout import BlockLayout, slot_sizes
 from poros.slots.schedule import divide
+from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
@@ -314,7 +314,7 @@ class Sizer:
             ) from None
 
     def explain(self, where: str, error: torch.OutOfMemoryError) -> VRAMBudgetError:
-        """The error of the device as one that says what a step needs."""
+        """Turn an out-of-memory error into one that names what a step needs."""
         text = f"{where}: expected room for the step, found none left on the device"
         plan = self.plan
         if plan is not None and self.budget is not None:
@@ -342,7 +342,7 @@ def with_shape(shapes: Sequence[Shape], shape: Shape) -> list[Shape]:
 
 
 def shape_of(args: Sequence[Any], kwargs: dict[str, Any], micro_batches: int = 1) -> Shape | None:
-    """The shape of the micro-batch in the arguments of a model, if it can be told."""
+    """Return the micro-batch's shape from a model's arguments, or None if no argument shows it."""
     named = (kwargs.get(key) for key in ("inputs_embeds", "input_ids", "hidden_states"))
     for value in (*named, *args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.ndim > 1:

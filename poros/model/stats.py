@@ -1,4 +1,4 @@
-"""The counters of a prepared model, gathered."""
+"""Collects the counters of a prepared model."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poros.figures import size
 from poros.head.host_matrix import HostMatrix
 from poros.kernels.adapters import KernelStats
 from poros.kernels.paths import LoraShape
 from poros.replay.captures import EXPECTED
 from poros.stream.frozen import SmallTensors
 from poros.streams import Timings, gb_per_s
+from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from poros.model.runtime import Runtime
@@ -25,7 +25,7 @@ def collect(
     host_num_bytes: int,
     num_resizes: int,
 ) -> dict[str, Any]:
-    """What ``Runtime.stats`` returns.
+    """Collect the values of ``Runtime.stats``.
 
     Args:
         runtime: Of the model.
@@ -107,7 +107,7 @@ def collect(
 
 
 def adapter_counts(tally: KernelStats | None) -> dict[str, Any]:
-    """Which way adapted modules ran: as in ``collect``.
+    """Count which way adapted modules ran, as in ``collect``.
 
     ``lora_paths`` has ``chosen`` (calls of each order, such as ``f2:b5``), ``shapes`` (the order of
     each) and ``as_peft`` (calls that PEFT's order alone is defined for, by reason).
@@ -133,7 +133,7 @@ def adapter_counts(tally: KernelStats | None) -> dict[str, Any]:
 
 
 def attention_of(model: nn.Module | None) -> str | None:
-    """The attention implementation that a model of transformers calls; None if it has none."""
+    """Return the attention implementation of a transformers model; None if it has none."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
@@ -142,7 +142,7 @@ def attention_of(model: nn.Module | None) -> str | None:
 
 
 def described(runtime: "Runtime", model: nn.Module | None) -> str:
-    """A few lines for a person: where the blocks are, what has happened, what was checked."""
+    """Describe in a few lines where the blocks are, what has happened, what was checked."""
     stats, room = runtime.stats(), runtime.room
     name = "a model that is gone" if model is None else type(model).__name__
     kept = f", {room.keep_last} layers keep their graph" if room.keep_last else ""
@@ -162,7 +162,7 @@ def described(runtime: "Runtime", model: nn.Module | None) -> str:
 
 
 def held_num_bytes(model: nn.Module, device: torch.device, small: SmallTensors) -> int:
-    """Bytes on the device of a model's tensors and gradients, but for those in ``small``."""
+    """Count the device bytes of a model's tensors and gradients, except those in ``small``."""
     tensors = [*model.parameters(), *model.buffers()]
     gradients = [parameter.grad for parameter in model.parameters()]
     tensors += [gradient for gradient in gradients if gradient is not None]
@@ -177,7 +177,7 @@ def held_num_bytes(model: nn.Module, device: torch.device, small: SmallTensors) 
 
 
 def nothing_checked() -> dict[str, Any]:
-    """What ``Runtime.self_check`` says where none was asked for."""
+    """``Runtime.self_check`` for a runtime without a self-check."""
     return {
         "mode": "off",
         "status": "off",

@@ -1,4 +1,4 @@
-"""Notices that an optimizer has stepped, without being told."""
+"""Detects that an optimizer has stepped, without a callback."""
 
 import torch
 from torch import nn

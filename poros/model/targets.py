@@ -1,4 +1,4 @@
-"""Which modules of a model are not for adapters on its linear layers: towers and routers."""
+"""Finds modules without adapters: towers and routers."""
 
 import re
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from poros.model.vision import DroppedTower, base_of, find_towers
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether it is a linear layer that returns scores beside its product, as routers do.
+    """Whether a linear layer returns scores beside its product, as routers do.
 
     PEFT takes it for any linear layer, and fails when the adapted module is called.
     """
@@ -28,7 +28,7 @@ def excluded_modules(model: Any) -> str | None:
 
 
 def leave_out_dropped(model: Any, config: Any) -> None:
-    """Have the configuration of an adapter say that it is not on the towers that were left away.
+    """Exclude the towers that were left out from an adapter's configuration.
 
     Its target modules may be last names, which the towers of the whole model have too: PEFT would
     give those an adapter of their own where this one is loaded, or fail.
@@ -48,6 +48,6 @@ def leave_out_dropped(model: Any, config: Any) -> None:
 
 
 def _within(names: Collection[str]) -> str | None:
-    """What the names of these modules and all in them match."""
+    """Make a pattern for the names of these modules and all in them."""
     found = "|".join(map(re.escape, names))
     return rf"({found})(\..*)?" if found else None

@@ -1,4 +1,4 @@
-"""What a model has beside its language model: towers that make tokens of images or sound.
+"""Finds and drops towers for images or sound beside a language model.
 
 No family is special: the language model is what ``get_decoder`` gives, with the embeddings at both
 ends; every other part with parameters of a model whose configuration has one of its own for text is
@@ -14,7 +14,7 @@ from poros.errors import DroppedTowerError
 
 
 class DroppedTower(nn.Module):
-    """Stands where a tower was left away: it has no tensors, and raises when it is used."""
+    """Replaces a tower that was left out: it has no tensors, and raises when it is used."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class DroppedTower(nn.Module):
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model itself."""
+    """Return the transformers model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def find_towers(model: Any) -> dict[str, nn.Module]:
-    """The towers and projectors of a model, with or without adapters, by their names in its base.
+    """Find the towers and projectors of a model by their names in its base.
 
     None if its configuration is that of a language model alone. What stands in the place of one
     that was left away counts.
@@ -53,14 +53,14 @@ def find_towers(model: Any) -> dict[str, nn.Module]:
 
 
 def drop_towers(model: Any) -> None:
-    """Leave them away."""
+    """Remove the towers from a model."""
     for name in find_towers(model):
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, DroppedTower(name))
 
 
 def are_dropped(model: Any) -> bool:
-    """Whether a model has been loaded without its towers."""
+    """Whether a model was loaded without its towers."""
     return any(isinstance(module, DroppedTower) for module in model.modules())
 
 

@@ -1,1 +1,1 @@
-"""What a step will need, from a configuration alone: device memory term by term, and time."""
+"""Plans a step from a configuration alone: device memory term by term, and time."""

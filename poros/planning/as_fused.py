@@ -1,4 +1,4 @@
-"""Attention, dropout and products of experts on shapes alone, as the kernels of a GPU have them."""
+"""Models a GPU's kernels of attention, dropout and experts on shapes alone."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class FusedKernels(TorchFunctionMode):
-    """Writes attention and dropout down as the kernels of a GPU have them.
+    """Replaces attention and dropout by operators with the memory of a GPU's kernels.
 
     Attributes:
         attention_flop: Floating-point operations of attention so far.

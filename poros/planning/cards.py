@@ -1,4 +1,4 @@
-"""What a plan takes a graphics card for, if it is not the one at hand: memory, link and rates.
+"""Published memory, link and rates of graphics cards, for plans without the card.
 
 Published: memory, its bandwidth, and the link are those of the vendor's data sheets. The rate of
 products is the peak for dense bfloat16 with sums in float32, from NVIDIA's white papers on the
@@ -43,7 +43,7 @@ TOKEN_NUM_BYTES = 0.005
 WEIGHT_NUM_BYTES = 8.0
 
 LIBRARIES, HOPPER_LIBRARIES = (2 * (size + 2**20) for size in (8320 * 2**10, 2**25))
-"""What cuBLAS keeps for itself, as ``poros.devices.library_workspace`` has it of a GPU at hand."""
+"""What cuBLAS keeps for itself; ``poros.utils.devices.library_workspace`` for a GPU at hand."""
 
 CONTEXT_NUM_BYTES = 2**29
 """What CUDA and a desktop take before training has any memory."""
@@ -69,11 +69,11 @@ class Card:
 
     @property
     def copy_gb_per_s(self) -> float:
-        """What its link is taken to carry from page-locked memory."""
+        """The assumed rate of its link from page-locked memory."""
         return LINK_GB_PER_S[self.pcie_generation, self.num_lanes]
 
     def speeds(self, num_tokens: int) -> Speeds:
-        """Rates for the forecast of a micro-batch of so many tokens; see the module's docstring."""
+        """Return rates to forecast a micro-batch of so many tokens; see the module's docstring."""
         product = 1 / (PRODUCT_SHARE * self.tflop_per_s)
         # TB/s of memory: both are then in picoseconds for each operation.
         memory = (TOKEN_NUM_BYTES + WEIGHT_NUM_BYTES / (2 * num_tokens)) / (
@@ -118,7 +118,7 @@ SIZES_GIB = (8, 12, 16, 24, 32, 48, 80)
 
 
 def find_card(name: str) -> Card:
-    """The card of that name, however it is spelled: ``RTX 4090``, ``4090``, ``rtx-4090``.
+    """Find a card by its name, however it is spelled: ``RTX 4090``, ``4090``, ``rtx-4090``.
 
     Raises:
         PolicyError: If there is none, or several; it says which are near.
@@ -142,6 +142,6 @@ def find_card(name: str) -> Card:
 
 
 def _plain(name: str) -> str:
-    """Letters and digits alone, without the vendor's name."""
+    """Reduce a name to letters and digits, without the vendor."""
     text = "".join(letter for letter in name.lower() if letter.isalnum())
     return text.removeprefix("nvidia").removeprefix("geforce")

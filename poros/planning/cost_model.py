@@ -1,4 +1,4 @@
-"""What a step holds in memory, found by running its operators on the meta device.
+"""Measures what a step holds in memory by running its operators on the meta device.
 
 Storages are counted as operators make them and as the last tensor over them goes, so the peak is
 that of PyTorch's own allocations for the same calls. Three things differ from a GPU and are put
@@ -76,7 +76,7 @@ class CostModel:
         *,
         with_check: bool = False,
     ) -> StepCost:
-        """What one micro-batch costs, with loss and kernels as in ``StreamingPolicy``.
+        """Compute the cost of one micro-batch, with loss and kernels as in ``StreamingPolicy``.
 
         Args:
             batch_size: Rows.
@@ -119,7 +119,7 @@ class CostModel:
 
 @contextmanager
 def _loss_as(loss: str, model: Any) -> Iterator[None]:
-    """Within it, the loss of ``model`` is computed as a policy says."""
+    """Compute the loss of ``model`` inside the body as the policy ``loss`` does."""
     base = base_of(model)
     head, _ = find_head(model, base, loss, False)
     undo = None if head is None else slice_loss(base, head.products)
@@ -134,7 +134,7 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
 def adapter_kernels_as(
     kernels: str, layers: Sequence[nn.Module], is_check: bool = False, lora_paths: str = "peft"
 ) -> Iterator[None]:
-    """Within it, adapters in ``layers`` run as a policy says, or as what that is compared with."""
+    """Run adapters in ``layers`` inside the body as a policy does, or as its reference does."""
     try:
         if kernels != "peft":
             tally = KernelStats(is_exact=kernels == "exact", paths=Paths.of(lora_paths))
@@ -149,7 +149,7 @@ def adapter_kernels_as(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators make, while they live.
+    """Counts the live bytes of the storages that operators make.
 
     Attributes:
         now: At this moment.
@@ -164,7 +164,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def know(self, *tensors: torch.Tensor) -> None:
-        """Leave storages that are there already out of account."""
+        """Exclude storages that exist already."""
         for tensor in tensors:
             self._note(tensor.untyped_storage(), 0)
 
@@ -203,7 +203,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def _without_watchers() -> Iterator[None]:
-    """Nobody's hooks on all modules, nor autograd's anomaly mode, see tensors without memory."""
+    """Switch off global module hooks and anomaly mode inside the body."""
     tables = [
         table
         for name, table in vars(nn.modules.module).items()
@@ -221,7 +221,7 @@ def _without_watchers() -> Iterator[None]:
 
 
 class _UnlikeError(Exception):
-    """Layers that were taken for alike are called differently."""
+    """Layers that were assumed alike are called differently."""
 
 
 @_without_watchers()
@@ -265,7 +265,7 @@ def step_cost(
 def _layer_costs(
     layers: Sequence[nn.Module], calls: "Sequence[Call]", left_out: int
 ) -> list[LayerCost]:
-    """What each layer costs, those left out included; one of each kind is run."""
+    """Return the cost of each layer, those left out included; runs one of each kind."""
     costs: dict[object, LayerCost] = {}
     for layer, call in zip(layers, calls, strict=True):
         if call.kind not in costs:
@@ -274,7 +274,7 @@ def _layer_costs(
 
 
 def _are_alike(call: "Call", other: "Call") -> bool:
-    """Whether two layers of one kind are given the same beside their inputs."""
+    """Whether two layers of one kind have equal arguments beside their inputs."""
     given, others = (
         [tensor.untyped_storage()._cdata for tensor in _tensors_in((each.args[1:], each.kwargs))]
         for each in (call, other)
@@ -283,7 +283,7 @@ def _are_alike(call: "Call", other: "Call") -> bool:
 
 
 class Call(NamedTuple):
-    """What a layer was called with."""
+    """The arguments of a layer's call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -313,7 +313,7 @@ class Walk:
         self._have_run: set[object] = set()
 
     def run(self, model: nn.Module, tokens: torch.Tensor) -> None:
-        """Forward and backward, labels included."""
+        """Run forward and backward, labels included."""
         with FusedKernels(), _folding_without_autocast(), self._live, self._taking_over():
             self._live.know(tokens, *model.parameters(), *model.buffers())
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -322,7 +322,7 @@ class Walk:
 
     @contextmanager
     def _taking_over(self) -> Iterator[None]:
-        """Have the layers' forwards noted. They are the model's again afterwards."""
+        """Record the layers' calls inside the body."""
 
         def mark(module: nn.Module, args: Any, output: Any) -> None:
             self.num_bytes = self._live.peak = self._live.now
@@ -351,13 +351,13 @@ class Walk:
 
 
 def _has_side_channels(kwargs: dict[str, Any]) -> bool:
-    """Whether layers tell each other or the model anything aside."""
+    """Whether layers exchange data beside their results."""
     is_shared = any(isinstance(value, UserDict) for value in kwargs.values())
     return is_shared or bool(_active_collector.get())
 
 
 def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCost:
-    """One layer alone, forward and backward."""
+    """Run one layer alone, forward and backward."""
     hidden = args[0].detach().requires_grad_()
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     live = LiveBytes()
@@ -384,7 +384,7 @@ def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    """Equal for calls of layers that cost the same."""
+    """Return a key that is equal for calls of equal cost."""
     shapes = tuple(
         (name, parameter.shape, parameter.dtype, parameter.requires_grad)
         for name, parameter in layer.named_parameters()
@@ -395,7 +395,7 @@ def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 @contextmanager
 def _folding_without_autocast() -> Iterator[None]:
-    """Let PEFT fold adapters into fused experts that have no memory.
+    """Let PEFT merge adapters into fused experts that have no memory.
 
     It switches autocast off for the device at hand, which PyTorch refuses for the meta device. For
     tensors on any other device, in any thread, nothing is different meanwhile.
@@ -429,7 +429,7 @@ def _detached(value: Any) -> Any:
 
 
 def _dequantized_inside(func: Any, args: Sequence[Any]) -> int:
-    """Bytes of the dense weight that a 4-bit product makes for itself."""
+    """Return the bytes of the dense weight that a 4-bit product allocates."""
     if not _is_of_bitsandbytes(func, "gemm_4bit"):
         return 0
     shape = next(value for value in args if isinstance(value, list | tuple | torch.Size))

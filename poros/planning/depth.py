@@ -1,4 +1,4 @@
-"""Deep models whose layers are all alike, planned from four of them.
+"""Plans deep models of equal layers from four of them.
 
 The first layer's input is the embedding's output and the last one's goes to the norm, so the two in
 between stand for all that are left out. What a model of four layers needs is put beside what one of
@@ -45,7 +45,7 @@ def are_alike(layers: Sequence[nn.Module]) -> bool:
 
 
 def _form(layer: nn.Module) -> object:
-    """Equal for layers that are alike but for their index."""
+    """Return a key that is equal for layers that differ only in their index."""
     return [
         (
             name,
@@ -67,12 +67,12 @@ def _form(layer: nn.Module) -> object:
 
 
 def lengthen(items: Sequence[_Item], left_out: int) -> list[_Item]:
-    """One item a layer, for all layers of the model that was shortened."""
+    """Expand a list to one item per layer of the whole model."""
     return [*items[:2], *[items[1]] * left_out, *items[2:]]
 
 
 def shapes_of_all(shapes: Shapes, fewer: Shapes, left_out: int) -> Shapes:
-    """The sizes of the whole model.
+    """Compute the sizes of the whole model.
 
     Args:
         shapes: Of the shortened model.

@@ -1,4 +1,4 @@
-"""What ``poros plan`` answers: does a step fit, how long may rows be, how long does it take.
+"""The report of ``poros plan``: does a step fit, how long may rows be, how long does it take.
 
 Nothing is measured, so every figure is a forecast. Times leave the optimizer's own step, evaluation
 and data loading out.
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poros.figures import size, two_digits
 from poros.host.limits import RESERVE_NUM_BYTES
 from poros.planning.formula import MemoryPlan
 from poros.planning.remedies import Remedy, format_remedies
 from poros.planning.request import PlanRequest, Speeds
+from poros.utils.formatting import size, two_digits
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a step is planned for."""
+    """The device that a step is planned for."""
 
     title: str
     """As a sentence has it: "an RTX 4090 (24 GB)"."""
@@ -40,7 +40,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Point:
+class Scenario:
     """A step with rows of one length on one budget."""
 
     seq_len: int
@@ -64,7 +64,7 @@ class Point:
 
     @property
     def rates(self) -> dict[str, float | None]:
-        """How fast it is."""
+        """Its rates."""
         names = ("tokens_per_s", "times_resident", "times_checkpointed")
         return {name: getattr(self, name) for name in names}
 
@@ -80,39 +80,39 @@ _OF_PLAN = ("total_num_bytes", "num_slots", "keep_last", "offload_boundaries", "
 
 @dataclass(frozen=True)
 class FitReport:
-    """All that ``poros plan`` says of one request.
+    """The result of ``poros plan`` for one request.
 
     Attributes:
         request: What was asked for, with the budget.
         device: On what.
-        host: This machine's memory, or what was said of it.
-        point: The step that was asked for.
+        host: This machine's memory, or the given one.
+        scenario: The step that was asked for.
         plan: Its plan; if it does not fit, the least that there may be.
         remedies: What would make it fit, if it does not, or save something at least.
         resident_num_bytes: What a run with everything on the device needs there.
         longest: The longest rows that fit, in tokens; None without a budget, 0 if none does. The
             host counts too, unless the base alone is too much for it.
-        max_seq_len: Positions of the model, if it says.
+        max_seq_len: Positions of the model, if its configuration has them.
         lengths: The same step over other lengths.
         cards: The same step over other memories, at the rates of ``device``.
         together: The step with several micro-batches going together, where that is worth it.
         record: Of the family, in the registry: its outcome, and the reason of that.
         model_type: The family.
-        num_tokens: To train on, if said.
+        num_tokens: To train on, if given.
     """
 
     request: PlanRequest
     device: Device
     host: Host
-    point: Point
+    scenario: Scenario
     plan: MemoryPlan
     remedies: Sequence[Remedy]
     resident_num_bytes: int
     longest: int | None
     max_seq_len: int | None
-    lengths: Sequence[Point]
-    cards: Sequence[Point]
-    together: Point | None
+    lengths: Sequence[Scenario]
+    cards: Sequence[Scenario]
+    together: Scenario | None
     record: tuple[str, str]
     model_type: str
     num_tokens: int | None = None
@@ -120,7 +120,7 @@ class FitReport:
     @property
     def fits_device(self) -> bool:
         """Whether the step fits the budget."""
-        return self.point.plan is not None
+        return self.scenario.plan is not None
 
     @property
     def fits_host(self) -> bool:
@@ -134,10 +134,10 @@ class FitReport:
 
     @property
     def seconds(self) -> float | None:
-        """For all tokens."""
-        if self.num_tokens is None or self.point.tokens_per_s is None:
+        """Seconds for all tokens."""
+        if self.num_tokens is None or self.scenario.tokens_per_s is None:
             return None
-        return self.num_tokens / self.point.tokens_per_s
+        return self.num_tokens / self.scenario.tokens_per_s
 
     @property
     def verdict(self) -> str:
@@ -160,16 +160,16 @@ class FitReport:
             f"{plan.keep_last} layers are not recomputed" if plan.keep_last else "",
             f"{size(plan.host_num_bytes)}{host} of host memory",
         ]
-        if self.point.tokens_per_s is not None:
+        if self.scenario.tokens_per_s is not None:
             parts += [
-                f"about {two_digits(self.point.tokens_per_s)} tokens/s",
-                f"{self.point.times_resident:.1f} x the time of a resident run",
+                f"about {two_digits(self.scenario.tokens_per_s)} tokens/s",
+                f"{self.scenario.times_resident:.1f} x the time of a resident run",
             ]
         return f"{begin}: {', '.join(filter(None, parts))}."
 
     @property
     def advice(self) -> str:
-        """What to change so that it fits, or is faster; a sentence a line."""
+        """Changes that make it fit or faster, a sentence per line."""
         return "\n".join(self._advice())
 
     def _advice(self) -> Iterator[str]:
@@ -183,7 +183,7 @@ class FitReport:
             if plan.offload_boundaries:
                 yield "Shorter and fewer rows, and fewer micro-batches, leave less of it waiting."
             yield "The base can be on a disk in part: poros.load(..., store=DIR, host_budget=...)."
-        if self.point.tokens_per_s is None:
+        if self.scenario.tokens_per_s is None:
             yield "Time is not forecast: give --card, or --measure on the machine of the card."
         if plan.micro_batches == 1 < wanted and plan.keep_last:
             yield (
@@ -208,7 +208,7 @@ class FitReport:
             "fits_host": self.fits_host,
             "advice": self.advice,
             "forecast": self.device.rates_from,
-            **self.point.rates,
+            **self.scenario.rates,
             "resident_num_bytes": self.resident_num_bytes,
             "ram_num_bytes": self.host.whole,
             "ram_left_num_bytes": self.host.left,
@@ -218,6 +218,6 @@ class FitReport:
             "hours": self.seconds and self.seconds / 3600,
             "model_type": self.model_type,
             "registry": dict(zip(("outcome", "reason"), self.record, strict=True)),
-            "lengths": [point.as_dict() for point in self.lengths],
-            "cards": [point.as_dict() for point in self.cards],
+            "lengths": [scenario.as_dict() for scenario in self.lengths],
+            "cards": [scenario.as_dict() for scenario in self.cards],
         }

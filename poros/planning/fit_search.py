@@ -1,4 +1,4 @@
-"""Finds what a ``FitReport`` says: one planner, asked for other lengths, cards and layouts."""
+"""Fills a ``FitReport``: one planner, evaluated for several lengths, cards and layouts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,15 +6,15 @@ from typing import Any
 
 from poros.config import budget_of
 from poros.planning.cards import CONTEXT_NUM_BYTES, SIZES_GIB
-from poros.planning.fit_report import Device, FitReport, Host, Point
+from poros.planning.fit_report import Device, FitReport, Host, Scenario
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
 
 LENGTH_STEP = 256
-"""The longest rows that fit are told in multiples of this many tokens."""
+"""The longest rows that fit are reported in multiples of this many tokens."""
 MOST_TOKENS = 2**20
-"""How long rows are looked for in a model that does not say how many positions it has."""
+"""The longest rows to try for a model whose configuration has no number of positions."""
 TOGETHER = (8, 4, 2)
 """Micro-batches that are tried, in case the link is what a step waits for."""
 WORTH_SAYING = 1.15
@@ -28,7 +28,7 @@ def report_fit(
     host: Host | None = None,
     num_tokens: int | None = None,
 ) -> FitReport:
-    """Plan what was asked for, and what stands beside it: about 20 plans, some seconds for 72B.
+    """Plan the requested step and its alternatives: about 20 plans, some seconds for 72B.
 
     Args:
         planner: Of the model.
@@ -46,22 +46,22 @@ def report_fit(
 
     host = host or Host()
     search = _Search(planner, request, device, host)
-    point = search.point(request.seq_len)
+    scenario = search.scenario(request.seq_len)
     record = read_registry().family(planner.model_type)
     longest = None if request.budget is None else search.longest()
     return FitReport(
         request=request,
         device=device,
         host=host,
-        point=point,
-        plan=point.plan or search.least(),
-        remedies=() if point.plan else planner.remedies(request),
+        scenario=scenario,
+        plan=scenario.plan or search.least(),
+        remedies=() if scenario.plan else planner.remedies(request),
         resident_num_bytes=search.resident(request.seq_len, _EVERYTHING).total_num_bytes,
         longest=longest,
         max_seq_len=planner.max_seq_len,
-        lengths=[search.point(length) for length in search.lengths(longest)],
+        lengths=[search.scenario(length) for length in search.lengths(longest)],
         cards=[search.on_card(gib) for gib in SIZES_GIB],
-        together=search.together(point),
+        together=search.together(scenario),
         record=(record.outcome, record.reason or OUTCOMES[record.outcome]),
         model_type=planner.model_type,
         num_tokens=num_tokens,
@@ -69,20 +69,20 @@ def report_fit(
 
 
 class _Search:
-    """Plans of one model at other lengths and budgets, all else as it was asked for."""
+    """Plans one model at other lengths and budgets."""
 
     def __init__(self, planner: Planner, request: PlanRequest, device: Device, host: Host) -> None:
         self._planner, self._request, self._rates = planner, request, device.rates
         # If the base alone is too much for the host, what is on a disk is nobody's limit here.
         self._host = host if host.holds(self.least(offload_boundaries=False)) else Host()
 
-    def point(self, seq_len: int, **changes: Any) -> Point:
-        """A step of that length, with other fields changed."""
+    def scenario(self, seq_len: int, **changes: Any) -> Scenario:
+        """Plan a step of that length, with other fields changed."""
         request = self._at(seq_len, **changes)
         plan = self._planner.find(request)
         if plan is None:
-            return Point(seq_len, None)
-        found = Point(seq_len, plan, fits_host=self._host.holds(plan))
+            return Scenario(seq_len, None)
+        found = Scenario(seq_len, plan, fits_host=self._host.holds(plan))
         if plan.step_ms is None:
             return found
         whole, checkpointed = (self.resident(seq_len, kept) for kept in (_EVERYTHING, 0))
@@ -93,25 +93,25 @@ class _Search:
             times_checkpointed=plan.step_ms / (checkpointed.step_ms or 1.0),
         )
 
-    def on_card(self, gib: int) -> Point:
-        """The step that was asked for, on a card of that memory."""
+    def on_card(self, gib: int) -> Scenario:
+        """Plan the requested step on a card of that memory."""
         budget = budget_of(gib * 2**30 - CONTEXT_NUM_BYTES, gib * 2**30)
-        return replace(self.point(self._request.seq_len, vram_budget=budget), card_gib=gib)
+        return replace(self.scenario(self._request.seq_len, vram_budget=budget), card_gib=gib)
 
-    def together(self, point: Point) -> Point | None:
-        """The step with micro-batches that go together, if that is much faster."""
-        if point.tokens_per_s is None or self._request.micro_batches > 1:
+    def together(self, scenario: Scenario) -> Scenario | None:
+        """Plan micro-batches that go together; None unless that is much faster."""
+        if scenario.tokens_per_s is None or self._request.micro_batches > 1:
             return None
         found = [
-            self.point(point.seq_len, micro_batches=number, accumulation=number)
+            self.scenario(scenario.seq_len, micro_batches=number, accumulation=number)
             for number in TOGETHER
         ]
         best = max(found, key=lambda each: each.tokens_per_s or 0.0)
-        gain = (best.tokens_per_s or 0.0) / point.tokens_per_s
+        gain = (best.tokens_per_s or 0.0) / scenario.tokens_per_s
         return best if gain >= WORTH_SAYING else None
 
     def resident(self, seq_len: int, keep_last: int) -> MemoryPlan:
-        """A run with everything on the device, that keeps so many graphs."""
+        """Plan a run with everything on the device that keeps so many graphs."""
         request = self._at(
             seq_len,
             vram_budget=None,
@@ -127,7 +127,7 @@ class _Search:
         return self._planner.plan(request)
 
     def least(self, **changes: Any) -> MemoryPlan:
-        """The least that the step that was asked for needs, with other fields changed."""
+        """Plan the requested step with the least memory, with other fields changed."""
         least = {"vram_budget": None, "micro_batches": 1, "without_recordings": True}
         request = self._at(self._request.seq_len, **least, **changes)
         offload = request.policy.offload_boundaries
@@ -138,7 +138,7 @@ class _Search:
         return min(plans, key=lambda plan: plan.total_num_bytes)
 
     def lengths(self, longest: int | None) -> Iterator[int]:
-        """The lengths to compare: doubling from 512 to the longest, and the one asked for."""
+        """List the lengths to compare: doubling from 512 to the longest, and the requested one."""
         most = self._planner.max_seq_len or (2**15 if longest is None else MOST_TOKENS)
         if longest is not None:
             most = min(most, longest)
@@ -147,7 +147,7 @@ class _Search:
         yield from sorted({*doubling, *last, self._request.seq_len})
 
     def longest(self) -> int:
-        """The longest rows that fit, a multiple of ``LENGTH_STEP`` or all positions; 0 if none."""
+        """Find the longest rows that fit: a multiple of ``LENGTH_STEP``, or all positions; or 0."""
         limit = self._planner.max_seq_len or MOST_TOKENS
         if self._fits(limit):
             return limit

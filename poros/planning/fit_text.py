@@ -1,11 +1,11 @@
-"""A fit report as a person reads it: verdict, advice, and its figures as tables."""
+"""Formats a fit report for people: verdict, advice, and figures as tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import quoted
-from poros.figures import duration, size, two_digits
 from poros.planning.fit_report import FitReport
+from poros.utils.formatting import duration, size, two_digits
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -23,7 +23,7 @@ _FIGURES = {
     "copy_gb_per_s": "copies, in GB/s",
     "tflop_per_s": "products, in TFLOP/s",
 }
-_OF_POINTS = {
+_OF_SCENARIOS = {
     "total_num_bytes": "peak GB",
     "num_slots": "blocks",
     "keep_last": "kept",
@@ -36,7 +36,7 @@ _OF_POINTS = {
 
 
 def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
-    """For ``rich`` to print; what is not known is left out.
+    """Format a report for ``rich``; unknown figures are left out.
 
     Args:
         report: What is said of a step.
@@ -57,7 +57,7 @@ def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
         _figures(figures),
         "\nOver lengths of rows:",
         _comparison("tokens", "seq_len", values["lengths"]),
-        f"Over cards, with rows of {report.point.seq_len:,} tokens:",
+        f"Over cards, with rows of {report.scenario.seq_len:,} tokens:",
         _comparison("card GiB", "card_gib", values["cards"]),
     ]
     if with_terms:
@@ -77,24 +77,24 @@ def _figures(values: Mapping[str, str]) -> "Table":
     return table
 
 
-def _comparison(title: str, first: str, points: Sequence[Mapping[str, Any]]) -> "Table":
-    """Points, a line each, by one of their values."""
+def _comparison(title: str, first: str, scenarios: Sequence[Mapping[str, Any]]) -> "Table":
+    """Make a table of scenarios, a line each, by one of their values."""
     from rich import box
     from rich.table import Table
 
     known = {
         name: title
-        for name, title in _OF_POINTS.items()
-        if any(point[name] is not None for point in points)
+        for name, title in _OF_SCENARIOS.items()
+        if any(scenario[name] is not None for scenario in scenarios)
     }
     table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in (title, *known.values()):
         table.add_column(heading, justify="right")
-    for point in points:
+    for scenario in scenarios:
         cells = (
-            f"{point[name] / 1e9:.1f}"
-            if name.endswith("num_bytes") and point[name] is not None
-            else _text(name, point[name])
+            f"{scenario[name] / 1e9:.1f}"
+            if name.endswith("num_bytes") and scenario[name] is not None
+            else _text(name, scenario[name])
             for name in (first, *known)
         )
         table.add_row(*cells)
@@ -102,7 +102,7 @@ def _comparison(title: str, first: str, points: Sequence[Mapping[str, Any]]) -> 
 
 
 def _text(name: str, value: Any) -> str:
-    """A figure, in the unit that its name says."""
+    """Format a figure in the unit that its name implies."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What a training step will need, before anything is downloaded or loaded.
+"""Computes what a training step needs, before anything is downloaded or loaded.
 
 Terms (bytes on the device), for K blocks of L layers in S slots with the last p layers kept:
 
@@ -41,11 +41,11 @@ from typing import Any
 
 from poros.config import MIN_SLOTS
 from poros.errors import VRAMBudgetError
-from poros.graphs import MOST_FLOP
 from poros.head.embedding import stays_on_host
-from poros.layout import BlockLayout, slot_sizes
+from poros.host.layout import BlockLayout, slot_sizes
 from poros.planning.optimizers import optimizer_cost
 from poros.planning.request import PlanRequest, Speeds
+from poros.replay.graphs import MOST_FLOP
 from poros.slots.schedule import divide
 
 _COMING_AND_GOING = ("gradients", "boundaries", "kept graphs", "workspace")
@@ -171,7 +171,7 @@ class MemoryPlan:
         return sum(self.terms.values())
 
     def table(self) -> str:
-        """The terms that are not zero, a line each, for errors."""
+        """Format the terms that are not zero, a line each, for errors."""
         rows = (f"  {name:<12} {size / 1e9:8.3f} GB" for name, size in self.terms.items() if size)
         return "\n".join(rows)
 
@@ -308,7 +308,7 @@ class _Formula:
         self.gradients_above = list(backwards)[:-1][::-1]
 
     def plan(self, num_slots: int, keep_last: int, offload: bool) -> MemoryPlan:
-        """With these; ``num_slots`` and ``keep_last`` are rounded as in a run."""
+        """Plan with these numbers; ``num_slots`` and ``keep_last`` are rounded as in a run."""
         shapes, request = self.shapes, self.request
         found = divide(self.num_layers, request.policy.block_size, num_slots, keep_last)
         ring, pinned = self.blocks[: found.num_streamed], self.blocks[found.num_streamed :]
@@ -391,7 +391,7 @@ class _Formula:
         return head if stays_on_host(head.matrix, wanted) else None
 
     def _boundaries(self, num_inputs: int, offload: bool) -> int:
-        """Bytes of so many layers' inputs, as far as they are on the device.
+        """Return the bytes of so many layers' inputs on the device.
 
         Of micro-batches that go together, each waits with what it has in hand: the last layer's
         result, or a gradient.
@@ -402,7 +402,7 @@ class _Formula:
         return (num_there + num_waiting) * self.cost.boundary
 
     def _later_step(self, first_kept: int, offload: bool) -> Iterator[tuple[int, int, int, int]]:
-        """What comes and goes within a step, at each moment that may be the largest."""
+        """Return the temporary bytes of a step at each moment that may be the largest."""
         adapters, cost = self.shapes.adapters, self.cost
         sizes = (layer.saved + layer.kept_input for layer in cost.layers[first_kept:])
         together = self.request.micro_batches
@@ -425,7 +425,7 @@ class _Formula:
                 yield gradients, boundaries, graphs[index - first_kept + 1], workspace
 
     def _first_step(self, first_kept: int, offload: bool) -> Iterator[int]:
-        """Bytes of the same while a layer is checked, without the optimizer's."""
+        """Return the same while a layer is checked, without the optimizer's."""
         layers = self.cost.checked or self.cost.layers
         for index, layer in enumerate(layers[:first_kept]):
             yield (
@@ -460,7 +460,7 @@ class _Formula:
 
 
 def _most(least: int, most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number for which ``fits``, between two; the least if none."""
+    """Find the largest number between two for which ``fits``; the least if none."""
     low, high = least, most
     while low < high:
         middle = (low + high + 1) // 2

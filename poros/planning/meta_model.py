@@ -1,4 +1,4 @@
-"""A model on the meta device: all modules, shapes and dtypes, 4-bit weights packed, no memory.
+"""Builds models on the meta device: modules, shapes, dtypes and packed weights, no memory.
 
 Plans read sizes off it, and run its layers there, where operators compute shapes only.
 """
@@ -18,16 +18,16 @@ from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelErr
 from poros.head.choice import find_head
 from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
+from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.layout import BlockLayout
+from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization, is_4bit, own, part_tensors
 from poros.loaders.build import one_at_a_time
-from poros.loaders.settings import configuration, model_class_of, said
+from poros.loaders.settings import configuration, describe_error, model_class_of
 from poros.loaders.source import find_config
 from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
 from poros.model.inspect import find_frozen, find_layers, require_language_model
 from poros.model.targets import excluded_modules
 from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
-from poros.nf4 import QUANT_TYPES, Format, double_quantization, is_4bit, own, part_tensors
 from poros.planning.depth import are_alike, shorten
 from poros.planning.formula import Shapes, SlicedHead
 from poros.stream.frozen import FrozenTensor, small_parts
@@ -54,7 +54,7 @@ weights to be made or to be run, or do more outside of their layers than a plan 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a model on the meta device is made from."""
+    """What a model on the meta device is built from."""
 
     config: "PreTrainedConfig"
     quantization: "BitsAndBytesConfig | None"
@@ -85,7 +85,7 @@ class Recipe:
         vision: str = "keep",
         on_language_model: bool = False,
     ) -> "Recipe":
-        """From a configuration, or a folder or hub name where one is.
+        """Make a recipe from a configuration, or from a folder or hub name.
 
         Raises:
             PolicyError: If ``quantization`` is none of "nf4", "fp4" and None, or ``vision`` none of
@@ -112,7 +112,7 @@ class Recipe:
 
     @classmethod
     def like(cls, model: Any) -> "Recipe":
-        """From a model with PEFT adapters, prepared or not.
+        """Make a recipe from a model with PEFT adapters, prepared or not.
 
         Raises:
             UnsupportedModelError: If it has no adapters, or some that plans do not count.
@@ -142,21 +142,21 @@ class Recipe:
 
     @property
     def rank(self) -> int | None:
-        """Of its LoRA adapter, if it has one, with the same rank everywhere."""
+        """The rank of its LoRA adapter, if that is the same everywhere, else None."""
         (config, *others) = self.adapters.values()
         if others or getattr(config, "rank_pattern", None) or config.peft_type != "LORA":
             return None
         return int(config.r)
 
     def with_rank(self, rank: int) -> "Recipe":
-        """The same with LoRA of another rank."""
+        """Copy the recipe with another LoRA rank."""
         ((name, config),) = self.adapters.items()
         changed: Any = copy.copy(config)
         changed.r = rank
         return replace(self, adapters={name: changed})
 
     def make(self) -> Any:
-        """The model, ready to train.
+        """Build the model, ready to train.
 
         Raises:
             UnsupportedModelError: If its adapters are of a kind that plans do not count.
@@ -164,7 +164,7 @@ class Recipe:
         return self.make_short(is_whole=True)[0]
 
     def make_short(self, *, is_whole: bool = False) -> tuple[Any, int]:
-        """The same with four layers if all are alike, and how many were left out."""
+        """Build the model with four layers if all are alike; return it and the number left out."""
         base = _plain(self.config, self.dtype, self.vision)
         left_out = 0 if is_whole or self.is_whole else shorten(base)
         _quantize(base, self.quantization, self.dtype)
@@ -193,7 +193,7 @@ class Recipe:
 
 
 def _is_same_everywhere(config: Any) -> bool:
-    """Whether adapters are the same in each layer, as far as their configuration says so."""
+    """Whether the configuration gives every layer the same adapters."""
     targets = config.target_modules if config.peft_type == "LORA" else None
     names = [targets] if isinstance(targets, str) else targets or ["0"]
     by_layer = ("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
@@ -205,7 +205,7 @@ def _is_same_everywhere(config: Any) -> bool:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Draws no weights: on the meta device that takes time and changes nothing."""
+    """Skips weight initialization, which has no effect on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch.nn.init hands itself on, before the tensor's own methods come here.
@@ -253,7 +253,7 @@ def _plain(config: "PreTrainedConfig", dtype: torch.dtype, vision: str) -> "PreT
         except Exception as error:
             raise UnsupportedModelError(
                 "expected a configuration that transformers builds a model from, found "
-                f"{said(error)}; check its settings, and the release of transformers"
+                f"{describe_error(error)}; check its settings, and the release of transformers"
             ) from error
         if vision == "drop":
             drop_towers(model)
@@ -263,7 +263,7 @@ def _plain(config: "PreTrainedConfig", dtype: torch.dtype, vision: str) -> "PreT
 def _quantize(
     model: "PreTrainedModel", quantization: "BitsAndBytesConfig | None", dtype: torch.dtype
 ) -> None:
-    """Make a new model on the meta device what loading makes of it."""
+    """Quantize a new model on the meta device as loading does."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     with one_at_a_time(), _META, _Unfilled():
@@ -329,7 +329,7 @@ def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig |
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """Sizes of a model with adapters, on any device."""
+    """Compute the sizes of a model with adapters, on any device."""
     name, layers = find_layers(model)
     blocks, small = find_frozen(model, name, layers, block_size=1)
     in_layers = {id(frozen.tensor) for group in (*blocks, *small) for frozen in group}

@@ -1,4 +1,4 @@
-"""What optimizers keep on the device for the adapters that they train."""
+"""Counts what optimizers keep on the device for the adapters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class OptimizerCost:
 
 
 def optimizer_cost(request: PlanRequest, adapter_sizes: Sequence[tuple[int, int]]) -> OptimizerCost:
-    """What the optimizer keeps for a model's adapters, and needs besides during its step.
+    """Count what an optimizer keeps for a model's adapters, and needs during its step.
 
     Args:
         request: Names it.

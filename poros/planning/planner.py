@@ -1,4 +1,4 @@
-"""``plan``: what a training step will need, from a configuration alone; and what would fit."""
+"""``plan``: plans a training step from a configuration alone."""
 
 import os
 import weakref
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
-from poros.loaders.settings import said
+from poros.loaders.settings import describe_error
 from poros.model.sizing import SURELY_KEPT, is_quicker_alone, room_of
 from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
@@ -149,11 +149,11 @@ class Planner:
         return self._apart(lambda request: self._quickest(self._plan(request), request), request)
 
     def estimate(self, request: PlanRequest) -> MemoryPlan:
-        """The same of micro-batches that go together, even if they were quicker otherwise."""
+        """Plan micro-batches that go together, even if they were faster otherwise."""
         return self._apart(self._plan, request)
 
     def find(self, request: PlanRequest) -> MemoryPlan | None:
-        """The same, or None where ``plan`` raises ``VRAMBudgetError``, and looks for advice."""
+        """Plan a step; None where ``plan`` raises ``VRAMBudgetError`` and searches remedies."""
         try:
             return self._apart(
                 lambda request: self._quickest(self._cost_model().plan(request), request), request
@@ -162,19 +162,19 @@ class Planner:
             return None
 
     def remedies(self, request: PlanRequest) -> list[Remedy]:
-        """What would make a step fit that does not, each alone; some seconds for 72B."""
+        """Find what would make a step fit, each change alone; some seconds for 72B."""
         return self._apart(lambda request: [*Remedies(self._cost_model(), request)], request)
 
     @property
     def max_seq_len(self) -> int | None:
-        """Positions that the model has; None if it does not say, or is there and decides itself."""
+        """Positions of the model; None if its configuration has none, or for a model in memory."""
         text = self._recipe.config.get_text_config(decoder=True)
         limit = getattr(text, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and self._adapters is None else None
 
     @property
     def model_type(self) -> str:
-        """Of the language model, as the registry has it."""
+        """The model type of the language model, as in the registry."""
         return str(base_of(self._cost_model().model).config.model_type)
 
     def _apart(self, work: Callable[[PlanRequest], _Result], request: PlanRequest) -> _Result:
@@ -196,7 +196,7 @@ class Planner:
                     raise  # the model is there, and runs
                 raise UnsupportedModelError(
                     "expected a configuration whose model can be run, found "
-                    f"{said(error)}; check its settings, and the release of transformers"
+                    f"{describe_error(error)}; check its settings, and the release of transformers"
                 ) from error
 
     def measure(
@@ -222,7 +222,7 @@ class Planner:
             raise VRAMBudgetError(f"{error}\n{advice}") from None
 
     def _quickest(self, found: MemoryPlan, request: PlanRequest) -> MemoryPlan:
-        """``found``, or the plan of one micro-batch after the other, if those are quicker."""
+        """Return ``found``, or the plan of separate micro-batches if that is faster."""
         is_chosen = (request.policy.slots, request.policy.keep_last) == (None, None)
         if found.micro_batches == 1 or found.vram_budget is None or not is_chosen:
             return found
@@ -244,7 +244,7 @@ class Planner:
 
 
 def _adapters_of(model: Any) -> object:
-    """Differs when a plan would."""
+    """Return a key that differs when a plan would."""
     trained = {
         name: (parameter.shape, parameter.dtype)
         for name, parameter in model.named_parameters()

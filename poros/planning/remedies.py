@@ -1,4 +1,4 @@
-"""What would make a step fit that does not: the least change of each knob, alone.
+"""Finds the least change of each setting that makes a step fit.
 
 Every figure is that of a plan, at a fraction of a second each. Another rank needs another model on
 the meta device, which takes a second or two at 72B.
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from poros.figures import size
 from poros.planning.cost_model import CostModel
 from poros.planning.request import PlanRequest
+from poros.utils.formatting import size
 
 _LEAST_TOKENS = 64
 """Of a row that is advised; what fits in less is no training."""
@@ -21,7 +21,7 @@ _PRECISION = 0.02
 
 @dataclass(frozen=True)
 class Remedy:
-    """A knob at a value, and what the step needs then."""
+    """A setting at a value, and what the step needs then."""
 
     knob: str
     """A field of the request or of its policy, or ``rank``."""
@@ -33,7 +33,7 @@ class Remedy:
 
 
 class Remedies:
-    """Tries the knobs of a step that does not fit.
+    """Tries settings for a step that does not fit.
 
     Args:
         cost_model: Of the model.
@@ -53,7 +53,7 @@ class Remedies:
         self._before = cost_model.plan(self._request)
 
     def __iter__(self) -> Iterator[Remedy]:
-        """What saves something: of each knob the least change that fits, or the most there is."""
+        """Yield for each setting the least change that fits, or the largest saving."""
         return (found for found in self._tries() if found.saved_num_bytes > 0)
 
     def _tries(self) -> Iterator[Remedy]:
@@ -92,7 +92,7 @@ class Remedies:
         return Remedy(knob, value, num_bytes, saved, num_bytes <= self._budget)
 
     def _largest(self, make: Callable[[int], Remedy], low: Remedy, most: int) -> Remedy:
-        """About the largest value that fits, above ``low``, which does, and below ``most``.
+        """Find about the largest value that fits, above ``low``, which fits, and below ``most``.
 
         What is needed grows almost in proportion. Of ranks, each of which is another model, the
         first that fits is taken as soon as no larger one is expected to.
@@ -115,7 +115,7 @@ class Remedies:
 
 
 def format_remedies(remedies: Sequence[Remedy]) -> str:
-    """One line on those that make it fit, and one on others if there are any."""
+    """Format remedies: a line of those that make it fit, and a line of the others."""
     fitting = [f"{found.knob}={found.value}" for found in remedies if found.fits]
     saving = [
         f"{found.knob}={found.value} ({size(found.saved_num_bytes)})"

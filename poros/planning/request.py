@@ -1,4 +1,4 @@
-"""What a plan is asked for: one step's shape, budget and policy, as one value passed whole."""
+"""The request of a plan: one step's shape, budget and policy."""
 
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -76,11 +76,11 @@ class PlanRequest:
 
     @classmethod
     def of(cls, *, seq_len: int, **others: Any) -> "PlanRequest":
-        """A request by its own fields and those of its policy, as ``override`` takes them."""
+        """Make a request from its fields and its policy's, as ``override`` takes them."""
         return cls(seq_len=seq_len).override(**others)
 
     def override(self, **changes: Any) -> "PlanRequest":
-        """This request with other fields, its own or its policy's.
+        """Copy this request with other fields, its own or its policy's.
 
         Args:
             **changes: By name; ``num_slots`` is the policy's ``slots``, which a plan calls so too.
@@ -96,10 +96,10 @@ class PlanRequest:
 
     @property
     def libraries(self) -> int:
-        """``library_num_bytes``, as it is or as it will be."""
+        """``library_num_bytes``, measured or assumed."""
         if self.library_num_bytes is None:
             # A request can be made and checked before anything slow is imported.
-            from poros.devices import default_device, library_workspace
+            from poros.utils.devices import default_device, library_workspace
 
             return library_workspace(default_device())
         return self.library_num_bytes

@@ -1,4 +1,4 @@
-"""A machine's two rates, measured, from which ``poros.plan`` forecasts the time of a step.
+"""Measures the two rates from which ``poros.plan`` forecasts the time of a step.
 
 Both are measured as a step meets them: a copy from a slab of the host store on the copy stream,
 and the largest linear layer of the model's blocks, forward and backward to its input.
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.devices import usable_device
 from poros.errors import UnsupportedModelError
+from poros.host.layout import BlockLayout
 from poros.host.store import HostSlab
-from poros.layout import BlockLayout
-from poros.nf4 import Format
+from poros.kernels.nf4 import Format
 from poros.planning.request import Speeds
 from poros.streams import StreamContext, gb_per_s, streams_for
+from poros.utils.devices import usable_device
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _copy_ms(streams: StreamContext, num_bytes: int) -> float:
 
 
 def _tflop_per_s(streams: StreamContext, like: Any, num_tokens: int) -> float:
-    """Of a layer of this form, forward and backward to its input."""
+    """Measure a layer of this shape, forward and backward to its input."""
     linear, dtype = _twin(like, streams.device)
     hidden = torch.randn(num_tokens, like.in_features, device=streams.device).to(dtype)
     hidden.requires_grad_()
@@ -106,7 +106,7 @@ def _median_ms(streams: StreamContext, run: Callable[[], None]) -> float:
 
 
 def _largest_linear(layers: Iterable[nn.Module]) -> Any:
-    """Of the base: adapters are far smaller."""
+    """Find the largest linear layer of the base: adapters are far smaller."""
     modules: list[Any] = [module for layer in layers for module in layer.modules()]
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     largest: Any = max(linears, key=lambda each: each.in_features * each.out_features, default=None)
@@ -119,7 +119,7 @@ def _largest_linear(layers: Iterable[nn.Module]) -> Any:
 
 
 def _twin(like: Any, device: torch.device) -> tuple[nn.Module, torch.dtype]:
-    """A layer of the same form with random weights, and the dtype of what it is given."""
+    """Make a layer of the same shape with random weights; return it with its input dtype."""
     from bitsandbytes.nn import Linear4bit
 
     dtype = like.compute_dtype if isinstance(like, Linear4bit) else like.weight.dtype

@@ -1,12 +1,12 @@
-"""What a recipe's settings have to be together, and what has to lie where they point."""
+"""Checks a recipe's settings together, and the files they name."""
 
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from poros.errors import MissingPackageError, quoted
+from poros.errors import MissingPackageError, quoted, reason_of
+from poros.io.writing import why_not_writable
 from poros.loaders.names import is_local
-from poros.output import why_not_writable
 from poros.recipes.reading import Draft
 from poros.recipes.recipe import Recipe
 
@@ -14,11 +14,11 @@ TEMPLATES = ("chatml", "llama3")
 """Chat templates of our own, by name."""
 DATA_SUFFIXES = (".jsonl", ".parquet")
 _DPO_LEARNING_RATE = 2e-5
-"""Where nothing is said: preferences want smaller steps than examples."""
+"""Where none is given: preferences want smaller steps than examples."""
 
 
 def checked(draft: Draft) -> Recipe:
-    """The recipe of a draft, with nothing left to refuse; its output folder is filled in.
+    """Check a draft and return its recipe, with the output folder filled in.
 
     Raises:
         RecipeError: With every problem: those that reading found, settings that contradict each
@@ -84,7 +84,7 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
 
 
 def _check_store(draft: Draft, path: Path) -> None:
-    """Where a store is to be written: a folder that is new or empty, beside others."""
+    """Check the folder of a store: new or empty, in an existing folder."""
     reason = why_not_writable(path)
     if reason is None and not path.parent.is_dir():
         reason = "the folder above it is not there"
@@ -126,7 +126,7 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
         try:
             Path(template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = quoted(getattr(error, "strerror", None) or str(error), is_bare=True)
+            reason = quoted(reason_of(error), is_bare=True)
             draft.problem(
                 "data.chat_template",
                 f"expected a file of UTF-8 to read, found {quoted(template)}: {reason}; check the "
@@ -169,18 +169,18 @@ def _check_rows(draft: Draft, key: str, path: Path) -> None:
 
 
 def _check_training(draft: Draft, recipe: Recipe) -> None:
-    training, said = recipe.training, draft.values
-    if "training.epochs" in said and training.steps is not None:
+    training, given = recipe.training, draft.values
+    if "training.epochs" in given and training.steps is not None:
         draft.problem(
             "training.steps", "expected either epochs or steps, found both; remove one of them"
         )
-    if "training.beta" in said and training.method != "dpo":
+    if "training.beta" in given and training.method != "dpo":
         draft.problem("training.beta", "expected method dpo with beta, found sft; remove it")
     for key in ("training.label_smoothing", "training.z_loss"):
-        if key in said and training.method != "sft":
+        if key in given and training.method != "sft":
             draft.problem(key, f"expected method sft, found {training.method}; remove it")
     is_free = training.optimizer.startswith("schedule_free")
-    if is_free and "training.schedule" in said and training.schedule != "constant":
+    if is_free and "training.schedule" in given and training.schedule != "constant":
         draft.problem(
             "training.schedule",
             f"expected constant with {training.optimizer}, found {training.schedule}; remove it",
@@ -196,7 +196,7 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             f"expected the package schedulefree for {training.optimizer}, found none; pip install "
             "schedulefree, or choose adamw",
         )
-    if "output.evaluate_every" in said and not recipe.data.validation:
+    if "output.evaluate_every" in given and not recipe.data.validation:
         draft.problem(
             "output.evaluate_every",
             "expected rows to validate on, found none; add data.validation (--validation 0.05)",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poros.config import ALLOW_IS_GONE
-from poros.errors import RecipeError, quoted
+from poros.errors import RecipeError, quoted, reason_of
 from poros.recipes.recipe import SECTIONS, Recipe, Setting, settings
 from poros.recipes.values import UnexpectedValueError
 
@@ -60,7 +60,7 @@ _ELSEWHERE = {
 
 @dataclass
 class Draft:
-    """A recipe in the making: values so far, where each was said, and what is wrong.
+    """A recipe that is being read: its values, their places, and the problems.
 
     Attributes:
         values: By dotted key.
@@ -75,7 +75,7 @@ class Draft:
     file: str | None = None
 
     def problem(self, key: str, what: str, where: str | None = None) -> None:
-        """Note what is wrong with a key; where it was said if nothing else is given."""
+        """Note a problem of a key, at its place unless another is given."""
         where = where or self.origins.get(key) or self.file or "command line"
         # A flag says which setting is meant, a line of a file does not.
         self.problems.append(
@@ -83,7 +83,7 @@ class Draft:
         )
 
     def recipe(self) -> Recipe:
-        """The recipe, defaults where nothing was said. Only for a draft without problems."""
+        """Build the recipe, with defaults for what is not set. Needs a draft without problems."""
         parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         for key, value in self.values.items():
             section, name = key.split(".")
@@ -105,11 +105,11 @@ class Draft:
 
 
 def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
-    """What a file and flags say, with all that is wrong in them.
+    """Read a file and flags into a draft that lists every problem.
 
     Args:
         file: YAML; None for flags alone.
-        flags: Texts by dotted key; each replaces what the file says.
+        flags: Texts by dotted key; each replaces the file's value.
     """
     draft = Draft()
     if file is not None:
@@ -138,7 +138,7 @@ def _from_flag(setting: Setting, text: str) -> Any:
 
 
 def _example(before: str, setting: Setting) -> str:
-    """A remedy: how the setting is written."""
+    """Return an example of how the setting is written."""
     if setting.default is None or setting.default == "":
         return "write one, or leave it out" if setting.default is None else "write one"
     default = setting.default
@@ -153,7 +153,7 @@ def _read_file(draft: Draft, file: Path) -> None:
     try:
         data = file.read_bytes()
     except OSError as error:
-        reason = quoted(error.strerror or str(error), is_bare=True)
+        reason = quoted(reason_of(error), is_bare=True)
         draft.problems.append(f"{where}: expected a file to read, found: {reason}; check the path")
         return
     if len(data) > _MOST_NUM_BYTES:
@@ -216,7 +216,7 @@ def _read_section(draft: Draft, section: str, node: "MappingNode") -> None:
 def _entries(
     draft: Draft, node: "MappingNode", prefix: str
 ) -> Iterable[tuple["Node", str, "Node"]]:
-    """Key, its text, and its value; duplicates are problems."""
+    """Yield key, text and value; duplicates are problems."""
     import yaml
 
     seen: dict[str, int] = {}

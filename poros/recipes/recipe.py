@@ -1,4 +1,4 @@
-"""What a recipe says: the model, the data, the adapter, the training, the memory, the output.
+"""The fields of a recipe: model, data, adapter, training, memory, output.
 
 Every field has a default that suits a person with one 24 GB card, so a recipe needs no more than a
 model and data. A field's ``Kind`` reads its value from a file or a flag of the command line, and

@@ -1,4 +1,4 @@
-"""The kinds of values that a recipe holds: each reads a text and says what it expects."""
+"""The kinds of values that a recipe holds: each parses a text and describes what it expects."""
 
 import math
 import re
@@ -15,7 +15,7 @@ FALSE = ("false", "no", "off")
 
 
 class UnexpectedValueError(ValueError):
-    """A text is not what a kind expects; the message says what it does expect."""
+    """A text is not what a kind expects; the message describes what it expects."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Kind:
 
 
 def whole(least: int = 1, most: int = 2**31 - 1) -> Kind:
-    """A whole number within bounds; ``1_000`` and ``1e3`` are understood."""
+    """Make a kind of whole numbers within bounds; it reads ``1_000`` and ``1e3``."""
 
     def read(text: str) -> int:
         number = float(text) if re.fullmatch(r"[0-9.]+[eE][+]?[0-9]+", text) else int(text)
@@ -112,7 +112,7 @@ def size() -> Kind:
 
 
 def text() -> Kind:
-    """Any text but an empty one, or a path in the home of nobody."""
+    """Any text that is not empty and names no home of an unknown user."""
     return Kind("a text that is not empty, with ~NAME only for a user that is there", _text)
 
 

@@ -1,4 +1,4 @@
-"""Visits of a layer that are recorded once and replayed: see ``poros.graphs``.
+"""Visits of a layer that are recorded once and replayed: see ``poros.replay.graphs``.
 
 A visit starts the same work each time: its block lies in the same slot, its adapters where they
 were. So the forward, and the recomputation with its gradients, are recorded once for each form of
@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
-from poros.graphs import Recorder
 from poros.replay.call import LayerCall
 from poros.replay.facts import CallFacts
 from poros.replay.forms import (
@@ -50,12 +49,13 @@ from poros.replay.forms import (
     Replayed,
     SharedMemory,
 )
+from poros.replay.graphs import Recorder
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
 from poros.replay.uses import Observation, walk
-from poros.saying import Slowly
 from poros.slots.schedule import Phase
 from poros.stream.rng import RngStash
+from poros.utils.logging_setup import ProgressLog
 
 if TYPE_CHECKING:
     from poros.stream.body import LayerBody
@@ -382,10 +382,11 @@ class Captures:
         # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
         wanted = [] if is_within or not is_on else self._wanted(layers)
-        begun, slowly = time.perf_counter(), Slowly(logger, "poros: recording layers: %d of %d")
+        begun = time.perf_counter()
+        progress = ProgressLog(logger, "poros: recording layers: %d of %d")
         num_before, has_given_back = self.num_recorded, False
         for number, (layer, form) in enumerate(wanted):
-            slowly.step(number, len(wanted))
+            progress.step(number, len(wanted))
             if self._is_ready(layer, form):
                 if not has_given_back:
                     self._recorder.give_back()  # replayed visits cannot have what others left

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import RematerializationError
-from poros.graphs import Spec
 from poros.kernels.lazy_tensor import forget
+from poros.replay.graphs import Spec
 from poros.replay.routing import differentiate
 from poros.replay.uses import Uses
 from poros.stream.args import tree_unflatten

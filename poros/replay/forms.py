@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from poros.graphs import Fixed, FixedMemory, Recording
+from poros.replay.graphs import Fixed, FixedMemory, Recording
 from poros.stream.state import Surroundings
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""A page about a run, from the events that it has written."""
+"""Draws a page about a run, from its event log."""

@@ -1,4 +1,4 @@
-"""Small charts as SVG. Colors are those of the page's style."""
+"""Draws small charts as SVG, in the colors of the page's style."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _NAMES = 98
 def lines(
     series: Mapping[str, Points], unit: str, *, limit: float | None = None, named: str = ""
 ) -> str:
-    """Curves over steps; ``limit`` is a dashed line, and has a name."""
+    """Draw curves over steps; ``limit`` is a dashed line with a name."""
     points = [point for each in series.values() for point in each]
     if not points:
         return ""
@@ -59,7 +59,7 @@ def lines(
 def bars(
     rows: Sequence[tuple[str, Mapping[str, float]]], limit: float | None, *, named: str = ""
 ) -> str:
-    """Stacked bars, one below the other: names and sizes of their parts; ``limit`` across them."""
+    """Draw stacked bars from names and sizes of their parts, with ``limit`` across them."""
     most = max([sum(parts.values()) for _, parts in rows] + [limit or 0.0])
     if not most:
         return ""
@@ -92,7 +92,7 @@ def bars(
 
 
 def streams(spans: Sequence[Mapping[str, object]]) -> str:
-    """What ran when on the two streams of one step."""
+    """Draw what ran on the two streams of one step."""
     found = [
         (str(s["name"]), str(s["stream"]), float(str(s["start_ms"])), float(str(s["ms"])))
         for s in spans
@@ -147,7 +147,7 @@ def _axis(first: float, last: float) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two, about five."""
+    """Choose about five round numbers between two."""
     step = 10 ** math.floor(math.log10((high - low) / 4))
     step = next(step * m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= 6)
     first = math.ceil(low / step)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from poros.errors import RunFolderError, quoted
-from poros.reads import open_regular
+from poros.errors import RunFolderError, quoted, reason_of
+from poros.io.reading import open_regular
 
 Event = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ _NEEDED = {"log": ("step", "loss"), "evaluation": ("step",), "step": ("step", "s
 
 @dataclass
 class Run:
-    """What is known of a run.
+    """The events of a run.
 
     Attributes:
         name: Of its folder.
@@ -57,22 +57,22 @@ class Run:
 
     @property
     def plan(self) -> Event | None:
-        """The estimate that the run went by, the latest."""
+        """The run's latest plan."""
         plans = (each["plan"] for each in reversed(self.logs) if each.get("plan"))
         return next(plans, None)
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """Step and value of each log that has a finite number of that name."""
+        """Return step and value of each log with a finite number of that name."""
         return finite(self.logs, key)
 
 
 def finite(events: Sequence[Event], key: str) -> list[tuple[float, float]]:
-    """Step and value of each event that has a finite number of that name."""
+    """Return step and value of each event with a finite number of that name."""
     return [(float(each["step"]), float(each[key])) for each in events if _is_number(each.get(key))]
 
 
 def read_run(path: Path) -> Run:
-    """The events of the run in a folder.
+    """Read the events of the run in a folder.
 
     Raises:
         RunFolderError: If there is no file of events, or no event in it that begins a run.
@@ -82,7 +82,7 @@ def read_run(path: Path) -> Run:
         with open_regular(file) as stream:
             lines = stream.read().split(b"\n")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         raise RunFolderError(
             f"RUN: expected the folder of a run, with events.jsonl, found "
             f"{quoted(str(path), is_bare=True)}: {quoted(reason, is_bare=True)}"
@@ -110,7 +110,7 @@ def read_run(path: Path) -> Run:
 
 
 def _checked(event: Any) -> Event:
-    """An event as it was read, if all that a page reads of it has the right form.
+    """Check that all that a page reads of an event has the right form; return the event.
 
     Raises:
         ValueError: If not; or a builtin error that means the same.
@@ -140,7 +140,7 @@ def _checked(event: Any) -> Event:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it can be drawn."""
+    """Whether a value can be drawn."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return value == 0 or _SMALLEST < abs(value) < _LARGEST

@@ -1,4 +1,4 @@
-"""One HTML page about a run, with nothing from elsewhere in it."""
+"""Renders one self-contained HTML page about a run."""
 
 import statistics
 import time
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from poros.figures import duration
 from poros.reporting.charts import bars, lines, streams
 from poros.reporting.events import Run, finite
+from poros.utils.formatting import duration
 
 GB = 1e9
 MOST_TERMS = 6
@@ -93,7 +93,7 @@ _TERMS = {
 
 
 def page(run: Run) -> str:
-    """The page of a run, as text. Whatever comes from its files is escaped."""
+    """Render the page of a run. Text from its files is escaped."""
     from jinja2 import Environment
     from markupsafe import Markup
 
@@ -110,7 +110,7 @@ def page(run: Run) -> str:
 
 
 def verdict(run: Run) -> str:
-    """The run in a few sentences."""
+    """Summarize the run in a few sentences."""
     parts = []
     if run.logs:
         first, last = run.logs[0], run.logs[-1]
@@ -187,7 +187,7 @@ def _sections(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _largest(terms: Mapping[str, float]) -> dict[str, float]:
-    """Those that a bar can show, each in a color of its own; the others in one sum."""
+    """Select the largest parts, each with its color; sum up the others."""
     falling = sorted(terms, key=lambda name: -terms[name])
     shown = {name: size for name, size in terms.items() if size and name in falling[:MOST_TERMS]}
     rest = sum(terms.values()) - sum(shown.values())
@@ -202,7 +202,7 @@ def _budget(run: Run) -> float | None:
 
 
 def _seconds(run: Run) -> list[float]:
-    """Of each start: from its beginning to its last event."""
+    """Return the seconds of each start, from its beginning to its last event."""
     times = [float(each["time"]) for each in (*run.starts, *run.logs) if "time" in each]
     begins = sorted(float(each["time"]) for each in run.starts if "time" in each)
     found = []
@@ -217,7 +217,7 @@ def _without_losses(run: Run) -> str:
 
 
 def _tokens_per_s(run: Run) -> list[float]:
-    """Of each step behind another one of the same start. Tokens are counted from a start on."""
+    """Return tokens per second of each step after another one of the same start."""
     starts = [float(each["time"]) for each in run.starts if "time" in each]
     times = dict(finite(run.logs, "time"))
     counts = finite(run.logs, "num_tokens")

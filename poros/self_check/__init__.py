@@ -1,1 +1,1 @@
-"""The check of the first step on the user's machine, and comparing bits."""
+"""Checks the first step on the user's machine, and compares bits."""

@@ -1,4 +1,4 @@
-"""The first training step on the user's own machine, checked layer by layer.
+"""Checks the first training step on the user's own machine, layer by layer.
 
 Each layer is checked once, in the first backward that reaches it, with the real batch. By then its
 streamed forward and backward have happened. The check takes the same input h_k, random state s_k
@@ -38,10 +38,9 @@ import torch
 from torch import nn
 from transformers.utils.output_capturing import _active_collector
 
-from poros.digests import digest
 from poros.errors import ParityError
+from poros.io.digests import digest
 from poros.model.runtime import Runtime
-from poros.saying import Slowly, say
 from poros.self_check.compare import bits
 from poros.self_check.evidence import (
     CallSnapshot,
@@ -53,6 +52,7 @@ from poros.self_check.evidence import (
 )
 from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome, is_gradient
 from poros.stream.boundary import is_streamed, streamed_layer
+from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class SelfCheck:
             raise ParityError(self._packed)
         self.unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
         self._read: set[str] = set()
-        self._is_told = False
+        self._is_reported = False
         """Matrices in host memory whose rows were checked, and slices of them."""
         self._hashed: set[str] = set()
         """Matrices of which all bytes were."""
@@ -110,7 +110,7 @@ class SelfCheck:
         self.not_provable: list[str] = []
         self._runs = LayerRerunner(runtime)
         self._sizer = runtime.sizer
-        self._slowly: Slowly | None = None
+        self._progress: ProgressLog | None = None
         self._without_gradient: set[int] = set()
         """Layers of which only the forward was checked: nothing below them is trained."""
 
@@ -123,7 +123,7 @@ class SelfCheck:
         return "unproven" if self.not_provable else "passed"
 
     def findings(self) -> dict[str, Any]:
-        """What ``Runtime.self_check`` returns."""
+        """The value of ``Runtime.self_check``."""
         return {
             "mode": self.mode,
             "status": self.status,
@@ -173,7 +173,7 @@ class SelfCheck:
         number: int,
         gradients: tuple[torch.Tensor | None, ...],
     ) -> None:
-        """The hook on the node that gave a layer's result, as its result ``number``."""
+        """The hook on the node of a layer's result ``number``."""
         evidence = held.pop() if held else None
         if evidence is None or index not in self.unchecked or not evidence.is_intact():
             return
@@ -204,8 +204,8 @@ class SelfCheck:
         self._settle(evidence.name, mismatch)
 
     def _note_checked(self, index: int, with_gradient: bool) -> None:
-        if self._slowly is None:
-            self._slowly = Slowly(logger, "poros: checking the first step: %d of %d layers")
+        if self._progress is None:
+            self._progress = ProgressLog(logger, "poros: checking the first step: %d of %d layers")
         if with_gradient:
             del self.unchecked[index]
         else:
@@ -265,17 +265,16 @@ class SelfCheck:
                 )
             logger.warning("poros: self-check failed in %s; training goes on", self.message)
         elif not self._is_complete:
-            if self._slowly is not None:
-                self._slowly.step(self.num_layers - len(self.unchecked), self.num_layers)
-        elif not self._is_told:
+            if self._progress is not None:
+                self._progress.step(self.num_layers - len(self.unchecked), self.num_layers)
+        elif not self._is_reported:
             # Once: slices of a head go on to be checked.
-            self._is_told = True
-            self._tell()
+            self._is_reported = True
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self.status == "passed":
-            say(
-                logger,
+            logger.info(
                 "poros: the first step is checked: %d layers give the bits of an ordinary graph",
                 self.num_layers,
             )
@@ -304,7 +303,7 @@ class SelfCheck:
         return None
 
     def _differs(self, block: int, flat: torch.Tensor) -> str | None:
-        """The name of a tensor of ``block`` that is not in ``flat`` as it came."""
+        """Return the name of a tensor of ``block`` whose bytes in ``flat`` have changed."""
         for spec in self._host.slabs[block].layout.tensors:
             part = flat[spec.offset : spec.offset + spec.num_bytes]
             if digest(part) != self._digests[spec.name]:
@@ -314,7 +313,7 @@ class SelfCheck:
     def _mismatch(
         self, index: int, evidence: CallSnapshot, gradient: torch.Tensor | None
     ) -> str | None:
-        """Of a layer that recomputes in the graph: it is streamed once more.
+        """Compare a layer that recomputes in the graph with a second streamed run.
 
         Its forward is compared as it was. Its gradients are drawn, but for a layer in which hooks
         of the user may run: these see the ``gradient`` that arrives, as they will behind the check.
@@ -339,7 +338,7 @@ class SelfCheck:
         resident: Outcome,
         streamed: dict[str, Any],
     ) -> str | None:
-        """What of a difference between these is to be said; None if nothing is."""
+        """Explain a difference between these; None if it is no mismatch."""
         difference = first_difference(resident.values, streamed) or evidence.recomputed_difference()
         if difference is None:
             return None
@@ -369,7 +368,7 @@ class SelfCheck:
         incoming: Incoming,
         runs: "Unsteady",
     ) -> str | None:
-        """Prove a layer whose kernels need not repeat themselves; the mismatch, if there is one.
+        """Prove a layer whose kernels may not repeat themselves; return the mismatch, if any.
 
         The outputs of such a layer mostly do repeat themselves, in the forward as well as in the
         recomputation, so they are compared as they were. For the gradients both sides run once
@@ -420,7 +419,7 @@ class SelfCheck:
         )
 
     def _report_proofs(self) -> None:
-        """Say what was proved, and how."""
+        """Log what was proved, and how."""
         names = list(self.proved_otherwise)
         logger.warning(
             "poros: the attention kernels in use do not repeat themselves in backward: in %d of %d "
@@ -444,21 +443,21 @@ class Unsteady(NamedTuple):
 
 
 def _without_saved_tensors_hooks() -> AbstractContextManager[object]:
-    """Those of the user are for the graph that goes on."""
+    """Switch off the user's saved-tensor hooks, which belong to the graph that goes on."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()  # any at all would switch off autograd's own check of versions
     return torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
 
 
 def _digests(runtime: Runtime) -> dict[str, bytes]:
-    """Of what streams, by name, as it was before ``poros.prepare`` moved it."""
+    """Return digests of what streams, by name, from before ``poros.prepare`` moved it."""
     if runtime.digests is None:
         raise ValueError("expected a runtime with digests, found self_check switched off")
     return runtime.digests.results()
 
 
 def _damaged_before(runtime: Runtime, digests: Mapping[str, bytes]) -> str | None:
-    """What has changed between a loader's source and ``poros.prepare``, if anything has."""
+    """Describe what has changed between a loader's source and ``poros.prepare``, if anything."""
     damaged = runtime.digests.damaged(digests) if runtime.digests is not None else None
     if damaged is None:
         return None

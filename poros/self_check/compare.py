@@ -128,22 +128,6 @@ def differing(expected: torch.Tensor, found: torch.Tensor, name: str) -> Differe
     )
 
 
-def compare_mappings(
-    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
-) -> list[Difference]:
-    """Compare two mappings of tensors bit for bit, names included.
-
-    Returns:
-        The differences, in the order of ``expected``; names that only ``found`` has come last.
-    """
-    differences = []
-    for name in (*expected, *(name for name in found if name not in expected)):
-        difference = differing_or_absent(expected.get(name), found.get(name), name)
-        if difference is not None:
-            differences.append(difference)
-    return differences
-
-
 def differing_or_absent(
     expected: torch.Tensor | None, found: torch.Tensor | None, name: str
 ) -> Difference | None:

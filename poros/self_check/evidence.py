@@ -1,4 +1,4 @@
-"""What the self-check holds of one call of one layer, and how it names what it compares.
+"""Records one call of one layer for the self-check, and names what is compared.
 
 Everything here is read from the call itself and from PyTorch and transformers, not from what the
 recomputation captured: a state that the recomputation forgets is then missing on one side only.
@@ -33,7 +33,7 @@ _HIDDEN_STATES = "hidden_states"
 
 @dataclass
 class CallSnapshot:
-    """What was there when one layer ran forward, and what came out."""
+    """The state around one layer's forward, and its results."""
 
     layer: nn.Module
     name: str
@@ -119,7 +119,7 @@ class CallSnapshot:
         return are_trained and self.input_versions == _versions(self.inputs)
 
     def given(self) -> dict[str, Any]:
-        """What the forward gave, but for outputs that someone has edited in place since."""
+        """Return the forward's results, except outputs that were edited in place since."""
         now = _versions(tensor for tensor, _ in self.outputs.values())
         versions = zip(self.outputs.items(), self.output_versions, now, strict=True)
         left = {name: each for (name, each), before, after in versions if before == after}
@@ -164,7 +164,7 @@ class CallSnapshot:
 
     @property
     def sources(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and originals of what gradients are taken for."""
+        """Return names and originals of what gradients are taken for."""
         named_inputs = ((f"input {n}", tensor) for n, tensor in enumerate(self.inputs))
         return [
             *((name, tensor) for name, tensor in named_inputs if tensor.requires_grad),
@@ -173,17 +173,17 @@ class CallSnapshot:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the layer was given a KV cache."""
+        """Whether the layer had a KV cache."""
         return any(isinstance(value, Cache) for value in (*self.args, *self.kwargs.values()))
 
     def recomputed_difference(self) -> str | None:
-        """Where what the backward recomputed is not what the forward gave."""
+        """Describe where the backward's recomputation differs from the forward."""
         return first_difference(self.given(), self.again)
 
     def incoming(
         self, device: torch.device, gradient: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Gradients for the outputs that need one, normal, from a generator of their own.
+        """Draw normal gradients for the outputs that need one, from a separate generator.
 
         With a ``gradient``, it alone, for the first of them.
         """
@@ -199,7 +199,7 @@ class CallSnapshot:
 
 
 def tensors_in(arguments: Any) -> list[torch.Tensor]:
-    """The distinct tensors among the arguments of a layer, but for those in caches."""
+    """Return the distinct tensors among the arguments of a layer, except those in caches."""
     found = {id(tensor): tensor for _, tensor in named("", arguments)}
     return list(found.values())
 
@@ -209,7 +209,7 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of the CPU generator and the device's."""
+    """Return the states of the CPU generator and the device's."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -229,14 +229,14 @@ def _set_random_states(states: Sequence[torch.Tensor], device: torch.device) -> 
 
 
 def mappings_in(kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the shared mappings among the arguments hold now."""
+    """Return the present contents of the shared mappings among the arguments."""
     return {key: dict(value) for key, value in kwargs.items() if isinstance(value, UserDict | dict)}
 
 
 def written(
     kwargs: Mapping[str, Any], before: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """What was written to them since."""
+    """Return what was written to them since."""
     return {
         key: {entry: v for entry, v in kwargs[key].items() if v is not held.get(entry)}
         for key, held in before.items()
@@ -246,7 +246,7 @@ def written(
 def forward_values(
     outputs: Mapping[str, tuple[torch.Tensor, bool]], rng_end: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """All that a forward gave, by name."""
+    """Return all results of a forward, by name."""
     values: dict[str, Any] = {}
     for name, (tensor, needs_gradient) in outputs.items():
         values[name], values[f"{name} needs a gradient"] = tensor, needs_gradient
@@ -258,7 +258,7 @@ def forward_values(
 def named_outputs(
     result: Any, written: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[str, Any]]:
-    """All tensors that a layer hands on, by name."""
+    """Return all tensors that a layer returns, by name."""
     yield from named("output", result)
     for key, entries in written.items():
         for entry, value in entries.items():
@@ -281,7 +281,7 @@ def named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
-    """``value`` with other tensors, by the id of the one in it."""
+    """Copy ``value`` with other tensors, by the id of each."""
     if isinstance(value, torch.Tensor):
         return leaves.get(id(value), value)
     if isinstance(value, UserDict) or type(value) is dict:
@@ -309,7 +309,7 @@ def _copied(cache: Cache) -> Cache:
 
 
 def first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    """The first entry that is not bit for bit the same, in words."""
+    """Describe the first entry that is not bit for bit the same."""
     for name, value in expected.items():
         other = found.get(name)
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):

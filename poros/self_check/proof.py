@@ -1,4 +1,4 @@
-"""One layer run again from the state it was run with: resident, and streamed once more.
+"""Runs one layer again from its recorded state: resident, and streamed.
 
 ``resident`` runs the layer's own forward in an ordinary graph over frozen tensors that are loaded
 afresh, synchronously, into memory of their own, with PEFT's own modules and bitsandbytes' kernels:
@@ -59,7 +59,7 @@ class Kernels(Enum):
 
 
 class Outcome(NamedTuple):
-    """What a run of a layer gave, by name, and how."""
+    """The results of a layer's run, by name, and how it ran."""
 
     values: dict[str, Any]
     """Outputs, whether they need a gradient, random states at the end, gradients."""
@@ -226,7 +226,7 @@ class LayerRerunner:
             yield partial(streamed_layer(layer).own_forward, layer), dict(proxies)
 
     def _forget(self, block: int) -> None:
-        """Have ``block`` loaded anew, over bytes that cannot pass for its own."""
+        """Reload ``block``, over bytes that cannot pass for its own."""
         self._visits.end_all()
         manager = self._manager
 
@@ -246,7 +246,7 @@ class LayerRerunner:
         incoming: Incoming,
         wanted: Sequence[torch.Tensor],
     ) -> tuple[Gradients, Sequence[torch.Tensor]]:
-        """The gradients, and the random states behind them."""
+        """Return the gradients, and the random states after them."""
         # By tensor: one that comes out under two names has one gradient, not twice the same.
         pairs = {
             id(outputs[name]): (outputs[name], gradient.clone())  # a hook may write to it
@@ -298,7 +298,7 @@ def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:
 def _recomputed(
     layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[int, torch.Tensor]]:
-    """The result of a layer, and proxies by the ids of its adapters."""
+    """Return the result of a layer, and proxies by the ids of its adapters."""
     condition = layer.condition()
     places, proxies = proxy_leaves(condition.trained.places)
     call = RecomputedCall(layer, args, kwargs, condition, places)
@@ -331,7 +331,7 @@ def _drop_casts(leaves: Sequence[torch.Tensor]) -> None:
 def _arguments(
     evidence: CallSnapshot, leaves: dict[int, torch.Tensor], with_caches: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The layer's arguments, with other tensors; a streamed layer goes without caches."""
+    """Return the layer's arguments with other tensors; a streamed layer gets no caches."""
 
     def of(value: Any) -> Any:
         return None if isinstance(value, Cache) and not with_caches else replace(value, leaves)

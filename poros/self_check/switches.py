@@ -1,4 +1,4 @@
-"""The process-wide settings that pick kernels, as the self-check reads and sets them.
+"""Reads and sets the process-wide settings that choose kernels.
 
 Written apart from ``poros.stream.settings``, through PyTorch's public names: what the recomputation
 forgets is then missing on one side only.
@@ -15,7 +15,7 @@ _BACKENDS: Any = torch.backends
 
 
 def current_settings() -> list[Any]:
-    """All of them now; does not raise, whatever mix of older and newer names was used."""
+    """Read all settings; never raises, whatever mix of older and newer names was used."""
     return [
         [get() for get, _ in _settings()],
         [operator.fp32_precision for operator in _operators()],
@@ -69,7 +69,7 @@ def _reduction(name: str) -> Any:
 
 
 def _operators() -> list[Any]:
-    """What has a precision of float32."""
+    """Return the operators with a float32 precision setting."""
     cudnn, mkldnn = _BACKENDS.cudnn, _BACKENDS.mkldnn
     return [cudnn.conv, cudnn.rnn, _BACKENDS.cuda.matmul, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
 

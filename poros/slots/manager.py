@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from poros.errors import SlotStateError
 from poros.host.store import HostStore
-from poros.labels import labelled
 from poros.slots.ring import DeviceRing, Slot, SlotState
 from poros.slots.schedule import Action, Phase, loads, missing, predict
 from poros.streams import StreamContext
+from poros.utils.profiling import labelled
 
 
 class BlockManager:

@@ -19,7 +19,7 @@ from enum import Enum
 
 import torch
 
-from poros.layout import BlockLayout, slot_sizes
+from poros.host.layout import BlockLayout, slot_sizes
 from poros.streams import Event, StreamContext
 
 

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from poros.digests import digest
+from poros.host.layout import BlockLayout, TensorSpec, is_small, view
+from poros.io.digests import digest
 from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.dequantize import DenseWorkspace, has_kernel
-from poros.layout import BlockLayout, TensorSpec, is_small, view
-from poros.nf4 import MOVING, Part, is_4bit, places, rebound, state_of, streams
+from poros.kernels.nf4 import MOVING, Part, is_4bit, places, rebound, state_of, streams
 from poros.stream.visit import Binding
 
 
@@ -63,7 +63,7 @@ class FrozenTensor:
 
     @property
     def stays(self) -> bool:
-        """Whether it stays on the device: see "What is small stays" in ``poros.layout``."""
+        """Whether it stays on the device: see "What is small stays" in ``poros.host.layout``."""
         return not self.is_4bit and is_small(self.tensor, is_buffer=self.is_buffer)
 
     def parts(self) -> list[Part]:

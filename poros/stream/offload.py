@@ -24,9 +24,9 @@ from collections import deque
 import torch
 
 from poros.errors import RematerializationError
+from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
 from poros.host.store import Arena, HostSlab
-from poros.layout import BlockLayout
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)

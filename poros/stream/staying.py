@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.digests import checksum
 from poros.errors import PreparedModelError
+from poros.io.digests import checksum
 from poros.stream.adapters import AdapterPlace
 
 

@@ -27,13 +27,13 @@ from torch.autograd import Variable
 
 from poros.errors import PreparedModelError, SlotStateError
 from poros.kernels.dense_layer import DenseWeight
-from poros.labels import labelled, short_name
-from poros.nf4 import state_of
+from poros.kernels.nf4 import state_of
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
 from poros.stream.layer_index import Adapter
 from poros.stream.within import on_plain_tensors
+from poros.utils.profiling import labelled, short_name
 
 
 class Binding(NamedTuple):

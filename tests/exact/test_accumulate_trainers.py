@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback
 import poros
 import poros.accumulation.loop as block_major
 from poros.errors import RematerializationError
-from poros.gates.reference import compare_trajectories
 from poros.head.logits import LazyLogits
+from tests.comparing import compare_trajectories
 from tests.exact.arms import Bases
 from tests.exact.together import (
     Batch,

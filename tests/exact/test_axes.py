@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import poros
-from poros.digests import checksum
 from poros.errors import PorosError, RematerializationError
+from poros.io.digests import checksum
 from tests.exact.arms import Bases
 from tests.exact.axes import (
     EXCHANGES,

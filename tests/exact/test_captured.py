@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import poros
 from poros.errors import ParityError, PolicyError, RematerializationError
-from poros.graphs import Fixed
 from poros.model import recorded as chosen
 from poros.replay.captures import NEW
+from poros.replay.graphs import Fixed
 from poros.stream.offload import ActivationOffloader
 from poros.stream.rng import RngStash
 from tests.exact.adapter_arms import adapted, differences, step, with_kernels

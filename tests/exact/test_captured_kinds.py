@@ -17,9 +17,9 @@ from transformers import Trainer, TrainerCallback
 
 import poros
 from poros.errors import ParityError
-from poros.gates.reference import compare_trajectories
 from poros.replay.captures import ARGUMENTS
 from poros.replay.forms import Form, HeldGraphs
+from tests.comparing import compare_trajectories
 from tests.covers import with_slow
 from tests.exact.adapter_arms import adapted, mlps
 from tests.exact.arms import Bases

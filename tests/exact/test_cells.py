@@ -20,14 +20,15 @@ from poros.api import prepare_with
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import ParityError, PolicyError
 from poros.gates import tiny
-from poros.gates.reference import Trajectory, compare_trajectories, start_digests
+from poros.gates.reference import Trajectory, start_digests
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
-from poros.layout import BlockLayout
 from poros.self_check.compare import Difference
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.stream.boundary import is_streamed
 from poros.streams import EagerStreams, StreamContext
+from tests.comparing import compare_trajectories
 from tests.covers import cover
 from tests.exact.arms import Model, Residents, Run
 from tests.snapshots import layers_of

@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.gates import tiny
-from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from poros.gates.reference import TrainingSpec, Trajectory, train
+from tests.comparing import compare_trajectories
 from tests.exact.adapter_arms import adapted, differences, step
 from tests.exact.arms import Bases
 from tests.snapshots import layers_of

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import poros
 from poros.gates import tiny
-from poros.self_check.compare import compare_mappings
+from tests.comparing import compare_mappings
 from tests.exact.arms import slice_resident_loss
 from tests.support import make_model, prepare_plain
 from tests.trainer_parity import train_with_trainer, trainer_arguments

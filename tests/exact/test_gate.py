@@ -18,9 +18,12 @@ import poros
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.parity import check_architecture, check_model_dir, run_parity
-from poros.gates.reference import QUANTITIES, TrainingSpec
+from poros.gates.reference import TrainingSpec
 from poros.gates.report import ParityReport, render
+from poros.kernels.adapters import KernelStats
+from poros.kernels.use import patch
 from poros.stream.boundary import detach_layer
+from tests.comparing import QUANTITIES
 from tests.covers import with_slow
 from tests.exact.faulty import flip_nibble
 from tests.support import make_model, prepare_plain
@@ -271,15 +274,21 @@ def test_check_model_dir_refuses_what_is_no_causal_model(tmp_path: Path) -> None
         check_model_dir(tmp_path, prepare=same)
 
 
-def test_a_resident_run_with_our_kernels_is_an_arm() -> None:
-    small = {"num_steps": 2, "num_layers": 2, "hidden_size": 64}
-    report = check_architecture("qwen2", resident_kernels=True, **small)
+def with_kernels(tally: KernelStats, model: Any, **_: Any) -> Any:
+    patch(model, next(model.parameters()).device, tally)
+    return model
+
+
+def test_a_resident_run_with_our_kernels_has_the_bits_of_peft() -> None:
+    tally = KernelStats()
+    report = gate(partial(with_kernels, tally), is_control=True)
     assert report.exact, report.error
-    # Kernels that know nothing of the adapters prove nothing.
-    report = check_architecture("qwen2", adapter="vera", resident_kernels=True, **small)
-    assert not report.exact and "no call" in str(report.error)
-    with pytest.raises(UnsupportedModelError, match="within rounding"):
-        check_architecture("qwen2", adapter="dora", resident_kernels=True, **small)
+    assert tally.num_fused
+    # Control: kernels that know nothing of the adapters are not called, and would prove nothing.
+    tally = KernelStats()
+    make = partial(tiny.make_model, "qwen2", adapter="vera", num_layers=2, hidden_size=64)
+    assert gate(partial(with_kernels, tally), make, is_control=True).exact
+    assert not tally.num_fused
 
 
 def test_dora_is_compared_with_a_resident_run_that_takes_our_kernels() -> None:

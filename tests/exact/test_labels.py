@@ -10,9 +10,9 @@ import poros
 from poros import streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
-from poros.labels import labelled, short_name
 from poros.slots.schedule import Action
 from poros.streams import CudaStreams, EagerStreams
+from poros.utils.profiling import labelled, short_name
 from tests.fake_cuda import FakeCuda, FakeEvent
 from tests.snapshots import NUM_LAYERS, batches, bits_of, build, changes, layers_of
 
@@ -172,7 +172,7 @@ def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch)
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    monkeypatch.setattr("poros.labels.record_function", refuse)
+    monkeypatch.setattr("poros.utils.profiling.record_function", refuse)
     model, _ = streamed(slots=2)
     step(model)
     with pytest.raises(AssertionError, match=r"poros::inference layers\.0"):

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
-from poros.gates.reference import compare_trajectories
+from tests.comparing import compare_trajectories
 from tests.exact.arms import ON_HOST, slice_resident_loss, with_sliced_loss
 from tests.exact.heads import Model, outputs, saved_whole, trained, with_lora
 from tests.exact.trainer_arms import Arms

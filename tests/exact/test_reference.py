@@ -8,16 +8,8 @@ from bitsandbytes.nn import Linear4bit
 
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
-from poros.gates.reference import (
-    QUANTITIES,
-    TrainingSpec,
-    Trajectory,
-    compare_steps,
-    compare_trajectories,
-    start_digests,
-    train,
-)
-from poros.self_check.compare import compare_mappings
+from poros.gates.reference import TrainingSpec, Trajectory, compare_steps, start_digests, train
+from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
 from tests.exact.faulty import PACKED, flip_nibble
 from tests.support import make_model
 

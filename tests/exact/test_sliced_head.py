@@ -343,7 +343,7 @@ def test_no_room_for_the_head_leaves_everything_as_it_was(monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SliceReader, "hold_all", full)
+        patch.setattr(SliceReader, "load", full)
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             runtime.resize(ResidencyPlan(NUM_LAYERS, 0))
     assert runtime.room == ResidencyPlan(2, 0) and runtime.stats()["device_num_bytes"] == before

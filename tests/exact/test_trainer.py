@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import poros
-from poros.gates.reference import Trajectory, compare_trajectories
-from poros.self_check.compare import Difference, compare_mappings
+from poros.gates.reference import Trajectory
+from poros.self_check.compare import Difference
 from poros.slots.schedule import Phase, count, training_visits, walk
+from tests.comparing import compare_mappings, compare_trajectories
 from tests.exact.trainer_arms import (
     ACCUMULATION,
     EVAL_EVERY,

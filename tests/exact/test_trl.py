@@ -14,8 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
-from poros.gates.reference import Trajectory, compare_trajectories
+from poros.gates.reference import Trajectory
 from poros.head.host_matrix import HostMatrix
+from tests.comparing import compare_trajectories
 from tests.covers import with_slow
 from tests.exact.recorded import record_on_tapes
 from tests.exact.together import num_groups, reasons

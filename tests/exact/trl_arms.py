@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 import poros
 from poros.gates import tiny
-from poros.gates.reference import Entry, Trajectory, compare_trajectories
+from poros.gates.reference import Entry, Trajectory
+from tests.comparing import compare_trajectories
 from tests.support import prepare_plain
 from tests.trainer_parity import ADAPTER_FILES, train_with_trainer
 

@@ -12,16 +12,10 @@ import poros
 from poros.api import prepare_with
 from poros.errors import PreparedModelError, VRAMBudgetError
 from poros.gates import tiny
-from poros.gates.reference import (
-    TrainingSpec,
-    Trajectory,
-    compare_trajectories,
-    hash_digests,
-    start_digests,
-    train,
-)
+from poros.gates.reference import TrainingSpec, Trajectory, hash_digests, start_digests, train
 from poros.model.sizing import ResidencyPlan
 from poros.streams import EagerStreams
+from tests.comparing import compare_trajectories
 from tests.snapshots import layers_of
 from tests.support import AdversarialPrepare, make_model, prepare_plain
 

@@ -13,8 +13,8 @@ import torch
 
 import poros
 from poros.gates import tiny
-from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
-from poros.self_check.compare import compare_mappings
+from poros.gates.reference import TrainingSpec, Trajectory, train
+from tests.comparing import compare_mappings, compare_trajectories
 from tests.support import AdversarialPrepare, make_model
 
 NUM_LAYERS = 4

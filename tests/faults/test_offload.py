@@ -13,12 +13,13 @@ import poros
 from poros.api import prepare_with
 from poros.errors import HostMemoryError, RematerializationError
 from poros.gates import tiny
-from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from poros.gates.reference import TrainingSpec, Trajectory, train
 from poros.host import limits
+from poros.host.layout import BlockLayout
 from poros.host.store import HostSlab
-from poros.layout import BlockLayout
 from poros.stream.boundary import streamed_layer
 from poros.stream.offload import ActivationOffloader, OffloadedInput
+from tests.comparing import compare_trajectories
 from tests.planning.cells import OperatorBytes
 from tests.snapshots import layers_of
 from tests.support import AdversarialPrepare, make_model, prepare_plain

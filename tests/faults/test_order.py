@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from poros import streams as streams_module
-from poros.gates.reference import Trajectory, compare_trajectories
+from poros.gates.reference import Trajectory
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
 from poros.slots.ring import SlotState
@@ -19,6 +19,7 @@ from poros.slots.schedule import Phase, training_visits
 from poros.stream.offload import ActivationOffloader
 from poros.streams import CudaStreams
 from tests import mutants
+from tests.comparing import compare_trajectories
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
 from tests.slots import Slots
 from tests.snapshots import build, resident_run, run
@@ -98,7 +99,7 @@ def read_slices(streams: AdversarialStreams, _: Trajectory) -> Problem:
             if number == 2 and first:
                 break
         if number == 2:
-            reader.hold_all()
+            reader.load()
     return None
 
 

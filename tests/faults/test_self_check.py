@@ -16,9 +16,10 @@ from torch import nn
 import poros
 import poros.head.loss as sliced_loss
 from poros.errors import ParityError
-from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.gates.reference import TrainingSpec, train
 from poros.self_check.evidence import CallSnapshot
 from poros.self_check.proof import Outcome
+from tests.comparing import compare_trajectories
 from tests.snapshots import batches, bits_of, build, changes, layers_of
 from tests.support import prepare_plain
 

@@ -12,7 +12,7 @@ from torch import nn
 import poros
 from poros.errors import PreparedModelError, RematerializationError
 from poros.gates import tiny
-from poros.layout import ALIGNMENT, SMALL_NUM_BYTES, is_small
+from poros.host.layout import ALIGNMENT, SMALL_NUM_BYTES, is_small
 from poros.model.inspect import find_frozen, find_layers
 from poros.stream.frozen import FrozenTensor
 from poros.stream.staying import StayingState
@@ -275,7 +275,7 @@ def test_small_is_a_matter_of_kind_and_size(
 
 def test_large_vectors_and_buffers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a bound of 64 bytes the same model is exact too, and guards what streams."""
-    monkeypatch.setattr("poros.layout.SMALL_NUM_BYTES", 64)
+    monkeypatch.setattr("poros.host.layout.SMALL_NUM_BYTES", 64)
     model = prepare_plain(make())
     runtime = poros.runtime(model)
     assert not runtime.small.holds(norm_of(model).weight)

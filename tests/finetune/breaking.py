@@ -4,21 +4,21 @@ from typing import Any
 
 import pytest
 
-from poros.finetune.panel import Panel
+from poros.finetune.progress import Progress
 from poros.recipes.recipe import Recipe
 from tests.finetune.subjects import run
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Any) -> None:
     """Do something once a step has been logged."""
-    genuine = Panel.on_log
+    genuine = Progress.on_log
 
     def on_log(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         genuine(self, args, state, control, **kwargs)
         if state.global_step == step:
             act()
 
-    monkeypatch.setattr(Panel, "on_log", on_log)
+    monkeypatch.setattr(Progress, "on_log", on_log)
 
 
 class Broken(RuntimeError):

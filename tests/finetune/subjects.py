@@ -10,7 +10,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from poros.finetune.data import read_data
-from poros.finetune.resuming import look_at
+from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Data, finetune
 from poros.gates import tiny
 from poros.recipes.checks import checked
@@ -104,7 +104,7 @@ def run(recipe: Recipe) -> Trained:
     train, validation = read_data(recipe)
     data = Data(train, validation, {"train": train.digest})
     said = io.StringIO()
-    folder = look_at(recipe, data.digests)
+    folder = inspect_run_dir(recipe, data.digests)
     adapter = finetune(recipe, data, folder, Console(file=said, width=200))
     assert adapter is not None
     return Trained(

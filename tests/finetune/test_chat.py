@@ -8,7 +8,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from poros.chatting import Chat, questions
+from poros.cli.conversation import Chat, questions
 from poros.merging.saved_adapter import SavedAdapter
 from tests.command import poros_command
 from tests.finetune.material import write_base
@@ -67,7 +67,7 @@ def test_a_conversation_is_remembered_until_reset(adapter: Path) -> None:
     chat = Chat(SavedAdapter(adapter), base_of(adapter), max_new_tokens=4, system="short")
     first = chat.answer("a block", lambda text: None)
     chat.answer("again", lambda text: None)
-    assert [each["role"] for each in chat._said] == ["system", *["user", "assistant"] * 2]
+    assert [each["role"] for each in chat._messages] == ["system", *["user", "assistant"] * 2]
     lines = iter(["/reset", "", "a block", "/exit", "never"])
     (question,) = questions(lambda: next(lines), chat, print)
     assert chat.answer(question, lambda text: None) == first

@@ -21,7 +21,7 @@ import torch
 
 from poros.errors import PorosError, RunFolderError, StoreWriteError
 from poros.finetune.checkpoints import damage_of
-from poros.finetune.resuming import look_at, opened
+from poros.finetune.resuming import inspect_run_dir, lock_run_dir
 from tests.command import poros_command
 from tests.covers import with_slow
 from tests.finetune import kills
@@ -277,7 +277,7 @@ def test_going_on(cell: tuple[str, str], copy: Path, interrupted: Interrupted) -
     digests = json.loads((interrupted.folder / "run.json").read_text())["digests"]
     digests = {name: each for name, each in digests.items() if not name.startswith("weights")}
     try:
-        with opened(recipe, digests, {}, look_at(recipe, digests)) as found:
+        with lock_run_dir(recipe, digests, {}, inspect_run_dir(recipe, digests)) as found:
             assert found.checkpoint is not None
             step = 1 if cell[0].startswith("checkpoint-2/") else 2
             if found.step != step:  # a cell that damages nothing

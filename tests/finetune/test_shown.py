@@ -1,4 +1,4 @@
-"""What is shown: the screen before a run, the panel and the lines while it trains, the recipes."""
+"""What is shown: the summary before a run, the progress while it trains, the recipes."""
 
 import io
 from importlib.util import find_spec
@@ -11,12 +11,12 @@ from rich.console import Console
 from safetensors import safe_open
 
 from poros.errors import RecipeError, VRAMBudgetError
-from poros.figures import duration
 from poros.finetune.data import read_data
-from poros.finetune.panel import Panel
-from poros.finetune.resuming import look_at
+from poros.finetune.progress import Progress
+from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Data, finetune
 from poros.recipes.reading import read_recipe
+from poros.utils.formatting import duration
 from tests.command import poros_command, text
 from tests.finetune.subjects import recipe_of, write_rows
 
@@ -28,14 +28,14 @@ def dry(**said: object) -> str:
     train, validation = read_data(recipe)
     said_there = io.StringIO()
     data = Data(train, validation, {})
-    folder = look_at(recipe, {})
+    folder = inspect_run_dir(recipe, {})
     console = Console(file=said_there, width=200)
     assert finetune(recipe, data, folder, console, is_dry=True) is None
     assert not folder.path.exists()
     return said_there.getvalue()
 
 
-def test_the_screen_before_a_run(model: Path, data: Path, tmp_path: Path) -> None:
+def test_the_summary_before_a_run(model: Path, data: Path, tmp_path: Path) -> None:
     common = {"model__source": model, "output__folder": tmp_path / "run", "data__max_length": 64}
     said = dry(
         data__source=data / "text.jsonl", data__validation=0.05, memory__vram="1GiB", **common
@@ -98,7 +98,7 @@ def test_rows_are_shown_with_what_is_learnt(
     assert "rows.jsonl:4" not in said and "steps of 8 rows" not in said
     for each in wanted:
         assert said.count(each) == 2, said
-    # The screen before a run has the first.
+    # The summary before a run has the first.
     said = text(poros_command(*command, "--dry-run"))
     assert "steps of 8 rows" in said
     assert wanted[-1][wanted[-1].index("[[") :] in "".join(said.split())
@@ -188,43 +188,62 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(
         )
 
 
-def logged(panel: Panel, step: int, **more: float) -> None:
-    panel.on_log(None, SimpleNamespace(global_step=step), None, logs={"loss": 1.5 / step, **more})
+def state(step: int, most: int) -> SimpleNamespace:
+    return SimpleNamespace(global_step=step, max_steps=most)
+
+
+def logged(progress: Progress, step: int, most: int, **more: float) -> None:
+    progress.on_log(None, state(step, most), None, logs={"loss": 1.5 / step, **more})
 
 
 def test_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("poros.finetune.panel.time.monotonic", lambda: clock.now)
+    for each in ("poros.finetune.progress.time.monotonic", "tqdm.std.time"):
+        monkeypatch.setattr(each, lambda: clock.now)
     out = io.StringIO()
-    panel = Panel(Console(file=out, width=60), 20)
-    panel.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    progress = Progress(Console(file=out, width=60))
+    progress.on_train_begin(None, state(0, 20), None)
     for step in range(1, 21):
         clock.now += 4
         streaming: Any = {
             "poros/h2d_gb": 8.0, "poros/h2d_gb_per_s": 24.1, "poros/stall_ms": 1000.0,
             "poros/peak_gb": 21.5, "num_tokens": 400.0 * step,
         }  # fmt: skip
-        logged(panel, step, **streaming)
-    panel.on_train_end(None, None, None)
+        logged(progress, step, 20, **streaming)
+    progress.on_train_end(None, None, None)
     lines = out.getvalue().splitlines()
     assert len(lines) == 1 + 19 // 3 + 1  # the first, one each 12 s, and the last
     assert lines[1] == (
-        "step 4 of 20  loss 0.3750  tokens/s 100  left 1 min  wire 24.1 GB/s  stall 25 %  "
+        "step 4 of 20, 01:04 left, loss 0.3750, tokens/s 100, bus 24.1 GB/s, stall 25 %, "
         "VRAM 21.5 GB"
     )
-    assert "\x1b" not in out.getvalue()
+    assert "\x1b" not in out.getvalue() and "\r" not in out.getvalue()
 
 
-def test_a_panel_on_a_terminal_is_closed_whatever_happens() -> None:
+def test_a_resumed_run_begins_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps before it do not count for the time that is left."""
+    clock = SimpleNamespace(now=100.0)
+    for each in ("poros.finetune.progress.time.monotonic", "tqdm.std.time"):
+        monkeypatch.setattr(each, lambda: clock.now)
     out = io.StringIO()
-    panel = Panel(Console(file=out, force_terminal=True, width=100), 4)
-    panel.on_train_begin(None, SimpleNamespace(global_step=0), None)
-    logged(panel, 1, num_tokens=10.0)
-    panel.on_log(None, SimpleNamespace(global_step=1), None, logs={"eval_loss": 0.25})
-    panel.close()
-    panel.close()
-    assert "1 of 4" in out.getvalue() and "loss 0.2500" in out.getvalue()
-    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
+    progress = Progress(Console(file=out, width=60))
+    progress.on_train_begin(None, state(10, 20), None)
+    clock.now += 20
+    logged(progress, 11, 20)
+    assert out.getvalue().startswith("step 11 of 20, 03:00 left")
+
+
+def test_a_bar_on_a_terminal_is_closed_whatever_happens() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, force_terminal=True, width=100))
+    progress.on_train_begin(None, state(0, 4), None)
+    logged(progress, 1, 4, num_tokens=10.0)
+    progress.on_log(None, state(1, 4), None, logs={"eval_loss": 0.25})
+    progress.close()
+    progress.close()
+    said = out.getvalue()
+    assert "step 1 of 4" in said and "validation 0.2500" in said
+    assert said.endswith("\n")
 
 
 def test_times_in_words() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import poros
-from poros.gates.reference import compare_trajectories
 from poros.kernels import dense_layer
+from tests.comparing import compare_trajectories
 from tests.exact.trainer_arms import FULL, Arms
 from tests.gpu.models import BF16, model_of, run, same_runs
 from tests.support import prepare_plain

@@ -14,8 +14,9 @@ from poros.api import prepare_with
 from poros.errors import VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.parity import run_parity
-from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.gates.reference import TrainingSpec, train
 from poros.stream.offload import OffloadedInput
+from tests.comparing import compare_trajectories
 from tests.hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
 from tests.support import prepare_plain
 

@@ -16,8 +16,9 @@ from transformers import TrainerCallback
 
 import poros
 from poros.gates import tiny
-from poros.gates.reference import Trajectory, compare_trajectories
+from poros.gates.reference import Trajectory
 from poros.head.takeover import slice_loss
+from tests.comparing import compare_trajectories
 from tests.trainer_parity import train_with_trainer, trainer_arguments
 
 pytestmark = pytest.mark.gpu

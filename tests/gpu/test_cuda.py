@@ -23,17 +23,11 @@ from poros.config import StreamingPolicy
 from poros.errors import ParityError
 from poros.gates import tiny
 from poros.gates.parity import ParityReport, run_parity
-from poros.gates.reference import (
-    TrainingSpec,
-    compare_trajectories,
-    hash_digests,
-    start_digests,
-    train,
-)
+from poros.gates.reference import TrainingSpec, hash_digests, start_digests, train
 from poros.head.takeover import slice_loss
-from poros.self_check.compare import compare_mappings
 from poros.self_check.switches import current_settings, set_settings
 from poros.slots.ring import SlotState
+from tests.comparing import compare_mappings, compare_trajectories
 from tests.exact.arms import narrow_slices
 from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder

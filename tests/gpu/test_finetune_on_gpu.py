@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import poros
-from poros.chatting import Chat
+from poros.cli.conversation import Chat
 from poros.merging.merge import merge
 from poros.merging.saved_adapter import SavedAdapter
 from tests.command import poros_command
@@ -62,7 +62,7 @@ def test_streamed_equals_resident(kind: str, model: Path, data: Path, tmp_path: 
     assert streamed.adapter == resident.adapter
 
 
-def test_the_screen_forecasts_how_long_it_takes(model: Path, data: Path, tmp_path: Path) -> None:
+def test_the_summary_forecasts_how_long_it_takes(model: Path, data: Path, tmp_path: Path) -> None:
     source = {"model__source": model, "data__source": data / "text.jsonl"}
     found = run(recipe_of(**source, training__steps=2, output__folder=tmp_path / "run"))
     assert "forecast from rates measured here" in found.said

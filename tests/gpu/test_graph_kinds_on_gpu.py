@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
-from poros.graphs import CudaRecorder
+from poros.replay.graphs import CudaRecorder
 from tests.gpu.models import BF16, model_of, same, same_runs, train, trained
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 import poros
 from poros.gates import tiny
-from poros.gates.reference import compare_trajectories
+from tests.comparing import compare_trajectories
 from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 from tests.gpu.models import BF16, Model, model_of, same, same_runs, train, trained
 from tests.support import prepare_plain, same_bits

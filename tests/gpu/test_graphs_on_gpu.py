@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import poros
-from poros.graphs import CudaRecorder
+from poros.replay.graphs import CudaRecorder
 from tests.gpu.models import model_of, same_runs, train, trained
 
 pytestmark = pytest.mark.gpu

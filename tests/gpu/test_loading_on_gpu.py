@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
 from poros.gates import tiny
-from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from poros.gates.reference import TrainingSpec, Trajectory, train
+from tests.comparing import compare_trajectories
 from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from poros.digests import digest_of
 from poros.errors import CheckpointFormatError, PorosError
+from poros.io.digests import digest_of
 from poros.loaders.manifest import FORMAT, REST, VERSION, forms_of, sealed_header
 from tests.loading.checkpoints import SECOND, entry, file_bytes, header_of
 

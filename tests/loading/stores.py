@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from poros.host.layout import BlockLayout, view
 from poros.host.store import HostStore, attach_store
-from poros.layout import BlockLayout, view
+from poros.kernels.nf4 import Part
 from poros.loaders.store import OpenStore
 from poros.loaders.store_writer import StoreWriter
 from poros.model.inspect import _collect, find_layers
-from poros.nf4 import Part
 from poros.stream.frozen import FrozenTensor
 from tests.support import same_bits
 

@@ -19,9 +19,9 @@ from poros.errors import CheckpointFormatError, ParityError
 from poros.gates import tiny
 from poros.host import disk, mapped
 from poros.host.disk import DiskStore
+from poros.host.layout import PAGE_NUM_BYTES, slab_offsets
 from poros.host.limits import MemoryLimit
 from poros.host.store import attached_store
-from poros.layout import PAGE_NUM_BYTES, slab_offsets
 from poros.loaders.load import load
 from poros.loaders.manifest import SLABS
 from poros.loaders.store import open_store

@@ -15,8 +15,8 @@ import torch
 from poros.errors import CheckpointFormatError
 from poros.host import disk
 from poros.host.disk import NUM_STAGING, DiskStore
+from poros.host.layout import PAGE_NUM_BYTES
 from poros.host.store import HostStore
-from poros.layout import PAGE_NUM_BYTES
 from poros.loaders.store import open_store
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from poros.errors import CheckpointFormatError
+from poros.host.layout import PAGE_NUM_BYTES
 from poros.host.store import HostStore
-from poros.layout import PAGE_NUM_BYTES
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import is_store, open_store
 from poros.loaders.store_writer import StoreWriter

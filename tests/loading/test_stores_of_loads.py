@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 import poros.loaders.load
 from poros.errors import CheckpointFormatError, PolicyError
+from poros.host.layout import slab_offsets
 from poros.host.store import attached_store
-from poros.layout import slab_offsets
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.load import load

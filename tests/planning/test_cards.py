@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from poros.config import budget_of
-from poros.devices import library_workspace
 from poros.errors import PolicyError
 from poros.planning.cards import CARDS, LINK_GB_PER_S, find_card
+from poros.utils.devices import library_workspace
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def test_what_fits_is_said_first_with_the_figures_of_the_plan(planner: Planner) 
     found = ask(planner, budget, speeds=SLOW_LINK, host=Host(64 * 10**9, 3 * 10**9))
     plan = planner.plan(found.request.override(speeds=SLOW_LINK))
     assert found.fits and found.plan == plan and plan.num_slots == 4
-    assert plan.step_ms is not None and found.point.tokens_per_s is not None
-    assert found.point.tokens_per_s == pytest.approx(256 / plan.step_ms * 1e3)
+    assert plan.step_ms is not None and found.scenario.tokens_per_s is not None
+    assert found.scenario.tokens_per_s == pytest.approx(256 / plan.step_ms * 1e3)
     text = found.verdict
     assert text.startswith("Fits your card: 4 of 6 blocks stay on the card, ")
     assert "tokens/s" in text and "x the time of a resident run." in text
@@ -70,11 +70,11 @@ def test_a_resident_run_is_the_same_model_with_everything_on_the_device(planner:
     found = ask(planner, "1GiB", speeds=FAST_LINK)
     resident = needed(planner, 256, num_slots=6, keep_last=6, stream_head=False, speeds=FAST_LINK)
     assert found.plan.keep_last == 6 and found.resident_num_bytes == resident.total_num_bytes
-    assert found.point.times_resident == pytest.approx(1.0)
-    two = ask(planner, needed(planner, 256).total_num_bytes + 1000, speeds=FAST_LINK).point
+    assert found.scenario.times_resident == pytest.approx(1.0)
+    two = ask(planner, needed(planner, 256).total_num_bytes + 1000, speeds=FAST_LINK).scenario
     # Compute alone: recomputing everything is all that a streamed step does more.
     assert two.times_checkpointed == pytest.approx(1.0) and (two.times_resident or 0) > 1.2
-    slow = ask(planner, needed(planner, 256).total_num_bytes + 1000, speeds=SLOW_LINK).point
+    slow = ask(planner, needed(planner, 256).total_num_bytes + 1000, speeds=SLOW_LINK).scenario
     assert (slow.times_checkpointed or 0) > 2
 
 
@@ -87,9 +87,9 @@ def test_the_longest_rows_fit_and_longer_ones_do_not(planner: Planner, share: fl
     assert longest % LENGTH_STEP == 0 and 256 <= longest < 4096
     assert planner.find(found.request.override(seq_len=longest)) is not None
     assert planner.find(found.request.override(seq_len=longest + LENGTH_STEP)) is None
-    lengths = [point.seq_len for point in found.lengths]
+    lengths = [scenario.seq_len for scenario in found.lengths]
     assert lengths == sorted(lengths) and lengths[-1] == longest and 256 in lengths
-    assert all(point.fits for point in found.lengths)
+    assert all(scenario.fits for scenario in found.lengths)
     assert f"in tokens {longest:,}" in said(found)
 
 
@@ -107,13 +107,13 @@ def test_few_lengths_are_planned_to_find_the_longest(
     found = ask(planner, needed(planner, 1300, offload_boundaries=True).total_num_bytes)
     # Of 16 steps by halves, and some of those lengths are in the table anyway.
     assert found.longest == 1280
-    assert planned - {point.seq_len for point in found.lengths} == {1536, 2048, 4096}
+    assert planned - {scenario.seq_len for scenario in found.lengths} == {1536, 2048, 4096}
 
 
 def test_all_positions_fit_or_no_length_does(planner: Planner) -> None:
     found = ask(planner, "8GiB")
     assert found.longest == 4096 and "in tokens 4,096" in said(found)
-    assert [point.seq_len for point in found.lengths] == [256, 512, 1024, 2048, 4096]
+    assert [scenario.seq_len for scenario in found.lengths] == [256, 512, 1024, 2048, 4096]
     none = ask(planner, needed(planner, 1).total_num_bytes // 2)
     assert none.longest == 0 and "in tokens 0" in said(none)
 
@@ -137,7 +137,7 @@ def test_host_memory_limits_the_rows_whose_inputs_wait_there(planner: Planner) -
 def test_what_does_not_fit_is_told_with_what_would_change_that(planner: Planner) -> None:
     budget = int(0.9 * needed(planner, 256, batch_size=4).total_num_bytes)
     found = ask(planner, budget, batch_size=4, offload_boundaries=False)
-    assert not found.fits and found.point.plan is None
+    assert not found.fits and found.scenario.plan is None
     assert found.verdict.startswith("Does not fit your card: the step needs ")
     advice = format_remedies(found.remedies)
     with pytest.raises(VRAMBudgetError) as caught:
@@ -158,7 +158,7 @@ def test_without_a_budget_or_rates_less_is_said(planner: Planner) -> None:
 
 def test_hours_are_those_of_all_tokens(planner: Planner) -> None:
     found = ask(planner, "1GiB", speeds=FAST_LINK, num_tokens=5_000_000)
-    assert found.seconds == pytest.approx(5e6 / (found.point.tokens_per_s or 0))
+    assert found.seconds == pytest.approx(5e6 / (found.scenario.tokens_per_s or 0))
     assert "all tokens" in said(found)
 
 
@@ -166,7 +166,7 @@ def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Pla
     budget = 2 * needed(planner, 256).total_num_bytes
     slow = ask(planner, budget, num_slots=2, keep_last=0, speeds=SLOW_LINK)
     assert slow.together is not None and slow.together.plan is not None
-    gain = (slow.together.tokens_per_s or 0) / (slow.point.tokens_per_s or 1)
+    gain = (slow.together.tokens_per_s or 0) / (slow.scenario.tokens_per_s or 1)
     assert 2 < gain <= 8 and "--accumulate" in said(slow)
     fast = ask(planner, budget, num_slots=2, keep_last=0, speeds=FAST_LINK)
     assert fast.together is None and "--accumulate" not in said(fast)
@@ -183,8 +183,8 @@ def test_micro_batches_that_are_quicker_alone_are_said_to_go_so(planner: Planner
 
 def test_cards_are_compared_on_the_same_step(planner: Planner) -> None:
     found = ask(planner, "1GiB", speeds=FAST_LINK)
-    assert [point.card_gib for point in found.cards] == list(SIZES_GIB)
-    assert all(point.seq_len == 256 and point.fits for point in found.cards)
+    assert [scenario.card_gib for scenario in found.cards] == list(SIZES_GIB)
+    assert all(scenario.seq_len == 256 and scenario.fits for scenario in found.cards)
 
 
 def test_an_answer_is_plain_values_beside_those_of_the_plan(planner: Planner) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import poros
 from poros.config import parse_count, parse_num_bytes
 from poros.errors import PolicyError, VRAMBudgetError
-from poros.layout import BlockLayout
+from poros.host.layout import BlockLayout
 from poros.planning.formula import (
     LayerCost,
     MemoryPlan,

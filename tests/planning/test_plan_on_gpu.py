@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import poros
-from poros.devices import library_workspace
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
+from poros.utils.devices import library_workspace
 from tests.planning.cells import (
     LAYOUT,
     STEP,
@@ -193,7 +193,7 @@ def test_a_budget_is_kept_and_used(tmp_path: Path, share: float) -> None:
 
 WORKSPACES = """
 import torch
-from poros.devices import library_workspace
+from poros.utils.devices import library_workspace
 expected = library_workspace(torch.device("cuda", 0))
 input = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 layer = torch.nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)

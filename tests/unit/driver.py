@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from poros.layout import BlockLayout
+from poros.host.layout import BlockLayout
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128
 
-from poros import digests, reads
-from poros.digests import PIECE_NUM_BYTES, digest_of, identity_of
-from poros.reads import read_into
+from poros.io import digests, reading
+from poros.io.digests import PIECE_NUM_BYTES, digest_of, identity_of
+from poros.io.reading import read_into
 
 CONTENT = bytes(range(100))
 
@@ -35,7 +35,7 @@ def test_short_reads_are_continued(
         assert sum(map(len, buffers)) <= at_once
         return original(descriptor, [buffers[0][:given]], offset)
 
-    monkeypatch.setattr(reads, "_AT_ONCE_NUM_BYTES", at_once)
+    monkeypatch.setattr(reading, "_AT_ONCE_NUM_BYTES", at_once)
     monkeypatch.setattr(os, "preadv", short)
     target = bytearray(20)
     assert read_into(descriptor, memoryview(target), 10) == 20

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poros.self_check.compare import bits, compare_mappings, differing, hash_tensor, hash_tensors
+from poros.self_check.compare import bits, differing, hash_tensor, hash_tensors
+from tests.comparing import compare_mappings
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DTYPES = (

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from poros import graphs
-from poros.graphs import CudaRecorder
+from poros.replay import graphs
+from poros.replay.graphs import CudaRecorder
 
 
 class Cuda:

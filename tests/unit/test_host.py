@@ -17,8 +17,8 @@ import torch
 import poros
 import poros.host.store
 from poros.errors import HostMemoryError, PorosError
+from poros.host.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
 from poros.host.store import Arena, HostSlab, HostStore
-from poros.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
 from tests.snapshots import build, layers_of
 from tests.support import num_memory_files, prepare_plain, same_bits
 from tests.unit.driver import FakeDriver, install, some_layout, some_tensors

@@ -94,7 +94,7 @@ SHAPES = [(64, 64), (7, 96), (3, 43), (130, 256)]
 
 
 def defined(packed: torch.Tensor, state: Any) -> torch.Tensor:
-    """The weight as ``poros.nf4`` defines it."""
+    """The weight as ``poros.kernels.nf4`` defines it."""
     absmax = state.absmax
     if state.nested:
         nested = state.state2.absmax.repeat_interleave(256)[: len(absmax)]

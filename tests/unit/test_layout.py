@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poros.host.layout import ALIGNMENT, BlockLayout, slot_sizes, view
 from poros.host.store import HostStore
-from poros.layout import ALIGNMENT, BlockLayout, slot_sizes, view
 from tests.support import same_bits
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poros.errors import PorosError, SlotStateError
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
-from poros.layout import BlockLayout
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, count, training_visits, walk
 from poros.streams import EagerStreams, Event

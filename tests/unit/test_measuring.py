@@ -10,10 +10,11 @@ import torch
 import poros
 from poros.errors import VRAMBudgetError
 from poros.gates import tiny
-from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.gates.reference import TrainingSpec, train
 from poros.model.measuring import DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
 from poros.model.sizing import ResidencyPlan, Shape
+from tests.comparing import compare_trajectories
 from tests.snapshots import layers_of
 from tests.support import prepare_plain
 from tests.unit.simulated import (

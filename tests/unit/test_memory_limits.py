@@ -156,7 +156,7 @@ def test_the_pin_hint(tmp_path: Path) -> None:
         hint = explain_pin_budget(root)
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
-    assert "ulimit -l" in hint and "4 MB here" in hint and "WSL" not in hint
+    assert "ulimit -l" in hint and "4.0 MB here" in hint and "WSL" not in hint
     write(root, "proc/sys/kernel/osrelease", "5.15.153.1-microsoft-standard-WSL2\n")
     assert ".wslconfig" in explain_pin_budget(root)
 

@@ -1,4 +1,4 @@
-"""What poros.nf4 says of a 4-bit weight is what bitsandbytes makes."""
+"""What poros.kernels.nf4 says of a 4-bit weight is what bitsandbytes makes."""
 
 import copy
 import pickle
@@ -10,12 +10,15 @@ import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
-from poros import nf4
-from poros.nf4 import Format, Parts
+from poros.kernels import nf4
+from poros.kernels.nf4 import Format, Parts
 from tests.support import same_bits
 
 SHAPES = [(8, 64), (24, 40), (300, 96), (1, 32), (2, 4, 40)]
 ODD = [(3, 5), (7, 9)]
+STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
+"""What packed bytes may pass for: those that bitsandbytes multiplies by."""
+
 SINGLE, DOUBLE = Format("nf4", False, torch.uint8), Format("nf4", True, torch.uint8)
 
 
@@ -56,7 +59,7 @@ def changed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor ^ 0x55
 
 
-@pytest.mark.parametrize("storage", nf4.STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("storage", STORAGE_DTYPES, ids=str)
 @pytest.mark.parametrize("double_quant", [False, True], ids=["single", "double"])
 @pytest.mark.parametrize("blocksize", nf4.BLOCKSIZES)
 def test_the_form_is_that_of_bitsandbytes(
@@ -108,7 +111,7 @@ def test_the_constants_are_those_of_the_kernels() -> None:
     assert tuple(kept) == nf4.BLOCKSIZES
     dtypes = [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64]
     kept = [dtype for dtype in dtypes if not refuses(lambda dtype=dtype: product(dtype))]
-    assert tuple(kept) == nf4.STORAGE_DTYPES
+    assert tuple(kept) == STORAGE_DTYPES
     assert bnb.QuantState.valid_quant_types == tuple(reversed(nf4.QUANT_TYPES))
 
 
@@ -139,7 +142,7 @@ def test_the_parts_mean_what_is_said_of_them(quant_type: str, format: Format) ->
     assert not same_bits(values(lower, upper), dequantized(weight))
 
 
-@pytest.mark.parametrize("storage", nf4.STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("storage", STORAGE_DTYPES, ids=str)
 @pytest.mark.parametrize("double_quant", [False, True], ids=["single", "double"])
 @pytest.mark.parametrize("dtype", nf4.DTYPES.values(), ids=str)
 def test_a_weight_made_of_parts_is_the_same(

@@ -7,10 +7,10 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 
-from poros.digests import PackedDigests, digest
 from poros.errors import CheckpointFormatError, ParityError
+from poros.io.digests import PackedDigests, digest
+from poros.kernels.nf4 import Format
 from poros.loaders.quantize import Quantizer, require_finite
-from poros.nf4 import Format
 from poros.streams import EagerStreams
 from tests.support import same_bits
 from tools.adversary import AdversarialStreams, SlotHazard

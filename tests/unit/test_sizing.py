@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poros.config import StreamingPolicy
-from poros.layout import BlockLayout
+from poros.host.layout import BlockLayout
 from poros.model.sizing import (
     BlockSizes,
     Needs,

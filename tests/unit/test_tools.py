@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from poros import digests
+from poros.io import digests
 from tools import lines, mutants
 
 SOURCE = '''"""Two lines

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import PolicyError
-from poros.output import write_json
+from poros.io.writing import write_json
 from tools.fuzz.draw import programs
 from tools.fuzz.program import Program, features
 from tools.fuzz.shrink import shrink

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poros.gates import tiny
-from poros.nf4 import own
+from poros.kernels.nf4 import own
 from tools.fuzz.program import Subject
 
 HIDDEN_SIZE = 32

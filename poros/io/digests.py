@@ -5,7 +5,7 @@ The digest of a file or a slab is XXH3 (128 bits) over the XXH3 of each piece of
 arrive. The digest of one tensor is XXH3 of its bytes.
 
 Note: Accidents, not attacks
-    A digest says whether bytes are those that were written. Whoever can change a file can write
+    A digest shows whether bytes are those that were written. Whoever can change a file can write
     its manifest anew, so a cryptographic hash would protect from nothing more. On one busy core
     SHA-256 made 1.2 GB/s and XXH3 10.
 
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from poros.figures import size
-from poros.saying import Slowly
+from poros.utils.formatting import size
+from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class SourceDigests:
         self._expected: dict[str, bytes] = {}
         self.max_pending = 2 * self._pool._max_workers
         self._num_bytes = 0
-        self._slowly = Slowly(logger, "poros: taking the base over: %s so far")
+        self._progress = ProgressLog(logger, "poros: taking the base over: %s so far")
 
     def add(self, name: str, tensor: torch.Tensor, expected: bytes | None = None) -> None:
         """Hash ``tensor`` as it is now; it must not be written until ``results``.
@@ -144,7 +144,7 @@ class SourceDigests:
         if expected is not None:
             self._expected[name] = expected
         self._num_bytes += tensor.nbytes
-        self._slowly.step(size(self._num_bytes))
+        self._progress.step(size(self._num_bytes))
         host = tensor.detach().cpu().contiguous()
         while len(self._pending) >= self.max_pending:
             self._pending.popleft().result()
@@ -240,7 +240,7 @@ class SourceChecksums:
         self._known[id(tensor)] = (weakref.ref(tensor), *marks, digest)
 
     def of(self, tensor: torch.Tensor) -> bytes | None:
-        """The digest of what ``tensor`` has to be; None if nobody knows."""
+        """The digest that ``tensor`` has to have; None if it is not known."""
         known = self._known.get(id(tensor))
         if known is None:
             return None

@@ -1,4 +1,4 @@
-"""What transformers takes for granted of a checkpoint's names and dtypes.
+"""Checks what transformers assumes of a checkpoint's names and dtypes.
 
 It stacks experts in the order of their numbers without looking for gaps, and casts whatever it
 finds to the dtype to load in: both give a model, and not the one that was saved.
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from poros.errors import quoted
+from poros.kernels.nf4 import state_of
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
-from poros.nf4 import state_of
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 _STATE = ".quant_state."
@@ -78,7 +78,7 @@ def require_floats(checkpoint: Checkpoint, taken: Iterable[str], model: Any) -> 
 
 
 def _weight_of(name: str) -> str:
-    """The 4-bit weight that a tensor may be a part of."""
+    """Return the name of the 4-bit weight that a tensor may be a part of."""
     for end in (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map"):
         name = name.removesuffix(end)
     return name.partition(_STATE)[0]

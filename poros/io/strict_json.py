@@ -1,6 +1,6 @@
-"""JSON as the standard has it.
+"""Parses JSON strictly, as the standard defines it.
 
-Python's parser also takes a key twice, NaN, Infinity, and keys that are no text (surrogates).
+Python's own parser also accepts duplicate keys, NaN, Infinity, and keys with surrogates.
 """
 
 import json
@@ -10,7 +10,7 @@ from poros.errors import quoted
 
 
 class DuplicateKeyError(ValueError):
-    """An object has a key twice; it is in ``key``."""
+    """An object has the key ``key`` twice."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -18,7 +18,7 @@ class DuplicateKeyError(ValueError):
 
 
 def parse(text: str) -> Any:
-    """The value of a text.
+    """Parse a text.
 
     Raises:
         json.JSONDecodeError: If it is no JSON.

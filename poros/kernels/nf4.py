@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.layout import is_small
+from poros.host.layout import is_small
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -45,9 +45,6 @@ NUM_CODES, NUM_NESTED_CODES = 16, 256
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
 """What a weight is quantized from, by the names that states have for them."""
-
-STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
-"""What packed bytes may pass for: those that bitsandbytes multiplies by."""
 
 Parts = Mapping[str, torch.Tensor]
 """Tensors of one weight by the names above."""

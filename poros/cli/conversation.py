@@ -1,4 +1,4 @@
-"""Talking to a model with its adapter, its base streamed where it does not fit."""
+"""Runs a conversation with a model and its adapter; a base that does not fit is streamed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,17 +8,17 @@ import torch
 
 from poros.api import prepare, runtime
 from poros.errors import PolicyError, PorosError, quoted
-from poros.figures import size
 from poros.loaders.header import defect
 from poros.loaders.load import load
-from poros.loaders.settings import said
+from poros.loaders.settings import describe_error
 from poros.loaders.tokenizer import (
-    panics_told,
     read_tokenizer,
     require_known_tokens,
     require_template,
+    tokenizer_errors,
 )
 from poros.merging.saved_adapter import SavedAdapter
+from poros.utils.formatting import size
 
 
 class Chat:
@@ -34,7 +34,7 @@ class Chat:
         seed: Of what is drawn otherwise.
 
     Attributes:
-        notes: What a person should know, a line each.
+        notes: Notes for the user, a line each.
 
     Raises:
         CheckpointFormatError: If a file of adapter, base or tokenizer is malformed.
@@ -55,16 +55,16 @@ class Chat:
         if not 0 <= temperature < float("inf"):
             raise PolicyError(f"temperature: expected 0 or above, found {temperature}")
         self._base = base
-        self._from = _with_tokenizer(adapter.folder, base)
-        self._tokenizer: Any = read_tokenizer(self._from, [system] if system else [])
-        require_template(self._tokenizer, self._from)
+        self._tokenizer_path = _with_tokenizer(adapter.folder, base)
+        self._tokenizer: Any = read_tokenizer(self._tokenizer_path, [system] if system else [])
+        require_template(self._tokenizer, self._tokenizer_path)
         model = adapter.attach(load(base))
-        self._num_known = model.get_input_embeddings().weight.shape[0]
+        self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._model = prepare(model, vram_budget=vram, self_check="off")
         self._temperature = temperature
-        self._most = max_new_tokens
-        self._begin = [] if system is None else [{"role": "system", "content": system}]
-        self._said = list(self._begin)
+        self._max_new_tokens = max_new_tokens
+        self._initial = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._initial)
         torch.manual_seed(seed)
         streaming = runtime(self._model)
         self.notes: list[str] = []
@@ -79,10 +79,10 @@ class Chat:
 
     def reset(self) -> None:
         """Begin anew."""
-        self._said = list(self._begin)
+        self._messages = list(self._initial)
 
     def answer(self, question: str, show: Callable[[str], None]) -> str:
-        """The answer to ``question``, shown as it comes. Ctrl-C ends it; what came is kept."""
+        """Answer ``question``, shown as it comes. Ctrl-C ends the answer and keeps it."""
         from transformers import TextStreamer
 
         class Shown(TextStreamer):
@@ -100,7 +100,7 @@ class Chat:
                 self._model.generate(
                     input_ids=tokens,
                     attention_mask=torch.ones_like(tokens),
-                    max_new_tokens=self._most,
+                    max_new_tokens=self._max_new_tokens,
                     pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
                     streamer=Shown(self._tokenizer, skip_prompt=True, skip_special_tokens=True),
                     **options,
@@ -109,47 +109,48 @@ class Chat:
             pass
         except PorosError:
             raise
-        except (TypeError, ValueError) as error:  # transformers, of what it was told to do
+        except (TypeError, ValueError) as error:  # transformers, about generation settings
             raise defect(
                 f"{quoted(self._base)}: generation_config.json",
-                f"expected settings that transformers generates with, found {said(error)}",
+                "expected settings that transformers generates with, found "
+                f"{describe_error(error)}",
                 remedy="mend the file",
             ) from error
         found = "".join(parts)
         if self._tokenizer.chat_template:
-            self._said += [{"role": "assistant", "content": found}]
+            self._messages += [{"role": "assistant", "content": found}]
         return found
 
     def _tokens(self, question: str) -> torch.Tensor:
         has_template = bool(self._tokenizer.chat_template)
-        said_now = [*self._said, {"role": "user", "content": question}]
+        messages = [*self._messages, {"role": "user", "content": question}]
         try:
-            with panics_told(self._from):
+            with tokenizer_errors(self._tokenizer_path):
                 text = question
                 if has_template:
                     text = self._tokenizer.apply_chat_template(
-                        said_now, add_generation_prompt=True, tokenize=False
+                        messages, add_generation_prompt=True, tokenize=False
                     )
                 found: torch.Tensor = self._tokenizer(
                     text, add_special_tokens=not has_template, return_tensors="pt"
                 ).input_ids
         except Exception as error:  # of a template, which may raise whatever it likes
             raise defect(
-                Path(self._from),
+                Path(self._tokenizer_path),
                 f"expected a chat template and a tokenizer for this conversation, found "
-                f"{said(error)}",
+                f"{describe_error(error)}",
                 remedy="take another tokenizer, or begin anew",
             ) from error
         if not found.numel():
-            raise defect(Path(self._from), "expected tokens of the question, found none")
-        require_known_tokens(int(found.max()), self._num_known, self._from)
+            raise defect(Path(self._tokenizer_path), "expected tokens of the question, found none")
+        require_known_tokens(int(found.max()), self._vocab_size, self._tokenizer_path)
         if has_template:
-            self._said = said_now
+            self._messages = messages
         return found
 
 
 def questions(read: Callable[[], str], chat: Chat, hint: Callable[[str], None]) -> Iterator[str]:
-    """What a person asks, until ``/exit`` or the end of the input; ``/reset`` begins anew."""
+    """Yield questions until ``/exit`` or the end of the input; ``/reset`` begins anew."""
     while True:
         try:
             line = read().strip()

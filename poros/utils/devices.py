@@ -1,4 +1,4 @@
-"""Which device is meant, and whether there is one."""
+"""Selects and checks the device, and reads what it offers."""
 
 import os
 import re
@@ -65,9 +65,9 @@ def usable_device(
     """The device, with its index.
 
     Args:
-        device: As somebody has named it.
-        expected: What the error says that it should be.
-        remedy: What the error ends with.
+        device: The device, or its name.
+        expected: What the error message expects.
+        remedy: How the error message ends.
 
     Raises:
         PolicyError: If there is none such, or it is neither a CPU nor a CUDA device.

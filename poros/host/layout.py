@@ -1,4 +1,4 @@
-"""Where each frozen tensor of a block lies in the block's one contiguous slab.
+"""Lays out the frozen tensors of a block in one contiguous slab.
 
 A slab holds the bytes that must move: packed 4-bit weights, their absmax, and dense weights. The
 same offsets serve the host slab and the device slot, so a block load is a single copy.
@@ -33,7 +33,7 @@ PAGE_NUM_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor in a slab: its qualified name, form and place (bytes from the slab's start)."""
+    """A tensor in a slab: qualified name, dtype, shape, and offset in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class BlockLayout:
 
     @property
     def padded_num_bytes(self) -> int:
-        """To the end of its last page: what the slab takes where others follow it."""
+        """Bytes to the end of its last page, which the slab takes where others follow it."""
         return align(self.num_bytes, PAGE_NUM_BYTES)
 
     @classmethod
@@ -74,7 +74,7 @@ class BlockLayout:
 
     @classmethod
     def join(cls, layers: Sequence["BlockLayout"]) -> "BlockLayout":
-        """The layout of a block of ``layers``: see "Layers start on pages"."""
+        """Join the layouts of ``layers`` to one block: see "Layers start on pages"."""
         offsets = slab_offsets(layers)
         return cls(
             tuple(
@@ -87,7 +87,7 @@ class BlockLayout:
 
 
 def slab_offsets(layouts: Iterable[BlockLayout]) -> list[int]:
-    """Where each slab starts, in bytes, when they lie one after the other on pages."""
+    """Return the offset of each slab, in bytes, when they follow one another on pages."""
     offsets = []
     end = 0
     for layout in layouts:
@@ -107,17 +107,17 @@ def is_small(tensor: torch.Tensor, *, is_buffer: bool = False) -> bool:
 
 
 def view(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor ``spec`` describes, as a view of a flat uint8 slab or slot (no copy)."""
+    """Return the tensor of ``spec`` as a view of a flat uint8 slab or slot (no copy)."""
     return flat[spec.offset : spec.offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
 
 
 def slot_sizes(layouts: Sequence[BlockLayout], num_slots: int) -> list[int]:
-    """Bytes of each slot: block k lives in slot k mod S, so the largest block of each class."""
+    """Return the bytes of each slot: block k uses slot k mod S, so the largest block decides."""
     return [
         max(layout.num_bytes for layout in layouts[slot::num_slots]) for slot in range(num_slots)
     ]
 
 
 def align(num_bytes: int, to: int = ALIGNMENT) -> int:
-    """The next multiple of ``to`` bytes."""
+    """Round up to a multiple of ``to`` bytes."""
     return -(-num_bytes // to) * to

@@ -1,4 +1,4 @@
-"""Files opened for reading; parts of them read into memory that is there, or mapped."""
+"""Opens files for reading, reads parts of them into existing memory, and maps them."""
 
 import mmap
 import os
@@ -11,18 +11,33 @@ _AT_ONCE_NUM_BYTES = 64 * 2**20
 _MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_descriptor(path: Path) -> tuple[int, os.stat_result]:
     """Open a regular file for reading; links are followed.
 
-    A pipe is not waited for, and a device not opened, which can itself have an effect.
+    It never waits for a pipe and never opens a device, which can itself have an effect.
+
+    Returns:
+        The descriptor, which the caller closes, and its status.
 
     Raises:
         OSError: If the system reports an error.
-        ValueError: If it is no regular file, or the name cannot be one.
+        ValueError: If it is not a regular file, or the name cannot be one.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError("no regular file")
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    status = os.stat(path)
+    if stat.S_ISREG(status.st_mode):
+        # A pipe that took the place of the file in between would block without the flag.
+        flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(path, flags)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            return descriptor, status
+        os.close(descriptor)
+    raise ValueError("a folder, a pipe or a device")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """As ``open_descriptor``, as a binary file object."""
+    return os.fdopen(open_descriptor(path)[0], "rb")
 
 
 def read_into(descriptor: int, target: memoryview, offset: int) -> int:

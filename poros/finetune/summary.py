@@ -1,16 +1,16 @@
-"""What is printed before a run trains: does it fit, what goes where, how many steps, how long."""
+"""The summary printed before a run: does it fit, what goes where, how many steps, how long."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from poros import figures
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.finetune.data import Rows
 from poros.finetune.tokens import IGNORED, Tokens
 from poros.recipes.recipe import Recipe
+from poros.utils import formatting
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ _SHORT = 160
 
 @dataclass(frozen=True)
 class Size:
-    """How much a run trains.
+    """The size of a run.
 
     Attributes:
         num_rows: Rows of the data that are trained on.
@@ -50,16 +50,16 @@ class Size:
 def planned(
     recipe: Recipe, size: Size, adapter: "PeftConfig", device: "torch.device"
 ) -> "MemoryPlan | str":
-    """The plan of a step of a run, or why there is none.
+    """Plan a step of the run; return the reason if that is impossible.
 
     On a GPU its rates are measured, which takes a few seconds.
 
     Raises:
-        VRAMBudgetError: If the budget is too small; it says what would make it fit.
+        VRAMBudgetError: If the budget is too small; the message lists what would make it fit.
     """
     import torch
 
-    from poros.nf4 import DTYPES
+    from poros.kernels.nf4 import DTYPES
     from poros.planning.planner import Planner
     from poros.planning.request import PlanRequest
 
@@ -99,12 +99,12 @@ def planned(
 
 
 def _budget(recipe: Recipe, device: "torch.device") -> str | int | None:
-    """What is said, or what ``poros.prepare`` takes of a GPU's free memory."""
+    """The recipe's budget, or what ``poros.prepare`` takes of a GPU's free memory."""
     if recipe.memory.vram is not None or recipe.memory.slots is not None:
         return recipe.memory.vram
     if device.type != "cuda":
         return None
-    from poros.devices import free_budget
+    from poros.utils.devices import free_budget
 
     return free_budget(device)
 
@@ -126,7 +126,7 @@ def show(
     tokenizer: "PreTrainedTokenizerBase",
     notes: list[str],
 ) -> None:
-    """Print one screen."""
+    """Print the summary."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -181,7 +181,7 @@ def _marked(
     encoding: str,
     limit: int | None = None,
 ) -> Iterator[tuple[str, "Text"]]:
-    """The texts of a row, with marks; every stretch of them cut to a limit."""
+    """Yield the texts of a row with marks, every stretch cut to ``limit`` characters."""
     columns = {name: list(rows[row]) for name, rows in tokens.columns.items()}
     if "labels" in columns:
         # The first token has nothing before it to be predicted from.
@@ -249,12 +249,12 @@ def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:
 
 
 def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[tuple[str, str]]:
-    """Does it fit; blocks on the card; host memory; time."""
+    """Lines about the budget, the blocks on the card, host memory and time."""
     if isinstance(plan, str):
         return [("memory", plan)]
-    needs = figures.size(plan.total_num_bytes)
+    needs = formatting.size(plan.total_num_bytes)
     if plan.vram_budget is not None:
-        fits = f"fits: {needs} of {figures.size(plan.vram_budget)}"
+        fits = f"fits: {needs} of {formatting.size(plan.vram_budget)}"
     else:
         fits = f"needs {needs}"
     blocks = f"{plan.num_slots} of {plan.num_blocks} blocks on the device at a time"
@@ -265,7 +265,7 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     if plan.step_ms is not None:
         seconds = plan.step_ms / 1e3 * recipe.training.accumulation * size.num_steps
         lines.append(
-            ("time", f"about {figures.duration(seconds)}, forecast from rates measured here")
+            ("time", f"about {formatting.duration(seconds)}, forecast from rates measured here")
         )
     else:
         lines.append(("time", "known after the first steps"))
@@ -278,11 +278,11 @@ def _host_line(recipe: Recipe, needed: int) -> str:
     budget = recipe.model.host_budget
     kept = needed if budget is None else min(parse_num_bytes(budget, "host_budget"), needed)
     room = host_memory_left()
-    line = f"{figures.size(kept)} for the base"
+    line = f"{formatting.size(kept)} for the base"
     if kept < needed:
         line += ", the rest on disk"
     if room is not None:
-        line += f"; {figures.size(room.num_bytes)} are free"
+        line += f"; {formatting.size(room.num_bytes)} are free"
     if room is not None and kept + RESERVE_NUM_BYTES > room.num_bytes:
         line += "; too little: --host-budget keeps the rest on disk"
     return line

@@ -1,4 +1,4 @@
-"""What is said by default, and by whom it can be silenced."""
+"""What is logged by default, and how it is silenced."""
 
 import logging
 import re
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import poros
-from poros.figures import size
 from poros.gates import tiny
-from poros.saying import Slowly
 from poros.self_check import check
+from poros.utils.formatting import size
+from poros.utils.logging_setup import ProgressLog
 from tests.support import prepare_plain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,25 +106,25 @@ def test_a_runtime_describes_itself(folder: Path) -> None:
     assert lines[-1].strip() == "check of the first step: pending" and len(lines) == 5
 
 
-def test_what_lasts_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_loop_logs_its_progress(caplog: pytest.LogCaptureFixture) -> None:
     """A line every three seconds by its clock; control: nothing, if it is over by then."""
     now = [0.0]
-    slowly = Slowly(logging.getLogger("poros.x"), "poros: %d of %d", clock=lambda: now[0])
+    progress = ProgressLog(logging.getLogger("poros.x"), "poros: %d of %d", clock=lambda: now[0])
     with caplog.at_level(logging.INFO, logger="poros"):
         for number in range(10):
             now[0] = number * 0.29
-            slowly.step(number, 50)
+            progress.step(number, 50)
         assert caplog.messages == []
         for number in range(10, 50):
             now[0] = number * 0.5
-            slowly.step(number, 50)
+            progress.step(number, 50)
     assert caplog.messages == [f"poros: {number} of 50" for number in range(10, 50, 6)]
 
 
-def test_the_check_of_a_long_step_says_how_far_it_is(
+def test_the_check_of_a_long_step_logs_its_progress(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(check, "Slowly", partial(Slowly, seconds=0.0))
+    monkeypatch.setattr(check, "ProgressLog", partial(ProgressLog, seconds=0.0))
     model = tiny.attach_lora(tiny.load_base(folder, dtype=torch.bfloat16))
     model = prepare_plain(model, slots=2).train()
     tokens = torch.arange(8)[None]

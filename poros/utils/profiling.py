@@ -1,4 +1,4 @@
-"""Ranges that make a trace of ``torch.profiler`` read by itself: what runs here, of which layer."""
+"""Labels ranges in a trace of ``torch.profiler``: what runs, for which layer."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,12 +11,12 @@ def labelled(verb: str, what: str) -> AbstractContextManager[object]:
 
     Not for code that is compiled: it would be traced into it.
     """
-    # Asked first: entering and leaving a range costs microseconds even if nobody records it.
+    # Checked first: a range costs microseconds even without a profiler.
     if not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return record_function(f"poros::{verb} {what}")
 
 
 def short_name(name: str) -> str:
-    """The list and the number of a layer: ``layers.12``, whatever stands around the model."""
+    """Return the last two parts of a layer's name: ``layers.12``."""
     return ".".join(name.split(".")[-2:])

@@ -1,10 +1,10 @@
-"""Figures as people read them: bytes, times, forecasts, counts."""
+"""Formats bytes, durations and forecasts for people."""
 
 import math
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in a unit in which they are not rounded to nothing; GB are 1e9 bytes."""
+    """Format bytes in the largest unit that does not round them to 0; GB are 1e9 bytes."""
     for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= one / 10:
             return f"{num_bytes / one:.{2 if unit == 'GB' else 1}f} {unit}"
@@ -12,7 +12,7 @@ def size(num_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: ``4 h 12 min``."""
+    """Format seconds, such as ``4 h 12 min``."""
     minutes = round(seconds / 60)
     if seconds < 60:
         return f"{seconds:.0f} s"
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def two_digits(value: float) -> str:
-    """A forecast, which has no more of them."""
+    """Round a forecast to two significant digits."""
     if value <= 0:
         return "0"
     digits = 1 - math.floor(math.log10(value))

@@ -1,4 +1,4 @@
-"""What streaming does during training, in the Trainer's own logs and in a file of events."""
+"""Logs streaming during training, in the Trainer's logs and in a file of events."""
 
 import json
 import os
@@ -13,9 +13,9 @@ import torch
 from transformers import TrainerCallback
 
 from poros.api import runtime
+from poros.io.writing import writing
 from poros.model.runtime import Runtime
-from poros.output import writing
-from poros.versions import library_versions
+from poros.utils.versions import library_versions
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "poros/"
 _LABEL = "poros::"
-"""Of the ranges in a trace: see ``poros.labels``."""
+"""Of the ranges in a trace: see ``poros.utils.profiling``."""
 
 
 def log_streaming(
@@ -149,7 +149,7 @@ def _without_errors() -> Iterator[None]:
 
 
 def spans(trace: Path) -> list[dict[str, Any]]:
-    """What ran on each of the two streams in a recorded step, in ms from its first span on.
+    """List what ran on the two streams in a recorded step, in ms from its first span.
 
     Args:
         trace: As ``torch.profiler`` writes it.

@@ -1,7 +1,7 @@
-"""What goes into a store beside the weights: tokenizer, chat templates, the terms of use.
+"""The auxiliary files that a store keeps beside the weights: tokenizer, templates, licence.
 
 Without them ``AutoTokenizer.from_pretrained(store)`` would give a tokenizer with an empty
-vocabulary, and no error. They are copied as they are and never looked into; code is left behind.
+vocabulary, and no error. They are copied unread; code is not copied.
 """
 
 import os
@@ -14,7 +14,7 @@ from poros.loaders.limits import Limits
 TEMPLATES = "additional_chat_templates"
 """The folder in which transformers keeps further chat templates."""
 
-EXTRAS = (
+AUXILIARY_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -35,8 +35,8 @@ EXTRAS = (
 _MAX_NUM_FILES = 100
 
 
-def read_extras(path: Path, limits: Limits) -> dict[str, bytes]:
-    """Those that lie in a folder, by name.
+def read_auxiliary_files(path: Path, limits: Limits) -> dict[str, bytes]:
+    """Read a folder's auxiliary files, by name.
 
     Raises:
         CheckpointFormatError: If one cannot be read, is larger than the limit, or there are more
@@ -48,7 +48,7 @@ def read_extras(path: Path, limits: Limits) -> dict[str, bytes]:
             names += sorted(f"{TEMPLATES}/{entry.name}" for entry in (path / TEMPLATES).iterdir())
     except OSError as error:
         raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
-    wanted = [name for name in names if is_extra(name)]
+    wanted = [name for name in names if is_auxiliary_file(name)]
     if len(wanted) > _MAX_NUM_FILES:
         raise defect(
             path,
@@ -56,7 +56,7 @@ def read_extras(path: Path, limits: Limits) -> dict[str, bytes]:
             f"{len(wanted)}",
             remedy="remove those that the model does not need",
         )
-    # What is empty says nothing, and the limit would refuse it.
+    # An empty file holds nothing, and the limit would refuse it.
     return {
         name: limits.read(path / name, "extra_num_bytes")
         for name in wanted
@@ -64,10 +64,10 @@ def read_extras(path: Path, limits: Limits) -> dict[str, bytes]:
     }
 
 
-def is_extra(name: str) -> bool:
+def is_auxiliary_file(name: str) -> bool:
     """Whether a file of that name goes into a store; code never does."""
     parts = PurePosixPath(name).parts
     in_place = len(parts) == 1 or (len(parts) == 2 and parts[0] == TEMPLATES)
     has_code = name.endswith((".py", ".safetensors", ".bin", ".pt", ".pth", ".pkl"))
-    matches = any(fnmatchcase(name, pattern) for pattern in EXTRAS)
+    matches = any(fnmatchcase(name, pattern) for pattern in AUXILIARY_FILES)
     return in_place and matches and not has_code and name.isprintable()

@@ -1,4 +1,4 @@
-"""Which releases of the libraries are installed that bits can depend on."""
+"""The installed releases of the libraries that bits can depend on."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,7 +15,7 @@ LIBRARIES = (
 
 
 def library_versions(*names: str) -> dict[str, str]:
-    """Releases by the names of distributions, and that of Poros; nothing is imported for it.
+    """Return releases by distribution, and that of Poros; imports no library.
 
     Args:
         *names: Of distributions; all of ``LIBRARIES`` if there are none. Left out if not installed.

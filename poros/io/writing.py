@@ -1,4 +1,4 @@
-"""Where results are to be written: checked before the work, not found out after it."""
+"""Checks output paths before the work begins, and writes files whole or not at all."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
-from poros.errors import PolicyError, PorosError, StoreWriteError, quoted
+from poros.errors import PolicyError, PorosError, StoreWriteError, quoted, reason_of
+from poros.utils.formatting import size
 
 
 def require_file(path: Path, option: str) -> None:
@@ -28,7 +29,7 @@ def require_file(path: Path, option: str) -> None:
     except (OSError, ValueError) as error:
         raise PolicyError(
             f"{option}: expected a file to write, found {_shown(path)}: "
-            f"{quoted(getattr(error, 'strerror', None) or str(error), is_bare=True)}"
+            f"{quoted(reason_of(error), is_bare=True)}"
         ) from error
     if is_other:
         found = "folder" if path.is_dir() else "device or pipe"
@@ -40,14 +41,14 @@ def require_folder(path: Path, option: str) -> None:
     """Refuse a folder in which nothing could be written; makes it if it is not there.
 
     Raises:
-        PolicyError: If the system says no; the message has its reason.
+        PolicyError: If the system refuses; the message has its reason.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path) as probe:
             probe.write(bytes(4096))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         raise PolicyError(
             f"{option}: expected a folder to write to, found {_shown(path)}: "
             f"{quoted(reason, is_bare=True)}; choose another"
@@ -70,14 +71,14 @@ def why_not_writable(path: Path) -> str | None:
         with TemporaryFile(dir=path):
             return None
     except (OSError, ValueError) as error:
-        return quoted(getattr(error, "strerror", None) or str(error), is_bare=True)
+        return quoted(reason_of(error), is_bare=True)
 
 
 def require_empty_folder(path: Path, option: str) -> None:
     """Refuse a folder in which there is something; makes it if it is not there.
 
     Raises:
-        PolicyError: If it is in use, or the system says no.
+        PolicyError: If it is in use, or the system refuses.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise PolicyError(
@@ -104,7 +105,7 @@ def writing(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
     except PorosError:
         raise
     except errors as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = reason_of(error)
         raise StoreWriteError(
             f"{quoted(str(path), is_bare=True, limit=1000)}: expected to write it, found: "
             f"{quoted(reason, is_bare=True)}{_free(path)}; make room or mend the permissions, and "
@@ -148,7 +149,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def _free(path: Path) -> str:
     try:
-        return f" ({shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free)"
+        return f" ({size(shutil.disk_usage(path.parent).free)} are free)"
     except OSError:
         return ""
 

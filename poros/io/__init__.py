@@ -1,0 +1,1 @@
+"""Reads files, writes them whole or not at all, and computes digests."""

@@ -1,0 +1,1 @@
+"""Small helpers that every package may use: devices, versions, formatting, profiler ranges."""

@@ -1,0 +1,66 @@
+"""How the package's log lines reach a user who has not configured logging.
+
+Lines at INFO report what was prepared, found and decided. In a script without any logging
+configuration they go to the error output. ``logging.getLogger("poros").setLevel("WARNING")``
+silences them.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+_PACKAGE = "poros"
+
+
+def show_info_by_default() -> None:
+    """Print the package's INFO lines to stderr unless the program configures logging.
+
+    Does nothing where the package's logger has a level or a handler, or the root logger has a
+    handler. A handler that the program adds to the root logger later takes over. Called by
+    ``poros.load`` and ``poros.prepare``; importing the package configures nothing.
+    """
+    logger = logging.getLogger(_PACKAGE)
+    if logger.level == logging.NOTSET and not logger.hasHandlers():
+        logger.addHandler(_StderrHandler())
+        logger.setLevel(logging.INFO)
+
+
+class _StderrHandler(logging.Handler):
+    """Prints messages to the current ``sys.stderr``, which notebooks and tests replace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+class ProgressLog:
+    """Logs the progress of a loop every few seconds; a short loop logs nothing.
+
+    Unlike a progress bar, it is never closed, so a loop may be abandoned half way.
+
+    Args:
+        logger: Receives the lines at INFO.
+        message: With places for the values of ``step``, as in ``logging``.
+        seconds: Between two lines, and before the first.
+        clock: Returns the current time in seconds.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        message: str,
+        *,
+        seconds: float = 3.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger, self._message = logger, message
+        self._seconds, self._clock = seconds, clock
+        self._last = clock()
+
+    def step(self, *values: object) -> None:
+        """Count one iteration; log ``values`` if the last line is old enough."""
+        now = self._clock()
+        if now - self._last >= self._seconds:
+            self._last = now
+            self._logger.info(self._message, *values)

@@ -128,6 +128,23 @@ def eight_bit() -> Any:
     return with_lora(model)
 
 
+def said_to_be(settings: dict[str, Any]) -> Make:
+    """Dense, and its configuration says that it was quantized by some library."""
+    return changed(
+        lambda model: setattr(model.get_base_model().config, "quantization_config", settings),
+        quantize=False,
+    )
+
+
+def pack(dtype: torch.dtype) -> Make:
+    """Packed weights of nobody in particular."""
+    packed = torch.zeros(4, 4).to(dtype)
+    return changed(
+        lambda model: layers_of(model)[2].self_attn.register_buffer("qweight", packed),
+        quantize=False,
+    )
+
+
 def compile_an_entry(model: Any) -> None:
     layers = layers_of(model)
     layers[1] = torch.compile(layers[1], backend="eager")
@@ -182,6 +199,10 @@ class Case:
     """Whether its bytes can be looked at."""
 
 
+METHODS = (
+    *("gptq", "awq", "eetq", "hqq", "aqlm", "quanto", "torchao"),
+    *("compressed-tensors", "fp8", "mxfp4"),
+)
 LAYER_1 = r"layers\.1\."
 CASES = {
     "encoder": Case(bert("BertModel"), "BertModel", "AutoModelForCausalLM"),
@@ -256,6 +277,22 @@ CASES = {
         unquantized_4bit, "not quantized", "load_in_4bit", LAYER_1 + r"mlp\.up_proj", works=False
     ),
     "8-bit": Case(eight_bit, "by bitsandbytes in 8 bit", "poros.load", "its quantization_config"),
+    **{
+        f"quantized by {method}": Case(
+            said_to_be({"quant_method": method}), f"quantized by {method} "
+        )
+        for method in METHODS
+    },
+    "said to be 8-bit": Case(
+        said_to_be({"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        "quantized by bitsandbytes in 8 bit ",
+    ),
+    **{
+        f"packed in {dtype}": Case(
+            pack(dtype), r"packed weights of torch\.", "", r"layers\.2\.self_attn\.qweight"
+        )
+        for dtype in (torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn)
+    },
     "compiled layer": Case(
         changed(lambda m: layers_of(m)[1].compile(backend="eager")),
         "compiled",

@@ -173,6 +173,7 @@ def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
         ("\ud800", False, r"'\ud800'"),
         ("it's", True, "it's"),
         (3, True, "3"),
+        ("\u00e9\n", False, r"'\xe9\n'"),
         (["\x1b"], False, r"['\x1b']"),
         (None, False, "None"),
     ],
@@ -248,6 +249,8 @@ def test_what_to_do_when_a_store_cannot_be_written(
     with pytest.raises(StoreWriteError, match=says) as caught:
         load(sound, store=tmp_path / place)
     assert "make room" not in str(caught.value)
+    there = sorted(str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*"))
+    assert there == ["file", "full", "full/precious"]
 
 
 LIMITED = """
@@ -266,6 +269,7 @@ for store in (None, sys.argv[2]):
 def test_a_limit_on_the_size_of_files_is_named(sound: Path, store: Path) -> None:
     """Host memory is a memory file, to which the limit applies as well."""
     ran = run_forked(LIMITED, str(sound), str(store))
+    assert not store.parent.exists() or list(store.parent.iterdir()) == []
     in_memory, stored = ran.stdout.splitlines()
     assert in_memory.startswith("HostMemoryError") and stored.startswith("StoreWriteError"), ran
     for line in (in_memory, stored):

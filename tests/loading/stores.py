@@ -1,4 +1,4 @@
-"""Stores for tests: of a model that was built in memory, and of bytes that are no model's."""
+"""Stores for tests, of three slabs whose bytes are no model's, for what needs no model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,49 +6,11 @@ from typing import Any
 
 import torch
 
-from poros.host.store import HostStore, attach_store
+from poros.host.store import HostStore
 from poros.layout import BlockLayout, view
 from poros.loaders.store import OpenStore
 from poros.loaders.store_writer import StoreWriter
-from poros.model.inspect import _collect, find_layers
-from poros.nf4 import Part
-from poros.stream.frozen import FrozenTensor
 from tests.support import same_bits
-
-
-def parts_by_layer(model: Any) -> list[list[Part]]:
-    """What moves, layer by layer, in the order in which ``poros.prepare`` lists it."""
-    name, layers = find_layers(model)
-    found = []
-    for index, layer in enumerate(layers):
-        inside: dict[int, FrozenTensor] = {}
-        _collect(f"{name}.{index}", index, layer, inside)
-        found.append([p for frozen in inside.values() if not frozen.stays for p in frozen.parts()])
-    return found
-
-
-def layouts_of(model: Any) -> list[BlockLayout]:
-    return [
-        BlockLayout.pack([(part.name, part.get()) for part in parts])
-        for parts in parts_by_layer(model)
-    ]
-
-
-def lay_down(model: Any, store: HostStore | None = None) -> HostStore:
-    """Move the layers of a base model (without adapters) into ``store``, and leave it there."""
-    model.requires_grad_(False)
-    store = store or HostStore.allocate(layouts_of(model))
-    for parts, slab in zip(parts_by_layer(model), store.slabs, strict=True):
-        for part, spec in zip(parts, slab.layout.tensors, strict=True):
-            with torch.no_grad():
-                target = slab.tensor(spec)
-                target.copy_(part.get())
-            part.put(target)
-    attach_store(model, store)
-    return store
-
-
-# A store of three slabs that is no model's, for what needs no model.
 
 ABOUT = {"source": "a1b2", "quantization": {"quant_type": "nf4"}, "num_threads": 1}
 FILES = {"config.json": b'{"model_type": "qwen2"}', "generation_config.json": b"{}"}

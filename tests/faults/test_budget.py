@@ -1,5 +1,6 @@
 """One number decides slots and kept layers, at the first step, and changes no bit."""
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -39,13 +40,43 @@ def build(**options: Any) -> Any:
 
 @cache
 def floor() -> int:
-    plans = (poros.plan(build(), **SHAPE, offload_boundaries=each) for each in (False, True))
-    return min(each.total_num_bytes for each in plans)
+    return min(planned(offload_boundaries=each) for each in (False, True))
 
 
 @cache
 def full() -> int:
-    return poros.plan(build(), **SHAPE, num_slots=NUM_LAYERS, keep_last=NUM_LAYERS).total_num_bytes
+    return planned(num_slots=NUM_LAYERS, keep_last=NUM_LAYERS)
+
+
+def planned(**options: Any) -> int:
+    """The bytes that a step of ``SHAPE`` takes, with other options."""
+    return poros.plan(build(), **{**SHAPE, **options}).total_num_bytes
+
+
+def prepared(**options: Any) -> Any:
+    return prepare_plain(build(), device="cpu", **options).train()
+
+
+def over(streams: EagerStreams) -> Any:
+    """With three slots, of memory that these streams give."""
+    return prepare_with(build(), poros.StreamingPolicy(slots=3, loss="reference"), streams=streams)
+
+
+class Scarce(EagerStreams):
+    """Gives memory so many times; then there is none, once, or as long as ``left`` is 0."""
+
+    left: float = float("inf")
+    is_back = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        if not self.left and num_bytes:
+            self.left = float("inf") if self.is_back else 0
+            raise torch.OutOfMemoryError("no more")
+        self.left -= 1 if num_bytes else 0
+        return super().allocate(num_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +84,24 @@ def resident() -> Trajectory:
     return train(build(), BATCHES, SPEC)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_budgets_change_no_bit(share: float, resident: Trajectory) -> None:
+@pytest.mark.parametrize(
+    ("share", "is_hostile"),
+    [
+        *((0.0, False), (0.5, False), (1.0, False), (0.5, True)),
+        pytest.param(1.0, True, marks=pytest.mark.slow),
+    ],
+)
+def test_budgets_change_no_bit(share: float, is_hostile: bool, resident: Trajectory) -> None:
+    """With the self-check, or under adversarial streams."""
     budget = int(floor() + share * (full() - floor()))
-    model = prepare_plain(build(), device="cpu", vram_budget=budget)
-    assert poros.runtime(model).plan is None
-    assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
+    hostile = AdversarialPrepare()
+    with hostile.watching() if is_hostile else nullcontext():
+        model = (hostile if is_hostile else prepare_plain)(build(), vram_budget=budget)
+        assert poros.runtime(model).plan is None
+        assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
     runtime = poros.runtime(model)
     assert runtime.plan is not None and runtime.plan.total_num_bytes <= budget
-    assert runtime.self_check["status"] == "passed"
+    assert runtime.self_check["status"] == ("off" if is_hostile else "passed")
     in_ring = runtime.num_blocks - runtime.num_streamed_blocks + runtime.num_slots
     assert (in_ring, runtime.plan.keep_last) == (runtime.plan.num_slots, runtime.plan.keep_last)
     if share == 0.0:
@@ -70,19 +110,8 @@ def test_budgets_change_no_bit(share: float, resident: Trajectory) -> None:
         assert (runtime.num_streamed_blocks, runtime.plan.keep_last) == (0, NUM_LAYERS)
 
 
-@pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_budgets_change_no_bit_under_adversarial_streams(
-    share: float, resident: Trajectory
-) -> None:
-    budget = int(floor() + share * (full() - floor()))
-    with AdversarialPrepare().watching() as prepare:
-        model = prepare(build(), vram_budget=budget)
-        assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
-
-
 def test_a_warm_step_loads_what_was_planned() -> None:
-    budget = poros.plan(build(), **SHAPE, num_slots=4).total_num_bytes
-    model = prepare_plain(build(), device="cpu", vram_budget=budget).train()
+    model = prepared(vram_budget=planned(num_slots=4))
     runtime = poros.runtime(model)
     for _ in range(2):
         before = runtime.stats()["h2d_num_bytes"]
@@ -92,11 +121,12 @@ def test_a_warm_step_loads_what_was_planned() -> None:
 
 
 def test_a_budget_below_the_floor_is_refused_before_anything_is_trained() -> None:
-    model = prepare_plain(build(), device="cpu", vram_budget=floor() - 1).train()
+    model = prepared(vram_budget=floor() - 1)
     before = hash_digests(start_digests(model))
     random_state = torch.get_rng_state()
-    with pytest.raises(VRAMBudgetError, match=r"the floor for 2 slots(.|\n)*workspace"):
+    with pytest.raises(VRAMBudgetError, match=r"the floor for 2 slots(.|\n)*workspace") as caught:
         model(**BATCHES[0])
+    assert should_reduce_batch_size(caught.value)  # so that trainers which look for it know it
     assert torch.equal(torch.get_rng_state(), random_state)
     assert hash_digests(start_digests(model)) == before
     with torch.no_grad():
@@ -106,8 +136,8 @@ def test_a_budget_below_the_floor_is_refused_before_anything_is_trained() -> Non
 
 
 def test_a_batch_that_grows_is_planned_again() -> None:
-    budget = poros.plan(build(), **{**SHAPE, "seq_len": 64}, num_slots=4).total_num_bytes
-    model = prepare_plain(build(), device="cpu", vram_budget=budget).train()
+    budget = planned(seq_len=64, num_slots=4)
+    model = prepared(vram_budget=budget)
     long, short = (tiny.make_batches(1, num_tokens=n, padded=False)[0] for n in (64, 16))
     model(**short).loss.backward()
     runtime = poros.runtime(model)
@@ -126,42 +156,29 @@ def test_a_batch_that_grows_is_planned_again() -> None:
 
 
 def test_room_is_made_between_a_forward_and_its_backward() -> None:
-    batch = BATCHES[0]
+    """It is refused where a hook may have kept old weights."""
     gradients = []
-    for is_resized in (False, True):
-        model = prepare_plain(build(), device="cpu", slots=2).train()
+    for is_resized, is_hooked in ((False, False), (True, False), (True, True)):
+        model = prepared(slots=2)
+        if is_hooked:
+            layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
         torch.manual_seed(0)
-        loss = model(**batch).loss
+        loss = model(**BATCHES[0]).loss
         if is_resized:
             poros.runtime(model).resize(ResidencyPlan(4, 2))
+        if is_hooked:
+            with pytest.raises(poros.RematerializationError, match="moved to make room"):
+                loss.backward()
+            break
         loss.backward()
         gradients.append([p.grad for p in layers_of(model).parameters() if p.grad is not None])
     assert gradients[0] and all(map(torch.equal, *gradients))
 
 
-def test_it_is_refused_where_a_hook_may_have_kept_old_weights() -> None:
-    model = prepare_plain(build(), device="cpu", slots=2).train()
-    layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
-    loss = model(**BATCHES[0]).loss
-    poros.runtime(model).resize(ResidencyPlan(4, 2))
-    with pytest.raises(poros.RematerializationError, match="moved to make room"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("num_given", [0, 1, 4])
 def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Trajectory) -> None:
-    class Scarce(EagerStreams):
-        left = 99
-
-        def allocate(self, num_bytes: int) -> torch.Tensor:
-            if not self.left:
-                self.left = 99
-                raise torch.OutOfMemoryError("no more")
-            self.left -= 1
-            return super().allocate(num_bytes)
-
-    streams = Scarce(torch.device("cpu"))
-    model = prepare_with(build(), poros.StreamingPolicy(slots=3, loss="reference"), streams=streams)
+    streams = Scarce()
+    model = over(streams)
     runtime = poros.runtime(model)
     streams.left = num_given
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
@@ -173,20 +190,12 @@ def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Tr
 
 
 def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajectory) -> None:
-    class Scarce(EagerStreams):
-        is_empty = False
-
-        def allocate(self, num_bytes: int) -> torch.Tensor:
-            if self.is_empty and num_bytes:
-                raise torch.OutOfMemoryError("no more")
-            return super().allocate(num_bytes)
-
-    streams = Scarce(torch.device("cpu"))
-    model = prepare_with(build(), poros.StreamingPolicy(slots=3, loss="reference"), streams=streams)
+    streams = Scarce()
+    model = over(streams)
     train(model, BATCHES, SPEC)
     runtime = poros.runtime(model)
     before = runtime.stats()
-    streams.is_empty = True
+    streams.left, streams.is_back = 0, False
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         runtime.resize(ResidencyPlan(5, 2))
     after = runtime.stats()
@@ -195,7 +204,7 @@ def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajec
     assert runtime.num_slots == runtime.num_streamed_blocks == 0
     with pytest.raises(PreparedModelError, match=r"poros\.restore"):
         model(**BATCHES[0])
-    streams.is_empty = False
+    streams.left = float("inf")
     runtime.resize(ResidencyPlan(3, 0))
     assert runtime.num_slots == 3
     poros.restore(model)(**BATCHES[0]).loss.backward()
@@ -238,32 +247,25 @@ def test_a_device_that_runs_out_says_what_a_step_needs(is_backward: bool) -> Non
 
 
 def test_boundaries_are_offloaded_when_nothing_else_fits() -> None:
-    shape = {**SHAPE, "seq_len": 128}
     batches = tiny.make_batches(4, num_tokens=128, padded=False)
-    least = poros.plan(build(), **shape, offload_boundaries=True).total_num_bytes
-    assert least < poros.plan(build(), **shape, offload_boundaries=False).total_num_bytes
+    least = planned(seq_len=128, offload_boundaries=True)
+    assert least < planned(seq_len=128, offload_boundaries=False)
     expected = train(build(), batches, SPEC)
-    model = prepare_plain(build(), device="cpu", vram_budget=least, self_check="off")
+    model = prepared(vram_budget=least, self_check="off")
     assert compare_trajectories(expected, train(model, batches, SPEC)) == []
     runtime = poros.runtime(model)
     assert runtime.plan is not None and runtime.plan.offload_boundaries
     assert runtime.stats()["offloaded_num_bytes"] > 0
-    model = prepare_plain(
-        build(), device="cpu", vram_budget=least, offload_boundaries=False, self_check="off"
-    )
+    model = prepared(vram_budget=least, offload_boundaries=False, self_check="off")
     with pytest.raises(VRAMBudgetError):
         train(model, batches, SPEC)
 
 
 def test_two_shapes_are_not_planned_as_one_that_never_was() -> None:
     shapes = [(16, 16), (2, 128)]
-    need = max(
-        poros.plan(build(), **{**SHAPE, "batch_size": rows, "seq_len": length}).total_num_bytes
-        for rows, length in shapes
-    )
-    whole = poros.plan(build(), **{**SHAPE, "batch_size": 16, "seq_len": 128}).total_num_bytes
-    assert need < whole
-    model = prepare_plain(build(), device="cpu", vram_budget=need, self_check="off").train()
+    need = max(planned(batch_size=rows, seq_len=length) for rows, length in shapes)
+    assert need < planned(batch_size=16, seq_len=128)
+    model = prepared(vram_budget=need, self_check="off")
     for rows, length in shapes:
         batch = tiny.make_batches(1, batch_size=rows, num_tokens=length, padded=False)[0]
         model(**batch).loss.backward()
@@ -295,13 +297,6 @@ def test_planning_leaves_the_adapters_configuration_alone() -> None:
     assert config.to_dict() == before
 
 
-def test_a_refused_batch_is_known_to_trainers_that_look_for_one() -> None:
-    model = prepare_plain(build(), device="cpu", vram_budget=floor() - 1).train()
-    with pytest.raises(VRAMBudgetError) as caught:
-        model(**BATCHES[0])
-    assert should_reduce_batch_size(caught.value)
-
-
 def test_a_loop_that_never_calls_train_keeps_to_the_budget() -> None:
     model = prepare_plain(build().eval(), vram_budget=full())
     runtime = poros.runtime(model)
@@ -320,29 +315,19 @@ def groups(model: Any, number: int = 4) -> tuple[list[torch.Tensor], list[torch.
     return losses, [each.grad for each in model.parameters() if each.grad is not None]
 
 
-@cache
-def needed(number: int, **options: Any) -> int:
-    plan = poros.plan(build(), **options, self_check=False, micro_batches=number)
-    return plan.total_num_bytes
-
-
 @pytest.mark.parametrize(("share", "expected"), [(1.0, 1), (0.6, 2), (0.0, 0)])
 def test_as_many_micro_batches_go_together_as_the_budget_has_room_for(
     share: float, expected: int
 ) -> None:
     """All four, twice two, or one after the other."""
     # On a CPU nothing shares its dense weights unless it is asked to.
-    options = {
-        **SHAPE,
-        "offload_boundaries": False,
-        "num_slots": 2,
-        "keep_last": 0,
-        "share_dense": False,
-    }
-    budget = int(needed(1, **options) + share * (needed(4, **options) - needed(1, **options)))
+    options: Any = {"offload_boundaries": False, "num_slots": 2, "keep_last": 0}
+    options |= {"share_dense": False, "self_check": False}
+    one, four = (planned(micro_batches=number, **options) for number in (1, 4))
+    budget = int(one + share * (four - one))
     losses, gradients = groups(build().train())
     chosen: Any = {"offload_boundaries": False, "self_check": "off", "slots": 2, "keep_last": 0}
-    model = prepare_plain(build().train(), device="cpu", vram_budget=f"{budget}B", **chosen)
+    model = prepared(vram_budget=f"{budget}B", **chosen)
     found_losses, found_gradients = groups(model)
     assert all(map(torch.equal, losses, found_losses))
     assert all(map(torch.equal, gradients, found_gradients))

@@ -210,6 +210,7 @@ FAILURES = {
     "layer 3": ("poros.stream.boundary.StreamedLayer.__init__", 3, RuntimeError("layer 3")),
     "guards": ("poros.model.guards.Guards.install", 1, RuntimeError("no guards")),
     "guards half-way": ("poros.model.guards.Guards._put", 4, RuntimeError("no guards")),
+    "interrupted check": ("poros.self_check.check.SelfCheck.__init__", 1, KeyboardInterrupt()),
     "interrupt": ("poros.stream.visit.LayerBindings.__init__", 2, KeyboardInterrupt()),
 }
 

@@ -131,8 +131,8 @@ def header(document: object, data: bytes = bytes(8), **options: Any) -> Break:
 
 
 def one(**changes: Any) -> Break:
-    """The same, with one tensor "t" that is right but for the changes."""
-    return header({"t": entry(**changes)})
+    """The same, with one tensor "t" that is right but for the changes; ``...`` takes one away."""
+    return header({"t": _changed(entry(**changes), {})})
 
 
 # Documents.

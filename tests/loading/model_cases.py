@@ -43,6 +43,9 @@ WINDOWS = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
 UNFIT = "that transformers (knows|builds a model from), found"
 NAN, INF = float("nan"), float("inf")
 UNSUPPORTED: dict[str, Any] = {"error": UnsupportedModelError}
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+MANY = {"num_hidden_layers": 4000, "layer_types": ..., "num_experts": 4000}
+OWN_CODE = {"model_type": "x", "auto_map": {"AutoConfig": "code.Config"}}
 
 
 def planned(name: str, break_it: Break | dict[str, Any], says: str, **options: Any) -> Case:
@@ -78,7 +81,8 @@ def said(name: str, changes: dict[str, Any], says: str, base: str = "4bit") -> C
 
 def bnb(name: str, settings: dict[str, Any], says: str, **options: Any) -> Case:
     """What the configuration of dense weights says of their quantization."""
-    return Case(name, "dense", config(quantization_config=settings), says, **options)
+    said = {"quant_method": "bitsandbytes", **settings}
+    return Case(name, "dense", config(quantization_config=said), says, **options)
 
 
 CONFIGS = [
@@ -90,11 +94,7 @@ CONFIGS = [
     planned("endless layers", {"num_hidden_layers": 1e300}, r"num_layers=\.\.\."),
     planned("a billion labels", {"num_labels": 10**9}, r"Limits\(num_labels=\.\.\.\)"),
     planned("a billion experts", {"num_experts": 10**9}, r"Limits\(num_experts=\.\.\.\)"),
-    planned(
-        "many experts of many layers",
-        {"num_hidden_layers": 4000, "layer_types": ..., "num_experts": 4000},
-        "layers times experts of at most 200000, found 16000000",
-    ),
+    planned("many experts of many layers", MANY, "times experts of at most 200000, found 16000000"),
     planned("layers in a text config", {"text_config": {"n_layer": 10**9}}, "n_layer of at m"),
     planned("negative layers", {"num_hidden_layers": -1}, UNFIT),
     planned("layers are a text", {"num_hidden_layers": "many"}, UNFIT),
@@ -114,12 +114,7 @@ CONFIGS = [
     planned("config of zeros", sparse(CONFIG, 2**20), "text that is none"),
     planned("config without end", sparse(CONFIG, 10**12), r"Limits\(config_num_bytes=\.\.\.\)"),
     planned("no config", drop(CONFIG), "No such file"),
-    planned(
-        "code of its own",
-        {"model_type": "x", "auto_map": {"AutoConfig": "code.Config"}},
-        "code of their own",
-        error=UnsupportedModelError,
-    ),
+    planned("code of its own", OWN_CODE, "code of their own", **UNSUPPORTED),
     planned("model type with escapes", {"model_type": "\x1b[31mred\n" * 999}, r"\\x1b\[31mred"),
     dense("windows without a size", config(**WINDOWS, sliding_window=None), None),
     dense("a huge vocabulary", config(vocab_size=10**12), "GB of host memory", error=PorosError),
@@ -131,30 +126,12 @@ CONFIGS = [
     dense("an unknown field", config(nonsense={"a": [1, None]}), None),
     dense("a field twice", text(CONFIG, b"{", b'{"use_cache": false,'), None),
     bnb("gptq", {"quant_method": "gptq", "bits": 4}, "'gptq'", **UNSUPPORTED),
-    bnb(
-        "8 bits",
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        "8 bits of bitsandbytes",
-        **UNSUPPORTED,
-    ),
-    bnb(
-        "quantization of nothing",
-        {"quant_method": "bitsandbytes"},
-        "found quantization_config",
-        **UNSUPPORTED,
-    ),
-    bnb("odd 4-bit type", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf5"}, "nf5"),
-    bnb(
-        "odd compute dtype",
-        {"load_in_4bit": True, "bnb_4bit_compute_dtype": "x"},
-        "quantization_config, found",
-    ),
+    bnb("8 bits", {"load_in_8bit": True}, "8 bits of bitsandbytes", **UNSUPPORTED),
+    bnb("quantization of nothing", {}, "found quantization_config", **UNSUPPORTED),
+    bnb("odd 4-bit type", {**FOUR_BITS, "bnb_4bit_quant_type": "nf5"}, "nf5"),
+    bnb("odd compute dtype", {**FOUR_BITS, "bnb_4bit_compute_dtype": "x"}, "_config, found"),
     dense("quantization is a text", config(quantization_config="nf4"), UNFIT),
-    bnb(
-        "dense weights said to be 4-bit",
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        "expected a 4-bit weight with its quantization state",
-    ),
+    bnb("dense weights said to be 4-bit", FOUR_BITS, "4-bit weight with its quantization state"),
 ]
 
 
@@ -208,11 +185,7 @@ WEIGHT_CASES = [
     dense("NaN in the head", tensor(HEAD, spoil(NAN)), "expected finite"),
     dense("layers from 1", renamed("layers.0.", "layers.7."), "none of model.layers.0"),
     dense("another prefix", renamed("model.", "transformer."), "none of"),
-    dense(
-        "a name with escapes",
-        added("model.layers.0.\x1b[2J\n.weight"),
-        r"model\.layers\.0\.\\x1b\[2J\\n\.weight",
-    ),
+    dense("a name with escapes", added("model.layers.0.\x1b[2J\n"), r"layers\.0\.\\x1b\[2J\\n"),
     dense("a name of a megabyte", added("model.layers.0." + "x" * 10**6), "characters"),
     dense("tensors of other parts", added("vision.w"), None),
     dense("another program's manifest.json", put("manifest.json", b'{"name": "web app"}'), None),
@@ -230,42 +203,27 @@ WEIGHT_CASES = [
     moe("experts as they are", both(), None),
 ]
 
-IN_PLACE = document(ADAPTER, base_model_name_or_path="org/base")
+IN_PLACE = document(ADAPTER, base_model_name_or_path="org/base", peft_type="LORA")
+ALONE = "found an adapter alone; its base is 'org/base'"
 GGUF = put("m.gguf", b"GGUF")
 
 ADAPTERS = [
-    dense(
-        "an adapter beside the weights",
-        document(ADAPTER, base_model_name_or_path="org/base", peft_type="LORA"),
-        "found an adapter beside it .of the base 'org/base'.",
-        **UNSUPPORTED,
-    ),
-    planned(
-        "an adapter alone",
-        both(drop(CONFIG, WEIGHTS), IN_PLACE),
-        "found an adapter alone; its base is 'org/base'",
-        **UNSUPPORTED,
-    ),
-    dense(
-        "an adapter with a config",
-        both(drop(WEIGHTS), IN_PLACE),
-        "found an adapter alone",
-        **UNSUPPORTED,
-    ),
+    dense("an adapter beside it", IN_PLACE, "beside it .of the base 'org/base'", **UNSUPPORTED),
+    planned("an adapter alone", both(drop(CONFIG, WEIGHTS), IN_PLACE), ALONE, **UNSUPPORTED),
+    dense("an adapter with a config", both(drop(WEIGHTS), IN_PLACE), ALONE, **UNSUPPORTED),
     dense("a broken adapter config", put(ADAPTER, b"{"), "adapter_config.json: expected a JSON"),
     dense("only GGUF", both(drop(WEIGHTS), GGUF), "GGUF.*'m.gguf'"),
     dense("only GGUF, no config", both(drop(WEIGHTS, CONFIG), GGUF), "GGUF"),
     dense("only a pickle", both(drop(WEIGHTS), put("pytorch_model.bin", b"x")), "never opened"),
 ]
 
+SKIPPED = quantized(llm_int8_skip_modules=["lm_head", "down_proj"])
+RENAMED = renamed(STATE, STATE.replace("nf4", "nf5"))
+
 STATES = [
     packed("as they should be", both(), None),
     packed("single, as they should be", both(), None, "4bit single"),
-    packed(
-        "packed where the configuration is dense",
-        quantized(llm_int8_skip_modules=["lm_head", "down_proj"]),
-        "expected a dense weight, as config.json says",
-    ),
+    packed("packed where all is said dense", SKIPPED, "expected a dense weight, as config.json"),
     said("NaN offset", {"nested_offset": NAN}, "NaN is not JSON"),
     said("endless offset", {"nested_offset": 1e999}, "Infinity is not JSON"),
     said("offset is a text", {"nested_offset": "0"}, "a finite nested_offset"),
@@ -289,11 +247,7 @@ STATES = [
     said("a field too many", {"extra": 1}, "double quantization"),
     packed("state is no JSON", tensor(STATE, lambda t: t[:9]), "text that is none"),
     packed("state of a megabyte", tensor(STATE, lambda t: t.repeat(6000)), "at most 4096 bytes"),
-    packed(
-        "state under another type's name",
-        renamed(STATE, STATE.replace("nf4", "nf5")),
-        "expected one quantization state",
-    ),
+    packed("state under another type's name", RENAMED, "expected one quantization state"),
     packed("code of 0", tensor(MAP, lambda t: t[:0]), "16 entries"),
     packed("code of 15", tensor(MAP, lambda t: t[:15]), "16 entries"),
     packed("NaN in the code", tensor(MAP, spoil(NAN)), "quant_map|code"),

@@ -22,13 +22,11 @@ from poros.errors import PorosError
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.load import load
 from poros.loaders.store import open_store
-from tests.loading.checkpoints import FIRST, SECOND, mappings, open_files, write_sharded
+from tests.loading.checkpoints import FIRST, SECOND, mappings, open_files, write, write_sharded
 from tests.loading.damage import Case, manifest, pickled
-from tests.loading.file_cases import FILES, NAMES
+from tests.loading.file_cases import FILES, NAMES, STORES
 from tests.loading.loaded import Kinds, differences, is_mapped, quantization, standard
 from tests.loading.model_cases import MODELS
-from tests.loading.store_cases import STORES
-from tests.loading.stores import write
 from tests.support import num_memory_files
 
 OPENED: dict[str, tuple[Callable[[Path], Path], Callable[[Any], Any]]] = {

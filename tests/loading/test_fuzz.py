@@ -43,13 +43,13 @@ from tests.loading.checkpoints import (
     header_of,
     mappings,
     open_files,
+    write,
     write_sharded,
 )
 from tests.loading.damage import said_in, write_sealed
 from tests.loading.file_cases import RIGHT_MAP
 from tests.loading.fuzz import make_bases, run
 from tests.loading.mutations import places
-from tests.loading.stores import write
 
 FACTOR = int(os.environ.get("POROS_FUZZ", "1"))
 

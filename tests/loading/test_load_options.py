@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 import poros
 import poros.loaders.load
@@ -138,14 +138,6 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_read(
     with pytest.raises(PolicyError, match=message):
         load(places[source], **options)
     assert not places["new"].exists()
-
-
-def test_fields_beside_a_given_configuration(kinds: Kinds) -> None:
-    config = AutoConfig.from_pretrained(kinds.dense())
-    with pytest.raises(PolicyError, match="use_cache: beside config="):
-        load(kinds.dense(), config=config, use_cache=False)
-    model = load(kinds.dense(), config=config, attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(

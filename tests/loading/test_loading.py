@@ -20,7 +20,12 @@ from bitsandbytes.nn import Params4bit
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
 import poros.loaders.load
-from poros.errors import CheckpointFormatError, HostMemoryError, UnsupportedModelError
+from poros.errors import (
+    CheckpointFormatError,
+    HostMemoryError,
+    PolicyError,
+    UnsupportedModelError,
+)
 from poros.gates import tiny
 from poros.gates.multimodal import MULTIMODAL
 from poros.gates.registry import read_registry
@@ -293,13 +298,19 @@ def test_the_weights_that_are_asked_for(
 
 @STORED
 def test_the_configuration_that_is_given(kinds: Kinds, tmp_path: Path, is_stored: bool) -> None:
+    """Fields beside it are refused; but for the attention, which no configuration is saved with."""
     config = AutoConfig.from_pretrained(kinds.dense(), attn_implementation="eager")
     config.rms_norm_eps = 0.25
-    before = config.to_dict()
-    model = load(kinds.dense(), config=config, store=tmp_path / "store" if is_stored else None)
+    before, store = config.to_dict(), tmp_path / "store" if is_stored else None
+    with pytest.raises(PolicyError, match="use_cache: beside config="):
+        load(kinds.dense(), config=config, use_cache=False)
+    model = load(kinds.dense(), config=config, store=store)
     assert model.config.rms_norm_eps == 0.25 and model.model.norm.variance_epsilon == 0.25
     assert model.config._attn_implementation == "eager" and config.to_dict() == before
     assert differences(model, pretrained(kinds.dense(), config=config)) == []
+    plain = AutoConfig.from_pretrained(kinds.dense())
+    model = load(kinds.dense(), config=plain, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
 
 
 @QUANTIZED

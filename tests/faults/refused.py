@@ -10,7 +10,7 @@ import bitsandbytes as bnb
 import torch
 import transformers
 from accelerate import cpu_offload
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from peft import (
     CartridgeConfig,
     LoraConfig,
@@ -79,8 +79,8 @@ def changed(change: Callable[[Any], object], **options: Any) -> Make:
     return make
 
 
-def train_a_linear(model: Any) -> None:
-    layers_of(model)[2].mlp.up_proj.base_layer.weight.requires_grad_(True)
+def train_a_linear(model: Any, is_trained: bool = True) -> None:
+    layers_of(model)[2].mlp.up_proj.base_layer.weight.requires_grad_(is_trained)
 
 
 def on_meta() -> Any:
@@ -195,6 +195,8 @@ class Case:
     error: type[PorosError] = UnsupportedModelError
     works: bool = True
     """Whether the model can run at all."""
+    mend: Callable[[Any], object] | None = None
+    """What it takes for the model to be prepared."""
     has_plain_tensors: bool = True
     """Whether its bytes can be looked at."""
 
@@ -250,6 +252,7 @@ CASES = {
         "trainable",
         "requires_grad_",
         r"layers\.2\.mlp\.up_proj\.base_layer\.weight",
+        mend=lambda model: train_a_linear(model, False),
     ),
     "meta model": Case(on_meta, "meta device", "load the weights", r"\w+\.weight", works=False),
     "one meta weight": Case(
@@ -260,7 +263,13 @@ CASES = {
         works=False,
     ),
     "offloaded": Case(changed(offload, quantize=False), "Accelerate", "device_map"),
-    "hook on one module": Case(changed(hook_a_module), "Accelerate", "device_map", LAYER_1 + "mlp"),
+    "hook on one module": Case(
+        changed(hook_a_module),
+        "Accelerate",
+        "device_map",
+        LAYER_1 + "mlp",
+        mend=lambda model: remove_hook_from_module(model, recurse=True),
+    ),
     "merged 4-bit": Case(
         changed(lambda model: model.merge_adapter()),
         "merged",
@@ -271,7 +280,11 @@ CASES = {
         changed(lambda model: model.merge_adapter(), quantize=False), "merged", "unmerge_adapter"
     ),
     "one merged": Case(
-        changed(merge_one, quantize=False), "merged", "unmerge_adapter", r"layers\.2\.mlp\.up_proj"
+        changed(merge_one, quantize=False),
+        "merged",
+        "unmerge_adapter",
+        r"layers\.2\.mlp\.up_proj",
+        mend=lambda model: model.unmerge_adapter(),
     ),
     "unquantized 4-bit": Case(
         unquantized_4bit, "not quantized", "load_in_4bit", LAYER_1 + r"mlp\.up_proj", works=False

@@ -4,7 +4,9 @@ Nothing of a step is left when it is over: not after it, not after ``restore``, 
 was deleted.
 """
 
+import copy
 import gc
+import pickle
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from tests.covers import with_slow
 from tests.snapshots import (
     assert_same_run,
     batches,
+    bits_of,
     build,
     changes,
     layers_of,
@@ -49,10 +52,24 @@ def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> Non
         poros.runtime(model)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
-def test_restore_after_training_equals_a_model_that_was_never_prepared(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "is_failed"), [("qwen2", False), ("gemma3", False), ("qwen2", True)]
+)
+def test_restored_after_steps_it_equals_a_model_that_was_never_prepared(
+    architecture: str, is_failed: bool
+) -> None:
+    """After a run, and also after a step that has failed."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("a user's hook")
+
     twin, model = build(architecture), prepare_plain(build(architecture))
     assert_same_run(run(twin), run(model))
+    if is_failed:
+        handle = layers_of(model)[1].mlp.register_forward_hook(fail)
+        with pytest.raises(KeyError):
+            model(**batches()[0])
+        handle.remove()
     poros.restore(model)
     assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
     for each in (twin, model):
@@ -75,7 +92,10 @@ def test_everything_works_on_the_restored_model() -> None:
 
     twin, model = build(), prepare_plain(build())
     model(**batches()[0])
-    merged = [use(each) for each in (twin, poros.restore(model))]
+    copies = [copy.deepcopy(poros.restore(model)), pickle.loads(pickle.dumps(model))]
+    assert all(changes(bits_of(twin), bits_of(each)) == {} for each in copies)
+    assert_same_run(resident_run(), run(copies[0]))
+    merged = [use(each) for each in (twin, model)]
     assert changes(*(picture(each, identity=False) for each in merged)) == {}
     assert not any("lora" in name for name, _ in merged[1].named_modules())
 
@@ -127,22 +147,6 @@ def test_restore_with_a_graph_alive_never_gives_another_gradient() -> None:
         found = gradients(model)
         assert [n for n, each in gradients(twin).items() if not same_bits(each, found[n])] == []
     assert_same_run(run(twin), run(model))
-
-
-def test_restore_after_a_failed_step() -> None:
-    def fail(*_: object) -> None:
-        raise KeyError("a user's hook")
-
-    model = build()
-    handle = layers_of(model)[1].mlp.register_forward_hook(fail)
-    prepare_plain(model)
-    with pytest.raises(KeyError):
-        model(**batches()[0])
-    handle.remove()
-    poros.restore(model)
-    twin = build()
-    assert_same_run(run(twin), run(model))
-    assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
 
 
 @pytest.mark.parametrize("quantize", [True, False])

@@ -36,11 +36,11 @@ from poros.loaders.store import open_store
 from poros.model import saving
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
-from poros.slots.schedule import Phase, loads, training_visits, walk
+from poros.slots.schedule import Phase, training_visits
 from poros.streams import EagerStreams, StreamContext
 from tests.children import run_forked
+from tests.loading.checkpoints import write_store
 from tests.loading.loaded import Kinds, budget_for, differences
-from tests.loading.stores import write_store
 from tests.slots import Slots, random_store
 from tests.snapshots import changes, outcome
 from tests.support import prepare_plain
@@ -159,15 +159,6 @@ def test_the_reader_is_ahead_of_the_walk(tmp_path: Path, monkeypatch: Patch) -> 
     hidden, bare = visit(0.04), visit(0.0)
     num_loads = (slots.manager.num_loads - num_loads) // 2
     assert bare > 0.5 * num_loads * 20 and hidden < 0.3 * bare, (hidden, bare, num_loads)
-
-
-@pytest.mark.parametrize("num_slots", [2, 3, 4])
-def test_loads_are_what_the_walk_prefetches(num_slots: int) -> None:
-    contents: list[int | None] = [None] * num_slots
-    actions = walk(training_visits(6, 3), 6, num_slots)
-    expected = [action.block for action in actions if action.kind == "prefetch"]
-    visits = [block for block, _ in training_visits(6, 3)]
-    assert sorted(loads(contents, visits)) == sorted(expected)
 
 
 def test_staging_is_page_locked_first(

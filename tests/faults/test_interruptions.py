@@ -267,9 +267,7 @@ def small() -> Model:
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
-def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
-    phase: Phase,
-) -> None:
+def test_a_visit_interrupted_anywhere_leaves_nothing_behind(phase: Phase) -> None:
     prepared = small()
     runtimes = [streamed_layer(layer) for layer in layers_of(prepared)]
     prepared(**BATCHES[0])

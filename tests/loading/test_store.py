@@ -1,8 +1,8 @@
 """Stores on disk: the bytes come back, and what is not as it was written does not open.
 
 Writers that are out of room, or one of several, leave nothing half-written that opens. Those that
-are killed stand in test_kills.py, whole files that are damaged in test_damage.py, manifests that
-are made up in test_fuzz.py.
+are killed stand in test_stores_of_loads.py, whole files that are damaged in test_damage.py,
+manifests that are made up in test_fuzz.py.
 """
 
 import errno

@@ -1,22 +1,304 @@
 """Every fault of streaming that the suite plants: how it is made, and what has to notice it.
 
-Each stands here once. ``test_planted.py`` crosses it with what must catch it: the parity gate, the
-gate while every read is watched, the self-check, and the self-check where attention does not repeat
-itself.
+Each stands here once: made in the code, in a prepared model, or by a user. ``test_planted.py``
+crosses it with what must catch it: the parity gate, the gate while every read is watched, the
+self-check, and the self-check where attention does not repeat itself.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
+from transformers.utils.output_capturing import _active_collector
 
 import poros
 from poros.errors import RematerializationError
-from poros.slots.schedule import Phase
-from tests.faults import planting as how
-from tests.snapshots import build
+from poros.slots import manager as manager_module
+from poros.slots.manager import BlockManager
+from poros.slots.ring import Slot
+from poros.slots.schedule import Phase, missing, predict
+from poros.stream.args import is_shared_mapping
+from poros.stream.general import RecomputedCall
+from poros.stream.rng import RngStash
+from poros.stream.settings import Settings
+from poros.stream.state import AmbientState, Surroundings
+from poros.stream.visit import BlockVisit
+from poros.streams import Event
+from tests import mutants
+from tests.snapshots import build, layers_of
 from tools.adversary import AdversarialStreams
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+Spoil = Callable[[Any, AdversarialStreams], None]
+
+NUM_LAYERS = 4
+
+# The state around a layer.
+
+
+def unguarded(plant: Plant | None = None) -> Plant:
+    """Without the recomputation's own check of what was drawn: others have to notice."""
+
+    def blind(patch: Patch) -> None:
+        patch.setattr(RngStash, "equals", lambda *_: True)
+        if plant is not None:
+            plant(patch)
+
+    return blind
+
+
+def restore_no_random_state(patch: Patch) -> None:
+    patch.setattr(RngStash, "replay", lambda self: nullcontext())
+
+
+def set_no_random_state(patch: Patch) -> None:
+    patch.setattr(RngStash, "replay", lambda self: torch.random.fork_rng(devices=[]))
+
+
+def leave_the_random_state(patch: Patch) -> None:
+    """It is set for the recomputation, and nobody puts the caller's back."""
+
+    @contextmanager
+    def replay(self: RngStash) -> Iterator[None]:
+        torch.set_rng_state(self.cpu)
+        yield
+
+    patch.setattr(RngStash, "replay", replay)
+
+
+def replaying(**lost: Any) -> Plant:
+    """The recomputation replays another state."""
+    genuine = AmbientState.but_random
+
+    def but_random(self: AmbientState, modules: Any) -> Any:
+        values = {name: value(modules) for name, value in lost.items()}
+        return genuine(replace(self, **values), modules)
+
+    return lambda patch: patch.setattr(AmbientState, "but_random", but_random)
+
+
+lose_autocast = unguarded(replaying(surroundings=lambda _: Surroundings((), Settings.capture())))
+lose_training_flags = unguarded(replaying(training=lambda modules: (False,) * len(modules)))
+
+
+# The bytes in a slot.
+
+
+def at_acquire(act: Callable[[Any, Slot, int, Phase, AdversarialStreams], None]) -> Spoil:
+    """Do something to a slot as soon as a layer has it."""
+
+    def spoil(model: Any, streams: AdversarialStreams) -> None:
+        runtime = poros.runtime(model)
+        genuine = runtime.manager.acquire
+
+        def acquire(block: int, phase: Phase) -> Slot:
+            slot = genuine(block, phase)
+            act(runtime, slot, block, phase, streams)
+            return slot
+
+        runtime.manager.acquire = acquire  # type: ignore[method-assign]
+
+    return spoil
+
+
+def flip_in_the_slot(only: Phase | None = None, times: float = float("inf")) -> Spoil:
+    def spoil(model: Any, streams: AdversarialStreams) -> None:
+        left = [times]
+
+        def act(_: Any, slot: Slot, block: int, phase: Phase, streams: Any) -> None:
+            if block == 1 and only in (None, phase) and left[0] > 0:
+                left[0] -= 1
+                slot.buffer[1000] ^= 0x0F
+
+        at_acquire(act)(model, streams)
+
+    return spoil
+
+
+def refill_early(only: Phase) -> Spoil:
+    """The next block of the slot comes too early: the copy does not wait for the release."""
+
+    def act(runtime: Any, slot: Slot, block: int, phase: Phase, streams: Any) -> None:
+        if phase is only and block == 1:
+            other = runtime.host_slab(2)
+            slot.buffer[: other.numel()].copy_(other)
+
+    return at_acquire(act)
+
+
+def refill(runtime: Any, slot: Slot, block: int, phase: Phase, streams: AdversarialStreams) -> None:
+    """Copied and waited for by the book, but too early."""
+    other = runtime.host_slab((block + 2) % NUM_LAYERS)
+    streams.wait(streams.copy(slot.buffer[: other.numel()], other, after=streams.record()))
+
+
+def overwrite(
+    runtime: Any, slot: Slot, block: int, phase: Phase, streams: AdversarialStreams
+) -> None:
+    """The next block but one is copied into the slot of the block that computes."""
+    other = runtime.host_slab((block + 2) % NUM_LAYERS)
+    streams.copy(slot.buffer[: other.numel()], other, after=slot.released)
+
+
+def release_at_acquire(patch: Patch) -> None:
+    """The slot goes to another block while its own is computed."""
+    acquire, release = BlockManager.acquire, BlockManager.release
+
+    def acquire_and_release(self: BlockManager, block: int, phase: Phase) -> Slot:
+        slot = acquire(self, block, phase)
+        release(self, block)
+        return slot
+
+    patch.setattr(BlockManager, "acquire", acquire_and_release)
+    patch.setattr(BlockManager, "release", lambda *_, **__: None)
+
+
+def poison_what_is_released(model: Any, _: AdversarialStreams) -> None:
+    """No fault: whoever reads a slot without asking for its block shows."""
+    manager = poros.runtime(model).manager
+    genuine = manager.release
+
+    def release(block: int) -> None:
+        genuine(block)
+        manager.evict(block)
+        manager._ring.slot(block).buffer.fill_(0xFF)
+
+    manager.release = release  # type: ignore[method-assign]
+
+
+def ask_for_no_block(patch: Patch) -> None:
+    """What a backward reads of a slot it reads whatever lies there by then."""
+    patch.setattr(BlockVisit, "lease", lambda self, *_: self._manager._ring.slot(self.block).buffer)
+
+
+def exchange_slabs(model: Any, _: AdversarialStreams) -> None:
+    slabs = poros.runtime(model).host.slabs
+    slabs[1], slabs[3] = slabs[3], slabs[1]
+
+
+def flip_in_the_slab(model: Any, _: AdversarialStreams) -> None:
+    poros.runtime(model).host_slab(1)[1000] ^= 0x0F
+
+
+# The order of copies.
+
+
+def remove_the_wait(patch: Patch) -> None:
+    (found,) = (
+        mutation
+        for mutation in mutants.stream_context_mutations()
+        if mutation.function == "BlockManager._waited_for" and mutation.change.endswith("removed")
+    )
+    assert found.change == "self._streams.wait(slot.ready) removed"
+    found.apply(patch)
+
+
+class NeverWaitsForPrefetched(AdversarialStreams):
+    """Waits only for a copy that has just been queued, as one on demand is."""
+
+    is_on_demand = False
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
+        self.is_on_demand = True
+        return super().copy(target, source, after=after)
+
+    def wait(self, event: Event) -> None:
+        if self.is_on_demand:
+            super().wait(event)
+
+    def record(self) -> Event:
+        self.is_on_demand = False
+        return super().record()
+
+
+def prefetch_into_the_slot_in_use(patch: Patch) -> None:
+    patch.setattr(
+        manager_module,
+        "missing",
+        lambda contents, in_use, expected: missing(contents, -1, expected),
+    )
+
+
+def backwards(*visit: Any) -> Any:
+    return reversed(list(predict(*visit)))
+
+
+def never_turning(block: int, phase: Phase, num_blocks: int) -> Any:
+    return predict(block, Phase.INFERENCE, num_blocks)
+
+
+def one_too_far(*visit: Any) -> Any:
+    return list(predict(*visit))[1:]
+
+
+WRONG_PREDICTIONS = {backwards: 17, never_turning: 14, one_too_far: 10}
+"""And how many blocks they load in two steps; the walk loads 10. They cost time, and no bit."""
+
+
+# Gradients and what layers hand on.
+
+
+def exchange_saved_values(patch: Patch) -> None:
+    """What the recomputation saves goes to the wrong operators; its outputs are right."""
+    genuine = RecomputedCall._recompute
+
+    def recompute(self: RecomputedCall) -> Any:
+        values, alike = genuine(self), defaultdict(list)
+        for number in values:
+            alike[self._forms[number]].append(number)
+        return {
+            number: values[other]
+            for numbers in alike.values()
+            for number, other in zip(numbers, numbers[1:] + numbers[:1], strict=True)
+        }
+
+    patch.setattr(RecomputedCall, "_recompute", recompute)
+
+
+def detach_what_is_beside(patch: Patch) -> None:
+    """What layers hand on by the side, in mappings and records, carries no gradient."""
+    genuine = RecomputedCall.forward
+
+    def detached(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        return tuple(map(detached, value)) if isinstance(value, tuple) else value
+
+    def forward(self: RecomputedCall, args: Any, kwargs: Any) -> Any:
+        result = genuine(self, args, kwargs)
+        for mapping in filter(is_shared_mapping, kwargs.values()):
+            mapping.update({key: detached(value) for key, value in mapping.items()})
+        for record in (_active_collector.get() or {}).values():
+            record[:] = map(detached, record)
+        return result
+
+    patch.setattr(RecomputedCall, "forward", forward)
+
+
+# What a user's own code does.
+
+
+def edit_an_input_inside(model: Any) -> None:
+    """Past PyTorch's count of edits; the forward and the recomputation both do it."""
+
+    def edit(module: Any, args: Any) -> None:
+        args[0].data.add_(1)
+
+    layers_of(model)[1].input_layernorm.register_forward_pre_hook(edit)
+
+
+def edit_an_input_afterwards(model: Any) -> None:
+    """Past PyTorch's count: only the recomputation starts from the edited input."""
+
+    def edit(module: Any, args: Any, output: Any) -> None:
+        args[0].data.mul_(2)
+
+    layers_of(model)[1].register_forward_hook(edit)
 
 
 @dataclass(frozen=True)
@@ -28,7 +310,7 @@ class Cell:
     autocast: torch.dtype | None = None
 
     def build(self) -> Any:
-        return build(self.architecture, num_layers=how.NUM_LAYERS, dtype=self.dtype)
+        return build(self.architecture, num_layers=NUM_LAYERS, dtype=self.dtype)
 
 
 QWEN2 = Cell()
@@ -55,8 +337,8 @@ class Fault:
         num_steps: Of the training.
     """
 
-    plant: how.Plant | None = None
-    spoil: how.Spoil | None = None
+    plant: Plant | None = None
+    spoil: Spoil | None = None
     user: Callable[[Any], None] | None = None
     streams: type[AdversarialStreams] = AdversarialStreams
     cell: Cell = QWEN2
@@ -81,21 +363,21 @@ LOSS = frozenset({"loss"})
 
 FAULTS = {
     "random state not restored": Fault(
-        how.restore_no_random_state, gate="RematerializationError.*random numbers"
+        restore_no_random_state, gate="RematerializationError.*random numbers"
     ),
     "random state not restored, unguarded": Fault(
-        how.unguarded(how.restore_no_random_state),
+        unguarded(restore_no_random_state),
         num_steps=2,
         gate=FIRST_GRADIENT,
         differing=LOSS_AND_RANDOM | {"adapter weights"},
         self_check=r"layers\.0: " + TRACE,
     ),
     "random state not set": Fault(
-        how.unguarded(how.set_no_random_state), gate=FIRST_GRADIENT, self_check=GRADIENT
+        unguarded(set_no_random_state), gate=FIRST_GRADIENT, self_check=GRADIENT
     ),
     # The first step is right; the second one starts from the random state of the first.
     "random state of the recomputation left behind": Fault(
-        how.leave_the_random_state,
+        leave_the_random_state,
         num_steps=2,
         gate="step 1, loss of micro-batch 0",
         differing=LOSS_AND_RANDOM,
@@ -103,98 +385,90 @@ FAULTS = {
     ),
     # Without autocast, or in evaluation mode, a layer saves other tensors.
     "autocast lost": Fault(
-        how.lose_autocast,
+        lose_autocast,
         cell=AUTOCAST,
         gate=OTHERS_SAVED,
         self_check=OTHERS_SAVED,
         error=RematerializationError,
     ),
     "training flags lost": Fault(
-        how.lose_training_flags,
+        lose_training_flags,
         gate=OTHERS_SAVED,
         self_check=OTHERS_SAVED,
         error=RematerializationError,
     ),
-    "slot poisoned": Fault(spoil=how.at_acquire(how.poison), gate=FIRST_LOSS),
     "slot refilled by the book, early": Fault(
-        spoil=how.at_acquire(how.refill), gate=FIRST_LOSS + r"(?!.*\bnan\b)", differing=LOSS
+        spoil=at_acquire(refill), gate=FIRST_LOSS + r"(?!.*\bnan\b)", differing=LOSS
     ),
     "slot refilled early, forward": Fault(
-        spoil=how.refill_early(Phase.FORWARD),
+        spoil=refill_early(Phase.FORWARD),
         gate=FIRST_LOSS,
         self_check=r"layers\.1: output: \d+ of \d+ elements differ",
     ),
     "slot refilled early, backward": Fault(
-        spoil=how.refill_early(Phase.BACKWARD),
+        spoil=refill_early(Phase.BACKWARD),
         gate=FIRST_GRADIENT,
         self_check=r"layers\.1: gradient of input 0: \d+ of \d+",
     ),
     "slot read without its block": Fault(
-        how.ask_for_no_block,
-        how.poison_what_is_released,
-        gate=FIRST_GRADIENT,
+        ask_for_no_block, poison_what_is_released, gate=FIRST_GRADIENT
     ),
     "slot released early": Fault(
-        how.release_at_acquire,
+        release_at_acquire,
         watched="arm raised SlotHazard.*overwrite a slot while it is read",
     ),
     "slot in use overwritten": Fault(
-        spoil=how.at_acquire(how.overwrite),
+        spoil=at_acquire(overwrite),
         gate="arm raised SlotHazard.*overwrite a slot while it is read",
     ),
-    "blocks 0 and 1 exchanged": Fault(
-        spoil=how.exchange_slabs(0, 1), gate=FIRST_LOSS, differing=LOSS
-    ),
-    "blocks 1 and 3 exchanged": Fault(
-        spoil=how.exchange_slabs(1, 3), gate=FIRST_LOSS, differing=LOSS
-    ),
+    "blocks exchanged": Fault(spoil=exchange_slabs, gate=FIRST_LOSS, differing=LOSS),
     "nibble flipped in a slot": Fault(
-        spoil=how.flip_in_the_slot(), gate=FIRST_LOSS, self_check=r"layers\.1: output: "
+        spoil=flip_in_the_slot(), gate=FIRST_LOSS, self_check=r"layers\.1: output: "
     ),
     "nibble flipped in a forward": Fault(
-        spoil=how.flip_in_the_slot(Phase.FORWARD, 1), unsteady=r"layers\.1: output: "
+        spoil=flip_in_the_slot(Phase.FORWARD, 1), unsteady=r"layers\.1: output: "
     ),
     "nibble flipped in every backward": Fault(
-        spoil=how.flip_in_the_slot(Phase.BACKWARD), unsteady=STEADY_GRADIENT
+        spoil=flip_in_the_slot(Phase.BACKWARD), unsteady=STEADY_GRADIENT
     ),
     "nibble flipped in a slab": Fault(
-        spoil=how.flip_in_the_slab,
+        spoil=flip_in_the_slab,
         gate=FIRST_LOSS,
         self_check=r"layers\.1: the host bytes of block 1 are not",
     ),
-    "wait removed": Fault(how.remove_the_wait, gate=FIRST_LOSS, self_check=OUTPUT, unsteady=OUTPUT),
+    "wait removed": Fault(remove_the_wait, gate=FIRST_LOSS, self_check=OUTPUT, unsteady=OUTPUT),
     "prefetched slot not waited for": Fault(
-        streams=how.NeverWaitsForPrefetched,
+        streams=NeverWaitsForPrefetched,
         gate=FIRST_LOSS,
         watched="arm raised SlotHazard.*without waiting for copy",
     ),
     "prefetch into the slot in use": Fault(
-        how.prefetch_into_the_slot_in_use, gate="arm raised SlotStateError.*block 2.*slot 0"
+        prefetch_into_the_slot_in_use, gate="arm raised SlotStateError.*block 2.*slot 0"
     ),
     "saved values exchanged": Fault(
-        how.exchange_saved_values,
+        exchange_saved_values,
         gate=FIRST_GRADIENT,
         self_check=GRADIENT,
         unsteady=STEADY_GRADIENT,
     ),
     "shared key-value states dropped": Fault(
-        how.detach_what_is_beside,
+        detach_what_is_beside,
         cell=SHARED_STATES,
         gate=FIRST_GRADIENT,
         self_check=r"layers\.0: shared_kv_states\['sliding_attention'\]\[0\] needs a gradient: "
         "resident has True",
     ),
     "router loss dropped": Fault(
-        how.detach_what_is_beside,
+        detach_what_is_beside,
         cell=Cell("mixtral"),
         gate=FIRST_GRADIENT,
         self_check=r"layers\.3: recorded router_logits\[0\] needs a gradient: resident has True",
     ),
     "input edited inside": Fault(
-        user=how.edit_an_input_inside,
+        user=edit_an_input_inside,
         gate="",
         self_check=r"layers\.1: expected the recomputation to save the values that the forward",
         error=RematerializationError,
     ),
-    "input edited afterwards": Fault(user=how.edit_an_input_afterwards, gate=""),
+    "input edited afterwards": Fault(user=edit_an_input_afterwards, gate=""),
 }

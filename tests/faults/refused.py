@@ -10,7 +10,7 @@ import bitsandbytes as bnb
 import torch
 import transformers
 from accelerate import cpu_offload
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from peft import (
     CartridgeConfig,
     LoraConfig,
@@ -79,8 +79,8 @@ def changed(change: Callable[[Any], object], **options: Any) -> Make:
     return make
 
 
-def train_a_linear(model: Any) -> None:
-    layers_of(model)[2].mlp.up_proj.base_layer.weight.requires_grad_(True)
+def train_a_linear(model: Any, is_trained: bool = True) -> None:
+    layers_of(model)[2].mlp.up_proj.base_layer.weight.requires_grad_(is_trained)
 
 
 def on_meta() -> Any:
@@ -126,6 +126,23 @@ def eight_bit() -> Any:
             device_map={"": "cpu"},
         )
     return with_lora(model)
+
+
+def said_to_be(settings: dict[str, Any]) -> Make:
+    """Dense, and its configuration says that it was quantized by some library."""
+    return changed(
+        lambda model: setattr(model.get_base_model().config, "quantization_config", settings),
+        quantize=False,
+    )
+
+
+def pack(dtype: torch.dtype) -> Make:
+    """Packed weights of nobody in particular."""
+    packed = torch.zeros(4, 4).to(dtype)
+    return changed(
+        lambda model: layers_of(model)[2].self_attn.register_buffer("qweight", packed),
+        quantize=False,
+    )
 
 
 def compile_an_entry(model: Any) -> None:
@@ -178,10 +195,16 @@ class Case:
     error: type[PorosError] = UnsupportedModelError
     works: bool = True
     """Whether the model can run at all."""
+    mend: Callable[[Any], object] | None = None
+    """What it takes for the model to be prepared."""
     has_plain_tensors: bool = True
     """Whether its bytes can be looked at."""
 
 
+METHODS = (
+    *("gptq", "awq", "eetq", "hqq", "aqlm", "quanto", "torchao"),
+    *("compressed-tensors", "fp8", "mxfp4"),
+)
 LAYER_1 = r"layers\.1\."
 CASES = {
     "encoder": Case(bert("BertModel"), "BertModel", "AutoModelForCausalLM"),
@@ -229,6 +252,7 @@ CASES = {
         "trainable",
         "requires_grad_",
         r"layers\.2\.mlp\.up_proj\.base_layer\.weight",
+        mend=lambda model: train_a_linear(model, False),
     ),
     "meta model": Case(on_meta, "meta device", "load the weights", r"\w+\.weight", works=False),
     "one meta weight": Case(
@@ -239,7 +263,13 @@ CASES = {
         works=False,
     ),
     "offloaded": Case(changed(offload, quantize=False), "Accelerate", "device_map"),
-    "hook on one module": Case(changed(hook_a_module), "Accelerate", "device_map", LAYER_1 + "mlp"),
+    "hook on one module": Case(
+        changed(hook_a_module),
+        "Accelerate",
+        "device_map",
+        LAYER_1 + "mlp",
+        mend=lambda model: remove_hook_from_module(model, recurse=True),
+    ),
     "merged 4-bit": Case(
         changed(lambda model: model.merge_adapter()),
         "merged",
@@ -250,12 +280,32 @@ CASES = {
         changed(lambda model: model.merge_adapter(), quantize=False), "merged", "unmerge_adapter"
     ),
     "one merged": Case(
-        changed(merge_one, quantize=False), "merged", "unmerge_adapter", r"layers\.2\.mlp\.up_proj"
+        changed(merge_one, quantize=False),
+        "merged",
+        "unmerge_adapter",
+        r"layers\.2\.mlp\.up_proj",
+        mend=lambda model: model.unmerge_adapter(),
     ),
     "unquantized 4-bit": Case(
         unquantized_4bit, "not quantized", "load_in_4bit", LAYER_1 + r"mlp\.up_proj", works=False
     ),
     "8-bit": Case(eight_bit, "by bitsandbytes in 8 bit", "poros.load", "its quantization_config"),
+    **{
+        f"quantized by {method}": Case(
+            said_to_be({"quant_method": method}), f"quantized by {method} "
+        )
+        for method in METHODS
+    },
+    "said to be 8-bit": Case(
+        said_to_be({"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        "quantized by bitsandbytes in 8 bit ",
+    ),
+    **{
+        f"packed in {dtype}": Case(
+            pack(dtype), r"packed weights of torch\.", "", r"layers\.2\.self_attn\.qweight"
+        )
+        for dtype in (torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn)
+    },
     "compiled layer": Case(
         changed(lambda m: layers_of(m)[1].compile(backend="eager")),
         "compiled",

@@ -1,5 +1,10 @@
-"""One number decides slots and kept layers, at the first step, and changes no bit."""
+"""One number decides slots and kept layers, at the first step, and changes no bit.
 
+Where nothing else fits, inputs of layers wait on the host: two are on the device at a time.
+"""
+
+import gc
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -10,15 +15,28 @@ from peft import LoraConfig
 
 import poros
 from poros.api import prepare_with
-from poros.errors import PreparedModelError, VRAMBudgetError
+from poros.errors import (
+    HostMemoryError,
+    PreparedModelError,
+    RematerializationError,
+    VRAMBudgetError,
+)
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, hash_digests, start_digests, train
+from poros.host import limits
+from poros.host.layout import BlockLayout
+from poros.host.store import HostSlab
 from poros.model.sizing import ResidencyPlan
+from poros.stream.boundary import streamed_layer
+from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.streams import EagerStreams
 from tests.comparing import compare_trajectories
-from tests.snapshots import layers_of
+from tests.planning.cells import OperatorBytes
+from tests.snapshots import changes, layers_of, outcome
 from tests.support import AdversarialPrepare, make_model, prepare_plain
+from tools.adversary import AdversarialStreams, SlotHazard
 
+Patch = pytest.MonkeyPatch
 NUM_LAYERS = 6
 SPEC = TrainingSpec(num_steps=2, accumulation=2)
 BATCHES = tiny.make_batches(4, num_tokens=16, padded=False)
@@ -33,13 +51,43 @@ def build(**options: Any) -> Any:
 
 @cache
 def floor() -> int:
-    plans = (poros.plan(build(), **SHAPE, offload_boundaries=each) for each in (False, True))
-    return min(each.total_num_bytes for each in plans)
+    return min(planned(offload_boundaries=each) for each in (False, True))
 
 
 @cache
 def full() -> int:
-    return poros.plan(build(), **SHAPE, num_slots=NUM_LAYERS, keep_last=NUM_LAYERS).total_num_bytes
+    return planned(num_slots=NUM_LAYERS, keep_last=NUM_LAYERS)
+
+
+def planned(**options: Any) -> int:
+    """The bytes that a step of ``SHAPE`` takes, with other options."""
+    return poros.plan(build(), **{**SHAPE, **options}).total_num_bytes
+
+
+def prepared(**options: Any) -> Any:
+    return prepare_plain(build(), device="cpu", **options).train()
+
+
+def over(streams: EagerStreams) -> Any:
+    """With three slots, of memory that these streams give."""
+    return prepare_with(build(), poros.StreamingPolicy(slots=3, loss="reference"), streams=streams)
+
+
+class Scarce(EagerStreams):
+    """Gives memory so many times; then there is none, once, or as long as ``left`` is 0."""
+
+    left: float = float("inf")
+    is_back = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        if not self.left and num_bytes:
+            self.left = float("inf") if self.is_back else 0
+            raise torch.OutOfMemoryError("no more")
+        self.left -= 1 if num_bytes else 0
+        return super().allocate(num_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +95,25 @@ def resident() -> Trajectory:
     return train(build(), BATCHES, SPEC)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_budgets_change_no_bit(share: float, resident: Trajectory) -> None:
+@pytest.mark.parametrize(
+    ("share", "is_hostile"),
+    [
+        *((0.0, False), (0.5, False), (1.0, False), (0.5, True)),
+        pytest.param(1.0, True, marks=pytest.mark.slow),
+    ],
+)
+def test_budgets_change_no_bit(share: float, is_hostile: bool, resident: Trajectory) -> None:
+    """With the self-check, or under adversarial streams."""
     budget = int(floor() + share * (full() - floor()))
-    model = prepare_plain(build(), device="cpu", vram_budget=budget)
-    assert poros.runtime(model).plan is None
-    assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
+    hostile = AdversarialPrepare()
+    with hostile.watching() if is_hostile else nullcontext():
+        prepare: Any = hostile if is_hostile else prepare_plain
+        model = prepare(build(), device="cpu", vram_budget=budget)
+        assert poros.runtime(model).plan is None
+        assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
     runtime = poros.runtime(model)
     assert runtime.plan is not None and runtime.plan.total_num_bytes <= budget
-    assert runtime.self_check["status"] == "passed"
+    assert runtime.self_check["status"] == ("off" if is_hostile else "passed")
     in_ring = runtime.num_blocks - runtime.num_streamed_blocks + runtime.num_slots
     assert (in_ring, runtime.plan.keep_last) == (runtime.plan.num_slots, runtime.plan.keep_last)
     if share == 0.0:
@@ -64,19 +122,8 @@ def test_budgets_change_no_bit(share: float, resident: Trajectory) -> None:
         assert (runtime.num_streamed_blocks, runtime.plan.keep_last) == (0, NUM_LAYERS)
 
 
-@pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_budgets_change_no_bit_under_adversarial_streams(
-    share: float, resident: Trajectory
-) -> None:
-    budget = int(floor() + share * (full() - floor()))
-    with AdversarialPrepare().watching() as prepare:
-        model = prepare(build(), vram_budget=budget)
-        assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
-
-
 def test_a_warm_step_loads_what_was_planned() -> None:
-    budget = poros.plan(build(), **SHAPE, num_slots=4).total_num_bytes
-    model = prepare_plain(build(), device="cpu", vram_budget=budget).train()
+    model = prepared(vram_budget=planned(num_slots=4))
     runtime = poros.runtime(model)
     for _ in range(2):
         before = runtime.stats()["h2d_num_bytes"]
@@ -86,11 +133,12 @@ def test_a_warm_step_loads_what_was_planned() -> None:
 
 
 def test_a_budget_below_the_floor_is_refused_before_anything_is_trained() -> None:
-    model = prepare_plain(build(), device="cpu", vram_budget=floor() - 1).train()
+    model = prepared(vram_budget=floor() - 1)
     before = hash_digests(start_digests(model))
     random_state = torch.get_rng_state()
-    with pytest.raises(VRAMBudgetError, match=r"the floor for 2 slots(.|\n)*workspace"):
+    with pytest.raises(VRAMBudgetError, match=r"the floor for 2 slots(.|\n)*workspace") as caught:
         model(**BATCHES[0])
+    assert should_reduce_batch_size(caught.value)  # so that trainers which look for it know it
     assert torch.equal(torch.get_rng_state(), random_state)
     assert hash_digests(start_digests(model)) == before
     with torch.no_grad():
@@ -100,8 +148,8 @@ def test_a_budget_below_the_floor_is_refused_before_anything_is_trained() -> Non
 
 
 def test_a_batch_that_grows_is_planned_again() -> None:
-    budget = poros.plan(build(), **{**SHAPE, "seq_len": 64}, num_slots=4).total_num_bytes
-    model = prepare_plain(build(), device="cpu", vram_budget=budget).train()
+    budget = planned(seq_len=64, num_slots=4)
+    model = prepared(vram_budget=budget)
     long, short = (tiny.make_batches(1, num_tokens=n, padded=False)[0] for n in (64, 16))
     model(**short).loss.backward()
     runtime = poros.runtime(model)
@@ -120,26 +168,23 @@ def test_a_batch_that_grows_is_planned_again() -> None:
 
 
 def test_room_is_made_between_a_forward_and_its_backward() -> None:
-    batch = BATCHES[0]
+    """It is refused where a hook may have kept old weights."""
     gradients = []
-    for is_resized in (False, True):
-        model = prepare_plain(build(), device="cpu", slots=2).train()
+    for is_resized, is_hooked in ((False, False), (True, False), (True, True)):
+        model = prepared(slots=2)
+        if is_hooked:
+            layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
         torch.manual_seed(0)
-        loss = model(**batch).loss
+        loss = model(**BATCHES[0]).loss
         if is_resized:
             poros.runtime(model).resize(ResidencyPlan(4, 2))
+        if is_hooked:
+            with pytest.raises(poros.RematerializationError, match="moved to make room"):
+                loss.backward()
+            break
         loss.backward()
         gradients.append([p.grad for p in layers_of(model).parameters() if p.grad is not None])
     assert gradients[0] and all(map(torch.equal, *gradients))
-
-
-def test_it_is_refused_where_a_hook_may_have_kept_old_weights() -> None:
-    model = prepare_plain(build(), device="cpu", slots=2).train()
-    layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
-    loss = model(**BATCHES[0]).loss
-    poros.runtime(model).resize(ResidencyPlan(4, 2))
-    with pytest.raises(poros.RematerializationError, match="moved to make room"):
-        loss.backward()
 
 
 def test_room_is_made_where_gradients_are_summed_by_nodes_that_stay() -> None:
@@ -161,18 +206,8 @@ def test_room_is_made_where_gradients_are_summed_by_nodes_that_stay() -> None:
 
 @pytest.mark.parametrize("num_given", [0, 1, 4])
 def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Trajectory) -> None:
-    class Scarce(EagerStreams):
-        left = 99
-
-        def allocate(self, num_bytes: int) -> torch.Tensor:
-            if not self.left:
-                self.left = 99
-                raise torch.OutOfMemoryError("no more")
-            self.left -= 1
-            return super().allocate(num_bytes)
-
-    streams = Scarce(torch.device("cpu"))
-    model = prepare_with(build(), poros.StreamingPolicy(slots=3, loss="reference"), streams=streams)
+    streams = Scarce()
+    model = over(streams)
     runtime = poros.runtime(model)
     streams.left = num_given
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
@@ -184,20 +219,12 @@ def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Tr
 
 
 def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajectory) -> None:
-    class Scarce(EagerStreams):
-        is_empty = False
-
-        def allocate(self, num_bytes: int) -> torch.Tensor:
-            if self.is_empty and num_bytes:
-                raise torch.OutOfMemoryError("no more")
-            return super().allocate(num_bytes)
-
-    streams = Scarce(torch.device("cpu"))
-    model = prepare_with(build(), poros.StreamingPolicy(slots=3, loss="reference"), streams=streams)
+    streams = Scarce()
+    model = over(streams)
     train(model, BATCHES, SPEC)
     runtime = poros.runtime(model)
     before = runtime.stats()
-    streams.is_empty = True
+    streams.left, streams.is_back = 0, False
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         runtime.resize(ResidencyPlan(5, 2))
     after = runtime.stats()
@@ -206,7 +233,7 @@ def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajec
     assert runtime.num_slots == runtime.num_streamed_blocks == 0
     with pytest.raises(PreparedModelError, match=r"poros\.restore"):
         model(**BATCHES[0])
-    streams.is_empty = False
+    streams.left = float("inf")
     runtime.resize(ResidencyPlan(3, 0))
     assert runtime.num_slots == 3
     poros.restore(model)(**BATCHES[0]).loss.backward()
@@ -249,32 +276,25 @@ def test_a_device_that_runs_out_says_what_a_step_needs(is_backward: bool) -> Non
 
 
 def test_boundaries_are_offloaded_when_nothing_else_fits() -> None:
-    shape = {**SHAPE, "seq_len": 128}
     batches = tiny.make_batches(4, num_tokens=128, padded=False)
-    least = poros.plan(build(), **shape, offload_boundaries=True).total_num_bytes
-    assert least < poros.plan(build(), **shape, offload_boundaries=False).total_num_bytes
+    least = planned(seq_len=128, offload_boundaries=True)
+    assert least < planned(seq_len=128, offload_boundaries=False)
     expected = train(build(), batches, SPEC)
-    model = prepare_plain(build(), device="cpu", vram_budget=least, self_check="off")
+    model = prepared(vram_budget=least, self_check="off")
     assert compare_trajectories(expected, train(model, batches, SPEC)) == []
     runtime = poros.runtime(model)
     assert runtime.plan is not None and runtime.plan.offload_boundaries
     assert runtime.stats()["offloaded_num_bytes"] > 0
-    model = prepare_plain(
-        build(), device="cpu", vram_budget=least, offload_boundaries=False, self_check="off"
-    )
+    model = prepared(vram_budget=least, offload_boundaries=False, self_check="off")
     with pytest.raises(VRAMBudgetError):
         train(model, batches, SPEC)
 
 
 def test_two_shapes_are_not_planned_as_one_that_never_was() -> None:
     shapes = [(16, 16), (2, 128)]
-    need = max(
-        poros.plan(build(), **{**SHAPE, "batch_size": rows, "seq_len": length}).total_num_bytes
-        for rows, length in shapes
-    )
-    whole = poros.plan(build(), **{**SHAPE, "batch_size": 16, "seq_len": 128}).total_num_bytes
-    assert need < whole
-    model = prepare_plain(build(), device="cpu", vram_budget=need, self_check="off").train()
+    need = max(planned(batch_size=rows, seq_len=length) for rows, length in shapes)
+    assert need < planned(batch_size=16, seq_len=128)
+    model = prepared(vram_budget=need, self_check="off")
     for rows, length in shapes:
         batch = tiny.make_batches(1, batch_size=rows, num_tokens=length, padded=False)[0]
         model(**batch).loss.backward()
@@ -288,29 +308,17 @@ def test_other_adapters_are_planned_anew() -> None:
     model.set_adapter("default")
     prepare_plain(model, device="cpu", vram_budget=full() * 20, self_check="off").train()
     runtime = poros.runtime(model)
-    sizes = []
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = "somebody/a-model"
+    sizes, before = [], config.to_dict()
     for name in ("default", "default", "large"):
         model.set_adapter(name)
         model(**BATCHES[0]).loss.backward()
         assert runtime.plan is not None
         sizes.append(runtime.plan.terms["adapters"])
     assert sizes[0] == sizes[1] < sizes[2]
-
-
-def test_planning_leaves_the_adapters_configuration_alone() -> None:
-    model = build()
-    config = model.peft_config["default"]
-    config.base_model_name_or_path = "somebody/a-model"
-    before = config.to_dict()
     poros.plan(model, **SHAPE)
-    assert config.to_dict() == before
-
-
-def test_a_refused_batch_is_known_to_trainers_that_look_for_one() -> None:
-    model = prepare_plain(build(), device="cpu", vram_budget=floor() - 1).train()
-    with pytest.raises(VRAMBudgetError) as caught:
-        model(**BATCHES[0])
-    assert should_reduce_batch_size(caught.value)
+    assert config.to_dict() == before  # planning leaves it alone
 
 
 def test_a_loop_that_never_calls_train_keeps_to_the_budget() -> None:
@@ -331,29 +339,19 @@ def groups(model: Any, number: int = 4) -> tuple[list[torch.Tensor], list[torch.
     return losses, [each.grad for each in model.parameters() if each.grad is not None]
 
 
-@cache
-def needed(number: int, **options: Any) -> int:
-    plan = poros.plan(build(), **options, self_check=False, micro_batches=number)
-    return plan.total_num_bytes
-
-
 @pytest.mark.parametrize(("share", "expected"), [(1.0, 1), (0.6, 2), (0.0, 0)])
 def test_as_many_micro_batches_go_together_as_the_budget_has_room_for(
     share: float, expected: int
 ) -> None:
     """All four, twice two, or one after the other."""
     # On a CPU nothing shares its dense weights unless it is asked to.
-    options = {
-        **SHAPE,
-        "offload_boundaries": False,
-        "num_slots": 2,
-        "keep_last": 0,
-        "share_dense": False,
-    }
-    budget = int(needed(1, **options) + share * (needed(4, **options) - needed(1, **options)))
+    options: Any = {"offload_boundaries": False, "num_slots": 2, "keep_last": 0}
+    options |= {"share_dense": False, "self_check": False}
+    one, four = (planned(micro_batches=number, **options) for number in (1, 4))
+    budget = int(one + share * (four - one))
     losses, gradients = groups(build().train())
     chosen: Any = {"offload_boundaries": False, "self_check": "off", "slots": 2, "keep_last": 0}
-    model = prepare_plain(build().train(), device="cpu", vram_budget=f"{budget}B", **chosen)
+    model = prepared(vram_budget=f"{budget}B", **chosen)
     found_losses, found_gradients = groups(model)
     assert all(map(torch.equal, losses, found_losses))
     assert all(map(torch.equal, gradients, found_gradients))
@@ -363,3 +361,190 @@ def test_as_many_micro_batches_go_together_as_the_budget_has_room_for(
     assert is_alone == (expected == 0)
     plan = poros.runtime(model).plan
     assert plan is not None and plan.total_num_bytes <= budget
+
+
+# Inputs of layers that wait on the host.
+
+
+def hostile(model: Any, **overrides: Any) -> Any:
+    """Adversarial streams with the self-check on."""
+    policy = poros.StreamingPolicy(offload_boundaries=True, loss="reference").override(**overrides)
+    return prepare_with(model, policy, streams=AdversarialStreams())
+
+
+def test_two_inputs_are_on_the_device_at_a_time() -> None:
+    sizes = []
+    batch = tiny.make_batches(1, num_tokens=64, padded=False)[0]
+    for is_offloaded in (False, True):
+        policy: Any = {"offload_boundaries": is_offloaded, "self_check": "off"}
+        model = prepare_plain(build(num_layers=8), device="cpu", **policy).train()
+        model(**batch).loss.backward()
+        with OperatorBytes() as live:
+            loss = model(**batch, use_cache=False).loss
+            sizes.append(live.now)
+        del loss, model
+    one = 2 * 64 * 64 * 2
+    assert sizes[0] - sizes[1] == pytest.approx((8 - 2) * one, abs=one / 2)
+
+
+def test_host_buffers_are_used_again() -> None:
+    model = hostile(build(), self_check="off").train()
+    runtime = poros.runtime(model)
+    sizes = []
+    longer = tiny.make_batches(1, num_tokens=40, padded=False)[0]
+    for batch in (BATCHES[0], BATCHES[0], longer, BATCHES[0]):
+        model(**batch).loss.backward()
+        sizes.append(runtime.offloader.num_bytes)
+        assert runtime.stats()["offloaded_num_bytes"] == sizes[-1]
+    assert sizes[0] == sizes[1] > 0 and sizes[2] == sizes[3]
+    assert sizes[2] == pytest.approx(sizes[0] * 40 / 16, rel=0.01)
+
+
+def test_a_graph_that_is_dropped_gives_everything_back(resident: Trajectory) -> None:
+    model = hostile(build(), self_check="off").train()
+    offloader = poros.runtime(model).offloader
+    loss = model(**BATCHES[0]).loss
+    most = offloader.num_bytes
+    del loss
+    loss = model(**BATCHES[1]).loss
+
+    def fail(*_: object) -> None:
+        raise ValueError("interrupted")
+
+    handle = layers_of(model)[2].mlp.register_full_backward_hook(fail)
+    with pytest.raises((ValueError, RematerializationError)):
+        loss.backward()
+    handle.remove()
+    del loss
+    gc.collect()
+    model.zero_grad()
+    assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
+    assert offloader.num_bytes == most > 0
+
+
+def test_two_backwards_through_one_graph() -> None:
+    found = []
+    for model in (build(), prepare_plain(build(), device="cpu", offload_boundaries=True)):
+        torch.manual_seed(0)
+        loss = model.train()(**BATCHES[0]).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(outcome(model))
+    assert changes(*found) == {}
+
+
+def test_control_another_inputs_buffer_is_seen(resident: Trajectory, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(ActivationOffloader, "_take", lambda self, tensor: buffer)
+    buffer = HostSlab(BlockLayout((), 1 << 20))
+    model = AdversarialPrepare()(build(), offload_boundaries=True)
+    assert compare_trajectories(resident, train(model, BATCHES, SPEC))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_control_memory_given_back_under_a_copy(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(OffloadedInput, "__del__", lambda self: None)
+    offloader = ActivationOffloader(AdversarialStreams())
+    offloaded = parked(offloader, 5)
+    offloaded[4].fetch()
+    offloaded[3].fetch()
+    del offloaded  # the input of layer 2 is on its way
+    with pytest.raises(SlotHazard, match="given back"):
+        parked(offloader, 1)
+
+
+def parked(offloader: ActivationOffloader, number: int) -> list[Any]:
+    """The inputs of so many layers, of 12 equal numbers."""
+    inputs = [torch.full((3, 4), float(index)) for index in range(number)]
+    return [offloader.offload(each, f"layer {at}", at) for at, each in enumerate(inputs)]
+
+
+def test_each_input_comes_back_ahead_of_its_layer() -> None:
+    offloaded = parked(ActivationOffloader(AdversarialStreams()), 6)
+    assert [each._tensor is not None for each in offloaded] == [False] * 4 + [True] * 2
+    for index in reversed(range(6)):
+        assert torch.equal(offloaded[index].fetch(), torch.full((3, 4), float(index)))
+        on_device = [number for number, each in enumerate(offloaded) if each._tensor is not None]
+        assert on_device == ([index - 1] if index else [])
+
+
+def test_what_cannot_be_parked_stays() -> None:
+    model = hostile(build(), self_check="off").train()
+    layer = layers_of(model)[1]
+    runtime = streamed_layer(layer)
+    assert runtime.offload(torch.ones(4, 6).t()) is None
+    assert runtime.offload(torch.ones(4, dtype=torch.long)) is None
+    assert runtime.offload(torch.nn.Parameter(torch.ones(4))) is None
+
+
+def test_an_edited_input_is_refused_again_and_again() -> None:
+    """The edit and the copy to the host are not ordered: what came back may hold either."""
+    model = hostile(build(), self_check="off").train()
+    inputs: list[torch.Tensor] = []
+    handle = layers_of(model)[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    edited = model(**BATCHES[0]).loss
+    handle.remove()
+    with torch.no_grad():
+        inputs[0].add_(1)
+    other = model(**BATCHES[1]).loss  # not to blame
+    for _ in range(2):
+        with pytest.raises(RematerializationError, match=r"layers\.5: its input was edited"):
+            edited.backward(retain_graph=True)
+    other.backward()
+
+
+def test_host_memory_goes_with_the_backward_not_with_the_loss() -> None:
+    model = hostile(build(), self_check="off").train()
+    losses, sizes = [], set()
+    for _ in range(4):
+        losses.append(model(**BATCHES[0]).loss)
+        losses[-1].backward()
+        sizes.add(poros.runtime(model).offloader.num_bytes)
+    assert len(sizes) == 1
+
+
+def test_a_dropped_graph_waits_on_no_stream(monkeypatch: Patch) -> None:
+    """A collector drops it wherever it is, with any stream current: the allocator has to know."""
+    offloader = ActivationOffloader(AdversarialStreams())
+    offloaded = parked(offloader, 3)
+    own = offloader._streams
+    abandoned: list[tuple[int, ...]] = []
+
+    def refuse(event: object) -> None:
+        raise AssertionError("waited")
+
+    monkeypatch.setattr(own, "wait", refuse)
+    monkeypatch.setattr(own, "abandon", lambda memory, event: abandoned.append(memory.shape))
+    del offloaded
+    gc.collect()
+    assert abandoned == [(3, 4)] * 2
+
+
+def test_an_input_given_twice_passes_the_self_check(monkeypatch: Patch) -> None:
+    model = build()
+    layer = layers_of(model)[1]
+    forward = type(layer).forward
+
+    def twice(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("again", None)
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(type(layer), "forward", twice)
+    model = hostile(model).train()
+
+    def add(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "again": args[0]}
+
+    for each in layers_of(model):
+        each.register_forward_pre_hook(add, with_kwargs=True)
+    model(**BATCHES[0]).loss.backward()
+    assert poros.runtime(model).self_check["status"] == "passed"
+
+
+def test_too_little_host_memory_is_said_before_it_is_taken(monkeypatch: Patch) -> None:
+    model = hostile(build(), self_check="off").train()
+    limit = limits.MemoryLimit(1 << 20, "a limit")
+    monkeypatch.setattr(limits, "host_memory_left", lambda root: limit)
+    with pytest.raises(HostMemoryError, match="inputs of layers"):
+        model(**BATCHES[0])
+    monkeypatch.undo()
+    model(**BATCHES[0]).loss.backward()

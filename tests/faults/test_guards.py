@@ -5,8 +5,8 @@ import io
 import logging
 import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from operator import ne
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from peft import (
     set_peft_model_state_dict,
 )
 from torch import nn
-from transformers import Trainer, TrainingArguments
 
 import poros
 from poros.errors import PreparedModelError
@@ -27,7 +26,6 @@ from poros.gates import tiny
 from tests.snapshots import (
     assert_same_run,
     batches,
-    bits_of,
     build,
     changes,
     layers_of,
@@ -55,7 +53,15 @@ CASTS: dict[str, Callable[[nn.Module], Any]] = {
     "float": lambda module: module.float(),
     "double": lambda module: module.double(),
     "to(meta)": lambda module: module.to("meta"),
+    "to(cpu)": lambda module: module.to("cpu"),
+    "to(device)": lambda module: module.to(torch.device("cpu")),
+    "cpu": lambda module: module.cpu(),
 }
+HARMLESS = {
+    torch.bfloat16: {"to(cpu)", "to(device)", "cpu"},
+    torch.float32: {"to(cpu)", "to(device)", "cpu", "to(dtype=)", "float"},
+}
+"""Those that change nothing, by the dtype of the model. Adapters are float32."""
 
 MERGES: dict[str, Callable[[Any], Any]] = {
     "merge_and_unload": lambda model: model.merge_and_unload(),
@@ -74,27 +80,28 @@ def model() -> Any:
     return prepare_plain(build())
 
 
-def all_asked_of_one(quantize: bool, dtype: torch.dtype) -> Iterator[Any]:
+Kind = tuple[bool, torch.dtype]
+KINDS = [(quantize, dtype) for dtype in HARMLESS for quantize in (True, False)]
+
+
+@pytest.fixture(scope="module")
+def asked(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A prepared model that everything is asked of, and that trains exactly in the end."""
+    quantize, dtype = request.param
     model = prepare_plain(build(quantize=quantize, dtype=dtype))
     yield model
     assert_same_run(resident_run(quantize=quantize, dtype=dtype), run(model))
 
 
-@pytest.fixture(scope="module", params=["nf4", "dense"])
-def asked(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield from all_asked_of_one(request.param == "nf4", torch.bfloat16)
-
-
-@pytest.fixture(scope="module", params=["nf4", "dense"])
-def asked_float32(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield from all_asked_of_one(request.param == "nf4", torch.float32)
+def of(*kinds: Kind) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("asked", kinds, indirect=True, ids=str)
 
 
 def require_restore_named(error: BaseException) -> None:
     assert "poros.restore" in str(error) and "expected" in str(error) and "found" in str(error)
 
 
+@of(*KINDS[:2])
 @pytest.mark.parametrize("call", MERGES)
 def test_merging_names_restore_and_changes_nothing(call: str, asked: Any) -> None:
     before = picture(asked)
@@ -130,44 +137,22 @@ def test_merging_an_adapter_from_after_prepare_is_never_silent(quantize: bool) -
     require_restore_named(caught.value)
 
 
-def check_casts(model: Any, level: str, harmless: Sequence[str]) -> None:
-    before = picture(model)
-    for name, cast in CASTS.items():
-        # transformers itself refuses some casts of 4-bit models, with a ValueError.
-        is_4bit = any(hasattr(parameter, "quant_state") for parameter in model.parameters())
-        try:
-            cast(LEVELS[level](model))
-        except PreparedModelError as error:
-            assert "poros.restore" in str(error) and name not in harmless, name
-        except ValueError:
-            assert is_4bit, name
-        else:
-            assert name in harmless
-        assert changes(before, picture(model)) == {}, name
-
-
+@of(*KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_casts_are_refused_at_every_level(level: str, asked: Any) -> None:
-    check_casts(asked, level, ())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_casts_of_a_float32_model_to_what_it_is_are_harmless(
-    level: str, asked_float32: Any
-) -> None:
-    """Adapters are float32, so elsewhere each of these casts changes something."""
-    check_casts(asked_float32, level, ("to(dtype=)", "float"))
-
-
-@pytest.mark.parametrize("asked", ["nf4"], indirect=True)
-@pytest.mark.parametrize("level", LEVELS)
-def test_moving_to_the_same_device_is_harmless(level: str, asked: Any) -> None:
-    before = picture(asked)
-    module = LEVELS[level](asked)
-    assert module.to("cpu") is module
-    assert module.to(torch.device("cpu")) is module
-    assert module.cpu() is module
-    assert changes(before, picture(asked)) == {}
+    """All but those to what the model is already."""
+    before, module = picture(asked), LEVELS[level](asked)
+    # transformers itself refuses some casts of 4-bit models, with a ValueError.
+    is_4bit = any(hasattr(parameter, "quant_state") for parameter in asked.parameters())
+    for name, cast in CASTS.items():
+        is_harmless = name in HARMLESS[asked.get_base_model().dtype]
+        try:
+            assert cast(module) is module and is_harmless, name
+        except PreparedModelError as error:
+            assert "poros.restore" in str(error) and not is_harmless, name
+        except ValueError:
+            assert is_4bit, name
+        assert changes(before, picture(asked)) == {}, name
 
 
 COPIES: dict[str, Callable[[Any], object]] = {
@@ -185,22 +170,17 @@ COPIES: dict[str, Callable[[Any], object]] = {
 
 def test_a_move_within_the_device_reaches_what_stays_and_nothing_that_streams() -> None:
     model = prepare_plain(build())
-    frozen = [
-        parameter
-        for parameter in layers_of(model).parameters()
-        if not parameter.requires_grad and parameter.ndim > 1
-    ]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    places = [tensor.data_ptr() for tensor in (*frozen, *trained)]
+    parameters = layers_of(model).parameters()
+    frozen = [each for each in parameters if not each.requires_grad and each.ndim > 1]
+    trained = [each for each in model.parameters() if each.requires_grad]
+    before = [[each.data_ptr() for each in some] for some in (frozen, trained)]
     model._apply(torch.clone)
-    moved = [tensor.data_ptr() for tensor in (*frozen, *trained)]
-    assert moved[: len(frozen)] == places[: len(frozen)]
-    pairs = zip(places, moved, strict=True)
-    assert all(before != after for before, after in list(pairs)[len(frozen) :])
+    after = [[each.data_ptr() for each in some] for some in (frozen, trained)]
+    assert before[0] == after[0] and all(map(ne, before[1], after[1]))
     assert_same_run(resident_run(), run(model))
 
 
-@pytest.mark.parametrize("asked", ["nf4"], indirect=True)
+@of(KINDS[0])
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_copies_are_refused(level: str, how: str, asked: Any) -> None:
@@ -209,16 +189,6 @@ def test_copies_are_refused(level: str, how: str, asked: Any) -> None:
     with pytest.raises(PreparedModelError, match=r"expected to copy or pickle.*poros\.restore"):
         COPIES[how](LEVELS[level](asked))
     assert changes(before, picture(asked)) == {}
-
-
-def test_copies_and_pickles_of_the_restored_model_work(model: Any) -> None:
-    run(model)
-    model.zero_grad()
-    poros.restore(model)
-    twin = copy.deepcopy(model)
-    assert changes(bits_of(model), bits_of(twin)) == {}
-    assert changes(bits_of(model), bits_of(pickle.loads(pickle.dumps(model)))) == {}
-    assert_same_run(run(twin), run(model))
 
 
 @pytest.mark.cover("values")
@@ -251,32 +221,6 @@ def test_enabling_checkpointing_changes_what_comes_in_and_no_layer(
     getattr(module, f"{method}_disable")()
     assert_same_run(run(twin, 1), run(model, 1))
     assert not poros.restore(model).get_base_model().is_gradient_checkpointing
-
-
-def test_the_trainer_may_enable_checkpointing(tmp_path: Path) -> None:
-    def train(model: Any, name: str, checkpointing: bool) -> dict[str, object]:
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / name),
-            max_steps=2,
-            per_device_train_batch_size=2,
-            gradient_checkpointing=checkpointing,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=3,
-        )
-        rows = [
-            {key: value[row] for key, value in batch.items()}
-            for batch in batches()
-            for row in range(2)
-        ]
-        Trainer(model=model, args=arguments, train_dataset=rows).train()  # type: ignore[arg-type]
-        return bits_of(model)
-
-    expected = train(build(), "plain", False)
-    assert changes(expected, train(build(), "resident", True)) == {}
-    assert changes(expected, train(prepare_plain(build()), "streamed", True)) == {}
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

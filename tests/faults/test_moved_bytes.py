@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import SlabWriter
 from poros.stream.boundary import is_streamed
 from poros.streams import EagerStreams
+from tests.covers import with_slow
 from tests.snapshots import assert_same_run, build, layers_of, run
 from tests.support import prepare_plain
 
@@ -140,11 +142,13 @@ def test_flipped_by_prepare(kind: str, keep_last: int, monkeypatch: Patch) -> No
         run(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
-def test_flipped_by_load(kind: str, source: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("way", "kind", "on_the_way"),
+    [*((*each, False) for each in product(WAYS, KINDS)), ("staged", "packed weight", True)],
+)
+def test_flipped_by_load(kind: str, on_the_way: bool, source: Path, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
-        flips = flip_when_packed(patch, KINDS[kind])
+        flips = flip_when_packed(patch, KINDS[kind], on_the_way=on_the_way)
         base = poros.load(source)
     assert len(flips) == 1
     model = with_lora(base)
@@ -153,16 +157,6 @@ def test_flipped_by_load(kind: str, source: Path, monkeypatch: Patch) -> None:
         prepare_plain(model)
     assert not any(map(is_streamed, model.modules()))
     assert torch.equal(part_of(model, kind), before)
-
-
-@pytest.mark.parametrize("way", ["staged"])
-def test_flipped_on_the_way_back_from_a_device(source: Path, monkeypatch: Patch) -> None:
-    with monkeypatch.context() as patch:
-        flips = flip_when_packed(patch, UP, on_the_way=True)
-        model = with_lora(poros.load(source))
-    assert len(flips) == 1
-    with pytest.raises(ParityError, match=NAMED):
-        prepare_plain(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,21 +249,18 @@ def edit_dense(model: Any) -> None:
     part_of(model, "norm").data[3] *= 2
 
 
-@pytest.mark.parametrize(
-    ("edit", "quantization"),
-    [
-        *((edit, "nf4") for edit in (edit_scales, replace_bytes, edit_dense)),
-        *(
-            pytest.param(edit, "nf4", marks=pytest.mark.slow)
-            for edit in (edit_in_place, replace_scales)
-        ),
-        # A dense weight may even be edited behind PyTorch.
-        (lambda model: flip(part_of(model, "packed weight")), None),
-    ],
-)
-def test_control_edits_before_prepare_are_nobodys_fault(
-    edit: Any, quantization: str | None, dense: Path
-) -> None:
+def edit_behind_pytorch(model: Any) -> None:
+    """As only a dense weight may be."""
+    flip(part_of(model, "packed weight"))
+
+
+EDITS = (edit_scales, replace_bytes, edit_dense, edit_in_place, replace_scales, edit_behind_pytorch)
+
+
+@pytest.mark.parametrize("edit", with_slow(EDITS, (edit_in_place, replace_scales)))
+def test_control_edits_before_prepare_are_nobodys_fault(edit: Any, dense: Path) -> None:
+    quantization = None if edit is edit_behind_pytorch else "nf4"
+
     def make() -> Any:
         model = with_lora(poros.load(dense, quantization=quantization))
         edit(model)

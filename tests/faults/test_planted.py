@@ -21,10 +21,15 @@ from poros.gates.report import ParityReport
 from poros.slots import manager as manager_module
 from poros.slots.schedule import Phase, count, training_visits, walk
 from poros.stream import attention
-from tests.faults.planted import AUTOCAST, FAULTS, QWEN2, SHARED_STATES, Cell, Fault
-from tests.faults.planting import (
+from tests.faults.planted import (
+    AUTOCAST,
+    FAULTS,
     NUM_LAYERS,
+    QWEN2,
+    SHARED_STATES,
     WRONG_PREDICTIONS,
+    Cell,
+    Fault,
     Patch,
     detach_what_is_beside,
     lose_autocast,
@@ -230,11 +235,8 @@ def test_control_attention_that_repeats_itself_is_proved_as_it_is() -> None:
 
 @pytest.mark.usefixtures("flags_stay")
 @having("unsteady")
-def test_a_fault_is_found_behind_unsteady_attention(name: str, monkeypatch: Patch) -> None:
+def test_a_fault_is_found_behind_unsteady_attention(fault: Fault, monkeypatch: Patch) -> None:
     make_unsteady(monkeypatch)
-    fault = FAULTS[name]
-    if fault.plant is not None:
-        fault.plant(monkeypatch)
     with pytest.raises(ParityError, match=fault.unsteady):
         checked_run(fault)
 

@@ -1,7 +1,13 @@
-"""What is small stays on the device: edited, cast, replaced and trained as in a resident model."""
+"""Tensors of layers that do not stream: they train as in a resident model.
+
+What is small stays on the device: edited, cast, replaced and trained. What a hook takes out of a
+layer, and what it brings into one, is trained too.
+"""
 
 import copy
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +28,9 @@ from tests.snapshots import (
     bits_of,
     build,
     changes,
+    digest,
     layers_of,
+    outcome,
     run,
 )
 from tests.support import AdversarialPrepare, prepare_plain, same_bits
@@ -95,61 +103,41 @@ def trainable(model: Any) -> None:
         layer.input_layernorm.weight.requires_grad_(True)
 
 
-EDITS = [
-    in_place,
-    through_data,
-    through_numpy,
-    assigned_data,
-    cast,
-    cast_by_method,
-    replaced,
-    replaced_module,
-    loaded,
-]
+EDITS = [in_place, through_data, through_numpy, assigned_data, cast, cast_by_method]
+EDITS += [replaced, replaced_module, loaded]
 COUNTED = [each for each in EDITS if each not in (through_data, through_numpy)]
 """Those that PyTorch, or an address, tells of."""
 
 
-def train(model: Any, edit: Callable[[Any], None]) -> list[Any]:
+Edit = Callable[[Any], None]
+by_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+
+
+def train(model: Any, edit: Edit) -> tuple[Any, Any, list[Any]]:
     """A run, an edit, a run with the optimizer made anew, an evaluation."""
-    found = [run(model)]
+    first = run(model)
     edit(model)
-    found.append(run(model))
+    second = run(model)
     with torch.no_grad():
         model.eval()
-        found.append([model(**batch).logits for batch in batches()])
-    return found
-
-
-def assert_same(expected: list[Any], found: list[Any]) -> None:
-    for left, right in zip(expected[:2], found[:2], strict=True):
-        assert_same_run(left, right)
-    for left, right in zip(expected[2], found[2], strict=True):
-        assert same_bits(left, right)
+        return first, second, [digest(model(**batch).logits) for batch in batches()]
 
 
 ROOMS = ({"slots": 2}, {"slots": 2, "block_size": 2}, {"slots": 3, "keep_last": 1})
 
 
-@pytest.mark.parametrize(
-    ("edit", "options"),
-    [
-        *((edit, ROOMS[number % len(ROOMS)]) for number, edit in enumerate(EDITS)),
-    ],
-    ids=lambda each: getattr(each, "__name__", str(each)),
-)
-def test_edits_between_steps_are_those_of_a_resident_run(
-    edit: Callable[[Any], None], options: dict[str, Any]
-) -> None:
-    expected = train(make(), edit)
-    prepare = AdversarialPrepare()
-    with prepare.watching():
+@by_edit
+def test_edits_between_steps_are_those_of_a_resident_run(edit: Edit) -> None:
+    expected, options = train(make(), edit), ROOMS[EDITS.index(edit) % len(ROOMS)]
+    with AdversarialPrepare().watching() as prepare:
         found = train(prepare(make(), **options), edit)
-    assert_same(expected, found)
+    for left, right in zip(expected[:2], found[:2], strict=True):
+        assert_same_run(left, right)
+    assert expected[2] == found[2]
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_control_every_edit_shows(edit: Callable[[Any], None]) -> None:
+@by_edit
+def test_control_every_edit_shows(edit: Edit) -> None:
     model = make().eval()
     with torch.no_grad():
         before = model(**batches()[0]).logits
@@ -158,9 +146,7 @@ def test_control_every_edit_shows(edit: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("edit", EDITS[::2], ids=lambda edit: edit.__name__)
-def test_the_self_check_passes_after_an_edit_before_the_first_step(
-    edit: Callable[[Any], None],
-) -> None:
+def test_the_self_check_passes_after_an_edit_before_the_first_step(edit: Edit) -> None:
     expected, model = make(), prepare_plain(make())
     for each in (expected, model):
         edit(each)
@@ -169,7 +155,7 @@ def test_the_self_check_passes_after_an_edit_before_the_first_step(
 
 
 @pytest.mark.parametrize("edit", COUNTED, ids=lambda edit: edit.__name__)
-def test_edits_between_a_forward_and_its_backward_raise(edit: Callable[[Any], None]) -> None:
+def test_edits_between_a_forward_and_its_backward_raise(edit: Edit) -> None:
     model = prepare_plain(make())
     loss = model.train()(**batches()[0]).loss
     edit(model)
@@ -183,16 +169,17 @@ def test_edits_between_a_forward_and_its_backward_raise(edit: Callable[[Any], No
 
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("when", ["before prepare", "after prepare", "after a run"])
+@pytest.mark.parametrize("when", ["before prepare", "after prepare", "after a run", "budget"])
 @pytest.mark.parametrize("quantize", [True, False])
 def test_a_norm_that_is_trained_trains_as_in_a_resident_run(when: str, quantize: bool) -> None:
+    """With a budget: after a run, in the room that its first step was given."""
     expected, model = make(quantize=quantize), make(quantize=quantize)
     for index, each in enumerate((expected, model)):
         if when == "before prepare":
             trainable(each)
         if index:
-            prepare_plain(model)
-        if when == "after a run":
+            prepare_plain(model, vram_budget="1GiB" if when == "budget" else None)
+        if when in ("after a run", "budget"):
             run(each)
         trainable(each)
     found = run(model)
@@ -213,15 +200,6 @@ def test_biases_trained_by_peft_train_as_in_a_resident_run() -> None:
     found = run(prepare_plain(adapted()))
     assert sum("bias" in name for name in found.steps[0].gradients) == 3 * NUM_LAYERS
     assert_same_run(run(adapted()), found)
-
-
-@pytest.mark.parametrize("budget", [None, "1GiB"])
-def test_with_a_budget_too(budget: str | None) -> None:
-    expected, model = make(), prepare_plain(make(), vram_budget=budget)
-    for each in (expected, model):
-        run(each)
-        trainable(each)
-    assert_same_run(run(expected), run(model))
 
 
 @pytest.mark.cover("values")
@@ -323,10 +301,9 @@ def test_a_layer_that_writes_is_refused(how: str, grad: bool) -> None:
     layer.input_layernorm = Counting(layer.input_layernorm, how)
     prepare_plain(model)
     with torch.set_grad_enabled(grad):
-        if how == "not at all":
-            model(**batches()[0])
-            return
-        with pytest.raises(PreparedModelError, match=r"layers\.2\.input_layernorm\.mean"):
+        where = r"layers\.2\.input_layernorm\.mean"
+        refused = pytest.raises(PreparedModelError, match=where)
+        with nullcontext() if how == "not at all" else refused:
             model(**batches()[0])
 
 
@@ -353,3 +330,177 @@ def test_one_that_is_gone_differs_from_one_that_is_there() -> None:
     assert gone[0] is None and gone[1] == same[1] == same[0] != other[0]
     with torch.inference_mode():
         assert StayingState([None, torch.ones(1)]).marks[1] is not None
+
+
+# Taken out of a layer, or brought into it.
+
+Model = Any
+
+
+def on(targets: list[str], layers: list[int] | None = None, **changed: Any) -> Model:
+    torch.manual_seed(2)
+    base = build(**changed).unload()
+    options = {} if layers is None else {"layers_to_transform": layers}
+    return get_peft_model(
+        base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
+    )
+
+
+# From inside a layer: what is taken, and where the adapters are.
+INSIDE = {
+    "past no adapter": (["up_proj", "down_proj"], "self_attn.o_proj"),
+    "past an adapter": (["o_proj"], "self_attn.o_proj"),
+    "past the weights of the base": (["up_proj"], "mlp.down_proj"),
+}
+
+
+@pytest.mark.parametrize(("index", "quantize"), [(0, False), (2, True)])
+@pytest.mark.parametrize("what", INSIDE)
+def test_a_loss_on_what_a_hook_took_from_inside_a_layer(
+    what: str, index: int, quantize: bool
+) -> None:
+    targets, module = INSIDE[what]
+    found = []
+    for prepare in (lambda model: model, lambda model: prepare_plain(model, slots=2)):
+        model = prepare(on(targets, quantize=quantize, num_layers=5)).train()
+        torch.manual_seed(0)
+        taken: list[torch.Tensor] = []
+        layers_of(model)[index].get_submodule(module).register_forward_hook(
+            lambda *given, taken=taken: taken.append(given[-1])
+        )
+        (model(**batches()[1]).loss + taken[0].float().square().mean()).backward()
+        found.append(outcome(model))
+    assert changes(*found) == {}
+
+
+def test_looking_at_what_is_inside_stays_exact_and_keeps_nothing() -> None:
+    found = []
+    for model in (build(), prepare_plain(build())):
+        norms: list[torch.Tensor] = []
+        layers_of(model)[1].mlp.register_forward_hook(
+            lambda module, given, result, norms=norms: norms.append(result.detach().norm())
+        )
+        torch.manual_seed(0)
+        model(**batches()[1]).loss.backward()
+        found.append({"norm": digest(norms[0]), **outcome(model)})
+    assert changes(*found) == {}
+
+
+class Probe(nn.Module):
+    """A small network on what is inside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x.detach().float()).square().mean()  # type: ignore[no-any-return]
+
+
+def low() -> Model:
+    """Its lowest adapter is in layer 2."""
+    return on(["up_proj"], [2])
+
+
+@pytest.mark.parametrize(("make", "index"), [(build, 0), (build, 2), (low, 0)])
+def test_a_probe_on_detached_activations_trains_exactly(
+    make: Callable[[], Model], index: int
+) -> None:
+    """What a hook computes from detached tensors is no part of the layer."""
+    found = []
+    for model in (make(), prepare_plain(make())):
+        probe = Probe()
+        losses: list[torch.Tensor] = []
+        layers_of(model)[index].mlp.register_forward_hook(
+            lambda module, given, result, probe=probe, losses=losses: losses.append(probe(result))
+        )
+        torch.manual_seed(0)
+        (model(**batches()[1]).loss + losses[0]).backward()
+        gradients = {f"probe {n}": digest(p.grad) for n, p in probe.named_parameters()}
+        found.append({**gradients, **outcome(model)})
+    assert changes(*found) == {}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_probe_whose_tensors_are_edited_is_refused(is_streamed: bool) -> None:
+    """As autograd refuses it in a resident model."""
+    model = prepare_plain(build()) if is_streamed else build()
+    probe, losses, seen = Probe(), [], []
+
+    def look(module: nn.Module, given: Any, result: torch.Tensor) -> None:
+        seen.append(result.detach().float())
+        losses.append(probe(seen[-1]))
+
+    layers_of(model)[1].mlp.register_forward_hook(look)
+    model(**batches()[1])
+    seen[0].mul_(2)
+    error = poros.RematerializationError if is_streamed else RuntimeError
+    with pytest.raises(error, match=r"in.?place"):
+        losses[0].backward()
+
+
+def test_hooks_inside_leave_no_cycle() -> None:
+    """A packed tensor that a node gave itself must not keep that node."""
+    model = prepare_plain(build())
+    layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
+    model.train()
+    model(**batches()[0]).loss.backward()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
+        for _ in range(3):
+            model(**batches()[0]).loss.backward()
+        after = sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
+        assert after <= before + 2
+    finally:
+        gc.enable()
+
+
+# Into a layer: a trainable tensor that a hook brings, switched on at some step.
+
+
+def switched(model: Model, index: int, kind: str) -> dict[str, Any]:
+    """Something trainable inside a layer that acts while ``on``."""
+    state: dict[str, Any] = {"on": False, "scale": torch.ones(64, requires_grad=True)}
+    module = layers_of(model)[index].self_attn
+
+    def change(output: Any) -> Any:
+        return (
+            (output[0] * state["scale"].to(output[0].dtype), *output[1:]) if state["on"] else output
+        )
+
+    if kind == "hook":
+        module.register_forward_hook(lambda module, given, output: change(output))
+    elif kind == "global hook":
+        state["handle"] = nn.modules.module.register_module_forward_hook(
+            lambda each, given, output: change(output) if each is module else None
+        )
+    else:
+        own = module.forward
+        module.forward = lambda *args, **kwargs: change(own(*args, **kwargs))
+    return state
+
+
+@pytest.mark.cover("pairs")
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", ["hook", "global hook", "forward"])
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_trainable_tensor_from_elsewhere_is_trained(index: int, kind: str, first: int) -> None:
+    """Layer 0 is below the lowest adapter, layer 2 is not; the first step is checked."""
+    found = []
+    for prepare in (lambda model: model, prepare_plain):
+        model = prepare(on(["up_proj"], [1, 2])).train()
+        state = switched(model, index, kind)
+        torch.manual_seed(0)
+        try:
+            for number in range(2):
+                state["on"] = number == first
+                model(**batches()[0]).loss.backward()
+        finally:
+            if "handle" in state:
+                state["handle"].remove()
+        found.append({"scale": digest(state["scale"].grad), **outcome(model)})
+    assert changes(*found) == {}
+    assert poros.runtime(model).self_check["status"] == "passed"

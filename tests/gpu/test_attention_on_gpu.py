@@ -21,7 +21,7 @@ from poros.gates import tiny
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
-from tests.faults.planting import exchange_saved_values
+from tests.faults.planted import exchange_saved_values
 from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu

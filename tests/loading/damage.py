@@ -27,8 +27,8 @@ class Case:
 
     Args:
         name: Of the case.
-        base: What is damaged: "files" (a checkpoint of two shards, opened), "slabs" (a store,
-            opened), or what is loaded: "dense", "moe", "4bit", "4bit single", "store".
+        base: What is damaged: "files" (a checkpoint of two shards that is no model's), or one of
+            ``Kinds.damaged``: "dense", "moe", "4bit", "4bit single", "store".
         break_it: Does it, to a copy in a folder.
         says: What the error has to say, as a pattern. None: it is no damage, and what is loaded has
             the bytes of ``from_pretrained``.
@@ -131,8 +131,8 @@ def header(document: object, data: bytes = bytes(8), **options: Any) -> Break:
 
 
 def one(**changes: Any) -> Break:
-    """The same, with one tensor "t" that is right but for the changes."""
-    return header({"t": entry(**changes)})
+    """The same, with one tensor "t" that is right but for the changes; ``...`` takes one away."""
+    return header({"t": _changed(entry(**changes), {})})
 
 
 # Documents.

@@ -1,4 +1,4 @@
-"""Fuzzes whole loads: random changes to small checkpoints and stores, in a process of its own.
+"""Fuzzes whole loads: random changes to small checkpoints and stores, each in its own process.
 
     python -m tests.loading.fuzz --minutes 60 --seed 7
     python -m tests.loading.fuzz --seed 7 --only 1234   # one program again, with a traceback
@@ -12,28 +12,29 @@ counted, but is no failure: a configuration may well ask for what its model cann
 """
 
 import argparse
-import faulthandler
-import gc
 import json
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from tests.children import run_forked
+
 HANG_S = 120.0
-START_S = 300.0
 ADDRESS_SPACE_NUM_BYTES = 16 * 2**30
 
 FAILED = ("untyped", "message", "differs", "signal", "hang")
@@ -63,7 +64,7 @@ def run(
     hang_s: float = HANG_S,
     bases: Path | None = None,
 ) -> Found:
-    """Run programs one after the other, in children that are started again when they die.
+    """Run programs one after the other, each in a child.
 
     Args:
         seed: Of all of them.
@@ -73,50 +74,51 @@ def run(
         hang_s: For how long a program may run.
         bases: A folder of ``make_bases``; None makes one.
     """
-    found, first = Found(), 0
+    found, controls = Found(), controls or {}
     end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
     with TemporaryDirectory(prefix="poros-fuzz-") as folder:
         place = bases or make_bases(Path(folder))
-        while time.monotonic() < end and (num_programs is None or first < num_programs):
-            last = -1 if num_programs is None else num_programs
-            options = (place, seed, first, last, controls or {})
-            first = _watch(options, place, found, end, first, hang_s)
+        for number in count() if num_programs is None else range(num_programs):
+            if time.monotonic() > end:
+                break
+            found.add(_watched(place, seed, number, controls.get(number, ""), hang_s))
     return found
 
 
-def _watch(
-    options: tuple[Any, ...], folder: Path, found: Found, end: float, first: int, hang_s: float
-) -> int:
-    """One child until it ends; the number of the next program."""
-    log = folder / "outcomes.jsonl"
-    log.write_bytes(b"")
-    # A fork has imported what it needs; a GPU does not survive it.
-    how = "spawn" if torch.cuda.is_available() else "fork"
-    child: Any = multiprocessing.get_context(how).Process(target=_child, args=options)
-    child.start()
-    is_hung, num_read, since = False, 0, time.monotonic()
-    while child.is_alive():
-        time.sleep(0.2)
-        num_lines = log.read_bytes().count(b"\n")
-        if num_lines != num_read:
-            num_read, since = num_lines, time.monotonic()
-        is_hung = time.monotonic() - since > (hang_s if num_read else START_S)
-        if is_hung or time.monotonic() > end:
-            child.kill()
-            child.join()
-    records = [json.loads(line) for line in log.read_text().splitlines()[1:]]
-    for record in records:
-        found.add(record)
-    first += len(records)
-    was_stopped = time.monotonic() > end and not is_hung
-    child.join()
-    if child.exitcode and not was_stopped:
-        said = (folder / "stderr").read_text(errors="replace")[-2000:]
-        outcome = "hang" if is_hung else "signal" if child.exitcode < 0 else "untyped"
-        name = signal.Signals(-child.exitcode).name if child.exitcode < 0 else "exit"
-        found.add({"number": first, "outcome": outcome, "what": name, "stderr": said})
-        first += 1
-    return first
+def _watched(folder: Path, seed: int, number: int, control: str, hang_s: float) -> dict[str, Any]:
+    """One program in a child, whether it ends by itself or not."""
+    record: dict[str, Any] = {"number": number}
+    code = f"from tests.loading import fuzz; fuzz.run_here({str(folder)!r}, {seed}, {number}, "
+    try:
+        ran = run_forked(f"{code}{control!r})", timeout_s=hang_s)
+    except subprocess.TimeoutExpired:
+        return record | {"outcome": "hang"}
+    if ran.returncode:
+        outcome = "signal" if ran.returncode < 0 else "untyped"
+        what = signal.Signals(-ran.returncode).name if ran.returncode < 0 else "exit"
+        return record | {"outcome": outcome, "what": what, "stderr": ran.stderr[-2000:]}
+    return record | json.loads((folder / "record.json").read_text())
+
+
+def run_here(folder: str, seed: int, number: int, control: str) -> None:
+    """What a child does: one program, or what the harness has to find."""
+    from transformers.utils import logging
+
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_NUM_BYTES, ADDRESS_SPACE_NUM_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if control == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif control == "hang":
+        time.sleep(10**6)
+    record = {"outcome": "untyped", "what": "control"}
+    if control != "raise":
+        record = program(Path(folder), seed, number)
+    (Path(folder) / "record.json").write_text(json.dumps(record))
 
 
 def make_bases(folder: Path) -> Path:
@@ -211,44 +213,6 @@ def _compared(model: Any, place: Path, base: str) -> dict[str, Any]:
     if differing:
         return {"outcome": "differs", "what": differing[:9]}
     return {"outcome": ", equal"}
-
-
-def _child(folder: Path, seed: int, first: int, last: int, controls: dict[int, str]) -> None:
-    import warnings
-
-    from transformers.utils import logging
-
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    faulthandler.disable()
-    for number, place in ((1, Path(os.devnull)), (2, folder / "stderr")):
-        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_NUM_BYTES, ADDRESS_SPACE_NUM_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    number = first
-    with (folder / "outcomes.jsonl").open("a") as log:
-        log.write("ready\n")
-        log.flush()
-        while last < 0 or number < last:
-            control = controls.get(number)
-            if control == "crash":
-                os.kill(os.getpid(), signal.SIGSEGV)
-            elif control == "hang":
-                time.sleep(10**6)
-            if control == "raise":
-                record = {"number": number, "outcome": "untyped", "what": "control"}
-            else:
-                record = program(folder, seed, number)
-            log.write(json.dumps(record) + "\n")
-            log.flush()
-            number += 1
-            if number % 50 == 0:
-                gc.collect()
 
 
 def main() -> int:

@@ -1,28 +1,35 @@
 """Tensors come out of a checkpoint as the library gives them; nothing is left open.
 
-What is refused stands in test_damage.py, files that change in test_checkpoint_faults.py.
+And what becomes of files that change or cannot be read. What is refused as it is opened, defect by
+defect, stands in test_damage.py; random headers in test_fuzz.py.
 """
 
+import json
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from poros.errors import CheckpointFormatError
 from poros.loaders import checkpoint as checkpoint_module
 from poros.loaders.checkpoint import NUM_READERS, Checkpoint
-from poros.loaders.header import TensorEntry
+from poros.loaders.header import DTYPES, TensorEntry, open_regular, read_at
 from poros.loaders.shard import Shard
 from poros.loaders.source import Place
+from tests.children import run_forked
 from tests.loading.checkpoints import (
     CONFIG,
+    FIRST,
+    INDEX,
     MIB,
     SECOND,
     SINGLE,
@@ -30,60 +37,66 @@ from tests.loading.checkpoints import (
     entry,
     file_bytes,
     good_tensors,
+    header_of,
     mappings,
     open_files,
     write_sharded,
     write_single,
 )
-from tests.loading.loaded import Kinds
 
+Patch = pytest.MonkeyPatch
 LAST = "layers.3.weight"
+TOY = {"model_type": "toy"}
 
 
-def assert_good(checkpoint: Checkpoint) -> None:
+def assert_good(checkpoint: Checkpoint, folder: Path) -> None:
     """Every tensor, by every way of getting it, is the one that was written."""
     good = good_tensors()
-    assert set(checkpoint.names) == set(good)
+    assert set(checkpoint.names) == set(good) and checkpoint.path == folder
     slices = checkpoint.slices()
     for name, expected in good.items():
         for found in (checkpoint.fetch(name), slices[name][...]):
             assert found.dtype == expected.dtype and torch.equal(found, expected)
+    assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in good.values())
 
 
 # Where a checkpoint may lie.
 
 
-def test_a_folder_of_shards_and_a_single_file(tmp_path: Path) -> None:
-    with Checkpoint.open(write_sharded(tmp_path / "a")) as checkpoint:
-        assert_good(checkpoint)
-        assert checkpoint.path == tmp_path / "a" and checkpoint.config == {"model_type": "toy"}
-        assert checkpoint.entry(LAST).file == tmp_path / "a" / SECOND
-        assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in good_tensors().values())
-    with Checkpoint.open(str(write_single(tmp_path / "b"))) as checkpoint:
-        assert_good(checkpoint)
-
-
-def test_one_file_with_its_configuration_beside_it(tmp_path: Path) -> None:
+def beside(folder: Path) -> Path:
     """Named outright, another name than transformers' will do."""
-    file = write_single(tmp_path) / SINGLE
-    with Checkpoint.open(file.replace(tmp_path / "mine.safetensors")) as checkpoint:
-        assert_good(checkpoint)
-        assert checkpoint.path == tmp_path and checkpoint.config == {"model_type": "toy"}
+    return (write_single(folder) / SINGLE).replace(folder / "mine.safetensors")
 
 
-def test_a_single_file_wins_over_an_index_as_in_transformers(tmp_path: Path) -> None:
-    write_sharded(tmp_path)
-    write_single(tmp_path, {"only": torch.ones(2)})
-    with Checkpoint.open(tmp_path) as checkpoint:
-        assert checkpoint.names == ("only",)
+def with_an_index(folder: Path) -> Path:
+    """Of another checkpoint: a single file wins, as in transformers."""
+    return write_single(write_sharded(folder))
 
 
-def test_the_configuration_may_name_the_weights(tmp_path: Path) -> None:
-    write_single(tmp_path, {"other": torch.ones(2)})
-    save_file(good_tensors(), tmp_path / "mine.safetensors")
-    (tmp_path / CONFIG).write_text('{"transformers_weights": "mine.safetensors"}')
-    with Checkpoint.open(tmp_path) as checkpoint:
-        assert_good(checkpoint)
+def named_by_the_configuration(folder: Path) -> Path:
+    write_single(folder, {"other": torch.ones(2)})
+    save_file(good_tensors(), folder / "mine.safetensors")
+    (folder / CONFIG).write_text(json.dumps({**TOY, "transformers_weights": "mine.safetensors"}))
+    return folder
+
+
+def with_files_that_the_index_does_not_name(folder: Path) -> Path:
+    write_sharded(folder)
+    for name in ("consolidated.safetensors", "pytorch_model.bin"):
+        (folder / name).write_bytes(b"not looked at")
+    return folder
+
+
+PLACES = [write_sharded, write_single, beside, with_an_index, named_by_the_configuration]
+PLACES += [with_files_that_the_index_does_not_name]
+
+
+@pytest.mark.parametrize("write", PLACES)
+@pytest.mark.parametrize("kind", [Path, str])
+def test_where_it_may_lie(tmp_path: Path, write: Callable[[Path], Path], kind: Any) -> None:
+    with Checkpoint.open(kind(write(tmp_path))) as checkpoint:
+        assert_good(checkpoint, tmp_path)
+        assert checkpoint.config.items() >= TOY.items()
 
 
 def test_what_transformers_takes_in_a_configuration_is_taken_here(tmp_path: Path) -> None:
@@ -91,14 +104,6 @@ def test_what_transformers_takes_in_a_configuration_is_taken_here(tmp_path: Path
     (tmp_path / CONFIG).write_text('{"limit": [0.0, Infinity], "a": 1, "a": 2}')
     with Checkpoint.open(tmp_path) as checkpoint:
         assert checkpoint.config == {"limit": [0.0, float("inf")], "a": 2}
-
-
-def test_files_that_the_index_does_not_name_are_left_alone(tmp_path: Path) -> None:
-    write_sharded(tmp_path)
-    for name in ("consolidated.safetensors", "pytorch_model.bin"):
-        (tmp_path / name).write_bytes(b"not looked at")
-    with Checkpoint.open(tmp_path) as checkpoint:
-        assert_good(checkpoint)
 
 
 def as_hub_cache(source: Path, cache: Path) -> Path:
@@ -114,16 +119,12 @@ def as_hub_cache(source: Path, cache: Path) -> Path:
     return snapshot
 
 
-@pytest.mark.parametrize("write", [write_single, write_sharded])
-def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
-    snapshot = as_hub_cache(write(tmp_path / "source"), tmp_path / "cache")
+def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(tmp_path: Path) -> None:
+    snapshot = as_hub_cache(write_sharded(tmp_path / "source"), tmp_path / "cache")
     hub = Place(hub={"cache_dir": tmp_path / "cache", "local_files_only": True})
     for found in (Checkpoint.open(snapshot), Checkpoint.open("org/name", hub)):
         with found as checkpoint:
-            assert_good(checkpoint)
-            assert checkpoint.path == snapshot
+            assert_good(checkpoint, snapshot)
     with pytest.raises(CheckpointFormatError, match=r"'org/other': .*LocalEntryNotFoundError"):
         Checkpoint.open("org/other", hub)
 
@@ -131,28 +132,97 @@ def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(
 # What is handed out.
 
 
-def test_odd_tensors_are_those_of_the_library(tmp_path: Path) -> None:
-    bits = torch.arange(16, dtype=torch.uint8)
-    odd = {
-        "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
-        "empty": torch.empty(0, 7),
-        "fp8": bits.clone().view(torch.float8_e4m3fn),
-        "bool": torch.tensor([True, False]),
-        "uint16": bits.view(torch.uint16),
-        "complex": torch.randn(4, dtype=torch.complex64),
-    }
-    write_single(tmp_path, odd)
-    with Checkpoint.open(tmp_path) as ours, safe_open(tmp_path / SINGLE, "pt") as file:
-        for name in ours.names:
-            found, expected = ours.fetch(name), file.get_tensor(name)
-            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-            raw = [tensor.reshape(-1).view(torch.uint8) for tensor in (found, expected)]
-            assert torch.equal(*raw)
-            described, reference = ours.slices()[name], file.get_slice(name)
-            assert described.get_shape() == reference.get_shape()
-            assert described.get_dtype() == reference.get_dtype()
-            assert described.is_floating_point() == expected.is_floating_point()
-            assert described.ndim == expected.ndim
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)], ids=str)
+def test_each_dtype_and_shape_is_that_of_the_library(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    # Values are bytes here: not every dtype can be made from numbers.
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.arange(1, num_bytes + 1, dtype=torch.uint8)
+    if dtype is torch.bool:
+        raw %= 2
+    tensor = raw.view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
+    file = write_single(tmp_path, {"before": torch.ones(3), "it": tensor}) / SINGLE
+    with Checkpoint.open(tmp_path) as ours, safe_open(file, "pt") as reference:
+        form, found = ours.entry("it"), ours.fetch("it")
+        assert (form.dtype, form.shape, form.num_bytes) == (dtype, shape, num_bytes)
+        assert file.read_bytes()[form.offset :][:num_bytes] == bytes(raw.tolist())
+        assert (found.dtype, found.shape) == (dtype, shape)
+        assert torch.equal(found.reshape(-1).view(torch.uint8), raw)
+        described, expected = ours.slices()["it"], reference.get_slice("it")
+        assert described.get_shape() == expected.get_shape()
+        assert described.get_dtype() == expected.get_dtype()
+        assert described.is_floating_point() == dtype.is_floating_point
+        assert described.ndim == len(shape)
+
+
+def test_names_order_and_metadata_are_those_of_the_library(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    tensors = {"b": torch.ones(2), "a": torch.ones(3, dtype=torch.int8), "": torch.ones(1)}
+    save_file({**tensors, "w\u00f6rd \U0001f600": torch.ones(2)}, file, metadata={"format": "pt"})
+    header = header_of(file)
+    with safe_open(file, "pt") as reference:
+        assert header.tensors.keys() == set(reference.keys())
+        assert header.metadata == reference.metadata() == {"format": "pt"}
+    offsets = [found.offset for found in header.tensors.values()]
+    assert offsets == sorted(offsets) and offsets[0] == header.data_offset
+    assert header.num_bytes == file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": entry()},
+        {"a": entry(), "__metadata__": {"k": "v"}},
+        json.dumps({"a": entry()}).encode() + b"   ",
+        {"late": entry(offsets=(4, 8), shape=(1,)), "early": entry(offsets=(0, 4), shape=(1,))},
+        {"a": entry(), "none": entry(shape=(0, 2**60), offsets=(8, 8))},
+        {"a": entry(shape=(1,) * 63 + (2,))},
+        {"a": entry(shape=(1, 2), dtype="I32")},
+        # Length 0x010280 begins with the two bytes of a pickle of version 2.
+        json.dumps({"a": entry()}).encode().ljust(0x010280),
+        {},
+    ],
+    ids=[
+        "plain",
+        "metadata",
+        "padding",
+        "order",
+        "zero_bytes",
+        "64_dimensions",
+        "int",
+        "long",
+        "none",
+    ],
+)
+def test_headers_that_are_right_are_accepted_by_both(tmp_path: Path, header: object) -> None:
+    """Controls of the refusals: what the bad cases vary is good before they do."""
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(file_bytes(header, bytes(8 if header else 0)))
+    with safe_open(file, framework="pt") as reference:
+        assert header_of(file).tensors.keys() == set(reference.keys())
+
+
+def test_messages_stay_short_whatever_the_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(file_bytes({"n" * 100_000: entry(dtype="d" * 100_000)}))
+    with pytest.raises(CheckpointFormatError) as caught:
+        header_of(file)
+    assert len(str(caught.value)) < 1500 and "100000 characters" in str(caught.value)
+    assert str(caught.value).isascii()
+
+
+def test_a_file_that_ends_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_bytes(b"12345")
+    descriptor, _ = open_regular(file)
+    with os.fdopen(descriptor):
+        assert read_at(descriptor, 3, 2, file) == b"345"
+        with pytest.raises(CheckpointFormatError, match=r"x: expected 2 more bytes at 5"):
+            read_at(descriptor, 4, 3, file)
+    with pytest.raises(CheckpointFormatError, match="Bad file descriptor"):
+        read_at(descriptor, 4, 0, file)
 
 
 def test_bytes_that_do_not_align_with_their_dtype_are_read(tmp_path: Path) -> None:
@@ -189,7 +259,7 @@ def is_main() -> bool:
 
 
 def test_while_one_tensor_is_used_the_next_ones_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """In natural order, each once, as far as asked, by threads of their own."""
     noted: list[tuple[str, bool]] = []
@@ -212,7 +282,7 @@ def test_while_one_tensor_is_used_the_next_ones_are_read(
 
 
 def test_a_failed_read_ahead_is_reported_where_the_tensor_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     read = Shard.read
 
@@ -230,24 +300,19 @@ def test_a_failed_read_ahead_is_reported_where_the_tensor_is_used(
 
 
 def test_slices_may_be_taken_in_several_threads(tmp_path: Path) -> None:
-    """As transformers does with a checkpoint that is quantized already; two threads read ahead."""
+    """As transformers does with a checkpoint that is quantized already; two threads read ahead.
+
+    They end when it is closed, whatever they were asked to read.
+    """
     before = threading.active_count()
     with Checkpoint.open(big_checkpoint(tmp_path, num_mib=1, num_tensors=40)) as checkpoint:
         slices = checkpoint.slices(ahead_num_bytes=4 * MIB)
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda index: slices[f"layers.{index}"][...].sum(), range(40)))
         assert [int(total) for total in found] == [MIB // 8 * (index + 1) for index in range(40)]
+        for name in 2 * checkpoint.names:
+            checkpoint.prefetch(name)
         assert threading.active_count() == before + NUM_READERS
-
-
-def test_closing_ends_the_reading_threads(tmp_path: Path) -> None:
-    before = threading.active_count()
-    checkpoint = Checkpoint.open(big_checkpoint(tmp_path, num_tensors=3))
-    for name in checkpoint.names:
-        checkpoint.prefetch(name)
-        checkpoint.prefetch(name)
-    assert threading.active_count() == before + NUM_READERS
-    checkpoint.close()
     checkpoint.close()
     assert threading.active_count() == before
 
@@ -284,26 +349,200 @@ def test_two_checkpoints_at_once_do_not_meet(tmp_path: Path) -> None:
         Checkpoint.open(write_sharded(tmp_path / "a")) as first,
         Checkpoint.open(write_single(tmp_path / "b", {"x": torch.ones(1)})) as second,
     ):
-        assert_good(first)
+        assert_good(first, tmp_path / "a")
         assert second.names == ("x",)
         assert second.fetch("x").tolist() == [1.0]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
-def test_transformers_loads_the_slices_as_it_loads_the_files(kinds: Kinds, family: str) -> None:
-    """Mixtral's experts are merged on the way, from tensors that are far apart in the order."""
-    path = kinds.dense(family, num_layers=2)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    before = mappings(path)  # those of the reference
-    with Checkpoint.open(path) as checkpoint:
-        model = type(reference).from_pretrained(
-            None,
-            config=AutoConfig.from_pretrained(path),
-            state_dict=checkpoint.slices(),
-            dtype=torch.bfloat16,
-        )
-        assert mappings(path) == before
+# Files that change, and reads that fail.
+
+
+def touch(file: Path) -> None:
+    os.utime(file, ns=(0, 0))
+
+
+def keep_time(file: Path, change: Callable[[], Any]) -> None:
+    status = file.stat()
+    change()
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def rewrite(file: Path) -> None:
+    """The same bytes, size and time, in another file."""
+    new = file.with_suffix(".new")
+    keep_time(file, lambda: (shutil.copy(file, new), new.replace(file)))
+
+
+def grow(file: Path) -> None:
+    keep_time(file, lambda: os.truncate(file, file.stat().st_size + 1))
+
+
+def overwrite(file: Path, place: int = -1, byte: bytes = b"\0") -> None:
+    with file.open("r+b") as opened:
+        opened.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+        opened.write(byte)
+
+
+@pytest.mark.parametrize("change", [touch, rewrite, grow, overwrite, Path.unlink])
+def test_a_file_that_changes_after_open_is_an_error(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    with Checkpoint.open(write_sharded(tmp_path)) as checkpoint:
         checkpoint.check_unchanged()
-    expected = reference.state_dict()
-    for name, found in model.state_dict().items():
-        assert torch.equal(found.view(torch.int16), expected[name].view(torch.int16)), name
+        change(tmp_path / SECOND)
+        uses: list[Callable[[], object]] = [checkpoint.check_unchanged, checkpoint.fingerprint]
+        for use in (*uses, lambda: checkpoint.fetch(LAST)):
+            with pytest.raises(CheckpointFormatError, match=f"{SECOND}: expected"):
+                use()
+        assert checkpoint.fetch("layers.0.weight").shape == (3, 2)  # of the other shard
+
+
+CUT = """
+import mmap, os, sys
+import torch
+from pathlib import Path
+from poros.errors import CheckpointFormatError
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.shard import Shard
+with Checkpoint.open(sys.argv[1]) as checkpoint:
+    Shard.check_unchanged = lambda shard: None  # the cut comes just after the check
+    file, how = Path(sys.argv[1]) / "model.safetensors", sys.argv[2]
+    mapped = torch.frombuffer(
+        mmap.mmap(os.open(file, os.O_RDONLY), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8
+    )
+    if how != "kept":
+        os.truncate(file, 2**20)
+    try:
+        tensor = mapped if how == "mapped" else checkpoint.fetch("layers.0")
+        if how == "kept":
+            os.truncate(file, 2**20)
+        print(int(tensor.sum()))
+    except CheckpointFormatError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("read", 0, "tensor 'layers.0': expected to read 8388608 bytes"),
+        ("kept", 0, f"{MIB}"),  # what was fetched before has nothing to do with the file
+        ("mapped", -signal.SIGBUS, ""),  # the control: the cut is one that matters
+    ],
+)
+def test_a_file_that_is_cut_off_is_an_error_of_fetch(
+    tmp_path: Path, how: str, code: int, said: str
+) -> None:
+    ran = run_forked(CUT, str(big_checkpoint(tmp_path)), how)
+    assert ran.returncode == code and said in ran.stdout, ran.stderr
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_meanwhile_does_not_block(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Between the look at the file and its opening; an alarm ends the wait if there is one."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("opening the pipe waits for a writer")
+
+    os.mkfifo(tmp_path / "pipe")
+    regular, ask = os.stat(__file__), os.stat
+    monkeypatch.setattr(
+        os, "stat", lambda path, **how: regular if path == tmp_path / "pipe" else ask(path, **how)
+    )
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(5)
+    try:
+        with pytest.raises(CheckpointFormatError, match="expected a regular file"):
+            open_regular(tmp_path / "pipe")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_read_that_fails_in_the_middle(tmp_path: Path, at: int, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("poros.io.reading._AT_ONCE_NUM_BYTES", MIB)
+    calls, original = list[int](), os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == at:
+            raise OSError(5, "Input/output error")
+        return original(descriptor, buffers, offset)
+
+    with Checkpoint.open(big_checkpoint(tmp_path)) as checkpoint:
+        monkeypatch.setattr(os, "preadv", preadv)
+        with pytest.raises(CheckpointFormatError, match=r"'layers\.0'.*Input/output error"):
+            checkpoint.fetch("layers.0")
+        assert int(checkpoint.fetch("layers.0").sum()) == MIB  # the disk is back
+
+
+LIMITED = """
+import resource, sys
+import torch
+from poros.errors import HostMemoryError
+from poros.loaders.checkpoint import Checkpoint
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 64 * 2**20,) * 2)
+try:
+    with Checkpoint.open(sys.argv[1]) as checkpoint:
+        checkpoint.fetch("a")
+except HostMemoryError as error:
+    print(error)
+"""
+
+
+def test_a_limit_on_address_space_is_an_error_of_memory(tmp_path: Path) -> None:
+    file = write_single(tmp_path) / SINGLE
+    file.write_bytes(file_bytes({"a": entry("U8", [2**30], [0, 2**30])}, b""))
+    os.truncate(file, file.stat().st_size + 2**30)
+    ran = run_forked(LIMITED, str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    assert f"expected {2**30} bytes of host memory" in ran.stdout and "ulimit -v" in ran.stdout
+
+
+# Fingerprints.
+
+
+def fingerprint(folder: Path) -> tuple[str, object]:
+    """And what was seen of the files; twice the same."""
+    with Checkpoint.open(folder) as checkpoint:
+        found = checkpoint.fingerprint(), checkpoint.seen()
+        assert checkpoint.seen() == found[1] and found[0].startswith("xxh3:")
+        return found
+
+
+def rename(folder: Path) -> None:
+    for name in (INDEX, SECOND):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content.replace(b"layers.3", b"layers.4"))
+
+
+def at(place: int) -> Callable[[Path], None]:
+    """A byte there, and the time of modification is set back."""
+
+    def change(folder: Path) -> None:
+        keep_time(folder / SINGLE, lambda: overwrite(folder / SINGLE, place, b"\7"))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("write", "change", "is_other"),
+    [
+        (write_sharded, lambda folder: touch(folder / FIRST), False),
+        (write_sharded, lambda folder: overwrite(folder / SECOND), True),
+        (write_sharded, rename, True),
+        (write_sharded, lambda folder: (folder / CONFIG).write_text('{"model_type":"toy"}'), True),
+        *((big_checkpoint, at(place), True) for place in (4096, MIB // 2, 5 * MIB, 8 * MIB)),
+    ],
+)
+def test_a_fingerprint_is_of_every_byte_and_every_write_is_seen(
+    tmp_path: Path, write: Callable[[Path], Path], change: Callable[[Path], Any], is_other: bool
+) -> None:
+    folder = write(tmp_path)
+    before = fingerprint(folder)
+    change(folder)
+    after = fingerprint(folder)
+    assert (before[0] != after[0]) == is_other and before[1] != after[1]

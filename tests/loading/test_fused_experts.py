@@ -4,6 +4,7 @@ PEFT registers a parametrization at each forward and takes it off again; streami
 through that, and the frozen experts have to be back in their places afterwards.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,25 @@ def attach(base: Any) -> Any:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_exact(architecture: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
-    expected = run(make(architecture, dtype=dtype), num_steps=3, autocast_dtype=autocast)
-    assert all(bool(part.any()) for part in expected.steps[0].gradients.values())
-    model = prepare_plain(make(architecture, dtype=dtype))
-    assert_same_run(expected, run(model, num_steps=3, autocast_dtype=autocast))
-    assert poros.runtime(model).self_check["status"] == "passed"
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_exact_under_adversarial_streams(architecture: str) -> None:
-    expected = run(make(architecture), num_steps=3)
-    with AdversarialPrepare().watching() as prepare:
-        model = prepare(make(architecture), slots=2)
-        assert_same_run(expected, run(model, num_steps=3))
+@pytest.mark.parametrize("is_hostile", [False, True])
+def test_exact(
+    architecture: str, dtype: torch.dtype, autocast: torch.dtype | None, is_hostile: bool
+) -> None:
+    """With the self-check, or both under adversarial streams that watch each read."""
+    settings: Any = {"num_steps": 3, "autocast_dtype": autocast}
+    hostile = AdversarialPrepare()
+    with hostile.watching() if is_hostile else nullcontext():
+        expected = run(make(architecture, dtype=dtype), **settings)
+        assert all(bool(part.any()) for part in expected.steps[0].gradients.values())
+        model = make(architecture, dtype=dtype)
+        before = bits_of(model)
+        (hostile if is_hostile else prepare_plain)(model, slots=2)
+        assert_same_run(expected, run(model, **settings))
+    status = poros.runtime(model).self_check["status"]
+    assert status == ("off" if is_hostile else "passed")
+    frozen = {name for name, part in model.named_parameters() if not part.requires_grad}
+    after = bits_of(poros.restore(model))
+    assert {name: after[name] for name in frozen} == {name: before[name] for name in frozen}
 
 
 def test_control_another_expert_adapter_shows() -> None:
@@ -104,19 +110,6 @@ def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path:
     plain = PeftModel.from_pretrained(base, tmp_path / "streamed").eval()
     with torch.no_grad():
         assert same_bits(plain(**batches()[1]).logits, streamed.eval()(**batches()[1]).logits)
-
-
-def test_restore_gives_the_bytes_back() -> None:
-    model = make("mixtral")
-    before = bits_of(model)
-    poros.restore(prepare_plain(model))
-    assert bits_of(model) == before
-    prepare_plain(model)
-    run(model)
-    frozen = {name for name, part in model.named_parameters() if not part.requires_grad}
-    poros.restore(model)
-    after = bits_of(model)
-    assert {name: after[name] for name in frozen} == {name: before[name] for name in frozen}
 
 
 def test_a_write_to_another_frozen_tensor_is_still_noticed() -> None:

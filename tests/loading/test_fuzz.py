@@ -35,6 +35,7 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import DTYPES, Header, parse_json
 from poros.loaders.manifest import REST, read_manifest
 from poros.loaders.store import open_store
+from tests.loading.cases import RIGHT_MAP
 from tests.loading.checkpoints import (
     FIRST,
     INDEX,
@@ -43,13 +44,12 @@ from tests.loading.checkpoints import (
     header_of,
     mappings,
     open_files,
+    write,
     write_sharded,
 )
 from tests.loading.damage import said_in, write_sealed
-from tests.loading.file_cases import RIGHT_MAP
 from tests.loading.fuzz import make_bases, run
 from tests.loading.mutations import places
-from tests.loading.stores import write
 
 FACTOR = int(os.environ.get("POROS_FUZZ", "1"))
 

@@ -1,22 +1,43 @@
-"""Options of ``poros.load`` and ``poros load`` that are refused, by name, and loads in threads.
+"""What ``poros.load`` is asked for and reads beside the weights, and what people read then.
 
-Those that are honoured stand in test_loading.py.
+Options that cannot be honoured are refused by name (those that are honoured stand in
+test_loading.py); what lies beside the weights is read once, within bounds, and carried into a
+store; errors name what to do, and never disturb a terminal.
 """
 
+import json
+import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, BitsAndBytesConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 
+import poros
 import poros.loaders.load
 from poros.cli.shared import BAD_INPUT
-from poros.errors import PolicyError
+from poros.errors import (
+    CheckpointFormatError,
+    PolicyError,
+    PorosError,
+    StoreWriteError,
+    UnsupportedModelError,
+    quoted,
+)
+from poros.gates.report import ParityReport, render
+from poros.loaders.limits import Limits
 from poros.loaders.load import load
+from poros.loaders.manifest import REST, SLABS
+from poros.loaders.store import is_store, open_store
+from tests.children import run_forked
 from tests.command import poros_command, text
-from tests.loading.loaded import Kinds, differences, quantization
+from tests.loading.checkpoints import CONFIG
+from tests.loading.damage import GENERATION, config
+from tests.loading.loaded import Kinds, copy_of, differences, quantization, standard
 
 EIGHT_BITS, FOUR_BITS = BitsAndBytesConfig(load_in_8bit=True), BitsAndBytesConfig(load_in_4bit=True)
 NOT_OURS, NO_DTYPE, NO_CONFIG = "expected options", "expected bfloat16", "expected a configuration"
@@ -117,14 +138,6 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_read(
     with pytest.raises(PolicyError, match=message):
         load(places[source], **options)
     assert not places["new"].exists()
-
-
-def test_fields_beside_a_given_configuration(kinds: Kinds) -> None:
-    config = AutoConfig.from_pretrained(kinds.dense())
-    with pytest.raises(PolicyError, match="use_cache: beside config="):
-        load(kinds.dense(), config=config, use_cache=False)
-    model = load(kinds.dense(), config=config, attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(
@@ -238,3 +251,277 @@ def test_control_two_threads_never_fill_at_once(
     for thread in threads:
         thread.join()
     assert order == ["in", "out"] * 2
+
+
+# What lies beside the weights.
+
+
+@pytest.fixture(scope="module")
+def sound(kinds: Kinds, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer, chat templates, settings of generation and terms of use."""
+    folder = copy_of(kinds.dense(num_layers=2), tmp_path_factory.mktemp("sound"))
+    words = {word: index for index, word in enumerate(("[UNK]", "a", "long", "way"))}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+    tokenizer.chat_template = {"default": "{{ messages }}!", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(folder)
+    (folder / GENERATION).write_text(json.dumps({"max_new_tokens": 5}))
+    (folder / "LICENSE").write_text("Do no harm.")
+    (folder / "tokenizer_code.py").write_text("raise SystemExit")
+    (folder / "LICENSE.empty").touch()
+    return folder
+
+
+@pytest.fixture
+def path(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A place for one."""
+    return tmp_path / "store"
+
+
+def test_a_store_has_tokenizer_templates_settings_and_licence(path: Path, store: Path) -> None:
+    load(path, store=store)
+    expected, found = AutoTokenizer.from_pretrained(path), AutoTokenizer.from_pretrained(store)
+    assert found.get_vocab() == expected.get_vocab() and {"long", "way"} < found.get_vocab().keys()
+    assert found.chat_template == expected.chat_template and "tool_use" in found.chat_template
+    assert (store / "LICENSE").read_text() == "Do no harm."
+    with open_store(store) as opened:
+        named = set(opened.manifest.files)
+    there = {str(file.relative_to(store)) for file in store.rglob("*") if file.is_file()}
+    assert named == there - {SLABS, REST}
+    assert {"tokenizer.json", "additional_chat_templates/tool_use.jinja", "LICENSE"} < named
+    assert not {"tokenizer_code.py", "LICENSE.empty"} & named
+    assert load(store).generation_config.max_new_tokens == 5
+    (store / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointFormatError, match=r"tokenizer\.json: .*bytes changed"):
+        load(store)
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])
+@pytest.mark.parametrize("file", [CONFIG, GENERATION])
+def test_a_file_that_is_swapped_while_weights_are_read(
+    path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, file: str, is_stored: bool
+) -> None:
+    """Changes nothing: model, store and fingerprint are of the one that was read."""
+    before = (path / file).read_bytes()
+    expected = standard(path, quantization())
+    read = poros.loaders.load.progress
+
+    def swap(*arguments: Any) -> Any:
+        fields = json.loads(before) | {"rms_norm_eps": 0.5, "max_new_tokens": 99}
+        (path / file).write_text(json.dumps(fields))
+        return read(*arguments)
+
+    monkeypatch.setattr(poros.loaders.load, "progress", swap)
+    assert differences(load(path, store=store if is_stored else None), expected) == []
+    if is_stored:
+        assert (store / file).read_bytes() == before
+        if file == CONFIG:
+            with pytest.raises(CheckpointFormatError, match="a store of the checkpoint"):
+                load(path, store=store)
+        (path / file).write_bytes(before)
+        assert differences(load(path, store=store), expected) == []
+
+
+def test_a_store_is_known_by_either_of_its_files(path: Path, store: Path) -> None:
+    load(path, store=store)
+    assert is_store(store) and not is_store(path)
+    os.truncate(store / REST, 3)
+    (store / SLABS).unlink()
+    assert is_store(store)
+    with pytest.raises(CheckpointFormatError, match=rf"{REST}: expected a safetensors file"):
+        load(store)
+
+
+# Bounds, and how they are raised.
+
+
+@pytest.mark.parametrize("how", ["load", "plan"])
+def test_a_bound_has_a_name_and_can_be_raised(path: Path, how: str) -> None:
+    def call(limits: Limits | None) -> None:
+        load(path, limits=limits) if how == "load" else poros.plan(path, seq_len=8, limits=limits)
+
+    with pytest.raises(PorosError, match=r"layers of at most 1, found .*num_layers=\.\.\."):
+        call(Limits(num_layers=1, num_experts=1))
+    with pytest.raises(PorosError, match=r"expected 1 to 7 bytes.*config_num_bytes=\.\.\."):
+        call(Limits(config_num_bytes=7))
+    call(Limits(num_layers=28))  # the windows of qwen2 count as layers too
+    call(None)
+
+
+def test_bounds_on_the_command_line(path: Path, store: Path) -> None:
+    config(num_nonsense_layers=5000)(path)
+    for command in (["plan", f"{path}", "--seq", "8"], ["load", f"{path}", "--out", f"{store}"]):
+        refused = poros_command(*command)
+        assert refused.exit_code == 2 and "--limit num_layers=NUMBER" in text(refused)
+        allowed = poros_command(*command, "--limit", "num_layers=5000")
+        assert allowed.exit_code == 0, allowed.output
+        wrong = poros_command(*command, "--limit", "layers=5000")
+        assert wrong.exit_code == 2 and "--limit" in text(wrong)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_a_bound_is_a_positive_whole_number(value: Any) -> None:
+    with pytest.raises(PolicyError, match="expected num_layers as a positive whole number"):
+        Limits(num_layers=value)
+
+
+def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
+    """Found when it is run on paper, not when it is built."""
+    config(layer_types=["sliding_attention"] * 2, sliding_window=None)(path)
+    with pytest.raises(UnsupportedModelError, match="whose model can be run, found ValueError"):
+        poros.plan(path, seq_len=8)
+
+
+# What people read.
+
+
+@pytest.mark.parametrize(
+    ("value", "is_bare", "expected"),
+    [
+        ("model.norm.weight", True, "model.norm.weight"),
+        ("model.norm.weight", False, "'model.norm.weight'"),
+        ("\x1b[2J\n\x07", True, r"\x1b[2J\n\x07"),
+        ("\u202etxt", True, r"\u202etxt"),
+        ("\ud800", False, r"'\ud800'"),
+        ("it's", True, "it's"),
+        (3, True, "3"),
+        ("\u00e9\n", False, r"'\xe9\n'"),
+        (["\x1b"], False, r"['\x1b']"),
+        (None, False, "None"),
+    ],
+)
+def test_quoted(value: Any, is_bare: bool, expected: str) -> None:
+    assert quoted(value, is_bare=is_bare) == expected
+
+
+@pytest.mark.parametrize("value", ["x" * 10**7, "\x1b" * 10**6, ["\n"] * 10**5, {"\0" * 999: 1}])
+def test_quoted_is_bounded(value: Any) -> None:
+    for is_bare in (False, True):
+        found = quoted(value, is_bare=is_bare)
+        assert len(found) < 250 and found.isprintable() and "characters)" in found
+
+
+def test_errors_of_commands_do_not_disturb_a_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "a\x1b[31m\nb"
+    folder.mkdir()
+    (folder / CONFIG).write_text("{")
+    for command in (["load", "--out", f"{tmp_path / 's'}"], ["plan", "--seq", "8"]):
+        result = poros_command(*command, str(folder))
+        assert result.exit_code == 2 and r"a\x1b[31m\nb" in result.output
+        assert "\x1b[31m\nb" not in result.output
+    assert poros_command("check", str(folder)).exit_code == 2
+
+
+def test_reports_do_not_disturb_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    render(ParityReport("a\x1b[2Jb[red]c", error="odd\x07\x1b[31m"))
+    shown = capsys.readouterr().out
+    assert "\x1b[2J" not in shown and "\x07" not in shown
+    assert r"a\x1b[2Jb[red]c" in shown.replace("\n", "")
+
+
+# Errors where there were tracebacks, or the wrong advice.
+
+
+@pytest.mark.parametrize("command", ["check", "demo"])
+@pytest.mark.parametrize("where", ["below a file", "a folder or a file"])
+def test_results_that_cannot_be_written_are_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, where: str
+) -> None:
+    def work(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("it has begun")
+
+    monkeypatch.setattr("poros.gates.parity.check_architecture", work)
+    monkeypatch.setattr("poros.examples.demo._make_text", work)
+    (tmp_path / "file").write_text("mine")
+    out = tmp_path / "file" / "x"
+    if where == "a folder or a file":
+        out = tmp_path if command == "check" else tmp_path / "file"
+    arguments = ["--architecture", "qwen2"] if command == "check" else []
+    result = poros_command(command, *arguments, "--out", str(out))
+    assert result.exit_code == 2 and "error: " in text(result)
+    with pytest.raises(RuntimeError, match="it has begun"):
+        poros_command(command, *arguments, "--out", str(tmp_path / "new" / "out"))
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("no/parent", "No such file or directory.*make its parent folder"),
+        ("file/store", "Not a directory.*choose a folder whose parent is a folder"),
+        ("x" * 300, "File name too long.*choose a shorter name"),
+        ("full", "is not empty.*choose a folder that does not exist yet"),
+    ],
+)
+def test_what_to_do_when_a_store_cannot_be_written(
+    sound: Path, tmp_path: Path, place: str, says: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").touch()
+    with pytest.raises(StoreWriteError, match=says) as caught:
+        load(sound, store=tmp_path / place)
+    assert "make room" not in str(caught.value)
+    there = sorted(str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*"))
+    assert there == ["file", "full", "full/precious"]
+
+
+LIMITED = """
+import resource, sys
+import poros
+from poros.errors import PorosError
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+for store in (None, sys.argv[2]):
+    try:
+        poros.load(sys.argv[1], store=store)
+    except PorosError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_a_limit_on_the_size_of_files_is_named(sound: Path, store: Path) -> None:
+    """Host memory is a memory file, to which the limit applies as well."""
+    ran = run_forked(LIMITED, str(sound), str(store))
+    assert not store.parent.exists() or list(store.parent.iterdir()) == []
+    in_memory, stored = ran.stdout.splitlines()
+    assert in_memory.startswith("HostMemoryError") and stored.startswith("StoreWriteError"), ran
+    for line in (in_memory, stored):
+        assert "ulimit -f" in line and "none left" not in line and "make room" not in line
+
+
+@pytest.mark.parametrize(
+    "name", ["models/qwen2/base", "./qwen2", "~/qwen2", "qwen2/", "a b", "../x", "/x/y", "x--y"]
+)
+def test_a_mistyped_path_is_no_name_of_a_repository(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So nothing is asked of the hub, whose client would try again and again."""
+    monkeypatch.chdir(tmp_path)
+
+    def ask(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("asked")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", ask)
+    for call in (lambda: load(name), lambda: poros.plan(name, seq_len=8)):
+        with pytest.raises((CheckpointFormatError, UnsupportedModelError)) as caught:
+            call()
+        assert "found none: no file or folder of that name" in str(caught.value)
+
+
+def test_control_a_name_of_a_repository_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ask(name: str, **_: Any) -> Any:
+        asked.append(name)
+        raise OSError("no way there")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", ask)
+    for call in (lambda: load("org/name"), lambda: poros.plan("name", seq_len=8)):
+        with pytest.raises(PorosError, match="on the hub OSError, 'no way there'"):
+            call()
+    assert asked == ["org/name", "name"]

@@ -12,9 +12,8 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,6 +32,7 @@ from poros.host.store import HostStore, attached_store
 from poros.loaders.load import load
 from poros.slots.schedule import count, training_visits, walk
 from poros.streams import EagerStreams
+from tests.covers import with_slow
 from tests.loading.loaded import Kinds, budget_for, standard, tensors, wanted
 from tests.snapshots import (
     assert_same_run,
@@ -100,8 +100,7 @@ def adopted(model: Any, block_size: int) -> list[bool]:
     ]
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     architecture: str
     is_quantized: bool
     block_size: int
@@ -131,17 +130,7 @@ FAST = {
 """Of dense families one; where the bytes come from has no bearing on what a layer computes."""
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(
-            cell,
-            id="-".join(map(str, vars(cell).values())),
-            marks=[] if cell in FAST else [pytest.mark.slow],
-        )
-        for cell in CELLS
-    ],
-)
+@pytest.mark.parametrize("cell", with_slow(CELLS, {*CELLS} - FAST), ids=str)
 def test_training_is_exact_and_nothing_is_copied(
     kinds: Kinds, cell: Cell, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,15 +234,12 @@ def test_a_block_that_was_changed_is_copied_loudly(
 
     def make(base: Any) -> Any:
         mlp = base.model.layers[4].mlp
-        mlp.up_proj.weight.data = CHANGES[reason](
-            mlp.up_proj.weight.data, mlp.gate_proj.weight.data
-        )
+        weight, neighbour = mlp.up_proj.weight.data, mlp.gate_proj.weight.data
+        mlp.up_proj.weight.data = CHANGES[reason](weight, neighbour)
         return adapted(base)
 
-    if tier == "disk":
-        base = from_disk(kinds, path, is_quantized=False)
-    else:
-        base = load(path, quantization=None)
+    on_disk = tier == "disk"
+    base = from_disk(kinds, path, 2, False) if on_disk else load(path, quantization=None)
     model = make(base)
     bits = bits_of(model)
     with caplog.at_level(logging.WARNING, "poros"):
@@ -313,29 +299,22 @@ def test_a_trained_bias_leaves_its_slab(kinds: Kinds) -> None:
 # The store that a loader left.
 
 
-def test_restore_leaves_everything_in_place_and_it_is_adopted_again(kinds: Kinds) -> None:
-    model = adapted(load(kind(kinds)))
-    before = picture(model)
-    for block_size in (2, 1, 3):
-        prepare_plain(model, block_size=block_size)
-        assert all(adopted(model, block_size))
-        assert changes(before, picture(poros.restore(model))) == {}
+def test_restore_and_a_failed_prepare_leave_the_store_on_the_model(kinds: Kinds) -> None:
+    """It is adopted again, in blocks of any size."""
 
-
-def test_a_failed_prepare_leaves_the_store_on_the_model(kinds: Kinds) -> None:
     class NoRoom(EagerStreams):
         def allocate(self, num_bytes: int) -> torch.Tensor:
             raise torch.OutOfMemoryError("no room for slots")
 
     model = adapted(load(kind(kinds)))
-    before = picture(model)
+    before, policy = picture(model), poros.StreamingPolicy(loss="reference")
     with pytest.raises(torch.OutOfMemoryError):
-        prepare_with(
-            model, poros.StreamingPolicy(loss="reference"), streams=NoRoom(torch.device("cpu"))
-        )
+        prepare_with(model, policy, streams=NoRoom(torch.device("cpu")))
     assert changes(before, picture(model)) == {}
-    prepare_plain(model)
-    assert all(adopted(model, 1))
+    for block_size in (2, 1, 3):
+        prepare_plain(model, block_size=block_size)
+        assert all(adopted(model, block_size))
+        assert changes(before, picture(poros.restore(model))) == {}
 
 
 def test_copies_of_the_model_have_bytes_of_their_own(kinds: Kinds) -> None:
@@ -362,16 +341,6 @@ def test_copies_of_the_model_have_bytes_of_their_own(kinds: Kinds) -> None:
         assert_same_run(expected, run(prepare_plain(twin)))
     assert attached_store(base) is store
     assert_same_run(expected, run(prepare_plain(model)))
-
-
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_saved_weights_are_those_of_the_slabs(kinds: Kinds, tmp_path: Path, tier: str) -> None:
-    path = kind(kinds, num_layers=ON_DISK)
-    base = from_disk(kinds, path) if tier == "disk" else load(path)
-    for name, model in (("ours", base), ("expected", standard(path, wanted(True)[1]))):
-        model.save_pretrained(tmp_path / name)
-    ours, expected = (tmp_path / name / "model.safetensors" for name in ("ours", "expected"))
-    assert ours.read_bytes() == expected.read_bytes()
 
 
 # Layers on a disk.
@@ -447,20 +416,6 @@ def test_pageable_memory_shows_in_stats_and_training_stays_exact(
     assert_same_run(resident_run(), run(model))
     poros.restore(model)
     assert driver.locked == {} and driver.calls.count("unregister") == 1
-
-
-def test_an_interrupted_check_leaves_the_model_unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    model = build()
-    classes = [type(module) for module in model.modules()]
-    with monkeypatch.context() as patch:
-        patch.setattr(poros.self_check.check, "_digests", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            prepare_plain(model)
-    assert [type(module) for module in model.modules()] == classes
-    assert_same_run(resident_run(), run(prepare_plain(model)))
 
 
 def test_every_dropped_cache_is_refused_afterwards() -> None:

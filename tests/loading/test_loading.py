@@ -1,9 +1,14 @@
-"""A model from ``poros.load`` is the model from ``from_pretrained``, bit for bit, laid in slabs."""
+"""A model from ``poros.load`` is the model from ``from_pretrained``, bit for bit, laid in slabs.
+
+And the memory of the host that a load takes.
+"""
 
 import copy
+import ctypes
 import gc
 import json
 import pickle
+import threading
 from collections.abc import Callable
 from itertools import product, starmap
 from pathlib import Path
@@ -14,18 +19,29 @@ import torch
 from bitsandbytes.nn import Params4bit
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
-from poros.errors import CheckpointFormatError
+import poros.loaders.load
+from poros.errors import (
+    CheckpointFormatError,
+    HostMemoryError,
+    PolicyError,
+    UnsupportedModelError,
+)
 from poros.gates import tiny
 from poros.gates.multimodal import MULTIMODAL
 from poros.gates.registry import read_registry
+from poros.host.disk import DiskStore
 from poros.host.store import attached_store
+from poros.loaders import slab_writer
+from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.load import load
+from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import SlabWriter
 from tests.loading.loaded import (
     DOWN,
     EMBED,
     NORM,
     Kinds,
+    budget_for,
     copy_of,
     described,
     differences,
@@ -37,10 +53,12 @@ from tests.loading.loaded import (
     wanted,
 )
 from tests.snapshots import batches
-from tests.support import num_memory_files, prepare_plain, same_bits
+from tests.support import prepare_plain, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = (True, False)
+QUANTIZED = pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
+STORED = pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])
 WITH_TOWERS = {each.model_type for each in MULTIMODAL.values()}
 
 
@@ -62,10 +80,11 @@ def quantized(name: str, how: dict[str, Any], **kind: Any) -> Row:
     return name, lambda kinds: kinds.dense(**kind), config, BF16, {"quantization": config}
 
 
-def packed(name: str, architecture: str = "qwen2", **how: Any) -> Row:
-    """Quantized already; it is loaded as it is."""
+def packed(name: str, architecture: str = "qwen2", is_said: bool = False, **how: Any) -> Row:
+    """Quantized already; it is loaded as it is, also if just that is asked for."""
     source = lambda kinds: kinds.packed(architecture, **how)  # noqa: E731
-    return f"4-bit already, {architecture} {name}", source, None, BF16, {}
+    options = {"quantization": quantization(**how)} if is_said else {}
+    return f"4-bit already, {architecture} {name}", source, None, BF16, options
 
 
 def in_dtype(architecture: str, dtype: torch.dtype, is_quantized: bool) -> Row:
@@ -114,6 +133,7 @@ ROWS = [
         packed(name, architecture, **how)
         for architecture, (name, how) in product(("qwen2", "mixtral", "phi3"), FORMATS.items())
     ),
+    packed("as is asked for", is_said=True, bnb_4bit_use_double_quant=False),
     *(
         packed(f"stored as {storage}", bnb_4bit_quant_storage=storage)
         for storage in ("bfloat16", "float16", "float32")
@@ -142,7 +162,7 @@ def test_it_is_the_model_of_from_pretrained(kinds: Kinds, row: Row) -> None:
         if record.outcome == "exact" and name not in {*tiny.ARCHITECTURES, *WITH_TOWERS}
     ),
 )
-@pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
+@QUANTIZED
 def test_every_family_on_record(kinds: Kinds, model_type: str, is_quantized: bool) -> None:
     path = kinds.dense(model_type)
     ours, theirs = wanted(is_quantized)
@@ -196,7 +216,7 @@ def test_another_block_size(kinds: Kinds, tmp_path: Path) -> None:
     assert any("memory of its own" in line for line in attached_store(ours).fallbacks)
 
 
-@pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
+@QUANTIZED
 def test_nothing_of_the_checkpoint_stays_mapped(
     kinds: Kinds, tmp_path: Path, is_quantized: bool
 ) -> None:
@@ -255,7 +275,7 @@ def another(path: Path, to: Path, name: str = "model.safetensors") -> Path:
     return to
 
 
-@pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])
+@STORED
 @pytest.mark.parametrize("where", ["subfolder", "variant", "sharded variant"])
 def test_the_weights_that_are_asked_for(
     kinds: Kinds, tmp_path: Path, where: str, is_stored: bool
@@ -276,18 +296,24 @@ def test_the_weights_that_are_asked_for(
     assert differences(model, load(folder)) != []
 
 
-@pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])
+@STORED
 def test_the_configuration_that_is_given(kinds: Kinds, tmp_path: Path, is_stored: bool) -> None:
+    """Fields beside it are refused; but for the attention, which no configuration is saved with."""
     config = AutoConfig.from_pretrained(kinds.dense(), attn_implementation="eager")
     config.rms_norm_eps = 0.25
-    before = config.to_dict()
-    model = load(kinds.dense(), config=config, store=tmp_path / "store" if is_stored else None)
+    before, store = config.to_dict(), tmp_path / "store" if is_stored else None
+    with pytest.raises(PolicyError, match="use_cache: beside config="):
+        load(kinds.dense(), config=config, use_cache=False)
+    model = load(kinds.dense(), config=config, store=store)
     assert model.config.rms_norm_eps == 0.25 and model.model.norm.variance_epsilon == 0.25
     assert model.config._attn_implementation == "eager" and config.to_dict() == before
     assert differences(model, pretrained(kinds.dense(), config=config)) == []
+    plain = AutoConfig.from_pretrained(kinds.dense())
+    model = load(kinds.dense(), config=plain, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
+@QUANTIZED
 @pytest.mark.parametrize("source", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("is_said", BOTH, ids=["config", "weights"])
 def test_dtype_auto(
@@ -348,33 +374,165 @@ def test_names_may_be_mapped(kinds: Kinds, tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"quantization": quantization(bnb_4bit_use_double_quant=False)}]
-)
-def test_the_quantization_that_a_checkpoint_has(kinds: Kinds, how: dict[str, Any]) -> None:
-    path = kinds.packed(bnb_4bit_use_double_quant=False)
-    assert differences(load(path, **how), kinds.expected(path)) == []
-
-
-# What goes wrong leaves nothing behind.
-
-
-def test_a_failed_load_keeps_no_memory(kinds: Kinds, tmp_path: Path) -> None:
-    def spoil(found: dict[str, Any]) -> None:
-        found["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
-
-    path = copy_of(kinds.dense(), tmp_path, spoil)
-    gc.collect()
-    before = num_memory_files()
-    with pytest.raises(CheckpointFormatError, match=r"layers\.1\.mlp\.up_proj"):
-        load(path)
-    gc.collect()
-    assert num_memory_files() == before
-
-
 def test_a_model_loaded_under_inference_mode_can_be_trained(kinds: Kinds) -> None:
     with torch.inference_mode():
         model = load(kinds.dense())
     assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
     adapted = prepare_plain(tiny.attach_lora(model, rank=2), device="cpu").train()
     adapted(**batches()[0]).loss.backward()
+
+
+@pytest.mark.parametrize("how", ["memory", "store"])
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("openai-gpt", "expected exactly one ModuleList"),  # no list of checkpointable layers
+        ("bert", "expected a decoder-only causal language model"),  # its layers see both ways
+    ],
+)
+def test_what_cannot_be_streamed_is_not_loaded(
+    family: str, why: str, how: str, kinds: Kinds, tmp_path: Path
+) -> None:
+    """``poros.prepare`` would refuse it; nothing of it is left."""
+    options = {"store": tmp_path / "store"} if how == "store" else {}
+    with pytest.raises(UnsupportedModelError, match=why):
+        load(kinds.dense(family, num_layers=2), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Host memory.
+
+
+@pytest.mark.parametrize("is_persistent", BOTH)
+def test_only_what_is_loaded_has_to_be_finite(is_persistent: bool) -> None:
+    """A mask that is computed may well be infinite; both kinds of buffers are moved to the slab,
+    if they are large enough to be streamed."""
+
+    def make() -> torch.nn.Module:
+        layer = torch.nn.Linear(3, 3, bias=False)
+        mask = torch.full((160, 160), float("-inf"), device=layer.weight.device)
+        layer.register_buffer("mask", mask, persistent=is_persistent)
+        return torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+
+    with torch.device("meta"):
+        planned = make()
+    intake = slab_writer.SlabWriter(
+        Path("here"),
+        lambda model: ("layers", list(model["layers"])),
+        Quantizer(torch.device("cpu")),
+        None,
+        lambda tensor: False,
+    )
+    intake.plan(planned, {})
+    model = make()
+    if is_persistent:
+        with pytest.raises(CheckpointFormatError, match=r"here: layers\.0\.mask: expected finite"):
+            intake.finish(model)
+        return
+    intake.finish(model)
+    parts = (*model.named_parameters(), *model.named_buffers())
+    assert all(intake.is_placed(name, tensor) for name, tensor in parts)
+
+
+def test_too_little_host_memory_is_refused_before_anything_is_read(
+    kinds: Kinds, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A store on disk takes less: what lies outside the layers."""
+    asked = list[int]()
+
+    def require(num_bytes: int, what: str) -> None:
+        asked.append(num_bytes)
+        if len(asked) == 1:
+            raise HostMemoryError(f"{what}: no")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("read")
+
+    path, model = kinds.dense(), standard(kinds.dense(), quantization())
+    monkeypatch.setattr(slab_writer, "require_host_memory", require)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "fetch", fail)
+        with pytest.raises(HostMemoryError, match="no"):
+            load(path)
+    monkeypatch.setattr(poros.loaders.load, "_open", lambda *_: model)
+    load(path, store=tmp_path / "store")
+    stays = ("norm.weight", ".bias", ".nested_absmax")
+    sizes = {name: tensor.nbytes for name, tensor in tensors(model).items()}
+    outside = [
+        size for name, size in sizes.items() if ".layers." not in name or name.endswith(stays)
+    ]
+    assert asked[0] > asked[1] == sum(outside)
+
+
+class Peak:
+    """The most memory of this process inside the body, over what it had before.
+
+    Anonymous and shared pages; pages of mapped files are the system's to drop.
+    """
+
+    def __enter__(self) -> "Peak":
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed would hide as much of what is taken
+        self._before = self._now()
+        self.num_bytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._look()
+
+    def _sample(self) -> None:
+        while not self._is_over.wait(0.001):
+            self._look()
+
+    def _look(self) -> None:
+        self.num_bytes = max(self.num_bytes, self._now() - self._before)
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+@QUANTIZED
+def test_host_memory_while_loading(kinds: Kinds, is_quantized: bool) -> None:
+    """The model as it will be, one tensor, and what pieces of it take."""
+    # Of a quantized base fewer layers are enough for the control, and they take their time.
+    sizes = {"num_layers": 5 if is_quantized else 8}
+    sizes |= {"hidden_size": 1024, "vocab_size": 4096, "intermediate_size": 4096}
+    path, ours = kinds.dense(**sizes), wanted(is_quantized)[0]
+    load(path, quantization=ours)  # whatever libraries allocate once
+    with Peak() as peak:
+        model = load(path, quantization=ours)
+    store = attached_store(model)
+    parts = tensors(model).items()
+    outside = sum(tensor.nbytes for name, tensor in parts if ".layers." not in name)
+    largest = 1024 * 4096 * 2
+    bound = store.num_bytes + outside + largest + 192 * 2**20  # pieces, and what allocators hold
+    assert 0.9 * store.num_bytes < peak.num_bytes <= bound
+    del model, store, parts
+    with Peak() as control:  # twice as much and more, held until the end: seen for certain
+        held = load(path, quantization=None, dtype=torch.float32)
+    assert sum(tensor.nbytes for tensor in tensors(held).values()) > bound
+    assert control.num_bytes > bound
+
+
+def test_a_host_budget(kinds: Kinds) -> None:
+    """The first layers lie in memory, the others are the file's, unwritten."""
+    path = kinds.dense("gemma4_shared_kv")
+    store, expected = kinds.store(path), kinds.expected(path, quantization())
+    starts = [budget_for(store, index) for index in range(4)]
+    for num_layers, budget in ((0, 0), (0, starts[1] - 1), (1, starts[1]), (3, str(starts[3]))):
+        model = load(path, store=store, host_budget=budget)
+        assert differences(model, expected) == [] and unplaced(model) == []
+        host = attached_store(model)
+        assert isinstance(host, DiskStore)
+        on_disk = [slab.arena is host.mapped for slab in host.slabs]
+        assert on_disk == [index >= num_layers for index in range(4)]
+        assert all(host.is_untouched(slab) for slab in host.slabs)
+    assert not isinstance(attached_store(load(path, store=store, host_budget="1 GiB")), DiskStore)

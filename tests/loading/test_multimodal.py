@@ -47,38 +47,26 @@ class Family:
     goes_together: bool = True
 
 
+TEXT, INNER = "model.language_model.layers", "language_model.model.layers"
+PROJECTOR, TYPES = "multi_modal_projector.", {"mm_token_type_ids": "input_ids"}
 FAMILIES = {
     "gemma3": Family(
         "gemma3_multimodal",
-        "language_model.model.layers",
-        ("vision_tower.vision_model.", "multi_modal_projector."),
+        INNER,
+        ("vision_tower.vision_model.", PROJECTOR),
         types={"token_type_ids": "input_ids"},
     ),
     "gemma4": Family(
         "gemma4_multimodal",
-        "model.language_model.layers",
+        TEXT,
         ("model.vision_tower.", "model.embed_vision."),
-        types={"mm_token_type_ids": "input_ids"},
+        types=TYPES,
         goes_together=False,  # its layers share a mapping of keys and values
     ),
-    "qwen2_5_vl": Family(
-        "qwen2_5_vl", "model.layers", ("visual.",), types={"mm_token_type_ids": "input_ids"}
-    ),
-    "qwen3_vl": Family(
-        "qwen3_vl",
-        "model.language_model.layers",
-        ("model.visual.",),
-        types={"mm_token_type_ids": "input_ids"},
-    ),
-    "mistral3": Family(
-        "mistral3", "language_model.model.layers", ("vision_tower.", "multi_modal_projector.")
-    ),
-    "llama4": Family(
-        "llama4",
-        "language_model.model.layers",
-        ("vision_model.", "multi_modal_projector."),
-        own_layers="language_model.model.layers",
-    ),
+    "qwen2_5_vl": Family("qwen2_5_vl", "model.layers", ("visual.",), types=TYPES),
+    "qwen3_vl": Family("qwen3_vl", TEXT, ("model.visual.",), types=TYPES),
+    "mistral3": Family("mistral3", INNER, ("vision_tower.", PROJECTOR)),
+    "llama4": Family("llama4", INNER, ("vision_model.", PROJECTOR), own_layers=INNER),
 }
 
 FEW = with_slow(FAMILIES, ("qwen2_5_vl", "mistral3", "llama4"))

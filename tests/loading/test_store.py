@@ -1,33 +1,44 @@
 """Stores on disk: the bytes come back, and what is not as it was written does not open.
 
-Whole files that are damaged stand in test_damage.py, manifests that are made up in test_fuzz.py.
+Writers that are out of room, or one of several, leave nothing half-written that opens. Those that
+are killed stand in test_stores_of_loads.py, whole files that are damaged in test_damage.py,
+manifests that are made up in test_fuzz.py.
 """
 
+import errno
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import resource
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from poros.errors import CheckpointFormatError
+from poros.errors import CheckpointFormatError, StoreWriteError
 from poros.host.layout import PAGE_NUM_BYTES
 from poros.host.store import HostStore
+from poros.loaders import partial as partial_module
 from poros.loaders.manifest import REST, SLABS
+from poros.loaders.partial import _TEXT, MARK, remove_stale
 from poros.loaders.store import is_store, open_store
 from poros.loaders.store_writer import StoreWriter
-from tests.loading.checkpoints import file_bytes, header_of
-from tests.loading.stores import (
+from tests.loading.checkpoints import (
     ABOUT,
     FILES,
     assert_same_store,
+    file_bytes,
     fill,
     filled,
+    header_of,
+    open_files,
     read,
     some_layouts,
     some_rest,
@@ -36,22 +47,20 @@ from tests.loading.stores import (
 )
 from tests.support import same_bits
 
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return write(tmp_path / "store")
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_everything_comes_back(mapped: bool, tmp_path: Path) -> None:
+def test_everything_comes_back(tmp_path: Path) -> None:
     directory, expected = tmp_path / "store", filled()
-    if mapped:
-        with StoreWriter(directory, some_layouts()) as writer:
-            fill(writer.host)
-            assert not directory.exists()
-            writer.commit(some_rest(), ABOUT, FILES)
-    else:
-        assert write(directory) == directory
+    with StoreWriter(directory, some_layouts()) as writer:
+        fill(writer.host)
+        assert not directory.exists()
+        assert writer.commit(some_rest(), ABOUT, FILES) == directory
     assert is_store(directory) and os.listdir(tmp_path) == ["store"]
     with open_store(directory, verify=True) as opened:
         assert_same_store(expected, read(opened))
@@ -73,13 +82,6 @@ def test_everything_comes_back(mapped: bool, tmp_path: Path) -> None:
     assert same_bits(found["norm.weight"], rest["norm.weight"])  # it outlives the store
 
 
-def test_the_first_slabs_alone(store: Path) -> None:
-    with open_store(store) as opened:
-        host = HostStore.allocate(opened.layouts[:2])
-        opened.read_into(host)
-    assert_same_store(HostStore(filled().slabs[:2]), host)
-
-
 def test_other_programs_read_the_files(store: Path) -> None:
     slabs, rest = load_file(store / SLABS), load_file(store / REST)
     for index, slab in enumerate(filled().slabs):
@@ -93,68 +95,22 @@ def test_a_store_of_no_layers(tmp_path: Path) -> None:
         assert opened.layouts == [] and len(opened.rest()) == len(some_rest())
 
 
-def test_the_source_is_compared(store: Path) -> None:
-    with open_store(store) as opened:
-        opened.require_source("a1b2")
-        with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint c3"):
-            opened.require_source("c3")
-
-
 # Bits that flip.
-
-
-@contextmanager
-def each_flip(file: Path, first: int, number: int) -> Iterator[Iterator[int]]:
-    """Flip one bit after the other, at both ends and anywhere; then the file is as it was."""
-    sound, generator = file.read_bytes(), random.Random(file.name)
-
-    def flips() -> Iterator[int]:
-        places = [first, len(sound) - 1]
-        places += [generator.randrange(first, len(sound)) for _ in range(number)]
-        for place in places:
-            damaged = bytearray(sound)
-            damaged[place] ^= 1 << generator.randrange(8)
-            file.write_bytes(damaged)
-            yield place
-
-    yield flips()
-    file.write_bytes(sound)
 
 
 @pytest.mark.parametrize("name", [SLABS, REST, "config.json"])
 def test_one_flipped_bit_is_found(name: str, store: Path) -> None:
-    """In every kind of byte: length and header, tensors, padding."""
-    for first in (0, 9):
-        with each_flip(store / name, first, 10) as flips:
-            for _ in flips:
-                with pytest.raises(CheckpointFormatError, match=name):
-                    open_store(store, verify=True)
+    """In every kind of byte: length and header, tensors, padding; at both ends and anywhere."""
+    sound, generator = (store / name).read_bytes(), random.Random(name)
+    places = [0, 9, len(sound) - 1, *(generator.randrange(len(sound)) for _ in range(19))]
+    for place in places:
+        damaged = bytearray(sound)
+        damaged[place] ^= 1 << generator.randrange(8)
+        (store / name).write_bytes(damaged)
+        with pytest.raises(CheckpointFormatError, match=name):
+            open_store(store, verify=True)
+    (store / name).write_bytes(sound)
     open_store(store, verify=True).close()
-
-
-@pytest.mark.parametrize("name", [SLABS, REST])
-def test_one_flipped_bit_is_found_where_it_is_read(name: str, store: Path) -> None:
-    """In tensors and padding; the header of the slabs is compared as it is opened."""
-    with each_flip(store / name, header_of(store / name).data_offset, 9) as flips:
-        for _ in flips:
-            changed = pytest.raises(CheckpointFormatError, match=rf"{name}.*bytes changed")
-            with open_store(store) as opened, changed:
-                read(opened) if name == SLABS else opened.rest()
-    with open_store(store) as opened:  # the control
-        opened.rest()
-        read(opened)
-
-
-def test_a_flipped_bit_is_named_by_its_slab(store: Path) -> None:
-    with open_store(store) as opened:
-        at = opened.data_offset + filled().slabs[1].offset + 300
-    data = bytearray((store / SLABS).read_bytes())
-    data[at] ^= 4
-    (store / SLABS).write_bytes(data)
-    with open_store(store) as opened:  # which does not read the bytes
-        for look in (opened.verify, lambda: read(opened)):
-            with pytest.raises(CheckpointFormatError, match=r"'slab\.00001'.*bytes changed"):
-                look()
 
 
 def test_a_read_error_while_filling_is_typed(store: Path) -> None:
@@ -196,3 +152,167 @@ def test_whatever_bytes_a_manifest_is_of_it_is_refused(
                 open_it()
     finally:
         (store / REST).write_bytes(content)
+
+
+def assert_one_good_store(folder: Path) -> None:
+    assert os.listdir(folder) == ["store"]
+    open_store(folder / "store", verify=True).close()
+
+
+def test_nothing_is_left_of_a_writer_that_fails(tmp_path: Path) -> None:
+    before = open_files()
+    with pytest.raises(RuntimeError), StoreWriter(tmp_path / "store", some_layouts()) as writer:
+        fill(writer.host)
+        raise RuntimeError("no more")
+    del writer
+    assert os.listdir(tmp_path) == [] and open_files() == before
+    with pytest.raises(ValueError, match="JSON"):
+        write_store(tmp_path / "store", filled(), {}, {"loss": float("nan")})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(StoreWriteError, match=r"No space left on device.*make room"):
+        StoreWriter(tmp_path / "store", some_layouts())
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_later_leaves_nothing(tmp_path: Path) -> None:
+    """The slabs have their room; the rest finds none."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with StoreWriter(tmp_path / "store", some_layouts()) as writer:
+        fill(writer.host)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
+        try:
+            with pytest.raises(StoreWriteError, match="File too large"):
+                writer.commit({"head": torch.zeros(200_000)}, ABOUT)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_two_writers_the_first_wins(tmp_path: Path) -> None:
+    """The loader opens the first one's then, if it is of the same checkpoint."""
+    directory = tmp_path / "store"
+    first, second = (StoreWriter(directory, some_layouts()) for _ in range(2))
+    fill(first.host, seed=1)
+    fill(second.host, seed=2)
+    first.commit(some_rest(), ABOUT, FILES)
+    with pytest.raises(StoreWriteError, match="not empty"):
+        second.commit(some_rest(), ABOUT, FILES)
+    assert_one_good_store(tmp_path)
+    with open_store(directory) as opened:
+        assert_same_store(filled(seed=1), read(opened))
+
+
+def test_many_writers_at_once(tmp_path: Path) -> None:
+    results: list[Path | BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(write(tmp_path / "store"))
+        except StoreWriteError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # The first to be done wins, and the others are told so.
+    errors = [result for result in results if isinstance(result, StoreWriteError)]
+    assert len(results) == 8 > len(errors)
+    assert all("not empty" in str(error) for error in errors)
+    assert_one_good_store(tmp_path)
+
+
+def test_a_living_writer_is_not_cleaned_up(tmp_path: Path) -> None:
+    """However old its folder is, or young that of a dead one."""
+    first = StoreWriter(tmp_path / "store", some_layouts())
+    (partial,) = tmp_path.iterdir()
+    os.utime(partial, (0, 0))
+    second = StoreWriter(tmp_path / "store", some_layouts())
+    assert partial.exists() and len(os.listdir(tmp_path)) == 2
+    second.close()
+    fill(first.host)
+    first.commit(some_rest(), ABOUT, FILES)
+    assert_one_good_store(tmp_path)
+    assert not (tmp_path / "store" / MARK).exists()
+
+
+# What is cleaned up.
+
+NAME = ".store.poros-abcdefgh.partial"
+OURS = {MARK: _TEXT, "slabs.safetensors": b"half"}
+FOREIGN = {"thesis.tex": b"x"}
+
+
+def lay(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "is_left"),
+    [
+        (NAME, OURS, False),
+        (NAME, {}, False),  # killed before it had written anything
+        (NAME, {MARK: b""}, False),
+        (NAME, FOREIGN, True),
+        (NAME, {**FOREIGN, MARK: b"a lock of another program"}, True),
+        (NAME, {**OURS, "additional_chat_templates/a.jinja": b"x"}, False),
+        (NAME, {**OURS, "chapters/thesis.tex": b"x"}, True),
+        (".store.mine.partial", FOREIGN, True),
+        (".store.mine.partial", OURS, True),
+        (".other.poros-abcdefgh.partial", OURS, True),
+    ],
+)
+def test_what_is_cleaned_up_is_ours(
+    tmp_path: Path, name: str, files: dict[str, bytes], is_left: bool
+) -> None:
+    lay(tmp_path / name, files)
+    before = sorted(tmp_path.rglob("*.tex"))
+    write(tmp_path / "store")
+    assert set(os.listdir(tmp_path)) == {"store", *([name] if is_left else [])}
+    assert sorted(tmp_path.rglob("*.tex")) == before
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    lay(tmp_path / "elsewhere", OURS)
+    (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    write(tmp_path / "store")
+    assert len(os.listdir(tmp_path / "elsewhere")) == 2
+
+
+def test_a_folder_that_another_writer_removes_is_made_again(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """The worst moments: before there is a file in it, and before that is locked."""
+    made: list[Path] = []
+    mkdtemp, take = tempfile.mkdtemp, partial_module._take
+
+    def make(**options: Any) -> str:
+        made.append(Path(mkdtemp(**options)))
+        if len(made) == 1:
+            remove_stale(tmp_path / "store")
+        return str(made[-1])
+
+    def take_late(lock: int) -> bool | None:
+        if len(made) == 2:
+            monkeypatch.setattr(partial_module, "_take", take)
+            remove_stale(tmp_path / "store")
+        return take(lock)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    monkeypatch.setattr(partial_module, "_take", take_late)
+    write(tmp_path / "store")
+    assert len(made) == 3 and len(set(made)) == 3
+    assert_one_good_store(tmp_path)

@@ -1,0 +1,566 @@
+"""The tables of damage: to configurations, weights, adapters, 4-bit states, files and stores."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from poros.errors import PorosError, UnsupportedModelError
+from poros.loaders.header import MAX_HEADER_NUM_BYTES as MAX
+from poros.loaders.manifest import REST, SLABS
+from tests.loading.checkpoints import FIRST, INDEX, SECOND, entry, good_tensors, write_index
+from tests.loading.damage import (
+    CONFIG,
+    GENERATION,
+    WEIGHTS,
+    Break,
+    Case,
+    about,
+    added,
+    both,
+    config,
+    cut,
+    document,
+    drop,
+    dropped,
+    flip,
+    header,
+    instead,
+    kept_config,
+    manifest,
+    manifest_text,
+    one,
+    pickled,
+    put,
+    quantized,
+    renamed,
+    rest,
+    size,
+    sparse,
+    spoil,
+    state,
+    tensor,
+    text,
+)
+
+ADAPTER = "adapter_config.json"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+ABSMAX, MAP, NESTED = f"{DOWN}.absmax", f"{DOWN}.quant_map", f"{DOWN}.nested_absmax"
+NESTED_MAP = f"{DOWN}.nested_quant_map"
+STATE = f"{DOWN}.quant_state.bitsandbytes__nf4"
+DEEP = b'{"t":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+DEEP_CONFIG = b'{"model_type": "qwen2", "x": ' + b"[" * 200 + b"]" * 200 + b"}"
+ROPE = {"rope_theta": 1e4, "rope_type": "default"}
+WINDOWS = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
+UNFIT = "that transformers (knows|builds a model from), found"
+NAN, INF = float("nan"), float("inf")
+UNSUPPORTED: dict[str, Any] = {"error": UnsupportedModelError}
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+MANY = {"num_hidden_layers": 4000, "layer_types": ..., "num_experts": 4000}
+OWN_CODE = {"model_type": "x", "auto_map": {"AutoConfig": "code.Config"}}
+
+
+def planned(name: str, break_it: Break | dict[str, Any], says: str, **options: Any) -> Case:
+    """A configuration, or fields of it, that ``poros.plan`` refuses as well."""
+    made = config(**break_it) if isinstance(break_it, dict) else break_it
+    return Case(name, "dense", made, says, planned=True, **options)
+
+
+def dense(name: str, break_it: Break, says: str | None, **options: Any) -> Case:
+    return Case(name, "dense", break_it, says, **options)
+
+
+def either(name: str, break_it: Break, says: str) -> list[Case]:
+    """Quantized as it is loaded, and dense; the error names the folder."""
+    return [
+        Case(f"{name}, {how}", "dense", break_it, says, file=".", options={"quantization": how})
+        for how in ("nf4", None)
+    ]
+
+
+def moe(name: str, break_it: Break, says: str | None) -> Case:
+    return Case(name, "moe", break_it, says)
+
+
+def packed(name: str, break_it: Break, says: str | None, base: str = "4bit") -> Case:
+    return Case(name, base, break_it, says)
+
+
+def said(name: str, changes: dict[str, Any], says: str, base: str = "4bit") -> Case:
+    """Of the state of one weight."""
+    return Case(name, base, state(DOWN, **changes), says)
+
+
+def bnb(name: str, settings: dict[str, Any], says: str, **options: Any) -> Case:
+    """What the configuration of dense weights says of their quantization."""
+    said = {"quant_method": "bitsandbytes", **settings}
+    return Case(name, "dense", config(quantization_config=said), says, **options)
+
+
+CONFIGS = [
+    planned("unknown activation", {"hidden_act": "nonsense"}, "nonsense"),
+    planned("activation is a list", {"hidden_act": ["silu"]}, UNFIT),
+    planned("unknown rope type", {"rope_parameters": {**ROPE, "rope_type": "odd"}}, "odd"),
+    planned("rope theta is a text", {"rope_parameters": {**ROPE, "rope_theta": "x"}}, UNFIT),
+    planned("a billion layers", {"num_hidden_layers": 10**9}, r"Limits\(num_layers=\.\.\.\)"),
+    planned("endless layers", {"num_hidden_layers": 1e300}, r"num_layers=\.\.\."),
+    planned("a billion labels", {"num_labels": 10**9}, r"Limits\(num_labels=\.\.\.\)"),
+    planned("a billion experts", {"num_experts": 10**9}, r"Limits\(num_experts=\.\.\.\)"),
+    planned("many experts of many layers", MANY, "times experts of at most 200000, found 16000000"),
+    planned("layers in a text config", {"text_config": {"n_layer": 10**9}}, "n_layer of at m"),
+    planned("negative layers", {"num_hidden_layers": -1}, UNFIT),
+    planned("layers are a text", {"num_hidden_layers": "many"}, UNFIT),
+    planned("hidden size zero", {"hidden_size": 0}, UNFIT),
+    planned("hidden size negative", {"hidden_size": -64}, UNFIT),
+    planned("hidden size a float", {"hidden_size": 64.5}, UNFIT),
+    planned("no heads", {"num_attention_heads": 0}, UNFIT),
+    planned("vocabulary is a list", {"vocab_size": [512]}, UNFIT),
+    planned("no model type", {"model_type": ...}, UNFIT),
+    planned("model type is a number", {"model_type": 3}, UNFIT),
+    planned("unknown model type", {"model_type": "no_such"}, "no_such"),
+    planned("model type of images", {"model_type": "vit"}, "vit", **UNSUPPORTED),
+    planned("config nested too deeply", put(CONFIG, DEEP), "too deeply"),
+    planned("config 200 levels deep", put(CONFIG, DEEP_CONFIG), "at most 64 levels|too deeply"),
+    planned("config is a list", put(CONFIG, b"[]"), "found a list"),
+    planned("config is a pickle", put(CONFIG, b"\x80\x04."), "text that is none"),
+    planned("config of zeros", sparse(CONFIG, 2**20), "text that is none"),
+    planned("config without end", sparse(CONFIG, 10**12), r"Limits\(config_num_bytes=\.\.\.\)"),
+    planned("no config", drop(CONFIG), "No such file"),
+    planned("code of its own", OWN_CODE, "code of their own", **UNSUPPORTED),
+    planned("model type with escapes", {"model_type": "\x1b[31mred\n" * 999}, r"\\x1b\[31mred"),
+    dense("windows without a size", config(**WINDOWS, sliding_window=None), None),
+    dense("a huge vocabulary", config(vocab_size=10**12), "GB of host memory", error=PorosError),
+    dense("a wider model", config(hidden_size=128), "expected shape"),
+    dense("another intermediate size", config(intermediate_size=64), "expected shape"),
+    dense("fewer layers", config(num_hidden_layers=1, layer_types=...), "tensors without use"),
+    dense("more layers", config(num_hidden_layers=3, layer_types=...), "none of model.layers.2"),
+    dense("tied head beside a head", config(tie_word_embeddings=True), None),
+    dense("an unknown field", config(nonsense={"a": [1, None]}), None),
+    dense("a field twice", text(CONFIG, b"{", b'{"use_cache": false,'), None),
+    bnb("gptq", {"quant_method": "gptq", "bits": 4}, "'gptq'", **UNSUPPORTED),
+    bnb("8 bits", {"load_in_8bit": True}, "8 bits of bitsandbytes", **UNSUPPORTED),
+    bnb("quantization of nothing", {}, "found quantization_config", **UNSUPPORTED),
+    bnb("odd 4-bit type", {**FOUR_BITS, "bnb_4bit_quant_type": "nf5"}, "nf5"),
+    bnb("odd compute dtype", {**FOUR_BITS, "bnb_4bit_compute_dtype": "x"}, "_config, found"),
+    dense("quantization is a text", config(quantization_config="nf4"), UNFIT),
+    bnb("dense weights said to be 4-bit", FOUR_BITS, "4-bit weight with its quantization state"),
+]
+
+
+def generation(name: str, break_it: Break | dict[str, Any], says: str | None) -> Case:
+    made = document(GENERATION, **break_it) if isinstance(break_it, dict) else break_it
+    return dense(f"generation: {name}", made, says)
+
+
+GENERATIONS = [
+    generation("odd number", {"max_new_tokens": -1}, GENERATION),
+    generation("a text", {"max_new_tokens": "x"}, GENERATION),
+    generation("no cache", {"cache_implementation": "odd"}, GENERATION),
+    generation("no settings", {"watermarking_config": 3}, GENERATION),
+    generation("not looked at", {"num_beams": "many"}, None),
+    generation("a list", put(GENERATION, b"[1]"), "found a list"),
+    generation("broken", put(GENERATION, b"{x"), "text that is none"),
+    generation("deep", put(GENERATION, DEEP), "too deeply"),
+    generation("empty", put(GENERATION, b""), "found 0"),
+    generation("endless", sparse(GENERATION, 10**12), "config_num_bytes"),
+    generation("as it should", {"temperature": 0.25, "do_sample": True}, None),
+]
+
+EXTRA, NEXT = "model.layers.1.mlp.extra.weight", "model.layers.2.mlp.up_proj.weight"
+
+WEIGHT_CASES = [
+    *either("no weight", dropped(DOWN), f"none of {DOWN}"),
+    *either("no norm", dropped(NORM), f"none of {NORM}"),
+    *either("no embedding", dropped(EMBED), f"none of {EMBED}"),
+    *either("a row less", tensor(DOWN, lambda t: t[:-1]), f"{DOWN}: expected shape"),
+    *either("transposed", tensor(DOWN, lambda t: t.T), f"{DOWN}: expected shape"),
+    *either("norm one shorter", tensor(NORM, lambda t: t[:-1]), f"{NORM}.*expected shape"),
+    *either("embedding one shorter", tensor(EMBED, lambda t: t[:-1]), f"{EMBED}.*expected shape"),
+    *either("weight of NaN", tensor(DOWN, lambda t: t * NAN), f"{DOWN}: expected finite"),
+    *either("norm of infinities", tensor(NORM, lambda t: t * INF), f"{NORM}: expected finite"),
+    *either("embedding of NaN", tensor(EMBED, lambda t: t * NAN), f"{EMBED}: expected finite"),
+    *either("a tensor too many", added(EXTRA), f"tensors without use: {EXTRA}"),
+    *either("a layer too many", added(NEXT), f"tensors without use: {NEXT}"),
+    dense("int8 weights", tensor(DOWN, lambda t: (t * 9).to(torch.int8)), "floating point.*int8"),
+    dense("int64 norm", tensor(NORM, lambda t: t.long()), "in floating point"),
+    dense("bool embedding", tensor(EMBED, lambda t: t > 0), "in floating point"),
+    dense("uint8 head", tensor(HEAD, lambda t: t.abs().byte()), "in floating point"),
+    dense("fp32 weights", tensor(DOWN, lambda t: t.float()), None),
+    dense("fp8 weights", tensor(DOWN, lambda t: t.to(torch.float8_e4m3fn)), None),
+    dense("fp64 norm", tensor(NORM, lambda t: t.double()), None),
+    dense("weights one larger", tensor(DOWN, lambda t: torch.cat([t, t[:1]])), "expected shape"),
+    dense("weights as one row", tensor(DOWN, lambda t: t.reshape(1, -1)), "expected shape"),
+    dense("empty weights", tensor(DOWN, lambda t: t[:0]), "expected shape"),
+    dense("scalar norm", tensor(NORM, lambda t: t[0]), "expected shape"),
+    dense("NaN in a weight", tensor(DOWN, spoil(NAN)), "expected finite"),
+    dense("infinity in a norm", tensor(NORM, spoil(-INF)), "expected finite"),
+    dense("NaN in the head", tensor(HEAD, spoil(NAN)), "expected finite"),
+    dense("layers from 1", renamed("layers.0.", "layers.7."), "none of model.layers.0"),
+    dense("another prefix", renamed("model.", "transformer."), "none of"),
+    dense("a name with escapes", added("model.layers.0.\x1b[2J\n"), r"layers\.0\.\\x1b\[2J\\n"),
+    dense("a name of a megabyte", added("model.layers.0." + "x" * 10**6), "characters"),
+    dense("tensors of other parts", added("vision.w"), None),
+    dense("another program's manifest.json", put("manifest.json", b'{"name": "web app"}'), None),
+    dense("a manifest.json without end", sparse("manifest.json", 10**12), None),
+    dense("a manifest.json of garbage", put("manifest.json", b"\x00\xff" * 9), None),
+    moe("expert 2 is called 99", renamed("experts.2.", "experts.99."), "found none of number 2"),
+    moe("expert 0 is called 4", renamed("experts.0.", "experts.4."), "found none of number 0"),
+    moe("expert 02", renamed("experts.2.", "experts.02."), "found none of number 2"),
+    moe("one tensor of one expert", renamed(EXPERT, EXPERT.replace("2", "5")), "none of number 2"),
+    moe("an expert is missing", dropped("experts.3."), "expected shape"),
+    moe("one too many", renamed("experts.3.", "experts.4.", is_kept=True), "expected shape"),
+    moe("an expert of int8", tensor(EXPERT, lambda t: (t * 9).to(torch.int8)), "floating point"),
+    moe("an expert of NaN", tensor(EXPERT, spoil(NAN)), "expected finite"),
+    moe("an expert of another shape", tensor(EXPERT, lambda t: t[1:]), "could not conv"),
+    moe("experts as they are", both(), None),
+]
+
+IN_PLACE = document(ADAPTER, base_model_name_or_path="org/base", peft_type="LORA")
+ALONE = "found an adapter alone; its base is 'org/base'"
+GGUF = put("m.gguf", b"GGUF")
+
+ADAPTERS = [
+    dense("an adapter beside it", IN_PLACE, "beside it .of the base 'org/base'", **UNSUPPORTED),
+    planned("an adapter alone", both(drop(CONFIG, WEIGHTS), IN_PLACE), ALONE, **UNSUPPORTED),
+    dense("an adapter with a config", both(drop(WEIGHTS), IN_PLACE), ALONE, **UNSUPPORTED),
+    dense("a broken adapter config", put(ADAPTER, b"{"), "adapter_config.json: expected a JSON"),
+    dense("only GGUF", both(drop(WEIGHTS), GGUF), "GGUF.*'m.gguf'"),
+    dense("only GGUF, no config", both(drop(WEIGHTS, CONFIG), GGUF), "GGUF"),
+    dense("only a pickle", both(drop(WEIGHTS), put("pytorch_model.bin", b"x")), "never opened"),
+]
+
+SKIPPED = quantized(llm_int8_skip_modules=["lm_head", "down_proj"])
+RENAMED = renamed(STATE, STATE.replace("nf4", "nf5"))
+
+STATES = [
+    packed("as they should be", both(), None),
+    packed("single, as they should be", both(), None, "4bit single"),
+    packed("packed where all is said dense", SKIPPED, "expected a dense weight, as config.json"),
+    said("NaN offset", {"nested_offset": NAN}, "NaN is not JSON"),
+    said("endless offset", {"nested_offset": 1e999}, "Infinity is not JSON"),
+    said("offset is a text", {"nested_offset": "0"}, "a finite nested_offset"),
+    said("no offset", {"nested_offset": ...}, "double quantization"),
+    said("offset of single", {"nested_offset": 1.0}, "single quant", "4bit single"),
+    said("block size 0", {"blocksize": 0}, "a block size among"),
+    said("block size -64", {"blocksize": -64}, "a block size among"),
+    said("block size true", {"blocksize": True}, "a block size among"),
+    said("block size 2**62", {"blocksize": 2**62}, "a block size among"),
+    said("another block size", {"blocksize": 128}, "expected shape"),
+    said("nested block size 64", {"nested_blocksize": 64}, "blocks of 256"),
+    said("nested block size 0", {"nested_blocksize": 0}, "blocks of 256"),
+    said("nested dtype", {"nested_dtype": "float16"}, "blocks of 256 scales in float32"),
+    said("another type", {"quant_type": "fp4"}, "quantization to nf4"),
+    said("no type", {"quant_type": ...}, "double quantization"),
+    said("another dtype", {"dtype": "int8"}, "a dtype among"),
+    said("dtype is code", {"dtype": "load"}, "a dtype among"),
+    said("another shape", {"shape": [1, 2]}, "expected shape"),
+    said("a negative shape", {"shape": [-64, 128]}, "positive whole numbers"),
+    said("no shape", {"shape": None}, "positive whole numbers"),
+    said("a field too many", {"extra": 1}, "double quantization"),
+    packed("state is no JSON", tensor(STATE, lambda t: t[:9]), "text that is none"),
+    packed("state of a megabyte", tensor(STATE, lambda t: t.repeat(6000)), "at most 4096 bytes"),
+    packed("state under another type's name", RENAMED, "expected one quantization state"),
+    packed("code of 0", tensor(MAP, lambda t: t[:0]), "16 entries"),
+    packed("code of 15", tensor(MAP, lambda t: t[:15]), "16 entries"),
+    packed("NaN in the code", tensor(MAP, spoil(NAN)), "quant_map|code"),
+    packed("code in fp16", tensor(MAP, lambda t: t.half()), "float32 in code"),
+    packed("nested code of 0", tensor(NESTED_MAP, lambda t: t[:0]), "256 entries"),
+    packed("nested code of 4", tensor(NESTED_MAP, lambda t: t[:4]), "256 entries"),
+    packed("NaN in the nested code", tensor(NESTED_MAP, spoil(NAN)), "nested_code"),
+    packed("NaN in nested absmax", tensor(NESTED, lambda t: t * NAN), f"{DOWN}.*finite"),
+    packed("nested absmax in fp16", tensor(NESTED, lambda t: t.half()), "float32"),
+    packed("nested absmax twice", tensor(NESTED, lambda t: torch.cat([t, t])), DOWN),
+    packed("absmax in fp32", tensor(ABSMAX, lambda t: t.float()), "uint8 in absmax"),
+    packed("absmax one short", tensor(ABSMAX, lambda t: t[1:]), f"{DOWN}.*expected shape"),
+    packed("no absmax", dropped(ABSMAX), "expected the tensors"),
+    packed("no code", dropped(MAP), "expected the tensors"),
+    packed("no nested code", dropped(NESTED_MAP), "the tensors"),
+    packed("weights one short", tensor(DOWN, lambda t: t[1:]), f"{DOWN}.*expected shape"),
+    packed("no state", dropped(f"{DOWN}."), "expected a 4-bit weight with its quantization state"),
+    packed("an integer norm", tensor(NORM, lambda t: t.long()), "in floating point"),
+    packed("NaN in single absmax", tensor(ABSMAX, spoil(NAN)), "expected finite", "4bit single"),
+]
+
+MODELS = [*CONFIGS, *GENERATIONS, *WEIGHT_CASES, *ADAPTERS, *STATES]
+
+
+NAMES = list(good_tensors())
+LAST, ANOTHER = NAMES[3], "other.safetensors"
+SAME = f'{{"weight_map":{{"a":"{FIRST}","a":"{SECOND}"}}}}'.encode()
+RIGHT_MAP = {name: FIRST if name in NAMES[:2] else SECOND for name in NAMES}
+ALL_WEIGHTS = (FIRST, SECOND, INDEX)
+ONE, OTHER = entry(shape=[1], offsets=[0, 4]), entry(shape=[1], offsets=[4, 8])
+TWO = {"t": ONE, "u": OTHER}
+MORE = sparse(SECOND, MAX + 10, (MAX + 1).to_bytes(8, "little"))
+TWICE = b'{"t":{"dtype":"F32","dtype":"F16","shape":[2],"data_offsets":[0,8]}}'
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+def copied(folder: Path) -> None:
+    """The first shard is in the place of the second too."""
+    (folder / SECOND).write_bytes((folder / FIRST).read_bytes())
+
+
+def called(name: str) -> Break:
+    """A shard has another name."""
+    return lambda folder: (folder / SECOND).replace(folder / name)
+
+
+def shard(name: str, break_it: Break, says: str, tensor: str | None = None) -> Case:
+    return Case(name, "files", break_it, says, SECOND, tensor)
+
+
+def index(name: str, break_it: Any, says: str, tensor: str | None = None) -> Case:
+    """Or entries of the index that are changed; None leaves the tensor out."""
+
+    def change(folder: Any) -> None:
+        files = {key: file for key, file in (RIGHT_MAP | break_it).items() if file is not None}
+        write_index(folder, files)
+
+    made = change if isinstance(break_it, dict) else break_it
+    return Case(f"index {name}", "files", made, says, INDEX, tensor)
+
+
+def named(weights: Any) -> Break:
+    """A configuration that names them."""
+    return config(transformers_weights=weights)
+
+
+def settings(name: str, break_it: Break, says: str) -> Case:
+    return Case(f"configuration {name}", "files", break_it, says, CONFIG)
+
+
+def source(name: str, break_it: Break, says: str, opened: str = ".", file: str = "") -> Case:
+    return Case(name, "files", break_it, says, file or opened, source=opened)
+
+
+FILES = [
+    # The file around the header.
+    shard("empty file", put(SECOND, b""), "found an empty one"),
+    shard("seven bytes", put(SECOND, bytes(7)), "at least 8 bytes, found 7"),
+    shard("length beyond the file", header({}, length=10**6), "header length of 1000000"),
+    shard("length of 64 ones", header({}, length=2**64 - 1), f"length of {2**64 - 1}"),
+    shard("header over the limit", MORE, f"at most {MAX}, found a header length of {MAX + 1}"),
+    shard("cut in the header", size(SECOND, lambda _: 40), "header length of"),
+    shard("cut in the data", cut(SECOND), "the file is cut off", LAST),
+    shard("bytes after the data", header(TWO, bytes(9)), "end with its last tensor"),
+    shard("archive of a pickle", put(SECOND, b"PK\x03\x04" + bytes(90)), "found a pickle"),
+    shard("bare pickle", pickled(SECOND), "found a pickle"),
+    shard("pointer of git lfs", put(SECOND, LFS), "the pointer that git leaves"),
+    # The header as JSON.
+    shard("space before", header(b' {"t":0}'), r"begins with '{', found b' {"),
+    shard("array", header(b"[]"), r"begins with '{', found b'\[\]'"),
+    shard("no JSON", header(b'{"t":'), "found text that is none"),
+    shard("text after the object", header(b"{} x"), "Extra data"),
+    shard("no UTF-8", header(b'{"\xff":0}'), "can't decode byte 0xff"),
+    shard("nested deeply", header(DEEP), "nested too deeply"),
+    shard("NaN", header(b'{"t":NaN}'), "NaN is not JSON"),
+    shard("number of 5000 digits", header(b'{"t":' + b"9" * 5000 + b"}"), "4300 digits"),
+    shard("unpaired surrogate", header(b'{"\\ud800":{}}'), "surrogates not allowed"),
+    shard("tensor twice", header(b'{"t":{},"t":{}}'), "found 't' more than once"),
+    shard("dtype twice", header(TWICE), "found 'dtype' more than once"),
+    shard("metadata of numbers", header({"__metadata__": {"a": 1}}), "__metadata__ to hold"),
+    shard("metadata as text", header({"__metadata__": "a"}), "__metadata__ to hold text"),
+    # One tensor of a header.
+    shard("entry is a number", header({"t": 3}), "found 3", "t"),
+    shard("no dtype", one(dtype=...), "expected a dtype", "t"),
+    shard("unknown key", header({"t": {**entry(), "order": "F"}}), "'order': 'F'", "t"),
+    shard("unknown dtype", one(dtype="F31"), "'F31'", "t"),
+    shard("dtype of 6 bits", one(dtype="F6_E2M3"), "'F6_E2M3'", "t"),
+    shard("dtype is a list", one(dtype=["F32"]), r"\['F32'\]", "t"),
+    shard("negative size", one(shape=[-2]), r"sizes, .*found .*\[-2\]", "t"),
+    shard("size 2.0", one(shape=[2.0]), r"sizes, .*found .*\[2.0\]", "t"),
+    shard("size true", one(shape=[2, True]), r"sizes, .*found .*\[2, True\]", "t"),
+    shard("shape is a number", one(shape=2), "sizes, .*found .*'shape': 2", "t"),
+    shard("size over 2**63", one(shape=[2**63]), "sizes, .*found", "t"),
+    shard("product over 2**63", one(shape=[2**32, 2**32]), "fewer than 2", "t"),
+    shard("product over, then 0", one(shape=[2**62, 2**62, 0]), "fewer than 2", "t"),
+    shard("65 dimensions", one(shape=[1] * 65), "at most 64 sizes", "t"),
+    shard("three offsets", one(offsets=[0, 4, 8]), r"found .*\[0, 4, 8\]", "t"),
+    shard("no offsets", one(offsets=None), "found .*'data_offsets': None", "t"),
+    shard("end before begin", one(offsets=[8, 0]), r"found .*\[8, 0\]", "t"),
+    shard("negative offset", one(offsets=[-8, 0]), r"found .*\[-8, 0\]", "t"),
+    shard("too few bytes", one(offsets=[0, 4]), r"as far apart as .*\[0, 4\]", "t"),
+    shard("too many bytes", one(shape=[1]), r"as far apart as .*\[0, 8\]", "t"),
+    # The tensors of a file beside one another.
+    shard("overlap", header({**TWO, "v": entry(shape=[1], offsets=[2, 6])}), "4 at .*overlap", "v"),
+    shard("same bytes twice", header({"s": entry(), "t": entry()}), "an overlap", "t"),
+    shard("hole", header({**TWO, "v": entry(offsets=[9, 17])}, bytes(17)), "a hole", "v"),
+    shard("hole first", header({"t": entry(offsets=[4, 12])}, bytes(12)), "a hole", "t"),
+    shard("beyond the file", one(shape=[2**40], offsets=[0, 2**42]), "the file is cut off", "t"),
+    # Shards and index.
+    shard("shard missing", drop(SECOND), "No such file"),
+    shard("tensor in two shards", copied, f"found it in .*{FIRST} too", NAMES[0]),
+    index("has a tensor that is absent", {"a.b": SECOND}, f"in '{SECOND}', found it nowh", "a.b"),
+    replace(index("leaves one out", {LAST: None}, "found it only in the shard", LAST), file=SECOND),
+    index("has it elsewhere", {LAST: FIRST}, f"in '{FIRST}', found it in {SECOND}", LAST),
+    index("has a tensor twice", put(INDEX, SAME), "found 'a' more than once"),
+    index("names a parent", {"a": "../x.safetensors"}, "found '../x.safetensors'"),
+    index("hides a parent", {"a": "a/../../x.safetensors"}, "found 'a/../.."),
+    index("is absolute", {"a": "/tmp/x.safetensors"}, "found '/tmp/x.safetensors'"),
+    index("with backslashes", {"a": "..\\x.safetensors"}, "in this folder, found"),
+    index("with a null", {"a": "x\0.safetensors"}, r"found 'x\\x00"),
+    index("names a folder", {"a": "."}, "found '.'"),
+    index("with a name of 5000", {"a": "x" * 5000 + ".safetensors"}, "characters"),
+    index("with a line break", {"a": "\n.safetensors"}, r"found '\\n.safe"),
+    index("names nothing", {"a": ""}, "found ''"),
+    index("names a pickle", {"a": "x.bin"}, "a pickle can run code"),
+    index("names a number", {"a": 3}, "expected a file name, found 3", "a"),
+    index("is no JSON", put(INDEX, b"{"), "found text that is none"),
+    index("is a list", put(INDEX, b"[]"), "expected a JSON object, found a list"),
+    index("without a map", put(INDEX, b"{}"), "expected a weight_map"),
+    index("with an empty map", dict.fromkeys(RIGHT_MAP), "expected a weight_m"),
+    index("is empty", put(INDEX, b""), "bytes of JSON, found 0"),
+    index("too large", sparse(INDEX, 10**9), "bytes of JSON, found 1000000000"),
+    # What is no regular file.
+    shard("shard is a pipe", instead(SECOND, os.mkfifo), "a folder, a pipe or a device"),
+    shard("shard is a folder", instead(SECOND, os.mkdir), "a folder, a pipe or a device"),
+    shard("shard is a device", instead(SECOND, lambda f: f.symlink_to("/dev/zero")), "a dev"),
+    shard("shard is a loop", instead(SECOND, lambda f: f.symlink_to(f)), "symbolic links"),
+    shard("shard leads nowhere", instead(SECOND, lambda f: f.symlink_to("x")), "No such file"),
+    settings("is a pipe", instead(CONFIG, os.mkfifo), "a pipe"),
+    # Configuration and source.
+    settings("is missing", drop(CONFIG), "No such file"),
+    settings("is empty", put(CONFIG, b""), "JSON, found 0"),
+    settings("is a number", put(CONFIG, b"3"), "found a int"),
+    settings("names weights by a number", named(3), "expected transformers_weights"),
+    settings("names weights outside", named("../a.safetensors"), "found '../a.safetensors'"),
+    source("no tensors", both(header({}, b""), called(ANOTHER)), "of none", ANOTHER, "."),
+    source("only a pickle", pickled("pytorch_model.bin", *ALL_WEIGHTS), "never opened"),
+    source("a pickle as source", pickled("x.pt"), "never opened", "x.pt"),
+    source("another file as source", put("x.gguf", b"GGUF"), "another file", "x.gguf"),
+    source("no weights", drop(*ALL_WEIGHTS), "expected model.safetensors or"),
+    source("other weights only", both(drop(INDEX, FIRST), called(ANOTHER)), ANOTHER),
+    source("source does not exist", drop(), "found none", "absent/", file="absent"),
+    source("source has a null", drop(), "found none", "a\0b", file=r"a\x00b"),
+    source("source is a loop", lambda f: (f / "x").symlink_to(f / "x"), "another f", "x"),
+    source("source of 5000 characters", drop(), "File name too long", "x" * 5000, file="xxx"),
+]
+
+
+CODE, NESTED_CODE = f"{DOWN}.code", f"{DOWN}.nested_code"
+ESCAPES = "\x1b[2J\n"
+
+
+def opened(name: str, break_it: Break, says: str) -> Case:
+    """Refused, and the folder is named."""
+    return Case(name, "store", break_it, says, file=".")
+
+
+def sealed(name: str, change: Callable[[dict[str, Any]], Any], says: str) -> Case:
+    """What the manifest says, with a SHA-256 that fits."""
+    return Case(name, "store", manifest(change), says, file=".")
+
+
+def place(name: str, slab: int, tensor: int, field: int, value: Any, says: str) -> Case:
+    """Name, dtype or shape of a tensor in a slab."""
+    return sealed(name, lambda s: s["layouts"][slab][tensor].__setitem__(field, value), says)
+
+
+def loaded(name: str, break_it: Break, says: str | None) -> Case:
+    """Refused, or loaded all the same."""
+    return Case(name, "store", break_it, says)
+
+
+def weights(value: Any) -> Break:
+    return about(weights=value)
+
+
+def digest(value: str) -> Break:
+    """Of the configuration."""
+    return manifest(lambda store: store["files"].update({CONFIG: value}))
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
+    """A tensor of the rest."""
+    return rest(lambda found: found.update({name: change(found[name]).clone()}))
+
+
+def bare(folder: Path) -> None:
+    """The tensors without a manifest, as releases before version 4 wrote them."""
+    save_file(load_file(folder / REST), folder / REST)
+
+
+STORES = [
+    opened("no manifest", bare, "version None.*poros load"),
+    opened("no slabs", drop(SLABS), SLABS),
+    opened("no rest", drop(REST), REST),
+    opened("no config", drop(CONFIG), CONFIG),
+    opened("empty rest", put(REST, b""), REST),
+    opened("empty manifest", manifest_text(""), REST),
+    opened("no JSON", manifest_text("{"), REST),
+    opened("other JSON", manifest_text("[1]"), REST),
+    opened("another object", manifest_text('{"weights": 1}'), REST),
+    opened("slabs cut off", cut(SLABS), SLABS),
+    opened("slabs cut to nothing", size(SLABS, lambda _: 0), SLABS),
+    opened("rest cut off", cut(REST), REST),
+    opened("slabs too long", size(SLABS, lambda found: found + 1), SLABS),
+    opened("another slab header", text(SLABS, b"slab.00001", b"slab.00007"), SLABS),
+    opened("another name in the rest", text(REST, b"norm.weight", b"norm.height"), REST),
+    opened("another config", put(CONFIG, b"{}"), f"{CONFIG}.*bytes changed since"),
+    opened("rest is a folder", instead(REST, os.mkdir), "regular file"),
+    opened("slabs are a folder", instead(SLABS, os.mkdir), "regular file"),
+    opened("rest is a pipe", instead(REST, os.mkfifo), "regular file"),
+    opened("slabs are a loop", instead(SLABS, lambda f: f.symlink_to(SLABS)), SLABS),
+    opened("another version", manifest(lambda s: None, version="1"), "version '1'.*poros load"),
+    opened("another format", manifest(lambda s: None, format="tar"), "'tar'"),
+    sealed("an unknown key", lambda s: s.update(extra=1), "extra"),
+    sealed("a missing key", lambda s: s.pop("about"), "about"),
+    place("an unknown dtype", 0, 0, 1, "U9", "U9"),
+    place("a negative size", 0, 0, 2, [-256], "-256"),
+    place("true for a size", 0, 0, 2, [True], "True"),
+    place("a shape beyond all bounds", 0, 0, 2, [2**40, 2**40], REST),
+    place("sizes beyond all bounds", 0, 0, 2, [2**61], f"{SLABS}.*bytes"),
+    place("a name that is no text", 0, 0, 0, 7, "the tensor 7"),
+    sealed("a digest that is no text", lambda s: s["slab_digests"].insert(0, 7), "digest"),
+    sealed("a digest less", lambda s: s["slab_digests"].pop(), "digest"),
+    sealed("a slab less", lambda s: [s["layouts"].pop(), s["slab_digests"].pop()], SLABS),
+    sealed("a file outside", lambda s: s["files"].update({"../a": "00"}), r"\.\./a"),
+    loaded("as it should be", manifest(lambda store: None), None),
+    loaded("rest of zeros", sparse(REST, 2**20, bytes(1)), "begins with"),
+    loaded("rest without end", size(REST, lambda _: 10**12), "expected the file to end"),
+    loaded("a header without end", sparse(REST, 10**12, b"\0\0\0\0\1"), "at most 100000000"),
+    loaded("one bit of the manifest", flip(REST, 200), f"{REST}: expected"),
+    loaded("a tensor twice", manifest(lambda s: _first(s, 1, _first(s, 0))), "expected layer 1"),
+    loaded("a config of a billion layers", kept_config(num_hidden_layers=10**9), "num_layers="),
+    loaded("a config of other layers", kept_config(intermediate_size=96), "expected layer 0"),
+    loaded("a config nested too deeply", kept_config(x=json.loads("[" * 99 + "]" * 99)), "levels"),
+    loaded("a source with escapes", about(source=ESCAPES), None),
+    loaded("a config without end", sparse(CONFIG, 10**12), "extra_num_bytes"),
+    loaded("slabs of zeros", sparse(SLABS, 10**9), "expected .* bytes, found 10"),
+    loaded("dtype of int8", about(dtype="int8"), "how it was made"),
+    loaded("dtype is code", about(dtype="load"), "how it was made"),
+    loaded("no quantization type", about(quantization={"load_in_4bit": True, "x": 1}), "layer 0"),
+    loaded("quantization is a list", about(quantization=[1]), "how it was made"),
+    loaded("said to be dense", about(quantization=None), "expected layer 0"),
+    loaded("no weights", weights({}), "found none of"),
+    loaded("weights are a list", weights([1]), "the names of its tensors"),
+    loaded("weight of a dtype", weights({DOWN: ["load", 64]}), "the names of its tensors"),
+    loaded("weight of block size 0", manifest(lambda s: _blocksize(s, 0)), "block"),
+    loaded("weight of block size 128", manifest(lambda s: _blocksize(s, 128)), "expected shape"),
+    loaded("a digest with escapes", digest(ESCAPES * 999), r"digest \\x1b\[2J\\n"),
+    loaded("no config in it", manifest(lambda s: s["files"].pop(CONFIG)), "how it was made"),
+    loaded("nested code of 4", changed(NESTED_CODE, lambda t: t[:4]), "256 entries"),
+    loaded("no code", rest(lambda f: f.pop(CODE)), "found it nowhere"),
+    loaded("an integer head", changed(HEAD, torch.Tensor.char), r"a tensor like torch\.bfloat16"),
+]
+
+
+def _first(store: dict[str, Any], layer: int, name: str | None = None) -> str:
+    """The name of its first tensor, or another one for it."""
+    spec = store["layouts"][layer][0]
+    spec[0] = name or spec[0]
+    return str(spec[0])
+
+
+def _blocksize(store: dict[str, Any], num_elements: int) -> None:
+    store["about"]["weights"][DOWN][1] = num_elements

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.gates import tiny
@@ -14,6 +13,7 @@ from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest, Speeds
 from poros.planning.speeds import measure_speeds
 from poros.streams import EagerStreams
+from tests.operators import Operators
 from tests.planning.cells import lora
 
 
@@ -50,16 +50,12 @@ def test_rates_are_work_by_time_and_the_work_is_done(monkeypatch: pytest.MonkeyP
     layers = Recipe.of(config, "nf4", torch.bfloat16, lora()).make().get_base_model().model.layers
     done: list[dict[str, int]] = []
 
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            done[-1][str(func)] = args[0].numel()
-            return func(*args, **(kwargs or {}))
+    def note(func: Any, args: Any, result: Any) -> None:
+        done[-1][str(func)] = args[0].numel()
 
     def run_once(streams: Any, run: Any) -> float:
         done.append({})
-        with Operators():
+        with Operators(note):
             run()
         return 2.0
 

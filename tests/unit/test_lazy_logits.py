@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.errors import PreparedModelError
 from poros.head.logits import LazyLogits, Origin, _sums_of_bits
 from poros.head.online import Step
+from tests.operators import Operators
 
 V, H = 40, 8
-CAP = [Step("divide", 3.0), Step("tanh"), Step("multiply", 3.0)]
 Program = Callable[[torch.Tensor], Any]
 
 
@@ -386,16 +385,12 @@ def test_few_rows_are_added_up_at_once() -> None:
     """Of more than a thousand a GPU makes parts first, in memory twice as large as the rows."""
     added: list[int] = []
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.ops.aten.sum.dim_IntList:
-                (dim,) = args[1]
-                added.append(args[0].shape[dim] if dim % args[0].dim() < args[0].dim() - 1 else 0)
-            return func(*args, **(kwargs or {}))
+    def note(func: Any, args: Any, result: Any) -> None:
+        if func is torch.ops.aten.sum.dim_IntList:
+            (dim,) = args[1]
+            added.append(args[0].shape[dim] if dim % args[0].dim() < args[0].dim() - 1 else 0)
 
-    with Watch():
+    with Operators(note):
         for num_rows in (512, 32_769, 65_536, 262_144):
             _sums_of_bits(torch.empty(num_rows, 1024, dtype=torch.bfloat16, device="meta"))
     assert len(added) == 4 * 4 and 512 <= max(added) < 1024

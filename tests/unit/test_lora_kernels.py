@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.kernels import lora
 from poros.kernels.gated import gated, gated_ref, parts_of
 from poros.kernels.lora import Added, add_lora, add_lora_ref
+from tests.operators import Operators, kept_by, storage_num_bytes
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -94,28 +94,21 @@ def test_equals_what_peft_computes(
     assert lora.sum_dtype(*dtypes[:2], how) == expected[0].dtype
 
 
-class Passes(TorchDispatchMode):
-    """How many operators go over a tensor's elements."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func)
-        moves = not (func.is_view or "view" in name or "empty" in name)
-        self.number += moves and isinstance(result, torch.Tensor)
-        return result
-
-
 @pytest.mark.parametrize(("scaling", "fewer"), [(1.0, 1), (2.0, 0)])
 def test_of_one_dtype_no_more_operators_than_in_peft(scaling: float, fewer: int) -> None:
-    numbers, found = [], []
-    for run in (add_lora, add_lora_ref):
-        with Passes() as passes:
+    """Of those that go over a tensor's elements."""
+    passes: dict[Any, list[int]] = {add_lora: [], add_lora_ref: []}
+    found = []
+    for run, own in passes.items():
+
+        def note(func: Any, args: Any, result: Any, own: list[int] = own) -> None:
+            moves = not (func.is_view or "view" in str(func) or "empty" in str(func))
+            own.append(moves and isinstance(result, torch.Tensor))
+
+        with Operators(note):
             found.append(outcome(run, tensors(BF16, BF16), added(BF16, scaling=scaling)))
-        numbers.append(passes.number)
     assert differing(*found) == []
-    assert numbers[0] <= numbers[1] - fewer
+    assert sum(passes[add_lora]) <= sum(passes[add_lora_ref]) - fewer
 
 
 @pytest.mark.parametrize("frozen", range(4), ids=["result", "input", "A", "B"])
@@ -171,20 +164,7 @@ def test_control_another_rounding_is_seen(fault: str, monkeypatch: pytest.Monkey
 
 def kept_num_bytes(run: Callable[[], torch.Tensor], known: list[torch.Tensor]) -> int:
     """What autograd keeps of it besides ``known``."""
-    found = {each.untyped_storage().data_ptr(): 0 for each in known}
-    sizes = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in found:
-            found[storage.data_ptr()] = storage.nbytes()
-            sizes.append(tensor)  # alive, or its address would be used again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = run()
-    assert result.requires_grad
-    return sum(found.values())
+    return storage_num_bytes([*known, *kept_by(run)]) - storage_num_bytes(known)
 
 
 def test_kept_is_the_input_itself() -> None:

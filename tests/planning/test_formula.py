@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import poros
 from poros.config import parse_count, parse_num_bytes
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.layout import BlockLayout
@@ -23,7 +22,6 @@ from poros.planning.formula import (
 from poros.planning.optimizers import optimizer_cost
 from poros.planning.request import PlanRequest, Speeds
 from tests.planning.cells import OperatorBytes, num_bytes, optimizer_of, state_of
-from tests.support import make_model, prepare_plain
 
 _TENSOR = torch.empty(1000, dtype=torch.uint8, device="meta")
 SHAPES = Shapes(
@@ -98,27 +96,6 @@ def test_inputs_of_kept_layers_stay_in_their_graphs() -> None:
     everything = plan(num_slots=8, keep_last=8, offload_boundaries=True)
     assert everything.bytes_per_step == 0
     assert everything.terms == plan(num_slots=8, keep_last=8).terms
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("num_layers", [6, 7])
-@pytest.mark.parametrize("block_size", [1, 2, 3])
-def test_kept_layers_are_those_that_the_runtime_keeps(num_layers: int, block_size: int) -> None:
-    model = make_model("qwen2", num_layers=num_layers, hidden_size=16, dropout=0.0)
-    shapes = replace(SHAPES, layers=SHAPES.layers[:num_layers], layer_adapters=[5] * num_layers)
-    cost = replace(COST, layers=COST.layers[:num_layers])
-    for keep_last in (0, 1, 2, 3, 5, 8):
-        options: dict[str, Any] = {"block_size": block_size, "keep_last": keep_last}
-        found = plan(shapes, cost, **options, num_slots=3)
-        # As it was asked for, and as the plan says that it was rounded.
-        for layout in ((3, keep_last), (found.num_slots, found.keep_last)):
-            options.update(zip(("slots", "keep_last"), layout, strict=True))
-            runtime = poros.runtime(prepare_plain(model, device="cpu", **options))
-            num_streamed = runtime.num_streamed_blocks
-            num_kept = num_layers - min(num_streamed * block_size, num_layers)
-            assert found.terms["kept graphs"] == num_kept * (300 + COST.boundary)
-            assert found.num_slots == runtime.num_slots + found.num_blocks - num_streamed
-            poros.restore(model)
 
 
 def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:

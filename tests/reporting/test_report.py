@@ -11,7 +11,7 @@ from poros.errors import RunFolderError
 from poros.reporting.events import read_run
 from poros.reporting.page import page, verdict
 from tests.command import poros_command
-from tests.finetune.material import write_base, write_rows
+from tests.finetune.subjects import write_base, write_rows
 
 pytest.importorskip("trl", reason="a run is made by poros finetune")
 

@@ -18,19 +18,8 @@ MAX_LINES = 600
 # one package may import each other; circles are refused apart.
 LAYERS = [
     {
-        "config",
-        "devices",
-        "digests",
-        "errors",
-        "figures",
-        "labels",
-        "layout",
-        "nf4",
-        "output",
-        "reads",
-        "saying",
-        "strict_json",
-        "versions",
+        *("config", "devices", "digests", "errors", "figures", "labels", "layout", "nf4"),
+        *("output", "reads", "saying", "strict_json", "versions"),
     },
     {"graphs", "streams"},
     {"host"},

@@ -12,6 +12,7 @@ from poros.kernels.lora import Added, multiply_and_add
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import LoraShape, Paths, candidates, cheapest, cost
 from poros.kernels.product import product_of
+from tests.operators import kept_by
 from tests.support import same_bits
 from tests.unit.lora_case import SIZES, Case, excess
 
@@ -133,9 +134,7 @@ def test_nothing_is_kept_but_what_is_there_anyway(order: str) -> None:
     known = product_of(case.module, input, leaves_out=True)
     assert known is not None
     how = Added(0.5, 0.0, FP32, rounds=True, keeps_dtype=False)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, _same):
-        multiply_in_order(InOrder(order, known, how), input, a, b, None)
+    kept = kept_by(lambda: multiply_in_order(InOrder(order, known, how), input, a, b, None))
     there = (input, a, b, case.module.weight)
     assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in there}
 
@@ -160,10 +159,6 @@ def test_results_may_be_written_to(kind: str, order: str) -> None:
     how = Added(0.5, 0.0, FP32, rounds=True, keeps_dtype=False)
     multiply_in_order(InOrder(order, known, how), input, a, b, None).mul_(2.0).sum().backward()
     assert a.grad is not None
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 @pytest.mark.parametrize("order", ["f1:b1", "f1:b2", "f1:b3"])

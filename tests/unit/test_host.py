@@ -30,21 +30,18 @@ def store_of(num_slabs: int) -> HostStore:
     return HostStore.allocate([some_layout()] * num_slabs)
 
 
-def filled_slab() -> tuple[HostSlab, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+# Slabs.
+
+
+def test_tensors_lie_inside_the_slab_where_the_layout_says_in_storages_of_their_own() -> None:
+    """So a write to one is a write to the slab."""
     source, slab = some_tensors(), HostSlab(some_layout())
     inside = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
     for name, tensor in inside.items():
         tensor.copy_(source[name])
-    return slab, source, inside
-
-
-# Slabs.
-
-
-def test_tensors_lie_inside_the_slab_where_the_layout_says() -> None:
-    slab, source, inside = filled_slab()
     start, end = slab.bytes.data_ptr(), slab.bytes.data_ptr() + slab.bytes.numel()
     assert slab.bytes.numel() == slab.layout.num_bytes and slab.bytes.dtype is torch.uint8
+    storages = set()
     for spec in slab.layout.tensors:
         tensor, expected = inside[spec.name], source[spec.name]
         assert same_bits(tensor, expected) and spec.offset % ALIGNMENT == 0
@@ -53,24 +50,13 @@ def test_tensors_lie_inside_the_slab_where_the_layout_says() -> None:
             assert tensor.data_ptr() + spec.num_bytes <= end
             flat = slab.bytes[spec.offset : spec.offset + spec.num_bytes]
             assert same_bits(flat, expected.contiguous().reshape(-1).view(torch.uint8))
-
-
-def test_tensors_have_storages_of_their_own() -> None:
-    _, _, inside = filled_slab()
-    tensors = [tensor for tensor in inside.values() if tensor.numel()]
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        assert storage.data_ptr() == tensor.data_ptr() and tensor.storage_offset() == 0
-        assert storage.nbytes() == tensor.numel() * tensor.element_size()
-    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)
-
-
-def test_a_write_to_a_tensor_is_a_write_to_the_slab() -> None:
-    slab, _, inside = filled_slab()
-    inside["absmax"].fill_(0)
-    spec = next(spec for spec in slab.layout.tensors if spec.name == "absmax")
-    assert not slab.bytes[spec.offset : spec.offset + spec.num_bytes].any()
-    assert slab.bytes.any()
+            storage = tensor.untyped_storage()
+            assert storage.data_ptr() == tensor.data_ptr() and tensor.storage_offset() == 0
+            assert storage.nbytes() == tensor.numel() * tensor.element_size()
+            assert storage._cdata not in storages
+            storages.add(storage._cdata)
+            tensor.zero_()
+            assert not flat.any()
 
 
 def test_a_store_has_one_slab_per_block_and_counts_its_bytes() -> None:

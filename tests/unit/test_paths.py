@@ -1,5 +1,6 @@
 """Orders of the products of LoRA: their cost, which is chosen, and each against float64."""
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from poros.config import LORA_ORDERS
+from poros.errors import RematerializationError
 from poros.kernels.lora import Added, multiply_and_add
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import LoraShape, Paths, candidates, cheapest, cost
@@ -215,3 +217,42 @@ def outcome(
         InOrder(order, known, how), input, a.contiguous(), b.contiguous(), None
     )
     return [sum_.detach(), *torch.autograd.grad(sum_, input, rows)]
+
+
+# ------------------------------------------------------- the product of a frozen module
+
+# That the one node of a product and what LoRA adds has the bits of two is seen in
+# tests/exact/test_fused_adapters.py and test_left_out.py.
+
+
+def test_a_weight_written_to_before_backward_is_an_error() -> None:
+    """As it is with plain torch."""
+    case = Case("dense", "square", 2, True, 0.7)
+    known = product_of(case.module, case.input, leaves_out=False)
+    assert known is not None
+    how = Added(0.7, 0.0, FP32, rounds=True, keeps_dtype=False)
+    sum_ = multiply_and_add(known, case.input.clone().requires_grad_(), case.a, case.b, None, how)
+    case.module.weight.mul_(2)
+    with pytest.raises(RematerializationError, match="written to in place"):
+        sum_.sum().backward()
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "trained": lambda module: module.requires_grad_(True),
+    "cast": lambda module: module.bfloat16(),
+    "a trained bias": lambda module: module.bias.requires_grad_(True),
+}
+
+
+def test_what_is_not_certain_runs_as_it_is() -> None:
+    """One token, other classes and autocast too."""
+    rows, one = torch.randn(2, 3, 192), torch.randn(1, 1, 192)
+    for change in CHANGES.values():
+        module = nn.Linear(192, 4).requires_grad_(False)
+        assert product_of(module, rows, leaves_out=True) is not None
+        for given, kind in ((one, module), (rows, nn.Identity())):
+            assert product_of(kind, given, leaves_out=True) is None
+        with torch.autocast("cpu", dtype=BF16):
+            assert product_of(module, rows, leaves_out=True) is None
+        change(module)
+        assert product_of(module, rows, leaves_out=True) is None

@@ -23,7 +23,7 @@ BUDGET = "1300kB"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    base, rows = write_base(folder / "base"), write_rows(folder / "rows.jsonl", "text", 40)
+    base, rows = write_base(folder / "base"), write_rows(folder / "rows.jsonl", "text", 160)
     options = ("--steps", "4", "--accumulation", "2", "--max-length", "64", "--validation", "0.1")
     more = ("--out", str(folder / "out"), "--trace-step", "3", "--vram", BUDGET)
     result = poros_command("finetune", str(base), str(rows), *options, *more)

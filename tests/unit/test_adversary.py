@@ -1,4 +1,4 @@
-"""The stand-in has power: each broken protocol is caught, and the right one passes."""
+"""The stand-in has power: each broken protocol is caught. That the right one passes, others show."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,7 +9,6 @@ import torch
 
 from poros.errors import PorosError
 from poros.streams import Event
-from tests.support import same_bits
 from tools.adversary import POISON, AdversarialStreams, SlotHazard
 
 SIZE = 64
@@ -210,24 +209,3 @@ def test_reads_of_one_slot_do_not_hold_another() -> None:
     with streams.watch():
         right.sum()
         streams.copy(left, source(8), after=event)
-
-
-# The right protocol.
-
-
-def test_the_right_protocol_passes_and_brings_the_right_bytes() -> None:
-    streams = AdversarialStreams()
-    slots = [streams.allocate(SIZE) for _ in range(2)]
-    released = [streams.record()] * 2
-    ready_at: list[Event] = [None, None]
-    with streams.watch():
-        ready_at[0] = streams.copy(slots[0], source(0), after=released[0])
-        for visit in range(10):
-            following = visit + 1
-            place = following % 2
-            ready_at[place] = streams.copy(slots[place], source(following), after=released[place])
-            here = visit % 2
-            streams.wait(ready_at[here])
-            assert same_bits(slots[here], source(visit))
-            released[here] = streams.record()
-    assert streams.num_copies == 11

@@ -1,6 +1,6 @@
 """Tensors without values: what is not computed, and what is refused.
 
-That whatever reads one gets its values is seen in test_left_out and test_in_place of tests/exact.
+That whatever reads one gets its values is seen in tests/exact.
 """
 
 import pytest

@@ -47,18 +47,6 @@ def test_what_keeping_xa_saves() -> None:
     assert cost("peft", given).flop == cost("f1:b1", given).flop - 2 * 2048 * 768 * 256
 
 
-def test_b2_and_b3_never_win_where_the_rank_is_not_above_both_widths() -> None:
-    some = (1, 2, 3, 7, 8, 16, 64, 100, 512, 1024)
-    for n, i, o, r in product((1, 5, 8, 64, 700, 4096), some, some, some):
-        found = by_the_paper(n, i, o, r)
-        if r <= min(i, o):
-            backwards = {name: found[name] for name in STEPS[2:]}
-            assert min(backwards, key=backwards.__getitem__) not in ("b2", "b3")
-    # Above it b2 can.
-    found = by_the_paper(14, 8, 512, 24)
-    assert min(STEPS[2:], key=found.__getitem__) == "b2"
-
-
 def shape(n: int = 4096, i: int = 768, o: int = 768, r: int = 64, **others: Any) -> LoraShape:
     return LoraShape(n, i, o, r, **{"base": FP32, "adapters": FP32, **others})
 
@@ -221,8 +209,7 @@ def outcome(
 
 # ------------------------------------------------------- the product of a frozen module
 
-# That the one node of a product and what LoRA adds has the bits of two is seen in
-# tests/exact/test_fused_adapters.py and test_left_out.py.
+# That the one node of a product and what LoRA adds has the bits of two is seen in tests/exact.
 
 
 def test_a_weight_written_to_before_backward_is_an_error() -> None:

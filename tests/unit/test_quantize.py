@@ -161,17 +161,6 @@ def test_control_pieces_that_end_within_a_block_give_other_bytes() -> None:
     assert not same_bits(wrong, at_once(tensor).packed)
 
 
-def test_control_a_mean_per_piece_gives_another_offset() -> None:
-    """Why the absmax of all pieces are kept until the end, in one sum."""
-    num_different = 0
-    for seed in range(20):
-        whole = at_once(draw(1000, 96, dtype=torch.float32, seed=seed), compress_statistics=False)
-        absmax = whole.state.absmax
-        offset = torch.stack([part.sum() for part in absmax.split(97)]).sum() / absmax.numel()
-        num_different += not same_bits(offset, absmax.mean())
-    assert num_different > 0
-
-
 def test_control_the_comparison_sees_one_bit() -> None:
     """In any part."""
     whole = at_once(draw(300, 96))

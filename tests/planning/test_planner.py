@@ -192,17 +192,13 @@ def test_offloading_is_advised_where_it_was_ruled_out() -> None:
         assert "each alone: offload_boundaries=True" in str(caught.value) or not fits
 
 
-def test_no_advice_is_a_row_too_short_to_train_on() -> None:
+def test_advice_at_real_shapes_is_short_and_no_row_too_short_to_train_on() -> None:
     """Not "seq_len=1", which a hopeless budget would leave."""
     planner = Planner(config_of("qwen2.5-72b"))
     for budget in ("10MiB", "3GiB"):
         remedies = planner.remedies(PlanRequest.of(seq_len=2048, vram_budget=budget))
         lengths = [each.value for each in remedies if each.knob == "seq_len"]
         assert lengths and min(lengths) >= 64
-
-
-def test_advice_at_real_shapes_is_short() -> None:
-    planner = Planner(config_of("qwen2.5-72b"))
     request = PlanRequest.of(seq_len=8192, batch_size=4, block_size=4, vram_budget="12GiB")
     with pytest.raises(VRAMBudgetError) as caught:
         planner.plan(request)

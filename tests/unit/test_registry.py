@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import poros
-from poros.cli.app import app
 from poros.config import StreamingPolicy
 from poros.errors import PolicyError, UnsupportedModelError, UnvalidatedArchitectureError
 from poros.gates import registry, tiny
 from poros.gates.kinds import KINDS
 from poros.gates.registry import Outcome, Record, Registry, RegistryError, read_registry
 from poros.gates.report import ParityReport
+from tests.command import poros_command
 from tools import sweep
 
 QUICK = "starcoder2"
@@ -155,10 +155,7 @@ def test_the_permission_is_gone(value: bool) -> None:
 
 
 def command(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return poros_command(*arguments, columns=200)
 
 
 @pytest.mark.parametrize(

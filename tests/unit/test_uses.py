@@ -29,37 +29,28 @@ def observed(result: torch.Tensor, given: torch.Tensor, parameters: Any) -> list
     return seen
 
 
-def test_each_use_is_found_in_the_same_order_in_graphs_of_one_form() -> None:
-    result, given, parameters = graph()
-    uses = [use.source for use in walk([result], [given], parameters, has_casts=False)]
-    assert sorted(uses) == [Source(0)] * 2 + [Source(1)] * 3 + [Source(2)]
+def test_a_whole_backward_shows_when_terms_are_added_and_gradients_complete() -> None:
+    """The uses are found in the same order in graphs of one form."""
     result, given, parameters = graph(1)
-    assert uses == [use.source for use in walk([result], [given], parameters, has_casts=False)]
-
-
-def test_a_backward_shows_when_terms_are_added_and_gradients_complete() -> None:
+    expected = [use.source for use in walk([result], [given], parameters, has_casts=False)]
+    assert sorted(expected) == [Source(0)] * 2 + [Source(1)] * 3 + [Source(2)]
     result, given, parameters = graph()
     seen = observed(result, given, parameters)
+    # One that takes some gradients shows nothing.
+    torch.autograd.grad(result.sum(), parameters[1], retain_graph=True)
+    torch.autograd.grad(result.sum(), given, retain_graph=True)
+    assert seen == []
     arrived: list[int] = []
     for number, each in enumerate(parameters):
         each.register_post_accumulate_grad_hook(lambda _, n=number: arrived.append(n + 1))
     result.sum().backward()
     (uses,) = seen
+    assert list(uses.sources) == expected
     numbers = [uses.sources[use].number for use in uses.order]
     assert sorted(numbers) == [0, 0, 1, 1, 1, 2]
     last = {number: place for place, number in enumerate(numbers) if number}
     assert sorted(last, key=last.__getitem__) == arrived
     assert {source.number: len(places) for source, places in uses.several.items()} == {0: 2, 1: 3}
-
-
-def test_a_backward_that_takes_some_gradients_shows_nothing() -> None:
-    result, given, parameters = graph()
-    seen = observed(result, given, parameters)
-    torch.autograd.grad(result.sum(), parameters[1], retain_graph=True)
-    torch.autograd.grad(result.sum(), given, retain_graph=True)
-    assert seen == []
-    result.sum().backward()
-    assert len(seen) == 1
 
 
 def test_the_terms_of_a_gradient_are_those_that_autograd_adds() -> None:

@@ -98,21 +98,6 @@ def test_memory_that_cannot_be_had_is_a_typed_error() -> None:
     assert isinstance(caught.value, PorosError)
 
 
-def test_the_memory_goes_with_the_last_tensor() -> None:
-    gc.collect()
-    store = store_of(3)
-    before = num_memory_files()
-    memory = weakref.ref(store.slabs[0].arena.memory)
-    slab = store.slabs[1]
-    kept = slab.tensor(slab.layout.tensors[0])
-    kept.fill_(7)
-    del store, slab
-    gc.collect()
-    assert memory() is not None and bool((kept == 7).all())
-    del kept
-    assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
-
-
 # Arenas.
 
 
@@ -156,13 +141,25 @@ def test_an_arena_is_at_most_3_percent_over_its_tensors(
     assert rounded > 1.03 * stored
 
 
-def test_memory_is_committed_as_it_is_written() -> None:
+def test_memory_is_committed_as_it_is_written_and_goes_with_the_last_tensor() -> None:
+    gc.collect()
     store = HostStore.allocate([BlockLayout((), 4 * PAGE_NUM_BYTES)] * 3)
     arena = store.slabs[0].arena
     assert resident_num_bytes(arena) == 0
     store.slabs[1].bytes.fill_(1)
     assert resident_num_bytes(arena) == 4 * PAGE_NUM_BYTES
     assert not store.slabs[0].bytes.any() and not store.slabs[2].bytes.any()
+    store = store_of(3)
+    before = num_memory_files()
+    memory = weakref.ref(store.slabs[0].arena.memory)
+    slab = store.slabs[1]
+    kept = slab.tensor(slab.layout.tensors[0])
+    kept.fill_(7)
+    del store, slab
+    gc.collect()
+    assert memory() is not None and bool((kept == 7).all())
+    del kept
+    assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
 
 
 def test_slabs_lie_one_after_the_other_on_pages() -> None:
@@ -274,25 +271,21 @@ def test_slabs_are_locked_in_place_until_the_driver_refuses_and_the_rest_is_page
     assert store.fallbacks == [f"pageable host memory for blocks {refuse_at} to 2"]
 
 
-def test_unpin_unregisters_each_slab_once_behind_the_device(
+def test_slabs_are_unregistered_once_behind_the_device_and_before_their_memory_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By ``unpin``, and where a store is dropped."""
     driver = install(FakeDriver(refuse_at=2), monkeypatch)
     store = store_of(3)
     store.pin(CPU)
     driver.calls.clear()
-    store.unpin()
-    assert driver.calls == ["synchronize", "unregister"] * 2
-    assert driver.locked == {} and store.pinned_num_bytes == 0
-    store.unpin()
+    for _ in range(2):
+        store.unpin()
+        assert driver.calls == ["synchronize", "unregister"] * 2
+        assert driver.locked == {} and store.pinned_num_bytes == 0
     del store
     gc.collect()
     assert driver.calls == ["synchronize", "unregister"] * 2
-
-
-def test_a_dropped_slab_is_unregistered_before_its_memory_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     driver = install(FakeDriver(), monkeypatch)
     store = store_of(3)
     store.pin(CPU)

@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from poros.finetune.data import read_data
+from poros.finetune.panel import Panel
 from poros.finetune.resuming import look_at
 from poros.finetune.run import Data, finetune
 from poros.gates import tiny
@@ -157,3 +159,33 @@ def losses(run: Path) -> list[float]:
     newest = max(whole, key=lambda each: int(each.name.split("-")[1]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return [line["loss"] for line in history if "loss" in line]
+
+
+# Runs that end at a step of their own accord, as if their process had gone.
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Any) -> None:
+    """Do something once a step has been logged."""
+    genuine = Panel.on_log
+
+    def on_log(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        genuine(self, args, state, control, **kwargs)
+        if state.global_step == step:
+            act()
+
+    monkeypatch.setattr(Panel, "on_log", on_log)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def break_at(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, step: int) -> None:
+    """Leave a run that ended at a step, as if its process had gone."""
+
+    def act() -> None:
+        raise Broken
+
+    with monkeypatch.context() as patch, pytest.raises(Broken):
+        at_step(patch, step, act)
+        run(recipe)

@@ -25,8 +25,7 @@ from poros.finetune.resuming import look_at, opened
 from tests.command import poros_command
 from tests.covers import with_slow
 from tests.finetune import kills
-from tests.finetune.breaking import at_step, break_at
-from tests.finetune.subjects import SHORT, recipe_of, run, write_model
+from tests.finetune.subjects import SHORT, at_step, break_at, recipe_of, run, write_model
 
 MOST_SECONDS = 20
 Damage = Callable[[Path], object]

@@ -18,8 +18,18 @@ from poros.finetune.run import Interrupted
 from poros.finetune.templates import NAMED
 from poros.recipes.recipe import Recipe
 from tests.children import run_forked
-from tests.finetune.breaking import Broken, at_step, break_at
-from tests.finetune.subjects import SHORT, Trained, recipe_of, rows, run, write_model, write_rows
+from tests.finetune.subjects import (
+    SHORT,
+    Broken,
+    Trained,
+    at_step,
+    break_at,
+    recipe_of,
+    rows,
+    run,
+    write_model,
+    write_rows,
+)
 
 NUM_STEPS, SAVE_EVERY = 4, 1
 

@@ -1,4 +1,4 @@
-"""The stand-in has power: each broken protocol is caught. That the right one passes, others show."""
+"""The stand-in has power: each broken protocol is caught."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

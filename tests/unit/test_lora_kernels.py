@@ -189,16 +189,13 @@ def gate_and_up(dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_gated_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
-    given: list[torch.Tensor | None] = [*gate_and_up(dtype)]
-    assert differing(outcome(gated, given, activation), outcome(gated_ref, given, activation)) == []
-
-
-@pytest.mark.parametrize("frozen", range(2), ids=["gate", "up"])
-def test_gated_with_a_frozen_part(frozen: int) -> None:
-    given = gate_and_up(BF16)
-    given[frozen].requires_grad_(False)
-    both = [outcome(run, [*given], nn.SiLU()) for run in (gated, gated_ref)]
-    assert differing(*both) == []
+    """Whichever part is frozen."""
+    for frozen in ([], [0], [1]):
+        given: list[torch.Tensor | None] = []
+        for number, part in enumerate(gate_and_up(dtype)):
+            given.append(part.requires_grad_(number not in frozen))
+        both = [outcome(run, given, activation) for run in (gated, gated_ref)]
+        assert differing(*both) == []
 
 
 def test_of_gated_only_gate_and_up_are_kept() -> None:
@@ -250,15 +247,14 @@ def values(dtype: torch.dtype, num: int = 5000) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "of_added"), [(FP32, FP32), (FP16, FP32), (FP16, FP16)])
 @pytest.mark.parametrize("kind", AS_PEFT)
-def test_kernel_add_scaled(gpu: Any, dtype: torch.dtype, of_added: torch.dtype, kind: str) -> None:
+def test_kernels_add_scaled_and_scale(
+    gpu: Any, dtype: torch.dtype, of_added: torch.dtype, kind: str
+) -> None:
     how = added(FP32, **AS_PEFT[kind])
     result, term = values(dtype), values(of_added, 5001)[:5000]
     expected = lora.add_scaled(result, term.clone(), how)
     found = gpu.add_scaled(result, term.clone(), how, lora.sum_dtype(result.dtype, term.dtype, how))
     assert same_bits(found, expected)
-
-
-def test_kernel_scale(gpu: Any) -> None:
     gradient = values(FP16)
     assert same_bits(gpu.scale(gradient, 2 / 3, FP32), lora.scale(gradient, 2 / 3, FP32))
 

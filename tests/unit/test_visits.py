@@ -17,17 +17,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from poros import streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.replay.remat import RematerializeLayer
 from poros.slots.manager import BlockManager
+from poros.slots.schedule import training_visits
 from poros.stream import general
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.layer_index import LayerIndex
 from poros.stream.rng import RngStash
-from poros.streams import EagerStreams, Event
+from poros.streams import CudaStreams, EagerStreams, Event
+from tests.fake_cuda import FakeCuda
+from tests.slots import Slots
 from tests.snapshots import batches, build
 from tests.support import prepare_plain
 
@@ -279,7 +283,26 @@ def test_control_looking_everything_up_again_takes_too_many_calls(
     assert all(found[kind] > MOST_CALLS[kind] for kind in MOST_CALLS), found
 
 
-# On a CUDA: the stand-in of tests/faults/test_order.py has no call by which the host would wait.
+# On a CUDA. The stand-in has no call by which the host would wait: see tests/faults/test_order.py.
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 5])
+def test_no_step_allocates_on_a_cuda(num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the slots, which are there before it."""
+    cuda, made = FakeCuda(), list[object]()
+
+    def empty(*args: Any, **options: Any) -> Any:
+        made.append(cuda.empty(*args, **options))
+        return made[-1]
+
+    cuda.torch.empty = empty
+    monkeypatch.setattr(streams_module, "torch", cuda.torch)
+    slots = Slots(5, num_slots, CudaStreams(torch.device("cuda", 0)))
+    assert len(made) == num_slots
+    for block, phase in training_visits(5, 2):
+        slots.manager.acquire(block, phase)
+        slots.manager.release(block)
+    assert len(made) == num_slots <= slots.manager.num_loads
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from typer.testing import CliRunner, Result
 from poros.cli.app import app
 
 
-def poros_command(*arguments: str) -> Result:
+def poros_command(*arguments: str, columns: int | None = None) -> Result:
     """Run a command; an exception that is not an exit is raised, not swallowed."""
-    result = CliRunner().invoke(app, arguments)
+    environment = {} if columns is None else {"COLUMNS": str(columns)}
+    result = CliRunner().invoke(app, arguments, env=environment)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.command import poros_command, text
-from tests.finetune.material import write_base, write_rows
+from tests.finetune.subjects import write_base, write_rows
 
 pytest.importorskip("trl", reason="poros finetune needs TRL")
 

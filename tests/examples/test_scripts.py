@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from poros.examples import load_elsewhere, own_loop
-from tests.finetune.material import write_base, write_rows
+from tests.finetune.subjects import write_base, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,17 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from tests.finetune.subjects import Trained, recipe_of, run
+from tests.finetune.subjects import SHORT, Trained, recipe_of, run
 
 COMMON = {
+    **SHORT,
     "data__chat_template": "chatml",
-    "data__max_length": 64,
-    "data__pad_to": 16,
     "training__batch_size": 2,
     "training__accumulation": 2,
     "training__learning_rate": 1e-3,
-    "adapter__rank": 4,
-    "adapter__dropout": 0.1,
 }
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft, packed": ("messages", {"data__packing": True}),

@@ -34,7 +34,7 @@ import torch
 from poros.errors import PorosError
 from poros.finetune.checkpoints import damage_of
 from poros.finetune.run import Interrupted
-from tests.finetune.subjects import losses, recipe_of, rows, run, write_model, write_rows
+from tests.finetune.subjects import SHORT, losses, recipe_of, run, write_model, write_rows
 
 _NUM_KILLS = 3
 _BROKEN, _REFUSED = 1, 3
@@ -92,18 +92,15 @@ def options_of(folder: Path, kind: str) -> dict[str, Any]:
     """A run of one kind, on files that are made for it."""
     form, more = ("preferences", {"training__method": "dpo"}) if kind == "dpo" else ("messages", {})
     return {
+        **SHORT,
         "model__source": write_model(folder / "model"),
-        "data__source": write_rows(folder / f"{form}.jsonl", rows(form)),
+        "data__source": write_rows(folder / f"{form}.jsonl", form),
         "data__chat_template": "chatml",
-        "data__max_length": 64,
-        "data__pad_to": 16,
         "data__packing": "false" if kind != "packed" else "true",
         "training__batch_size": 2,
         "training__accumulation": 1,
         "training__steps": 8,
         "training__learning_rate": 1e-3,
-        "adapter__rank": 4,
-        "adapter__dropout": 0.1,
         "memory__slots": 2,
         "output__save_every": 2,
         **more,

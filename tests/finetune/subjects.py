@@ -5,17 +5,27 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from poros.finetune.data import read_data
+from poros.finetune.progress import Progress
 from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Data, finetune
 from poros.gates import tiny
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe
 from poros.recipes.recipe import Recipe
+
+SHORT: dict[str, Any] = {
+    "data__max_length": 64,
+    "data__pad_to": 16,
+    "adapter__rank": 4,
+    "adapter__dropout": 0.1,
+}
+"""Of recipes whose rows have a few tokens."""
 
 WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"
 SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>"]
@@ -49,7 +59,10 @@ def rows(form: str, count: int = 200) -> list[dict[str, Any]]:
     return made
 
 
-def write_rows(path: Path, content: list[dict[str, Any]]) -> Path:
+def write_rows(path: Path, content: str | list[dict[str, Any]], count: int = 200) -> Path:
+    """Write rows, or so many of a form."""
+    if isinstance(content, str):
+        content = rows(content, count)
     path.write_text("".join(json.dumps(row) + "\n" for row in content))
     return path
 
@@ -76,13 +89,41 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def write_model(
-    folder: Path, *, template: str | None = None, layers: int = 3, architecture: str = "qwen2"
+    folder: Path,
+    *,
+    template: str | None = None,
+    layers: int = 3,
+    architecture: str = "qwen2",
+    positions: int | None = None,
 ) -> Path:
-    """A random checkpoint with its tokenizer."""
+    """A random checkpoint in bfloat16 with its tokenizer."""
     config = tiny.small_config(architecture, num_layers=layers, hidden_size=64)
+    if positions is not None:
+        config.max_position_embeddings = positions
     tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
     tokenizer(template).save_pretrained(folder)
     return folder
+
+
+def write_base(folder: Path) -> Path:
+    """A checkpoint without a chat template, for rows of any length."""
+    return write_model(folder, positions=32768)
+
+
+def plain_base(source: Any, kind: Any = AutoModelForCausalLM) -> Any:
+    """A base in 4 bit, by transformers alone; ``kind`` may load an adapter's with it."""
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    base = kind.from_pretrained(source, quantization_config=settings, dtype=torch.bfloat16)
+    for module in base.modules():
+        # Else bitsandbytes rounds weights in evaluations on some CPUs.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return base
 
 
 class Trained(NamedTuple):
@@ -118,3 +159,33 @@ def losses(run: Path) -> list[float]:
     newest = max(whole, key=lambda each: int(each.name.split("-")[1]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return [line["loss"] for line in history if "loss" in line]
+
+
+# Runs that end at a step of their own accord, as if their process had gone.
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Any) -> None:
+    """Do something once a step has been logged."""
+    genuine = Progress.on_log
+
+    def on_log(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        genuine(self, args, state, control, **kwargs)
+        if state.global_step == step:
+            act()
+
+    monkeypatch.setattr(Progress, "on_log", on_log)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def break_at(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, step: int) -> None:
+    """Leave a run that ended at a step, as if its process had gone."""
+
+    def act() -> None:
+        raise Broken
+
+    with monkeypatch.context() as patch, pytest.raises(Broken):
+        at_step(patch, step, act)
+        run(recipe)

@@ -1,7 +1,6 @@
 """Talking to a model: the tokens of a resident one, a conversation that is remembered."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from poros.cli.conversation import Chat, questions
 from poros.merging.saved_adapter import SavedAdapter
 from tests.command import poros_command
-from tests.finetune.material import write_base
+from tests.finetune.subjects import plain_base, write_base
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
@@ -42,20 +41,7 @@ def test_the_tokens_are_those_of_a_resident_model(adapter: Path) -> None:
     chat = Chat(SavedAdapter(adapter), base_of(adapter), max_new_tokens=12)
     found = chat.answer("the slot holds", shown.append)
     assert "".join(shown) == found and chat.notes == []
-    from transformers import BitsAndBytesConfig
-
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    model: Any = AutoPeftModelForCausalLM.from_pretrained(
-        adapter, quantization_config=settings, dtype=torch.bfloat16
-    ).eval()
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    model = plain_base(adapter, AutoPeftModelForCausalLM).eval()
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     tokens = tokenizer("user: the slot holds\n", add_special_tokens=False, return_tensors="pt")
     made = model.generate(**tokens, max_new_tokens=12, do_sample=False)

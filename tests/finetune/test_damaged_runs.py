@@ -25,8 +25,7 @@ from poros.finetune.resuming import inspect_run_dir, lock_run_dir
 from tests.command import poros_command
 from tests.covers import with_slow
 from tests.finetune import kills
-from tests.finetune.breaking import at_step, break_at
-from tests.finetune.subjects import recipe_of, run, write_model
+from tests.finetune.subjects import SHORT, at_step, break_at, recipe_of, run, write_model
 
 MOST_SECONDS = 20
 Damage = Callable[[Path], object]
@@ -43,15 +42,12 @@ class Interrupted(NamedTuple):
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Interrupted]:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("interrupted")
     options = {
         "model__source": write_model(folder / "model", layers=2),
         "data__source": data / "completions.jsonl",
-        "data__max_length": 64,
-        "data__pad_to": 16,
+        **SHORT,
         "adapter__rank": 2,
-        "adapter__dropout": 0.1,
         "training__steps": 4,
         "training__accumulation": 1,
         "memory__slots": 2,
@@ -180,6 +176,10 @@ def event(**values: object) -> Damage:
     return lambda file: file.write_text(f"{file.read_text()}{line}\n")
 
 
+FIELDS = (
+    *("event", "step", "loss", "plan", "budget", "time", "spans"),
+    *("check", "versions", "fallbacks", "num_tokens", "device"),
+)
 NO_LINE = {
     "a list": [1],
     "text": "text",
@@ -191,22 +191,7 @@ EVENTS = {
     **JSON,
     "a line of garbage": lambda file: file.write_text("{\n" + file.read_text()),
     **{
-        f"{key}: {name}": event(**{key: value})
-        for key in (
-            "event",
-            "step",
-            "loss",
-            "plan",
-            "budget",
-            "time",
-            "spans",
-            "check",
-            "versions",
-            "fallbacks",
-            "num_tokens",
-            "device",
-        )
-        for name, value in NO_LINE.items()
+        f"{key}: {name}": event(**{key: value}) for key in FIELDS for name, value in NO_LINE.items()
     },
     "an end of text": event(event="end", check="text", h2d_num_bytes="many"),
     "an end of no time": event(event="end", time=1e300, fallbacks="text"),
@@ -221,22 +206,23 @@ EVENTS = {
     "half a character in it": event(event="start", versions={"torch": "\ud800"}),
 }
 REPORTED = {
-    ("events.jsonl", name): damage for name, damage in EVENTS.items()
-} | {("recipe.yaml", name): damage for name, damage in ANY.items()} | {
-    ("run.json", name): damage for name, damage in ANY.items()
-}  # fmt: skip
-GOING_ON = (
-    {("run.json", name): damage for name, damage in RUN.items()}
-    | {("checkpoint-2/whole.json", name): damage for name, damage in LISTED.items()}
-    | {
-        (f"checkpoint-2/{file}", name): damage
-        for file in ("optimizer.pt", "adapter_model.safetensors", "trainer_state.json")
-        for name, damage in ANY.items()
-    }
-    | {("events.jsonl", name): damage for name, damage in EVENTS.items()}
-    | {("recipe.yaml", name): damage for name, damage in ANY.items()}
-    | {(".lock", name): damage for name, damage in ANY.items()}
-)
+    (file, name): damage
+    for file, damages in {"events.jsonl": EVENTS, "recipe.yaml": ANY, "run.json": ANY}.items()
+    for name, damage in damages.items()
+}
+STATE = ("optimizer.pt", "adapter_model.safetensors", "trainer_state.json")
+GOING_ON = {
+    (file, name): damage
+    for file, damages in {
+        "run.json": RUN,
+        "checkpoint-2/whole.json": LISTED,
+        **{f"checkpoint-2/{file}": ANY for file in STATE},
+        "events.jsonl": EVENTS,
+        "recipe.yaml": ANY,
+        ".lock": ANY,
+    }.items()
+    for name, damage in damages.items()
+}
 
 
 def ids(cells: dict[tuple[str, str], Damage]) -> list[str]:
@@ -414,10 +400,7 @@ def test_a_report_on_a_full_disk(disk: Path, copy: Path) -> None:
 @pytest.mark.parametrize("kind", ["a pipe", "a device"])
 def test_a_report_replaces_no_pipe_and_no_device(kind: str, copy: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
-    if kind == "a pipe":
-        os.mkfifo(target)
-    else:
-        target.symlink_to("/dev/full")
+    target.symlink_to("/dev/full") if kind == "a device" else os.mkfifo(target)
     before = target.stat()
     found = poros_command("report", str(copy), "--out", str(target))
     assert found.exit_code == 2 and "device or pipe" in found.output

@@ -13,19 +13,18 @@ from poros.finetune import run as runs
 from poros.finetune.packing import _small, is_kept_apart, keeps_apart
 from tests.finetune.subjects import recipe_of, run
 
-APART = ["qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "gemma4_text", "mixtral"]
-APART += ["gemma3", "gemma4", "qwen3_vl", "mistral3", "llama4"]
-ACROSS = ["bloom", "opt", "mamba", "jamba", "qwen3_next", "qwen2_5_vl"]
+ACROSS = ("bloom", "opt", "mamba", "jamba", "qwen3_next", "qwen2_5_vl")
+FAMILIES = (
+    *("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "gemma4_text", "mixtral"),
+    *("gemma3", "gemma4", "qwen3_vl", "mistral3", "llama4", *ACROSS),
+)
 
 
-@pytest.mark.parametrize("family", APART)
-def test_documents_are_kept_apart(family: str) -> None:
-    assert keeps_apart(CONFIG_MAPPING[family]())
-
-
-@pytest.mark.parametrize("family", ACROSS)
-def test_families_whose_documents_would_see_each_other_are_told(family: str) -> None:
-    assert not keeps_apart(CONFIG_MAPPING[family]())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_are_kept_apart_or_families_are_told_that_see_across(family: str) -> None:
+    before = torch.get_rng_state()
+    assert keeps_apart(CONFIG_MAPPING[family]()) == (family not in ACROSS)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_settings_of_the_real_model_decide() -> None:
@@ -114,9 +113,3 @@ def test_control_attention_that_takes_neither_a_mask_nor_cu_seqlens() -> None:
         assert not keeps_apart(CONFIG_MAPPING["qwen2"](), "across")
     finally:
         del AttentionInterface._global_mapping["across"]
-
-
-def test_trying_leaves_the_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    keeps_apart(CONFIG_MAPPING["qwen2"]())
-    assert torch.equal(torch.get_rng_state(), before)

@@ -6,43 +6,28 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
+from transformers import set_seed
 
 import poros
 from poros.finetune import run as runs
 from poros.finetune.adapters import adapter_config
 from poros.recipes.recipe import Recipe
 from tests.covers import with_slow
-from tests.finetune.subjects import recipe_of, run
+from tests.finetune.subjects import SHORT, plain_base, recipe_of, run
 from tests.support import AS_PLAIN
 
 COMMON = {
+    **SHORT,
     "data__chat_template": "chatml",
-    "data__max_length": 64,
-    "data__pad_to": 16,
     "training__accumulation": 2,
     "training__learning_rate": 1e-3,
     "training__steps": 3,
-    "adapter__rank": 4,
-    "adapter__dropout": 0.1,
 }
 
 
 def plain(recipe: Recipe, device: torch.device, run: object = None) -> Any:
     """The base in 4 bit by transformers alone, resident."""
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    base = AutoModelForCausalLM.from_pretrained(
-        recipe.model.source, quantization_config=settings, dtype=torch.bfloat16
-    )
-    for module in base.modules():
-        # Else bitsandbytes rounds weights in evaluations on some CPUs.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    base = plain_base(recipe.model.source)
     base.config.use_cache = False
     set_seed(recipe.training.seed)
     return get_peft_model(base, adapter_config(recipe))

@@ -1,6 +1,7 @@
 """What is shown: the summary before a run, the progress while it trains, the recipes."""
 
 import io
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,44 +16,57 @@ from poros.finetune.data import read_data
 from poros.finetune.progress import Progress
 from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Data, finetune
+from poros.host import limits
 from poros.recipes.reading import read_recipe
 from poros.utils.formatting import duration
 from tests.command import poros_command, text
-from tests.finetune.subjects import recipe_of, write_rows
+from tests.finetune.subjects import recipe_of, run, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def dry(**said: object) -> str:
-    recipe = recipe_of(**said)
-    train, validation = read_data(recipe)
-    said_there = io.StringIO()
-    data = Data(train, validation, {})
-    folder = inspect_run_dir(recipe, {})
-    console = Console(file=said_there, width=200)
-    assert finetune(recipe, data, folder, console, is_dry=True) is None
-    assert not folder.path.exists()
-    return said_there.getvalue()
+@pytest.fixture
+def dry(model: Path, data: Path, tmp_path: Path) -> Callable[..., str]:
+    """Says what is shown before a run of texts, with such changes."""
+
+    def look(**changes: object) -> str:
+        source = {"model__source": model, "data__source": data / "text.jsonl"}
+        common = {**source, "data__max_length": 64, "output__folder": tmp_path / "run"}
+        recipe = recipe_of(**{**common, **changes})
+        train, validation = read_data(recipe)
+        said, folder = io.StringIO(), inspect_run_dir(recipe, {})
+        console = Console(file=said, width=200)
+        assert finetune(recipe, Data(train, validation, {}), folder, console, is_dry=True) is None
+        assert not folder.path.exists()
+        return said.getvalue()
+
+    return look
 
 
-def test_the_summary_before_a_run(model: Path, data: Path, tmp_path: Path) -> None:
-    common = {"model__source": model, "output__folder": tmp_path / "run", "data__max_length": 64}
-    said = dry(
-        data__source=data / "text.jsonl", data__validation=0.05, memory__vram="1GiB", **common
-    )
-    for each in (
-        "190 rows", "89 % of them learnt", "packed into rows of 64", "10 held out", "fits: ",
-        "of 1.07 GB", "3 of 3 blocks", " for the base; ", "are free",
-        "steps of 8 rows", "lora, rank 16, alpha 32",
-    ):  # fmt: skip
-        assert each in said, said
-    said = dry(
-        data__source=data / "preferences.jsonl", training__method="dpo", training__steps=3, **common
-    )
-    for each in ("200 rows", "padded to a multiple of 64", "3 steps", "2 of 3 blocks", "2e-05"):
-        assert each in said, said
-    said = dry(data__source=data / "text.jsonl", memory__resident=True, **common)
-    assert "not streamed" in said
+SCREENS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "packed": (
+        {"data__validation": 0.05, "memory__vram": "1GiB"},
+        (
+            *("190 rows", "89 % of them learnt", "packed into rows of 64", "10 held out"),
+            *("fits: ", "of 1.07 GB", "3 of 3 blocks", " for the base; ", "are free"),
+            *("steps of 8 rows", "lora, rank 16, alpha 32"),
+        ),
+    ),
+    "pairs": (
+        {"training__method": "dpo", "training__steps": 3},
+        ("200 rows", "padded to a multiple of 64", "3 steps", "2 of 3 blocks", "2e-05"),
+    ),
+    "resident": ({"memory__resident": True}, ("not streamed",)),
+}
+
+
+@pytest.mark.parametrize("case", SCREENS)
+def test_the_screen_before_a_run(case: str, dry: Callable[..., str], data: Path) -> None:
+    options, wanted = SCREENS[case]
+    if case == "pairs":
+        options = {**options, "data__source": data / "preferences.jsonl"}
+    said = dry(**options)
+    assert [each for each in wanted if each not in said] == [], said
 
 
 @pytest.mark.parametrize(
@@ -128,8 +142,6 @@ def test_target_modules_that_match_nothing(
 
 def test_one_target_module_is_a_name(model: Path, data: Path, tmp_path: Path) -> None:
     """PEFT takes a text for a pattern of whole names, and finds nothing."""
-    from tests.finetune.subjects import run
-
     source = {"model__source": model, "data__source": data / "text.jsonl"}
     recipe = recipe_of(
         **source, adapter__target_modules="q_proj", training__steps=1, output__folder=tmp_path / "r"
@@ -147,20 +159,17 @@ def test_one_target_module_is_a_name(model: Path, data: Path, tmp_path: Path) ->
         ("flash_attention_2", "--attention.*installed"),
     ],
 )
-def test_unknown_attention(name: str, what: str, model: Path, data: Path, tmp_path: Path) -> None:
+def test_unknown_attention(name: str, what: str, dry: Callable[..., str]) -> None:
     """A kernel of the hub is code of a stranger."""
     if find_spec("flash_attn") and "flash" in name:
         pytest.skip("flash attention is installed")
-    common = {"model__source": model, "data__source": data / "text.jsonl"}
     with pytest.raises(RecipeError, match=what):
-        dry(**common, model__attention=name, output__folder=tmp_path / "run")
+        dry(model__attention=name)
 
 
 def test_the_steps_that_are_announced_are_those_that_are_trained(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    from tests.finetune.subjects import run
-
     options = {"model__source": model, "data__source": data / "text.jsonl", "data__max_length": 64}
     for epochs, batch in ((0.3, 2), (1.5, 4)):
         found = run(
@@ -175,17 +184,9 @@ def test_the_steps_that_are_announced_are_those_that_are_trained(
         assert f" {len(found.losses)} steps of {8 * batch} rows" in found.said
 
 
-def test_what_does_not_fit_is_refused_before_it_is_loaded(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str]) -> None:
     with pytest.raises(VRAMBudgetError, match="What would make it fit"):
-        dry(
-            model__source=model,
-            data__source=data / "text.jsonl",
-            memory__vram="1MiB",
-            training__batch_size=64,
-            output__folder=tmp_path / "run",
-        )
+        dry(memory__vram="1MiB", training__batch_size=64)
 
 
 def state(step: int, most: int) -> SimpleNamespace:
@@ -276,15 +277,7 @@ def test_the_example_recipes_can_be_read(name: str) -> None:
 
 
 def test_too_little_host_memory_is_said(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dry: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from poros.host import limits
-
     monkeypatch.setattr(limits, "host_memory_left", lambda: limits.MemoryLimit(2**30, "little"))
-    said = dry(
-        model__source=model,
-        data__source=data / "text.jsonl",
-        data__max_length=64,
-        output__folder=tmp_path / "run",
-    )
-    assert "too little: --host-budget" in said
+    assert "too little: --host-budget" in dry()

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.command import poros_command
-from tests.finetune.material import write_base, write_rows
+from tests.finetune.subjects import write_base, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """

@@ -19,7 +19,7 @@ from safetensors.torch import load, load_file, save
 from transformers import AutoModelForCausalLM
 
 from tests.command import poros_command
-from tests.finetune.material import write_base
+from tests.finetune.subjects import write_base
 from tests.support import same_bits
 
 pytest.importorskip("trl", reason="poros finetune trains with TRL")

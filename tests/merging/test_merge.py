@@ -37,7 +37,7 @@ from poros.loaders.load import load
 from poros.merging.merge import merge
 from tests.children import run_forked
 from tests.command import poros_command
-from tests.finetune.material import write_base
+from tests.finetune.subjects import write_base
 from tests.support import same_bits
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]

@@ -8,32 +8,25 @@ from poros.errors import PolicyError
 from poros.planning.cards import CARDS, LINK_GB_PER_S, find_card
 from poros.utils.devices import library_workspace
 
-
-@pytest.mark.parametrize(
-    ("name", "title"),
-    [
-        ("rtx4090", "RTX 4090"),
-        ("RTX 4090", "RTX 4090"),
-        ("4090", "RTX 4090"),
-        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
-        ("rtx3060", "RTX 3060 12 GB"),
-        ("4060 Ti", "RTX 4060 Ti 16 GB"),
-        ("a100-80GB", "A100 80 GB"),
-        ("NVIDIA H200", "H200"),
-        ("rtx4070", "RTX 4070"),
-    ],
-)
-def test_a_card_is_found_however_it_is_spelled(name: str, title: str) -> None:
-    assert find_card(name).title == title
+TITLES = {
+    "rtx4090": "RTX 4090",
+    "RTX 4090": "RTX 4090",
+    "4090": "RTX 4090",
+    "NVIDIA GeForce RTX 3090": "RTX 3090",
+    "rtx3060": "RTX 3060 12 GB",
+    "4060 Ti": "RTX 4060 Ti 16 GB",
+    "a100-80GB": "A100 80 GB",
+    "NVIDIA H200": "H200",
+    "rtx4070": "RTX 4070",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("a100", "a100-40gb, a100-80gb"), ("rtx9090", "rtx"), ("", "h200")]
-)
-def test_a_card_that_nobody_knows_is_refused_with_those_that_are_near(name: str, near: str) -> None:
-    with pytest.raises(PolicyError, match="card: expected one of") as caught:
-        find_card(name)
-    assert near in str(caught.value) and "--copy-gb-per-s" in str(caught.value)
+def test_a_card_is_found_however_it_is_spelled_or_refused_with_those_that_are_near() -> None:
+    assert {name: find_card(name).title for name in TITLES} == TITLES
+    for name, near in {"a100": "a100-40gb, a100-80gb", "rtx9090": "rtx", "": "h200"}.items():
+        with pytest.raises(PolicyError, match="card: expected one of") as caught:
+            find_card(name)
+        assert near in str(caught.value) and "--copy-gb-per-s" in str(caught.value)
 
 
 def test_every_card_has_a_link_whose_rate_is_below_what_it_is_built_for() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig
 
 from poros.gates import tiny
@@ -20,6 +19,7 @@ from poros.planning.meta_model import Recipe
 from poros.planning.request import PlanRequest
 from tests.command import poros_command
 from tests.covers import with_slow
+from tests.operators import Operators
 
 ALIKE = ("qwen2", "llama", "mistral", "phi3", "mixtral", "qwen3_moe", "starcoder2")
 FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"}
@@ -83,16 +83,6 @@ def test_beside_dense_weights_a_layer_takes_what_it_does_with_a_dense_base(
     assert in_fp4.shapes.dense_weight == 0, "made dense in memory of their own"
 
 
-class Operators(TorchDispatchMode):
-    """Counts those that run."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("trains_head", [False, True])
 def test_more_layers_and_words_take_no_more_work(
     trains_head: bool, monkeypatch: pytest.MonkeyPatch
@@ -116,11 +106,12 @@ def test_more_layers_and_words_take_no_more_work(
         quantized.clear()
         model = CostModel(recipe)
         step = (1, 2**14, "chunked", "fused")  # slices of 512 words
-        with Operators() as own:
+        own, checked = list[Any](), list[Any]()
+        with Operators(lambda *call, calls=own: calls.append(call[0])):
             cost = model.cost(*step)
-        with Operators() as checked:
+        with Operators(lambda *call, calls=checked: calls.append(call[0])):
             model.cost(*step, with_check=True)
-        found.append((len(quantized), own.number, checked.number, cost.loss_peak))
+        found.append((len(quantized), len(own), len(checked), cost.loss_peak))
     (*work, peak), (*as_much, larger) = found
     assert work == as_much and work[0] == 4 * 7 and work[2] < work[1]
     # A trained head has a gradient in its own 16 bits.

@@ -156,12 +156,6 @@ def test_without_a_budget_or_rates_less_is_said(planner: Planner) -> None:
     assert "tokens/s" not in text and found.seconds is None and found.together is None
 
 
-def test_hours_are_those_of_all_tokens(planner: Planner) -> None:
-    found = ask(planner, "1GiB", speeds=FAST_LINK, num_tokens=5_000_000)
-    assert found.seconds == pytest.approx(5e6 / (found.scenario.tokens_per_s or 0))
-    assert "all tokens" in said(found)
-
-
 def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Planner) -> None:
     budget = 2 * needed(planner, 256).total_num_bytes
     slow = ask(planner, budget, num_slots=2, keep_last=0, speeds=SLOW_LINK)
@@ -181,14 +175,10 @@ def test_micro_batches_that_are_quicker_alone_are_said_to_go_so(planner: Planner
     assert tight.plan.micro_batches == 8 and "one after the other" not in said(tight)
 
 
-def test_cards_are_compared_on_the_same_step(planner: Planner) -> None:
-    found = ask(planner, "1GiB", speeds=FAST_LINK)
-    assert [scenario.card_gib for scenario in found.cards] == list(SIZES_GIB)
-    assert all(scenario.seq_len == 256 and scenario.fits for scenario in found.cards)
-
-
 def test_an_answer_is_plain_values_beside_those_of_the_plan(planner: Planner) -> None:
-    found = ask(planner, "1GiB", speeds=FAST_LINK, num_tokens=1000, host=Host(10**10, 10**9))
+    """Hours are those of all tokens; cards are compared on the same step."""
+    host = Host(10**10, 10**9)
+    found = ask(planner, "1GiB", speeds=FAST_LINK, num_tokens=5_000_000, host=host)
     values = json.loads(json.dumps(found.as_dict()))
     assert found.plan.as_dict().items() <= found.as_dict().items()
     assert values["verdict"] == found.verdict and values["fits"] is True
@@ -196,6 +186,10 @@ def test_an_answer_is_plain_values_beside_those_of_the_plan(planner: Planner) ->
     assert values["ram_num_bytes"] == 10**10 and values["forecast"] == "rates given"
     assert values["tokens_per_s"] > 0 and values["hours"] > 0
     assert len(values["lengths"]) == 5 and values["lengths"][0]["tokens_per_s"] > 0
+    assert found.seconds == pytest.approx(5e6 / (found.point.tokens_per_s or 0))
+    assert "all tokens" in said(found)
+    assert [point.card_gib for point in found.cards] == list(SIZES_GIB)
+    assert all(point.seq_len == 256 and point.fits for point in found.cards)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import poros
 from poros.config import parse_count, parse_num_bytes
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.host.layout import BlockLayout
@@ -23,7 +22,6 @@ from poros.planning.formula import (
 from poros.planning.optimizers import optimizer_cost
 from poros.planning.request import PlanRequest, Speeds
 from tests.planning.cells import OperatorBytes, num_bytes, optimizer_of, state_of
-from tests.support import make_model, prepare_plain
 
 _TENSOR = torch.empty(1000, dtype=torch.uint8, device="meta")
 SHAPES = Shapes(
@@ -100,27 +98,6 @@ def test_inputs_of_kept_layers_stay_in_their_graphs() -> None:
     assert everything.terms == plan(num_slots=8, keep_last=8).terms
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("num_layers", [6, 7])
-@pytest.mark.parametrize("block_size", [1, 2, 3])
-def test_kept_layers_are_those_that_the_runtime_keeps(num_layers: int, block_size: int) -> None:
-    model = make_model("qwen2", num_layers=num_layers, hidden_size=16, dropout=0.0)
-    shapes = replace(SHAPES, layers=SHAPES.layers[:num_layers], layer_adapters=[5] * num_layers)
-    cost = replace(COST, layers=COST.layers[:num_layers])
-    for keep_last in (0, 1, 2, 3, 5, 8):
-        options: dict[str, Any] = {"block_size": block_size, "keep_last": keep_last}
-        found = plan(shapes, cost, **options, num_slots=3)
-        # As it was asked for, and as the plan says that it was rounded.
-        for layout in ((3, keep_last), (found.num_slots, found.keep_last)):
-            options.update(zip(("slots", "keep_last"), layout, strict=True))
-            runtime = poros.runtime(prepare_plain(model, device="cpu", **options))
-            num_streamed = runtime.num_streamed_blocks
-            num_kept = num_layers - min(num_streamed * block_size, num_layers)
-            assert found.terms["kept graphs"] == num_kept * (300 + COST.boundary)
-            assert found.num_slots == runtime.num_slots + found.num_blocks - num_streamed
-            poros.restore(model)
-
-
 def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
     tokens = COST.inputs / 16
     products = 2e-9 * tokens * SHAPES.num_linear_parameters  # ms at one TFLOP per second
@@ -154,35 +131,24 @@ def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
     assert step_ms(1, rate) == pytest.approx(6 * block + (2 * products + head) / rate)
 
 
-def test_sizes_are_read() -> None:
+def test_sizes_counts_and_rates_are_read_or_refused() -> None:
     sizes = {"8GiB": 8 * 2**30, "8 GB": 8 * 10**9, "1.5gib": 3 * 2**29, 512: 512, "100": 100}
     sizes |= {"24G": 24 * 10**9, "24Gi": 24 * 2**30, "24 gib": 24 * 2**30, "3m": 3 * 10**6}
     sizes |= {"1T": 10**12, "1 TiB": 2**40, "7k": 7000, "7KiB": 7168, "9b": 9}
     for value, expected in sizes.items():
         assert parse_num_bytes(value, "vram_budget") == expected
-
-
-def test_counts_are_read() -> None:
+    bad: list[Any] = ["8 apples", "", "-1GiB", "GiB", "nan", math.nan, math.inf, 0, -5, True, None]
+    for value in bad:
+        with pytest.raises(PolicyError, match="vram_budget"):
+            parse_num_bytes(value, "vram_budget")
     counts = {"5M": 5_000_000, "1.5k": 1500, "2b": 2 * 10**9, "300": 300, 7: 7}
     assert {value: parse_count(value, "tokens") for value in counts} == counts
     for value in ("5G", "five", "", "0", "-3", "0.2", True, None):
         with pytest.raises(PolicyError, match=r"tokens: expected a positive number.*'5M'"):
             parse_count(value, "tokens")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("speeds", [Speeds(0.0, 1.0), Speeds(1.0, -2.0), Speeds(math.nan, 1.0)])
-def test_rates_that_no_machine_has_are_refused(speeds: Speeds) -> None:
-    with pytest.raises(PolicyError, match="expected a rate above zero"):
-        PlanRequest.of(seq_len=8, speeds=speeds)
-
-
-BAD_SIZES = ["8 apples", "", "-1GiB", "GiB", "nan", float("nan"), float("inf"), 0, -5, True, None]
-
-
-@pytest.mark.parametrize("value", BAD_SIZES, ids=map(repr, BAD_SIZES))
-def test_bad_sizes_are_refused(value: Any) -> None:
-    with pytest.raises(PolicyError, match="vram_budget"):
-        parse_num_bytes(value, "vram_budget")
+    for speeds in (Speeds(0.0, 1.0), Speeds(1.0, -2.0), Speeds(math.nan, 1.0)):
+        with pytest.raises(PolicyError, match="expected a rate above zero"):
+            PlanRequest.of(seq_len=8, speeds=speeds)
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "sgd"])

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.gates import tiny
@@ -14,6 +13,7 @@ from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest, Speeds
 from poros.planning.speeds import measure_speeds
 from poros.streams import EagerStreams
+from tests.operators import Operators
 from tests.planning.cells import lora
 
 
@@ -50,16 +50,12 @@ def test_rates_are_work_by_time_and_the_work_is_done(monkeypatch: pytest.MonkeyP
     layers = Recipe.of(config, "nf4", torch.bfloat16, lora()).make().get_base_model().model.layers
     done: list[dict[str, int]] = []
 
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            done[-1][str(func)] = args[0].numel()
-            return func(*args, **(kwargs or {}))
+    def note(func: Any, args: Any, result: Any) -> None:
+        done[-1][str(func)] = args[0].numel()
 
     def run_once(streams: Any, run: Any) -> float:
         done.append({})
-        with Operators():
+        with Operators(note):
             run()
         return 2.0
 
@@ -87,7 +83,7 @@ def test_times_are_medians_without_the_first_runs(monkeypatch: pytest.MonkeyPatc
     assert next(durations, None) is None
 
 
-def test_measured_rates_are_those_of_the_forecast() -> None:
+def test_measured_rates_are_those_of_the_forecast_or_refused() -> None:
     found = planner()
     rates = found.measure(seq_len=16, device="cpu")
     plan = found.plan(PlanRequest.of(seq_len=16, speeds=rates))
@@ -95,14 +91,11 @@ def test_measured_rates_are_those_of_the_forecast() -> None:
     twice = Speeds(2 * rates.copy_gb_per_s, 2 * rates.tflop_per_s)
     half = found.plan(PlanRequest.of(seq_len=16, speeds=twice)).step_ms
     assert half == pytest.approx(plan.step_ms / 2)
-
-
-def test_what_cannot_be_measured_is_refused() -> None:
     message = r"device: expected a device to measure on, found 'apples'.*device 'cpu'"
     with pytest.raises(PolicyError, match=message):
-        planner().measure(seq_len=16, device="apples")
+        found.measure(seq_len=16, device="apples")
     with pytest.raises(PolicyError, match="seq_len"):
-        planner().measure(seq_len=0, device="cpu")
+        found.measure(seq_len=0, device="cpu")
     with pytest.raises(UnsupportedModelError, match="expected linear layers"):
         measure_speeds([torch.nn.LayerNorm(4)], 16, "cpu", copy_num_bytes=1024)
 

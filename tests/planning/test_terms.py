@@ -14,13 +14,9 @@ import pytest
 import torch
 
 import poros
-from poros.api import prepare_with
-from poros.config import StreamingPolicy
 from poros.gates import tiny
-from poros.kernels import adapters, mlp
 from poros.slots.manager import BlockManager
-from poros.streams import EagerStreams
-from tests.planning.cells import USUAL, AllocatedBytes, OperatorBytes, Steps, make, planned
+from tests.planning.cells import USUAL, OperatorBytes, Steps, make, planned
 from tests.support import prepare_plain
 
 TOLERANCE = 0.05
@@ -71,8 +67,9 @@ def slot_bytes(blocks: list[int], num_slots: int) -> list[int]:
     return [max(blocks[slot::num_slots]) for slot in range(num_slots)]
 
 
-def test_terms_are_those_written_by_hand(tmp_path: Path) -> None:
-    cell = {**CELL, "vocab_size": 8192}
+@pytest.mark.parametrize("block_size", [1, 2, 9])
+def test_terms_are_those_written_by_hand(block_size: int, tmp_path: Path) -> None:
+    cell = {**CELL, "vocab_size": 8192, "block_size": block_size}
     model = make(tmp_path, cell)
     config = model.config
     B, T = cell["batch_size"], cell["seq_len"]
@@ -85,7 +82,7 @@ def test_terms_are_those_written_by_hand(tmp_path: Path) -> None:
     frequencies = 2 * 4 * head_dim // 2  # as they are, and as they were
     rotary, positions = 2 * 2 * T * head_dim, 8 * T
     expected = {
-        "slots": sum(slot_bytes(block_bytes(config, 1), 2)),
+        "slots": sum(slot_bytes(block_bytes(config, block_size), 2)),
         "kept blocks": 0,
         "adapters": adapters,
         "optimizer": 2 * adapters,
@@ -106,65 +103,6 @@ def test_terms_are_those_written_by_hand(tmp_path: Path) -> None:
     # layer is recomputed, and here they are more.
     assert found.pop("workspace") == pytest.approx(B * T * V * (4 + 4 + 4), rel=TOLERANCE)
     assert found == expected
-
-
-@pytest.mark.parametrize("sizes", [{}, {"seq_len": 256, "batch_size": 1}, {"hidden_size": 256}])
-def test_the_workspace_is_that_of_one_layer_alone(sizes: dict[str, int], tmp_path: Path) -> None:
-    # A CPU's dropout keeps more than a byte per element.
-    cell = {**CELL, "dropout": 0.0, "vocab_size": 64, **sizes}
-    model = make(tmp_path, cell)
-    layer = model.get_base_model().model.layers[1]
-    calls: list[Any] = []
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        calls.append((args, {**kwargs, "past_key_values": None}))
-
-    handle = layer.register_forward_pre_hook(note, with_kwargs=True)
-    with torch.no_grad():
-        model(input_ids=torch.ones((cell["batch_size"], cell["seq_len"]), dtype=torch.long))
-    handle.remove()
-    (hidden, *rest), kwargs = calls.pop()
-    hidden = hidden.detach().requires_grad_()
-    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-
-    adapters.patch(layer.modules(), adapters.KernelStats())
-    mlp.patch(layer.modules())
-
-    def alone() -> None:
-        output = layer(hidden, *rest, **kwargs)
-        torch.autograd.grad(output, [hidden, *trained], torch.ones_like(output))
-
-    alone()  # workspaces of libraries are allocated once
-    with AllocatedBytes() as allocated:
-        alone()
-    assert planned(model, cell).terms["workspace"] == pytest.approx(allocated.peak, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize(("block_size", "slots"), [(1, 3), (2, 2), (1, 9), (9, 2)])
-def test_device_bytes_are_the_sum_of_the_slots(tmp_path: Path, block_size: int, slots: int) -> None:
-    allocated: list[int] = []
-
-    class CountingStreams(EagerStreams):
-        def allocate(self, num_bytes: int) -> torch.Tensor:
-            allocated.append(num_bytes)
-            return super().allocate(num_bytes)
-
-    cell = {**CELL, "block_size": block_size, "slots": slots, "seq_len": 8}
-    model = make(tmp_path, cell)
-    blocks = block_bytes(model.config, block_size)
-    expected = sum(slot_bytes(blocks, slots))
-    assert planned(model, cell).terms["slots"] == expected
-    policy = StreamingPolicy(block_size=block_size, slots=slots)
-    prepare_with(model, policy, streams=CountingStreams(torch.device("cpu")))
-    runtime = poros.runtime(model)
-    assert [runtime.host_slab(k).numel() for k in range(len(blocks))] == blocks
-    assert runtime.stats()["host_num_bytes"] == sum(blocks)
-    assert sum(allocated) == expected and len(allocated) == runtime.num_slots
-    # Besides: what is small, a code book of each kind, and a float for each quantized weight.
-    constants = runtime.stats()["device_num_bytes"] - expected - small_bytes(model.config)
-    assert 4 * (16 + 256) < constants <= 4 * (16 + 256 + 7 * 7)
-    Steps(model, cell).train()
-    assert sum(allocated) == expected, "slots are allocated once"
 
 
 @pytest.mark.cover("values")

@@ -11,7 +11,7 @@ from poros.errors import RunFolderError
 from poros.reporting.events import read_run
 from poros.reporting.page import page, verdict
 from tests.command import poros_command
-from tests.finetune.material import write_base, write_rows
+from tests.finetune.subjects import write_base, write_rows
 
 pytest.importorskip("trl", reason="a run is made by poros finetune")
 
@@ -23,7 +23,7 @@ BUDGET = "1300kB"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    base, rows = write_base(folder / "base"), write_rows(folder / "rows.jsonl", "text", 40)
+    base, rows = write_base(folder / "base"), write_rows(folder / "rows.jsonl", "text", 160)
     options = ("--steps", "4", "--accumulation", "2", "--max-length", "64", "--validation", "0.1")
     more = ("--out", str(folder / "out"), "--trace-step", "3", "--vram", BUDGET)
     result = poros_command("finetune", str(base), str(rows), *options, *more)

@@ -76,7 +76,7 @@ class SimulatedMemory(DeviceMemory):
         self._reserved = max(self._reserved, OTHERS + self.peaks[-1])
 
 
-Prepare = Callable[..., tuple[Any, SimulatedMemory]]
+Prepare = Callable[..., "Loop"]
 
 
 def build() -> Any:
@@ -88,16 +88,18 @@ def build() -> Any:
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """What prepares a model on a device whose memory is simulated."""
+    """What prepares a model on a device whose memory is simulated, for a loop of steps."""
 
-    def prepare(overhead: float = 1.0, **policy: Any) -> tuple[Any, SimulatedMemory]:
+    def prepare(num_bytes: int | None = None, overhead: float = 1.0, **policy: Any) -> Loop:
         memory = SimulatedMemory(overhead)
         monkeypatch.setattr("poros.model.runtime.device_memory", lambda device: memory)
-        model = prepare_plain(build(), device="cpu", **policy).train()
+        if num_bytes is not None:
+            policy["vram_budget"] = f"{num_bytes}B"
+        model = prepare_plain(build(), device="cpu", **{"self_check": "off", **policy}).train()
         runtime = poros.runtime(model)
         runtime.sizer._estimate = lambda _, budget, wanted, *rest: Estimated(wanted)  # type: ignore[assignment]
         memory.hold(runtime)
-        return model, memory
+        return Loop(model, memory)
 
     return prepare
 
@@ -121,6 +123,8 @@ class Loop:
 
     def __init__(self, model: Any, memory: SimulatedMemory) -> None:
         self.model, self.memory = model, memory
+        self.runtime = poros.runtime(model)
+        self.sizer: Any = self.runtime.sizer
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
 
@@ -130,7 +134,7 @@ class Loop:
             batch = tiny.make_batches(1, batch_size=1, num_tokens=length, padded=False)[0]
             self.memory.num_tokens = length
             self.model(**batch).loss.backward()
-            rooms.append(poros.runtime(self.model).room)
+            rooms.append(self.runtime.room)
             self.memory.train(length, times)
             if steps:
                 self.optimizer.step()

@@ -5,7 +5,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,59 +12,41 @@ import pytest
 import torch
 from peft import LoraConfig
 
-import poros
 from benchmarks import __main__ as entry
 from benchmarks import arms, layer, memory, paths, plot, report, tables, transfer
 from benchmarks.arms import Arm, NotOffloadedError, Placed
+from benchmarks.card import Measured, forecast
 from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
 from benchmarks.models import TARGETS, config_of, random_model, with_lora
 from benchmarks.protocol import COLUMNS, Bench, Case, Schedule
 from benchmarks.work import Work
+from poros.planning.cards import CARDS
 from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe
 
 CPU = torch.device("cpu")
 SMALL = ["tiny", "--device", "cpu", "--rank", "2", "--seq", "8", "--batch", "2"]
 SHORT = ["--warm", "1", "--steps", "2", "--passes", "1"]
-POLICY_FIELDS = {each.name for each in fields(poros.StreamingPolicy)}
-CAN_OFFLOAD_BOUNDARIES = "offload_boundaries" in POLICY_FIELDS
+
+
+RESIDENT = ["resident", "resident, checkpointing"]
+OTHERS = ["PEFT + HF Trainer", "Accelerate offload, checkpointing", "resident, our adapter kernels"]
 
 # Arguments, and the arms in the table.
 TABLES = {
     "step": (
         ["--slots", "2", "3", "--keep-last", "1", "--budgets", "1MB"],
         [
-            "resident",
-            "resident, checkpointing",
-            "PEFT + HF Trainer",
-            "Accelerate offload, checkpointing",
-            "resident, our adapter kernels",
-            "poros, 2 slots",
-            "poros, 3 slots",
-            "poros, 3 slots, 1 kept",
-            "poros, 1MB",
+            *(*RESIDENT, *OTHERS, "poros, 2 slots", "poros, 3 slots"),
+            *("poros, 3 slots, 1 kept", "poros, 1MB"),
         ],
     ),
-    "offload": (
-        ["--passes", "2"],
-        [
-            "resident",
-            "resident, checkpointing",
-            "PEFT + HF Trainer",
-            "Accelerate offload, checkpointing",
-            "resident, our adapter kernels",
-            "poros, 2 slots",
-        ],
-    ),
-    "block-size": (
-        [],
-        ["resident", "poros, blocks of 1", "poros, blocks of 2", "poros, blocks of 4"],
-    ),
+    "offload": (["--passes", "2"], [*RESIDENT, *OTHERS, "poros, 2 slots"]),
+    "block-size": ([], ["resident", *(f"poros, blocks of {size}" for size in (1, 2, 4))]),
     "head": (
         ["--lengths", "4"],
         [
-            *("resident", "resident, checkpointing", "resident, loss in slices"),
-            "poros, 2 slots",
+            *(*RESIDENT, "resident, loss in slices", "poros, 2 slots"),
             "poros, 2 slots, embedding on the host",
             "poros, 2 slots, loss in slices",
             "poros, 2 slots, loss in slices, head on the host",
@@ -74,20 +55,12 @@ TABLES = {
     ),
     "sequence": (
         ["--lengths", "4", "8"],
-        [
-            "resident",
-            "resident, checkpointing",
-            "poros, 2 slots",
-            "poros, 2 slots, boundaries on the host",
-        ]
-        * 2,
+        [*RESIDENT, "poros, 2 slots", "poros, 2 slots, boundaries on the host"] * 2,
     ),
 }
 NOT_POSSIBLE = {
     ("step", "Accelerate offload, checkpointing"): "quant_state.absmax",
 }
-if not CAN_OFFLOAD_BOUNDARIES:
-    NOT_POSSIBLE["sequence", "poros, 2 slots, boundaries on the host"] = "no offload_boundaries"
 
 
 def test_every_benchmark_has_a_description_and_a_row() -> None:
@@ -244,6 +217,51 @@ def test_gaps_between_copies_count_and_the_turn_does_not() -> None:
     assert (both["num_copies"], both["ms"], both["copying_ms"]) == (4, 11000.0, 4000.0)
 
 
+def test_a_copy_on_a_gpu_is_framed_behind_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for streams and events: waiting for the slot is no part of the copy."""
+    journal: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.enable_timing = enable_timing
+
+        def record(self, stream: object) -> None:
+            journal.append("timed record" if self.enable_timing else "record")
+
+        def query(self) -> bool:
+            return False
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 4.0
+
+    class Stream:
+        stream_id = device_index = device_type = 0
+
+        def wait_event(self, event: object) -> None:
+            journal.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    for name, found in (("Device", 0), ("CurrentStream", (0, 0, 0))):
+        monkeypatch.setattr(
+            torch._C, f"_cuda_get{name}", lambda *_, found=found: found, raising=False
+        )
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **_: None, raising=False)
+    streams = transfer.TimedCudaStreams(CPU)
+    source = torch.arange(8, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    streams.copy(target, source, after=Event())
+    assert torch.equal(source, target)
+    # Those in the middle are the stream context's own.
+    own = ["wait", "timed record", "timed record"]
+    assert journal == ["wait", "timed record", *own, "timed record"]
+    found = transfer._phases(streams.copies, {source.data_ptr(): 0}, is_cuda=True)
+    assert [(each["phase"], each["num_bytes"], each["ms"]) for each in found] == [
+        ("forward", 8, 4.0),
+        ("with the turn", 8, 4.0),
+    ]
+
+
 def make_bench(quantization: str = "none", targets: Sequence[str] = TARGETS) -> Bench:
     config = config_of("tiny", 2)
     config._attn_implementation = "sdpa"
@@ -272,26 +290,19 @@ def test_a_resident_model_does_not_pass_for_an_offloaded_one() -> None:
         bench.run([Case(Arm("Accelerate offload", pretending), Work(1, 8))])
 
 
-def test_one_weight_that_stays_is_found() -> None:
+def test_one_weight_that_stays_and_an_adapter_that_was_replaced_are_found() -> None:
     bench = make_bench()
     adapters = {n: p for n, p in bench.model.named_parameters() if p.requires_grad}
+    name, found = next(iter(adapters.items()))
+    other = {name: torch.nn.Parameter(found.detach().clone())}
     with arms.offloaded(bench.model, CPU) as placed:
         placed.check()
+        with pytest.raises(NotOffloadedError, match="not the parameter that is trained"):
+            arms.check_offloaded(bench.model, CPU, other)
         norm = bench.model.get_base_model().model.layers[1].input_layernorm
         norm.weight = torch.nn.Parameter(torch.ones_like(norm.weight, device="cpu"), False)
         with pytest.raises(NotOffloadedError, match=r"layer 1 input_layernorm\.weight"):
             arms.check_offloaded(bench.model, CPU, adapters)
-
-
-def test_an_adapter_that_was_replaced_is_found() -> None:
-    bench = make_bench()
-    name, found = next((n, p) for n, p in bench.model.named_parameters() if p.requires_grad)
-    other = {name: torch.nn.Parameter(found.detach().clone())}
-    with (
-        arms.offloaded(bench.model, CPU),
-        pytest.raises(NotOffloadedError, match="not the parameter that is trained"),
-    ):
-        arms.check_offloaded(bench.model, CPU, other)
 
 
 def test_offloading_a_4_bit_base_is_refused_and_leaves_the_model_whole(tmp_path: Path) -> None:
@@ -357,17 +368,16 @@ def test_other_bits_are_reported(tmp_path: Path) -> None:
     assert not report.is_exact(report.read(tmp_path / "rows.csv"))
 
 
-def test_another_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_a_faster_optimizer(bench: Bench) -> Arm:
     def faster(model: Any, batch: Batch, meter: Meter, num_steps: int) -> Any:
         optimizer = plain_loop(model, batch, meter, num_steps)
         optimizer.param_groups[0]["lr"] = 2 * OPTIMIZER["lr"]
         return optimizer
 
-    with pytest.raises(RuntimeError, match="expected the optimizer"):
-        make_bench().run([Case(Arm("faster", arms.resident, faster), Work(1, 8))])
+    return Arm("faster", arms.resident, faster)
 
 
-def test_an_adapter_without_a_gradient_is_refused() -> None:
+def with_an_adapter_cut_off(bench: Bench) -> Arm:
     @contextmanager
     def cut(model: Any, device: torch.device) -> Iterator[Placed]:
         adapter = arms.find_layers(model)[1][0].self_attn.q_proj.lora_A["default"]
@@ -375,16 +385,27 @@ def test_an_adapter_without_a_gradient_is_refused() -> None:
         yield Placed()
         hook.remove()
 
-    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn.*lora_A.*expected a gradient"):
-        make_bench().run([Case(Arm("cut", cut), Work(1, 8))])
+    return Arm("cut", cut)
 
 
-def test_adapters_of_another_start_are_refused() -> None:
-    bench = make_bench()
+def with_another_start(bench: Bench) -> Arm:
     name = next(iter(bench._start))
     bench._start[name] = bench._start[name] + 1
-    with pytest.raises(RuntimeError, match="the adapters of the other arms"):
-        bench.run([Case(arms.resident_arm(), Work(1, 8))])
+    return arms.resident_arm()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_a_faster_optimizer, "expected the optimizer"),
+        (with_an_adapter_cut_off, r"layers\.0\.self_attn.*lora_A.*expected a gradient"),
+        (with_another_start, "the adapters of the other arms"),
+    ],
+)
+def test_what_would_be_no_comparison_is_refused(change: Any, message: str) -> None:
+    bench = make_bench()
+    with pytest.raises(RuntimeError, match=message):
+        bench.run([Case(change(bench), Work(1, 8))])
 
 
 def test_an_arm_of_a_later_version_is_refused_by_name() -> None:
@@ -448,3 +469,30 @@ def test_orders_of_products(name: str, under_autocast: bool) -> None:
         assert row["ms_p10"] <= row["ms"] <= row["ms_p90"] and not row["is_host_bound"]
         assert row["error"] < 0.1 and row["autocast"] == under_autocast
     assert set(by_arm["f2:b5"]["orders"].values()) == {"f2:b5"}
+
+
+# What is forecast of a card that is not here, from what was measured.
+
+HERE, CARD = CARDS["h200"], CARDS["rtx3090"]
+PRODUCTS, MEMORY = 989 / 71, 4800 / 936
+
+
+def test_a_forecast_slows_kernels_down_each_by_its_rate_and_has_the_link_beside_or_behind() -> None:
+    found = forecast(Measured(100.0, 20.0, 0.0), 25, CARD, HERE, 0.0)
+    assert found.ms == pytest.approx(100 * PRODUCTS + 20 * MEMORY)
+    assert found.slow_ms == pytest.approx(120 * PRODUCTS) and found.slow_ms > found.ms
+    assert found.wire_ms == found.least_ms == 0
+    measured = Measured(1.0, 0.0, 25e9)
+    beside = forecast(measured, 25, CARD, HERE, 0.0)
+    after = forecast(measured, 25, CARD, HERE, 0.0, is_serial=True)
+    assert beside.ms == beside.wire_ms == 1e3
+    assert after.ms == pytest.approx(1e3 + PRODUCTS)
+    assert forecast(measured, 12.5, CARD, HERE, 0.0).ms == 2e3
+    same = forecast(Measured(10.0, 5.0, 0.0), 55, HERE, HERE, 0.0)
+    assert same.ms == same.slow_ms == 15.0
+
+
+def test_the_ceiling_is_the_longer_of_peak_and_wire() -> None:
+    num_flop = 71e12 * 2  # two seconds at the card's peak
+    assert forecast(Measured(1e6, 0, 25e9), 25, CARD, HERE, num_flop).least_ms == pytest.approx(2e3)
+    assert forecast(Measured(1e6, 0, 75e9), 25, CARD, HERE, num_flop).least_ms == pytest.approx(3e3)

@@ -1,8 +1,7 @@
-"""The command line: commands, exit codes, messages, and what it imports."""
+"""The command line: what it says before it imports anything slow, exit codes, and its answers."""
 
 import json
-import subprocess
-import sys
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,207 @@ import typer
 import poros
 import poros.api
 import poros.examples.demo
+from poros.cli import shared
 from poros.cli.app import app
-from poros.cli.shared import BAD_INPUT
+from poros.cli.shared import BAD_INPUT, dtype_name, quieten_libraries
 from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.errors import CheckpointFormatError
 from poros.examples.demo import DemoSettings
 from poros.examples.demo_report import DemoReport
 from poros.gates import tiny
+from poros.loaders.names import is_repository, require_source
+from poros.planning.cards import CARDS
+from tests.children import run_python
 from tests.command import poros_command, text
 from tests.support import same_bits
 
-ROOT = Path(__file__).resolve().parents[2]
 TWO_STEPS = ("check", "--architecture", "qwen2", "--steps", "2")
+SLOW = (
+    *("torch", "numpy", "transformers", "peft", "bitsandbytes", "huggingface_hub"),
+    *("datasets", "trl"),
+)
+
+# Runs commands one after the other in one process, and says after each what came in.
+RUNNER = f"""
+import json, os, sys
+from typer.testing import CliRunner
+from poros.cli.app import app
+os.chdir(sys.argv[1])
+os.environ["HF_HUB_OFFLINE"] = "1"
+for arguments in json.loads(sys.argv[2]):
+    result = CliRunner().invoke(app, arguments, env={{"COLUMNS": "400"}})
+    slow = sorted(set({SLOW!r}) & set(sys.modules))
+    print(json.dumps([result.exit_code, result.output, slow]), flush=True)
+"""
+# The command as it is installed.
+MAIN = "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; main()"
+
+
+def run_apart(commands: list[str], cwd: Path) -> list[tuple[int, str, list[str]]]:
+    """Exit code, output and slow modules after each command, in a process of their own."""
+    done = run_python(RUNNER, str(cwd), json.dumps([each.split() for each in commands]))
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.txt").write_text("no checkpoint")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "rows.jsonl").write_text("{")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = tiny.small_config("qwen2", num_layers=3, hidden_size=64, dropout=0.0)
+    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
+    return folder
+
+
+# What is answered before anything slow is imported: in a folder with what ``folder`` makes.
+RIGHT: list[tuple[str, str]] = [
+    ("--version", f"poros {poros.__version__}\n"),
+    ("check --help", "--architecture"),
+    ("check --registered", "families:"),
+]
+# Each is wrong by itself.
+WRONG: list[tuple[str, str]] = [
+    ("plan model --seq abc", "Invalid value for '--seq'"),
+    ("plan nowhere --seq 16", "MODEL: expected a folder or file that is there, or OWNER/NAME"),
+    ("plan ./nowhere --seq 16", "found neither in './nowhere'"),
+    ("plan /nowhere --seq 16", "found neither in '/nowhere'"),
+    ("plan ~nowhere --seq 16", "found neither in '~nowhere'"),
+    ("plan a/b/c --seq 16", "found neither in 'a/b/c'"),
+    ("plan weights.safetensors --seq 16", "found neither in 'weights.safetensors'"),
+    ("plan owner/weights.safetensors --seq 16", "found neither in"),
+    ("plan model --seq 0", "seq_len (--seq): expected a positive whole number"),
+    ("plan model --seq 16 --batch 0", "batch_size (--batch): expected a positive whole number"),
+    ("plan model --seq 16 --rank 0", "rank: expected a positive whole number"),
+    (
+        "plan model --seq 16 --accumulate 0",
+        "accumulation (--accumulate): expected a positive whole number",
+    ),
+    ("plan model --seq 16 --vram 8apples", "vram_budget (--vram): expected bytes"),
+    ("plan model --seq 16 --vram 8", "did you mean '8GiB'?"),
+    ("plan model --seq 16 --vram -1GiB", "-1GiB"),
+    ("plan model --seq 16 --vram nan", "nan"),
+    ("plan model --seq 16 --card rtx9999", "card: expected one of"),
+    ("plan model --seq 16 --card l4 --measure", "either --card"),
+    ("plan model --seq 16 --ram much", "--ram: expected bytes"),
+    ("plan model --seq 16 --tokens five", "--tokens: expected a positive number"),
+    ("plan model --seq 16 --adapter-dtype int8", "--adapter-dtype: expected one of bf16"),
+    ("plan model --seq 16 --set optimizer=adam", "optimizer: expected one of adamw_torch_fused"),
+    ("plan model --seq 16 --set loss=none", "loss: expected one of chunked, reference"),
+    ("plan model --seq 16 --set adapter_kernels=x", "adapter_kernels: expected one of"),
+    ("plan model --seq 16 --set slots=1", "slots: expected an integer of at least 2"),
+    ("plan model --seq 16 --set block_size=0", "block_size: expected an integer"),
+    ("plan model --seq 16 --set self_check=off", "self_check: expected a bool"),
+    ("plan model --seq 16 --set library_num_bytes=1G", "library_num_bytes: expected bytes"),
+    ("plan model --seq 16 --set apples=3", "'apples' is not a policy field"),
+    ("plan model --seq 16 --set policy=3", "--set: expected FIELD=VALUE"),
+    ("plan model --seq 16 --set apples", "--set: expected FIELD=VALUE"),
+    ("plan model --seq 16 --copy-gb-per-s 25", "or neither"),
+    ("plan model --seq 16 --copy-gb-per-s 0 --tflop-per-s 1", "copy_gb_per_s: expected a rate"),
+    ("plan model --seq 16 --device cpu", "--device is where to --measure"),
+    ("plan model --seq 16 --limit apples=3", "--limit: expected NAME=NUMBER"),
+    ("plan model --seq 16 --limit num_layers=0", "expected num_layers as a positive whole number"),
+    ("load nowhere --out new", "SOURCE: expected a folder or file that is there"),
+    ("load a/b/c --out new", "found neither in 'a/b/c'"),
+    ("load nowhere --verify", "SOURCE: expected a folder or file that is there"),
+    ("load model", "give either --out DIR or --verify"),
+    ("load model --verify --out new", "give either --out DIR or --verify"),
+    ("load model --out new --dtype bfloat", "--dtype: expected one of bf16, fp16, fp32"),
+    ("load model --out new --quantization int3", "--quantization: expected one of nf4, fp4, none"),
+    ("load model --out file", "--out: expected a new folder, found the file"),
+    ("check nowhere", "MODEL_DIR: expected a checkpoint folder with a config.json"),
+    ("check model --slots 1", "slots: expected an integer of at least 2"),
+    ("check --architecture qwen2 --block-size 0", "block_size: expected an integer"),
+    ("check --architecture qwen2 --out .", "--out: expected a file to write, found the folder"),
+    ("check", "give either MODEL_DIR or --architecture NAME"),
+    ("check base --architecture qwen2", "either MODEL_DIR or --architecture NAME"),
+    ("check --architecture qwen2 --steps 0", "Invalid value"),
+    ("check model", "MODEL_DIR: expected a checkpoint folder with a config.json"),
+    ("check --registered --adapter vera", "--registered shows what is on record"),
+    ("check --registered --architecture qwen2", "--registered shows what is on record"),
+    ("demo --device abacus", "--device: expected cpu or cuda"),
+    ("demo --out model", "--out: expected an empty or new folder"),
+    ("finetune base rows.jsonl", "rows.jsonl:1:"),
+    ("finetune gone.yaml", "gone.yaml: expected a file"),
+    ("finetune base rows.jsonl --rank x", "--rank: expected"),
+]
+
+
+def test_nothing_slow_is_imported_for_help_lists_and_wrong_arguments(folder: Path) -> None:
+    """Control: whether a folder is a checkpoint only reading it shows."""
+    before = sorted(path.name for path in folder.iterdir())
+    reading = ("plan model --seq 16", "load model --out new")
+    table = [(*row, 0) for row in RIGHT] + [(*row, BAD_INPUT) for row in WRONG]
+    results = run_apart([*(command for command, *_ in table), *reading], folder)
+    assert len(results) == len(table) + len(reading)
+    for (command, expected, code), (exit_code, output, slow) in zip(table, results, strict=False):
+        assert exit_code == code and expected in output, (command, output)
+        assert slow == [] and "Traceback" not in output, command
+    for exit_code, output, slow in results[len(table) :]:
+        assert exit_code == BAD_INPUT and "Traceback" not in output and "owner" not in output
+        assert {"torch", "transformers"} <= set(slow)
+    assert "error: " in results[-1][1]
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("Qwen/Qwen2.5-32B", True),
+        ("gpt2", True),
+        ("a/b/c", False),
+        ("./x", False),
+        ("../x", False),
+        ("/x", False),
+        ("~x", False),
+        ("~/models/x", False),
+        ("x.safetensors", False),
+        ("owner/x.safetensors", False),
+        ("owner/config.json", False),
+        ("owner/", False),
+        ("owner/..", False),
+        ("a b/c", False),
+    ],
+)
+def test_paths_are_no_names_of_repositories(name: str, is_one: bool) -> None:
+    assert is_repository(name) is is_one
+
+
+def test_a_source_is_there_or_has_an_owner_and_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "here").mkdir()
+    for name in ("here", "gone", str(tmp_path), "owner/name"):
+        require_source(name, "MODEL")
+    for name in ("gpt2", "here/inside/it", "./owner", ""):
+        with pytest.raises(CheckpointFormatError, match="MODEL: expected a folder or file"):
+            require_source(name, "MODEL")
+
+
+def test_a_dtype_has_several_names() -> None:
+    for name in ("bf16", "BF16", "bfloat16", "torch.bfloat16"):
+        assert dtype_name("--dtype", name) == "bfloat16"
+        assert shared.dtype_named("--dtype", name) is torch.bfloat16
+    names = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+    assert {name: dtype_name("", name) for name in names} == names
+    assert dtype_name("", None) is None and dtype_name("", "auto", "auto") == "auto"
+
+
+# Help, notices, completion
 
 
 def options(command: str) -> dict[str, Any]:
@@ -31,37 +220,75 @@ def options(command: str) -> dict[str, Any]:
     return {parameter.name: parameter for parameter in found.params}
 
 
-def test_help_lists_exactly_the_commands_there_are() -> None:
+def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert set(commands) == {
         *("chat", "demo", "check", "finetune", "load", "merge", "plan", "report", "tune-paths"),
     }
     result = poros_command("--help")
-    assert result.exit_code == 0
+    assert result.exit_code == 0 and "--show-completion" in text(result)
     assert all(name in text(result) for name in commands)
-
-
-def test_version() -> None:
-    result = poros_command("--version")
-    assert (result.exit_code, result.output) == (0, f"poros {poros.__version__}\n")
-
-
-def test_help_imports_nothing_slow() -> None:
-    code = (
-        "import sys; from typer.testing import CliRunner; from poros.cli.app import app; "
-        "result = CliRunner().invoke(app, ['check', '--help']); "
-        "slow = {'torch', 'transformers', 'peft', 'bitsandbytes', 'numpy'} & set(sys.modules); "
-        "sys.exit(f'{result.exit_code} {slow}' if result.exit_code or slow else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_defaults_in_the_help_are_the_real_ones() -> None:
     policy = StreamingPolicy()
     assert options("check")["slots"].default == (policy.slots or MIN_SLOTS)
     assert options("check")["block_size"].default == policy.block_size
     assert options("demo")["steps"].show_default == str(DemoSettings().num_steps)
+
+
+def test_the_notice_about_kernels_is_silenced_and_no_other() -> None:
+    quieten_libraries()
+    quieten_libraries()
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "x")
+        logger.warning("something else about %s", "gemm_4bit_forward")
+    finally:
+        logger.removeHandler(handler)
+    assert seen == ["something else about gemm_4bit_forward"]
+    assert logging.getLogger("bitsandbytes").level == logging.NOTSET
+
+
+@pytest.mark.parametrize("arguments", [("plan", "{}", "--seq", "16"), ("check", "--registered")])
+def test_commands_say_nothing_on_the_error_stream(
+    arguments: tuple[str, ...], checkpoint: Path
+) -> None:
+    """In a process of its own, because the notice comes while a library is imported."""
+    done = run_python(MAIN, *(argument.format(checkpoint) for argument in arguments))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "forecast" in done.stdout or "families:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("poros pl", {"plan"}),
+        ("poros plan --card rtx409", {"rtx4090"}),
+        ("poros load --quan", {"--quantization"}),
+    ],
+)
+def test_the_shell_is_offered_what_may_come_next(
+    typed: str, offered: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "_POROS_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(typed.count(" ")),
+    }.items():
+        monkeypatch.setenv(name, value)
+    at_end = f"lambda: print(set({SLOW!r}) & set(sys.modules), file=sys.stderr)"
+    done = run_python(f"import atexit, sys; atexit.register({at_end}); {MAIN}")
+    assert set(done.stdout.split()) == offered and done.stderr == "set()\n"
+
+
+def test_a_shell_can_be_shown_how_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_POROS_COMPLETE", "source_bash")
+    assert "complete -o default -F _poros_completion poros" in run_python(MAIN).stdout
+
+
+# poros check and poros demo
 
 
 def test_check_of_an_exact_architecture_succeeds_and_writes_the_report(tmp_path: Path) -> None:
@@ -116,29 +343,12 @@ def test_check_fails_when_the_streamed_run_stops(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--architecture", "no-such-model"], "error: expected an architecture that the gates"),
-        (
-            ["--architecture", "qwen2", "--adapter", "none"],
-            "error: expected a kind of adapter that",
-        ),
-        (
-            ["{folder}"],
-            "error: MODEL_DIR: expected a checkpoint folder with a config.json, found none at",
-        ),
-        (["{folder}/absent"], "error: MODEL_DIR: expected a checkpoint folder with a config.json"),
-        (["--architecture", "qwen2", "--steps", "0"], "Invalid value"),
-        (["--architecture", "qwen2", "{folder}"], "either MODEL_DIR or --architecture NAME"),
-    ],
+    ("option", "kind"), [("--architecture", "an architecture"), ("--adapter", "a kind of adapter")]
 )
-def test_bad_input_to_check_is_told_without_a_traceback(
-    arguments: list[str], message: str, tmp_path: Path
-) -> None:
-    filled = [argument.format(folder=tmp_path) for argument in arguments]
-    result = poros_command("check", *filled)
-    assert result.exit_code == 2
-    assert message in text(result) and "Traceback" not in text(result)
+def test_what_the_gates_do_not_know_is_told_without_a_traceback(option: str, kind: str) -> None:
+    result = poros_command(*TWO_STEPS, option, "none")
+    assert result.exit_code == BAD_INPUT and "Traceback" not in text(result)
+    assert f"error: expected {kind} that" in text(result)
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -163,23 +373,7 @@ def test_the_demo_exits_by_its_result(
     assert seen == [(tmp_path, 7, "cpu")]
 
 
-def test_bad_input_to_the_demo_is_told_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("mine")
-    result = poros_command("demo", "--out", str(tmp_path))
-    assert result.exit_code == 2
-    assert "error: --out: expected an empty or new folder" in text(result)
-    assert "Traceback" not in text(result)
-
-
-# poros load and poros plan.
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    config = tiny.small_config("qwen2", num_layers=3, hidden_size=64, dropout=0.0)
-    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
-    return folder
+# poros load and poros plan
 
 
 def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path: Path) -> None:
@@ -257,8 +451,6 @@ def test_plan_says_where_boundaries_are_and_what_the_check_needs(checkpoint: Pat
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--vram", "-1GiB"), "-1GiB"),
-        (("--vram", "nan"), "nan"),
         (("--seq", "100000"), "seq_len (--seq): expected at most the model's 256 positions"),
         (("--measure", "--device", "apples"), "device: expected"),
     ],
@@ -270,5 +462,62 @@ def test_plan_refuses_what_cannot_be_planned(
     assert found.exit_code == BAD_INPUT and expected in text(found), found.output
 
 
-def test_plan_refuses_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
-    assert poros_command("plan", str(tmp_path), "--seq", "16").exit_code == BAD_INPUT
+def plan(checkpoint: Path, *options: str) -> Any:
+    return poros_command("plan", str(checkpoint), "--seq", "16", *options)
+
+
+def test_a_plan_answers_for_a_card_that_is_not_here(checkpoint: Path) -> None:
+    result = plan(checkpoint, "--card", "RTX 4090", "--tokens", "5M", "--ram", "64G")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Fits an RTX 4090 (24 GB): 3 of 3 blocks stay on the card")
+    for expected in (
+        "of 64.00 GB",
+        "tokens/s",
+        "all tokens",
+        "published rates of an RTX 4090",
+    ):
+        assert expected in " ".join(result.stdout.split())
+    values = json.loads(plan(checkpoint, "--card", "rtx4090", "--json").stdout)
+    assert values["terms"]["libraries"] == CARDS["rtx4090"].library_num_bytes
+    assert values["copy_gb_per_s"] == 25 and values["vram_budget"] > 20 * 2**30
+    part = plan(checkpoint, "--card", "rtx4090", "--vram", "8GiB").stdout
+    assert part.startswith("Fits 8GiB of an RTX 4090 (24 GB):")
+    assert plan(checkpoint, "--card", "4060 ti").stdout.startswith("Fits an RTX 4060 Ti 16 GB:")
+
+
+def test_a_plan_that_does_not_fit_says_what_to_change_and_exits_with_1(checkpoint: Path) -> None:
+    result = plan(checkpoint, "--vram", "400kB", "--batch", "8")
+    words = " ".join(result.stdout.split())
+    assert result.exit_code == 1 and words.startswith("Does not fit your 400kB: the step needs")
+    assert "each alone" in words and "batch_size" in words
+    values = json.loads(plan(checkpoint, "--vram", "400kB", "--batch", "8", "--json").stdout)
+    assert values["fits"] is False and "batch_size=" in values["advice"]
+    assert values["total_num_bytes"] == sum(values["terms"].values()) > 400_000
+
+
+def test_host_memory_that_is_too_small_is_told(checkpoint: Path) -> None:
+    result = plan(checkpoint, "--vram", "1GiB", "--ram", "1G")
+    assert result.exit_code == 1
+    assert "but not the host memory" in " ".join(result.stdout.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_card_a_plan_says_what_is_needed(checkpoint: Path) -> None:
+    words = " ".join(plan(checkpoint).stdout.split())
+    assert words.startswith("Needs ") and "at the least on the card: 2 of 3 blocks" in words
+    assert "Give --vram or --card" in words and "Time is not forecast" in words
+
+
+def test_the_gpu_of_this_machine_is_taken_if_no_other_is_named(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (23 * 2**30, 24 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr("poros.planning.request.PlanRequest.libraries", 0)
+    values = json.loads(plan(checkpoint, "--json").stdout)
+    assert values["vram_budget"] == 23 * 2**30 - int(2.4 * 2**30)
+    assert "this machine's NVIDIA GeForce RTX 3090" in values["verdict"]
+    assert values["forecast"] == "the published rates of an RTX 3090"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Apple Z9")
+    assert json.loads(plan(checkpoint, "--json").stdout)["tokens_per_s"] is None

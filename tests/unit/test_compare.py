@@ -65,24 +65,14 @@ def test_one_flipped_bit_is_found_at_its_index(data: st.DataObject) -> None:
     assert hash_tensor(tensor) != hash_tensor(flip_bit(tensor, element, bit))
 
 
-def test_bool_is_compared() -> None:
-    found = differing(torch.tensor([True, False]), torch.tensor([True, True]), "mask")
-    assert found is not None
-    assert (found.num_differing, found.first_index, found.largest) == (1, (1,), None)
-    assert "False" in found.expected and "True" in found.found
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_signed_zeros_differ_although_torch_equal_accepts_them(dtype: torch.dtype) -> None:
+def test_zeros_and_nans_are_compared_by_their_bits(dtype: torch.dtype) -> None:
+    """+0 and -0 differ, which torch.equal accepts; NaNs are equal exactly if their payloads are."""
     plus, minus = torch.tensor([1.0, 0.0], dtype=dtype), torch.tensor([1.0, -0.0], dtype=dtype)
     assert torch.equal(plus, minus)
     found = differing(plus, minus, "z")
     assert found is not None
     assert (found.num_differing, found.first_index, found.largest) == (1, (1,), 0.0)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_nans_are_equal_exactly_when_their_payloads_are(dtype: torch.dtype) -> None:
     nan = torch.full((2,), math.nan, dtype=dtype)
     assert not torch.equal(nan, nan.clone())
     assert differing(nan, nan.clone(), "n") is None
@@ -104,9 +94,17 @@ def test_largest_distance_and_first_index_are_of_different_elements() -> None:
     assert difference.largest == 1.0
     text = str(difference)
     assert "w: 2 of 16 elements differ" in text and "[1, 2]" in text and "0x3f800001" in text
+    mask = differing(torch.tensor([True, False]), torch.tensor([True, True]), "mask")
+    assert mask is not None
+    assert (mask.num_differing, mask.first_index, mask.largest) == (1, (1,), None)
+    assert "False" in mask.expected and "True" in mask.found
+    for other in (math.nan, math.inf):  # where there is no largest distance
+        away = differing(torch.tensor([1.0, 2.0]), torch.tensor([1.5, other]), "n")
+        assert away is not None and away.largest is None
+        assert json.loads(json.dumps(away.record(), allow_nan=False))["num_differing"] == 2
 
 
-def test_strides_do_not_matter() -> None:
+def test_strides_and_graphs_do_not_matter() -> None:
     base = random_bytes(torch.float32, (6, 8))
     view = base.t()[1::2]
     assert not view.is_contiguous()
@@ -114,6 +112,9 @@ def test_strides_do_not_matter() -> None:
     assert hash_tensor(view) == hash_tensor(view.contiguous())
     found = differing(view, flip_bit(view, 7, 3), "v")
     assert found is not None and found.first_index == (1, 1)
+    parameter = torch.nn.Parameter(torch.randn(3))
+    assert differing(parameter, parameter.detach().clone(), "p") is None
+    assert not bits(parameter).requires_grad
 
 
 def test_lazy_conjugates_and_negations_are_resolved() -> None:
@@ -151,12 +152,6 @@ def test_mappings_report_missing_and_extra_names_in_order() -> None:
     assert compare_mappings(expected, dict(expected)) == []
 
 
-def test_parameters_and_their_data_are_compared_without_a_graph() -> None:
-    parameter = torch.nn.Parameter(torch.randn(3))
-    assert differing(parameter, parameter.detach().clone(), "p") is None
-    assert not bits(parameter).requires_grad
-
-
 def test_tensors_without_bytes_are_refused() -> None:
     with pytest.raises(ValueError, match="materialize"):
         differing(torch.zeros(2, device="meta"), torch.zeros(2, device="meta"), "m")
@@ -184,10 +179,3 @@ def test_tensors_on_different_devices_are_compared() -> None:
     assert differing(tensor, tensor.cuda(), "g") is None
     found = differing(tensor.cuda(), flip_bit(tensor, 100, 5), "g")
     assert found is not None and found.first_index == (1, 36)
-
-
-@pytest.mark.parametrize("other", [math.nan, math.inf])
-def test_what_is_not_finite_has_no_largest_difference(other: float) -> None:
-    found = differing(torch.tensor([1.0, 2.0]), torch.tensor([1.5, other]), "n")
-    assert found is not None and found.largest is None
-    assert json.loads(json.dumps(found.record(), allow_nan=False))["num_differing"] == 2

@@ -1,8 +1,10 @@
 """DoRA's composition: references, tiers, and the kernels in Triton's interpreter.
 
+How near the sums are to exact arithmetic, and to PEFT, is seen in ``test_dora_node``.
 The interpreter rounds float32 and float16 as a GPU does, but not bfloat16: that is for tests/gpu.
 """
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -19,8 +21,7 @@ from poros.kernels.compose import (
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-U = {FP64: 2.0**-53, FP32: 2.0**-24, FP16: 2.0**-11, BF16: 2.0**-8}
-"""Of rounding to nearest, relative: half of the last of 53, 24, 11 and 8 bits."""
+U = 2.0**-24
 TIERS = ["fused", "eager"]
 SHAPES = [(2, 7, 48), (70, 300), (33, 1), (5,), (1, 513), (0, 8), (3, 0), (2, 0, 5)]
 SCALING = 2 / 3
@@ -99,7 +100,12 @@ def test_tiers_have_the_same_bits(
         assert found[4] is not None and expected[4] is not None
         assert found[4].dtype == expected[4].dtype == FP32
         assert found[4].shape == expected[4].shape
-        torch.testing.assert_close(found[4], expected[4], rtol=1e-4, atol=1e-4)
+        # Sums of the same products in two orders: each is off by n u of their sizes at most.
+        assert expected[1] is not None
+        sizes = arriving(given["result"]).double().abs() * expected[1].double().abs()
+        sizes = sizes.reshape(prod(shape[:-1]), shape[-1])
+        allowed = 2 * (len(sizes) + 1) * U * sizes.sum(0)
+        assert bool(((found[4].double() - expected[4].double()).abs() <= allowed).all())
         plain = run(given, "fused", wants_inner=False)
         assert plain[1] is plain[4] is None
         assert same(plain[0], expected[0]) and all(map(same, plain[2:4], expected[2:4]))
@@ -144,101 +150,6 @@ def exact(given: dict[str, Any], gradient: torch.Tensor) -> dict[str, torch.Tens
     found = torch.autograd.grad(sum_, [leaves[name] for name in wanted], gradient.double())
     inner = (base + term).detach()
     return {"sum": sum_.detach(), **dict(zip(wanted, found, strict=True)), "inner": inner}
-
-
-def sum_bound(given: dict[str, Any], naive: bool = False) -> torch.Tensor:
-    """Of the distance of the sum from the exact one, for each element.
-
-    With u of float32: base without bias has error u|base|, and s * lora, rounded and with a
-    rounded s, 2u|t|. (g - 1) * base has then at most 3u|d||base|, for d = g - 1, g * t 3u|g||t|;
-    their sum adds u of itself, and the last one u of the sum; products of errors are below another
-    u of everything. The result's dtype rounds the sum once, and a float16 may be subnormal.
-    """
-    values = {name: None if each is None else each.double() for name, each in given.items()}
-    base, dtype = values["base"], given["result"].dtype
-    whole = values["result"].abs()
-    if base is None:
-        base = whole + (0 if values["bias"] is None else values["bias"].abs())
-    distance, term = (values["g"] - 1).abs(), (SCALING * values["lora"]).abs()
-    parts = distance * base.abs() + values["g"].abs() * term
-    within = (6 * parts + 2 * (whole + parts)) * U[FP32]
-    final = 0.0 if dtype == FP32 else U[dtype]
-    total = whole + parts
-    return within + final * (total + within) + (2.0**-25 if dtype == FP16 else 0.0)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP32), (FP16, FP16)])
-def test_sum_is_within_its_bound(gpu: Any, dtypes: Any, tier: Any) -> None:
-    for given in forms(tensors((70, 300), *dtypes)):
-        found = run(given, tier)[0]
-        expected = exact(given, torch.zeros_like(given["result"]))["sum"]
-        assert found is not None
-        assert bool(((found.double() - expected).abs() <= sum_bound(given)).all())
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_near_one_the_stable_form_is_closer_than_the_naive(dtype: torch.dtype) -> None:
-    """What DoRA adds, delta, with g within 2^-10 of 1, so 1 in bfloat16, where g - 1 is lost.
-
-    Delta is computed in float32 and rounded once: its error is at most
-    8u(|g - 1||base| + |g||t|), as in ``sum_bound``, and the rounding of the low precision. The
-    naive form loses in the low precision half a unit of base + t, which is far larger than delta.
-    """
-    given = tensors((64, 256), dtype, near=2.0**-12)
-    given["lora"] *= 2.0**-12
-    base, term = given["base"].double(), SCALING * given["lora"].double()
-    distance = given["g"].double() - 1
-    expected = distance * base + given["g"].double() * term
-    zero = torch.zeros_like(given["result"])
-    found, _ = compose_ref(zero, given["base"], given["lora"], given["g"], SCALING)
-    g, low = given["g"].to(dtype), (SCALING * given["lora"]).to(dtype)
-    naive = g * (low + given["base"]) - given["base"]
-    parts = distance.abs() * base.abs() + term.abs() * given["g"].double().abs()
-    bound = (8 * U[FP32] + U[dtype]) * 1.01 * parts + 2.0**-25
-    error = (found.double() - expected).abs()
-    of_naive = (naive.double() - expected).abs()
-    assert bool((error <= bound).all())
-    assert not bool((of_naive <= bound).all())
-    assert float(of_naive.norm()) > 16 * float(error.norm())
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP32), (FP32, FP16), (FP16, FP16)])
-def test_gradients_are_within_their_bounds_of_autograd(gpu: Any, dtypes: Any, tier: Any) -> None:
-    """Against float64 autograd of the plain formula.
-
-    With u of float32 and v of a gradient's dtype: g * (s * x) rounds s, two products and, once, to
-    the dtype: 3u + v. (g - 1) * x: two roundings (the difference of numbers near 1 is exact, but
-    not in general); with x added, 3u of |x| + |(g - 1) x|. The gradient of g is a sum of n products
-    x * inner; inner is off by its own rounding v (and 4u of its parts), a product by u, and a sum
-    of n numbers in any order by (n - 1)u of the sum of their sizes. The factor 1.01 is for products
-    of errors, and float16 has subnormal numbers of 2^-24.
-    """
-    u = U[FP32]
-    for given in forms(tensors((70, 300), *dtypes, near=0.1)):
-        gradient = arriving(given["result"])
-        expected = exact(given, gradient)
-        _, _, of_base, of_lora, of_g = run(given, tier)
-        assert of_base is not None and of_lora is not None and of_g is not None
-        size, g = gradient.double().abs(), given["g"].double()
-        tiny = {FP16: 2.0**-25}
-        finals = [0.0 if each == FP32 else U[each] for each in dtypes]
-        bound = (3 * u + finals[1]) * 1.01 * expected["lora"].abs() + tiny.get(dtypes[1], 0.0)
-        assert bool(((of_lora.double() - expected["lora"]).abs() <= bound).all())
-        name = "base" if given["base"] is not None else "result"
-        parts = (g - 1).abs() * size + (0 if name == "base" else size)
-        bound = (3 * u + finals[0]) * 1.01 * parts + tiny.get(dtypes[0], 0.0)
-        assert bool(((of_base.double() - expected[name]).abs() <= bound).all())
-        whole = given["result" if given["base"] is None else "base"].double().abs()
-        bias = 0 if given["bias"] is None else given["bias"].double().abs()
-        parts = whole + bias + (SCALING * given["lora"].double()).abs()
-        off = (4 * u + finals[0]) * parts + tiny.get(dtypes[0], 0.0)
-        bound = 1.01 * (size * (off + len(gradient) * u * parts)).sum(0)
-        assert bool(((of_g.double() - expected["g"]).abs() <= bound).all())
-        # Certain to be seen: one token more or less.
-        without = of_g.double() - (gradient[0].double() * expected["inner"][0])
-        assert not bool(((without - expected["g"]).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -16,12 +16,11 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
 from poros.kernels.use import patch
+from tests.operators import made_by
 from tests.support import same_bits
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -292,40 +291,20 @@ def test_equal_inputs_give_equal_bits_with_and_without_a_graph() -> None:
         assert same_bits(module(input_of(module)), first[0])
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensors that operators make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        if not func.is_view:
-            self.sizes += [each.numel() for each in made]
-        return result
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_nothing_is_as_large_as_the_weight_but_the_weight(dropout: float) -> None:
     """Forward and backward make one dense projection each; PEFT makes many."""
     module = adapted(512, 640, dtype=BF16, quantize=True, dropout=dropout)
-    size = 512 * 640
-    tally = KernelStats()
-    patch(module, torch.device("cpu"), tally)
+
+    def num_large(run: Callable[[], object]) -> int:
+        return sum(each.numel() >= 512 * 640 for each in made_by(run))
+
+    patch(module, torch.device("cpu"), KernelStats())
     # The norm of the weight alone is taken once, in parts; it is there afterwards.
     module(input_of(module))
-    with Largest() as watcher:
-        outcome(module, module)
-    dense = [each for each in watcher.sizes if each >= size]
-    # bitsandbytes' unpacking on a CPU makes several of them, one after the other.
-    per_call = len(dense) // 2
-    with Largest() as unpacking:
-        dense_of(module)
-    allowed = len([each for each in unpacking.sizes if each >= size])
+    fused = num_large(lambda: outcome(module, module))
     unpatch(module.modules())
-    with Largest() as theirs:
-        outcome(module, module)
-    assert per_call <= allowed + 1, (per_call, allowed)
-    assert len([each for each in theirs.sizes if each >= size]) > len(dense)
+    # bitsandbytes' unpacking on a CPU makes several of them, one after the other.
+    allowed = num_large(lambda: dense_of(module))
+    assert fused // 2 <= allowed + 1, (fused, allowed)
+    assert num_large(lambda: outcome(module, module)) > fused

@@ -38,26 +38,15 @@ def test_a_state_so_many_draws_later_is_the_state(way: str, is_fresh: bool) -> N
         assert RngStash.capture(CPU).equals(end)
 
 
-def test_nothing_drawn() -> None:
-    start = RngStash.capture(CPU)
-    assert between(start, start) == NONE and later(start, NONE).equals(start)
-
-
-def test_another_seed_is_no_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws, "MOST_DRAWS", 10_000)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        start = RngStash.capture(CPU)
-        torch.manual_seed(4)
-        assert between(start, RngStash.capture(CPU)) is None
-
-
-def test_a_normal_number_that_is_kept_for_later_is_no_number_of_draws(
+def test_another_seed_and_a_normal_number_kept_for_later_are_no_number_of_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(draws, "MOST_DRAWS", 10_000)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         start = RngStash.capture(CPU)
+        assert between(start, start) == NONE and later(start, NONE).equals(start)
         torch.randn(1)
+        assert between(start, RngStash.capture(CPU)) is None
+        torch.manual_seed(4)
         assert between(start, RngStash.capture(CPU)) is None

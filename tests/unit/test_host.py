@@ -30,21 +30,18 @@ def store_of(num_slabs: int) -> HostStore:
     return HostStore.allocate([some_layout()] * num_slabs)
 
 
-def filled_slab() -> tuple[HostSlab, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+# Slabs.
+
+
+def test_tensors_lie_inside_the_slab_where_the_layout_says_in_storages_of_their_own() -> None:
+    """So a write to one is a write to the slab."""
     source, slab = some_tensors(), HostSlab(some_layout())
     inside = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
     for name, tensor in inside.items():
         tensor.copy_(source[name])
-    return slab, source, inside
-
-
-# Slabs.
-
-
-def test_tensors_lie_inside_the_slab_where_the_layout_says() -> None:
-    slab, source, inside = filled_slab()
     start, end = slab.bytes.data_ptr(), slab.bytes.data_ptr() + slab.bytes.numel()
     assert slab.bytes.numel() == slab.layout.num_bytes and slab.bytes.dtype is torch.uint8
+    storages = set()
     for spec in slab.layout.tensors:
         tensor, expected = inside[spec.name], source[spec.name]
         assert same_bits(tensor, expected) and spec.offset % ALIGNMENT == 0
@@ -53,24 +50,13 @@ def test_tensors_lie_inside_the_slab_where_the_layout_says() -> None:
             assert tensor.data_ptr() + spec.num_bytes <= end
             flat = slab.bytes[spec.offset : spec.offset + spec.num_bytes]
             assert same_bits(flat, expected.contiguous().reshape(-1).view(torch.uint8))
-
-
-def test_tensors_have_storages_of_their_own() -> None:
-    _, _, inside = filled_slab()
-    tensors = [tensor for tensor in inside.values() if tensor.numel()]
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        assert storage.data_ptr() == tensor.data_ptr() and tensor.storage_offset() == 0
-        assert storage.nbytes() == tensor.numel() * tensor.element_size()
-    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)
-
-
-def test_a_write_to_a_tensor_is_a_write_to_the_slab() -> None:
-    slab, _, inside = filled_slab()
-    inside["absmax"].fill_(0)
-    spec = next(spec for spec in slab.layout.tensors if spec.name == "absmax")
-    assert not slab.bytes[spec.offset : spec.offset + spec.num_bytes].any()
-    assert slab.bytes.any()
+            storage = tensor.untyped_storage()
+            assert storage.data_ptr() == tensor.data_ptr() and tensor.storage_offset() == 0
+            assert storage.nbytes() == tensor.numel() * tensor.element_size()
+            assert storage._cdata not in storages
+            storages.add(storage._cdata)
+            tensor.zero_()
+            assert not flat.any()
 
 
 def test_a_store_has_one_slab_per_block_and_counts_its_bytes() -> None:
@@ -110,21 +96,6 @@ def test_memory_that_cannot_be_had_is_a_typed_error() -> None:
     with pytest.raises(MemoryError) as caught:
         HostStore.allocate([some_layout(), impossible])
     assert isinstance(caught.value, PorosError)
-
-
-def test_the_memory_goes_with_the_last_tensor() -> None:
-    gc.collect()
-    store = store_of(3)
-    before = num_memory_files()
-    memory = weakref.ref(store.slabs[0].arena.memory)
-    slab = store.slabs[1]
-    kept = slab.tensor(slab.layout.tensors[0])
-    kept.fill_(7)
-    del store, slab
-    gc.collect()
-    assert memory() is not None and bool((kept == 7).all())
-    del kept
-    assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
 
 
 # Arenas.
@@ -170,13 +141,25 @@ def test_an_arena_is_at_most_3_percent_over_its_tensors(
     assert rounded > 1.03 * stored
 
 
-def test_memory_is_committed_as_it_is_written() -> None:
+def test_memory_is_committed_as_it_is_written_and_goes_with_the_last_tensor() -> None:
+    gc.collect()
     store = HostStore.allocate([BlockLayout((), 4 * PAGE_NUM_BYTES)] * 3)
     arena = store.slabs[0].arena
     assert resident_num_bytes(arena) == 0
     store.slabs[1].bytes.fill_(1)
     assert resident_num_bytes(arena) == 4 * PAGE_NUM_BYTES
     assert not store.slabs[0].bytes.any() and not store.slabs[2].bytes.any()
+    store = store_of(3)
+    before = num_memory_files()
+    memory = weakref.ref(store.slabs[0].arena.memory)
+    slab = store.slabs[1]
+    kept = slab.tensor(slab.layout.tensors[0])
+    kept.fill_(7)
+    del store, slab
+    gc.collect()
+    assert memory() is not None and bool((kept == 7).all())
+    del kept
+    assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
 
 
 def test_slabs_lie_one_after_the_other_on_pages() -> None:
@@ -288,25 +271,21 @@ def test_slabs_are_locked_in_place_until_the_driver_refuses_and_the_rest_is_page
     assert store.fallbacks == [f"pageable host memory for blocks {refuse_at} to 2"]
 
 
-def test_unpin_unregisters_each_slab_once_behind_the_device(
+def test_slabs_are_unregistered_once_behind_the_device_and_before_their_memory_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By ``unpin``, and where a store is dropped."""
     driver = install(FakeDriver(refuse_at=2), monkeypatch)
     store = store_of(3)
     store.pin(CPU)
     driver.calls.clear()
-    store.unpin()
-    assert driver.calls == ["synchronize", "unregister"] * 2
-    assert driver.locked == {} and store.pinned_num_bytes == 0
-    store.unpin()
+    for _ in range(2):
+        store.unpin()
+        assert driver.calls == ["synchronize", "unregister"] * 2
+        assert driver.locked == {} and store.pinned_num_bytes == 0
     del store
     gc.collect()
     assert driver.calls == ["synchronize", "unregister"] * 2
-
-
-def test_a_dropped_slab_is_unregistered_before_its_memory_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     driver = install(FakeDriver(), monkeypatch)
     store = store_of(3)
     store.pin(CPU)

@@ -15,9 +15,11 @@ from poros.head.embedding import keep_on_host
 from poros.head.host_matrix import HostMatrix
 from poros.head.rows import RowReader
 from poros.streams import EagerStreams, Event
+from tests.operators import kept_by
 from tests.support import same_bits
 
 CPU = torch.device("cpu")
+REFUSED = r"embed\.weight: .*poros\.restore"
 IDS = torch.tensor([[3, 1, 3], [0, 9, 7]])
 
 
@@ -48,14 +50,6 @@ def test_a_lookup_gives_the_bits_of_a_resident_one(ids: torch.Tensor, padding: i
     assert type(module.weight) is nn.Parameter and same_bits(module(ids), expected)
 
 
-def test_an_index_out_of_range_raises_as_in_a_resident_lookup() -> None:
-    module = make()
-    on_host(module)
-    with pytest.raises(IndexError):
-        module(torch.tensor([10]))
-    assert same_bits(module(IDS), make()(IDS))
-
-
 def test_it_is_a_frozen_parameter_of_the_form_of_the_matrix() -> None:
     module = make()
     own = module.weight
@@ -65,12 +59,10 @@ def test_it_is_a_frozen_parameter_of_the_form_of_the_matrix() -> None:
     assert not matrix.requires_grad and matrix.host.data_ptr() == own.data_ptr()
     assert (matrix.shape, matrix.dtype, matrix.stride()) == (own.shape, own.dtype, own.stride())
     assert dict(module.named_parameters())["weight"] is matrix
+    with pytest.raises(IndexError):  # as in a resident lookup
+        module(torch.tensor([10]))
     assert module.to("cpu").weight is matrix and same_bits(module(IDS), make()(IDS))
-
-
-def test_what_is_saved_are_the_bytes_on_the_host() -> None:
-    module = make()
-    on_host(module)
+    # What is saved are the bytes on the host.
     state = nn.Sequential(module).state_dict()
     assert type(state["0.weight"]) is torch.Tensor
     assert same_bits(state["0.weight"], make().weight)
@@ -112,7 +104,7 @@ def test_a_slice_of_rows_is_a_matrix_too(caplog: pytest.LogCaptureFixture) -> No
             assert same_bits(hidden @ part.t(), hidden @ expected.t())
             assert reader.h2d_num_bytes - before == expected.nbytes
             assert same_bits(part[1:][:1].clone(), expected[1:][:1])
-            with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+            with pytest.raises(PreparedModelError, match=REFUSED):
                 part.zero_()
         columns = module.weight[:, 1:3]
         assert isinstance(columns, HostMatrix) and caplog.text == ""
@@ -145,9 +137,9 @@ def test_a_view_is_read_right_and_not_written(name: str) -> None:
     assert (found.shape, found.stride()) == (expected.shape, expected.stride())
     assert same_bits(found + 0, expected + 0)
     for write in (lambda each: each.zero_(), lambda each: each.mul_(2)):
-        with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+        with pytest.raises(PreparedModelError, match=REFUSED):
             write(VIEWS[name](module.weight))
-    with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+    with pytest.raises(PreparedModelError, match=REFUSED):
         module.weight[3] = 1.0
     assert same_bits(module(IDS), make()(IDS))
 
@@ -165,20 +157,16 @@ def test_other_bytes_behind_its_back_are_refused_at_the_next_use(of_other: Any) 
         alias = module.weight.detach()
         module.weight.data = of_other(10, 6, dtype=torch.bfloat16)
         for weight in (module.weight, alias):
-            with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+            with pytest.raises(PreparedModelError, match=REFUSED):
                 use(weight)
 
 
 def test_a_product_saves_no_copy_of_it() -> None:
     module, given = make(), torch.randn(3, 6, dtype=torch.bfloat16, requires_grad=True)
     on_host(module)
-    saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
-    ):
-        product = torch.nn.functional.linear(given, module.weight)
+    saved = kept_by(lambda: torch.nn.functional.linear(given, module.weight))
     assert saved and all(isinstance(each, HostMatrix) for each in saved)
-    product.sum().backward()
+    torch.nn.functional.linear(given, module.weight).sum().backward()
     twin = given.detach().clone().requires_grad_()
     torch.nn.functional.linear(twin, make().weight).sum().backward()
     assert same_bits(given.grad, twin.grad)
@@ -190,27 +178,21 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "data": lambda weight: weight.data.copy_(torch.ones(10, 6)),
     "in a list": lambda weight: torch._foreach_add_([weight], 1.0),
     "as a result": lambda weight: torch.add(torch.ones(10, 6), 1, out=weight),
+    "a copy": copy.deepcopy,
+    "a pickle": pickle.dumps,
 }
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_is_refused_by_name(name: str) -> None:
+def test_writes_and_copies_are_refused_by_name(name: str) -> None:
     module = make()
     on_host(module)
-    with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+    with pytest.raises(PreparedModelError, match=REFUSED):
         WRITES[name](module.weight)
     assert same_bits(module(IDS), make()(IDS))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_copies_are_refused_by_name(copied: Callable[[object], object]) -> None:
-    module = make()
-    on_host(module)
-    with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
-        copied(module.weight)
-
-
-def test_it_cannot_be_trained_unnoticed() -> None:
+def test_what_is_trained_or_cast_unnoticed_is_noticed_at_the_next_lookup() -> None:
     module = make()
     on_host(module)
     module.requires_grad_(True)
@@ -218,11 +200,6 @@ def test_it_cannot_be_trained_unnoticed() -> None:
         module(IDS)
     module.requires_grad_(False)
     assert same_bits(module(IDS), make()(IDS))
-
-
-def test_a_cast_behind_its_back_is_noticed_at_the_next_lookup() -> None:
-    module = make()
-    on_host(module)
     module.half()
     with pytest.raises(PreparedModelError, match=r"embed\.weight: expected torch\.bfloat16"):
         module(IDS)

@@ -264,28 +264,22 @@ def test_each_broken_rule_is_reported(module: str, source: str) -> None:
     assert len(violations(module, source)) == 1
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        (
-            "poros.slots.ring",
-            "from poros.streams import StreamContext\nfrom poros.host.layout import Layout",
-        ),
+def test_what_the_rules_allow_is_not_reported() -> None:
+    """The limits of the rules, from the other side."""
+    allowed = [
+        ("poros.slots.ring", "from poros.streams import A\nfrom poros.host.layout import Layout"),
         ("poros.cli", "def check():\n    from poros.gates.parity import run"),
         ("poros", "if TYPE_CHECKING:\n    from poros.api import prepare"),
         ("poros.host.layout", "import typing\nif typing.TYPE_CHECKING:\n    import poros.api"),
         ("poros.kernels.lora", "from poros.kernels.paths import choose"),
-        ("poros.loaders.reader", "from poros.loaders.header import parse\nimport poros.host.store"),
+        ("poros.loaders.reader", "from poros.loaders.header import x\nimport poros.host.store"),
         ("poros.gates.parity", "from poros.api import prepare\nimport poros.loaders.reader"),
         ("poros.api", "from poros.loaders.reader import read\nfrom poros import __version__"),
         ("poros.slots.ring", "import poros.slots.manager"),
         ("poros.stream.boundary", "import poros"),
         ("poros.host.layout", "x = 1\n" * MAX_LINES),
-    ],
-)
-def test_what_the_rules_allow_is_not_reported(module: str, source: str) -> None:
-    """The limits of the rules, from the other side."""
-    assert violations(module, source) == []
+    ]
+    assert [found for row in allowed for found in violations(*row)] == []
 
 
 def test_a_cycle_is_reported() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-from poros.kernels.dequantize import dequantize, dequantize_ref, has_kernel
+from poros.kernels.dequantize import DenseWorkspace, dequantize, dequantize_ref, has_kernel
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits, add_logits_ref
 from tests.support import interpreted
 
@@ -145,3 +145,16 @@ def test_operators_make_what_their_kernels_make() -> None:
         logits, head = (torch.empty(T, WIDTH, device="meta"), torch.empty(WIDTH, H, device="meta"))
         weights = add_logits(running, 0, logits, 1.0, head)
         assert (None if weights is None else weights.shape) == (logits.shape if wanted else None)
+
+
+def test_a_weight_takes_the_place_of_the_last_or_has_memory_of_its_own_if_it_is_too_large() -> None:
+    """In memory for one dense weight at a time."""
+    workspace = DenseWorkspace(4 * 6 * 2, torch.device("cpu"))
+    first = workspace.take(torch.Size((4, 6)), torch.bfloat16).fill_(1)
+    larger = workspace.take(torch.Size((4, 6)), torch.float32).fill_(2)
+    assert bool((first == 1).all()) and larger.shape == (4, 6)
+    second = workspace.take(torch.Size((2, 3)), torch.float32)
+    assert second.data_ptr() == first.data_ptr()
+    second.fill_(2)
+    assert not bool((first == 1).all())  # certain: nobody may keep one
+    assert (second.shape, second.dtype, second.is_contiguous()) == ((2, 3), torch.float32, True)

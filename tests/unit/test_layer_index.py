@@ -87,7 +87,6 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
     "register": lambda layer: layer.act.register_parameter("scale", new(4)),
     "register a bias": lambda layer: layer.first.register_parameter("bias", new(4)),
 }
-changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
 def test_the_list_is_the_same_as_long_as_nothing_changes() -> None:
@@ -100,37 +99,28 @@ def test_the_list_is_the_same_as_long_as_nothing_changes() -> None:
     assert tree.adapters() is found
 
 
-@changes
-def test_a_change_is_seen(change: Callable[[Layer], object]) -> None:
-    layer = Layer()
-    tree = tree_of(layer)
-    before = tree.adapters()
-    change(layer)
-    found = places(tree)
-    assert tree.adapters() is not before
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a list that is never looked up again is wrong."""
+    layers = Layer(), Layer()
+    trees = [tree_of(layer) for layer in layers]
+    before = [tree.adapters() for tree in trees]
+    for layer in layers:
+        CHANGES[name](layer)
     # As a tree sees it that has looked for the first time.
-    assert found == places(tree_of(layer))
-    assert all(
-        adapter.owner.get(adapter.key) is adapter.parameter for adapter in tree.adapters().places
-    )
-
-
-@changes
-def test_control_a_list_that_is_never_looked_up_again_is_wrong(
-    change: Callable[[Layer], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert places(trees[0]) == places(tree_of(layers[0]))
+    found = trees[0].adapters()
+    assert found is not before[0]
+    assert all(each.owner.get(each.key) is each.parameter for each in found.places)
+    expected = places(tree_of(layers[1]))
     monkeypatch.setattr(LayerIndex, "_are_current", lambda *_: True)
-    layer = Layer()
-    tree = tree_of(layer)
-    tree.adapters()
-    change(layer)
-    assert places(tree) != places(tree_of(layer))
+    assert places(trees[1]) != expected
 
 
-def test_a_hook_is_seen_wherever_it_is() -> None:
+def test_hooks_and_modules_are_seen_wherever_they_are() -> None:
     layer = Layer()
     tree = tree_of(layer)
-    assert tree.hooks() == []
+    assert tree.hooks() == [] and tree.is_current()
     handles = [
         layer.act.register_forward_hook(lambda *_: None),
         layer.base.register_forward_pre_hook(lambda *_: None),
@@ -139,11 +129,5 @@ def test_a_hook_is_seen_wherever_it_is() -> None:
     for each in handles:
         each.remove()
     assert tree.hooks() == []
-
-
-def test_a_module_is_seen_wherever_it_is() -> None:
-    layer = Layer()
-    tree = tree_of(layer)
-    assert tree.is_current()
     layer.act.add_module("inner", nn.Identity())
     assert not tree.is_current() and tree_of(layer).is_current()

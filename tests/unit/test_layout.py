@@ -2,13 +2,11 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poros.host.layout import ALIGNMENT, BlockLayout, slot_sizes, view
-from poros.host.store import HostStore
 from tests.support import same_bits
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64)
@@ -66,30 +64,6 @@ def test_tensors_are_aligned_apart_and_inside_and_their_bytes_come_back_from_one
         assert found.is_contiguous() and same_bits(found, tensor)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_form_comes_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensors = named([((3,), torch.uint8), (shape, dtype), ((5,), torch.float32)])
-    layout = BlockLayout.pack(tensors)
-    slab = HostStore.allocate([layout]).slabs[0]
-    for spec, (_, tensor) in zip(layout.tensors, tensors, strict=True):
-        slab.tensor(spec).copy_(tensor)
-    for spec, (_, tensor) in zip(layout.tensors, tensors, strict=True):
-        assert same_bits(view(slab.bytes, spec), tensor)
-        assert same_bits(slab.tensor(spec), tensor)
-
-
-def test_a_view_is_no_copy_and_stays_in_its_place() -> None:
-    layout = BlockLayout.pack(named([((3,), torch.uint8), ((2, 2), torch.float32)]))
-    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    first, second = (view(flat, spec) for spec in layout.tensors)
-    second.fill_(float("nan"))
-    assert second.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-    assert second.data_ptr() == flat.data_ptr() + ALIGNMENT
-    assert not first.any() and not flat[:ALIGNMENT].any()
-    assert flat[ALIGNMENT : ALIGNMENT + 16].any() and not flat[ALIGNMENT + 16 :].any()
-
-
 def test_known_offsets() -> None:
     layout = BlockLayout.pack(
         [
@@ -108,15 +82,6 @@ def test_known_offsets() -> None:
 
 def layouts(sizes: list[int]) -> list[BlockLayout]:
     return [BlockLayout((), num_bytes=size * ALIGNMENT) for size in sizes]
-
-
-@pytest.mark.parametrize(
-    ("num_slots", "expected"),
-    [(1, [5]), (2, [5, 4]), (3, [4, 2, 5]), (4, [3, 1, 5, 4]), (6, [3, 1, 5, 4, 2, 1])],
-)
-def test_slot_sizes_by_residue_class(num_slots: int, expected: list[int]) -> None:
-    found = slot_sizes(layouts([3, 1, 5, 4, 2, 1]), num_slots)
-    assert found == [size * ALIGNMENT for size in expected]
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=12), st.data())

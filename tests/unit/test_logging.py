@@ -2,8 +2,6 @@
 
 import logging
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +13,9 @@ from poros.gates import tiny
 from poros.self_check import check
 from poros.utils.formatting import size
 from poros.utils.logging_setup import ProgressLog
+from tests.children import run_python
 from tests.support import prepare_plain
 
-ROOT = Path(__file__).resolve().parents[2]
 SETUPS = (
     "pass",
     "logging.getLogger('poros').setLevel('WARNING')",
@@ -57,12 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> dict[str, list[str]]:
     """By the setup, what a script says of poros."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE.format(setups=SETUPS, folder=str(folder))],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(CODE.format(setups=SETUPS, folder=str(folder)))
     assert done.returncode == 0, done.stderr
     parts = re.split(r"^setup \d+$", done.stderr, flags=re.MULTILINE)[1:]
     return {
@@ -80,14 +73,20 @@ def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(
     assert "3 layers give the bits" in checked
 
 
-def test_what_stays_is_not_counted_in_places_and_nothing_is_rounded_away(
+def test_a_runtime_describes_itself_and_nothing_is_rounded_away(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not "0 places", nor "0.0 GB"."""
-    base = tiny.load_base(folder, dtype=torch.bfloat16)
+    """Not "0 places", nor "0.0 GB"; and what stays is not counted in places."""
+
+    def prepared(**policy: int) -> object:
+        base = tiny.load_base(folder, dtype=torch.bfloat16)
+        return poros.runtime(prepare_plain(tiny.attach_lora(base), **policy))
+
+    lines = repr(prepared(slots=2)).splitlines()
+    assert lines[1].strip() == "3 blocks, 2 on the device at a time"
+    assert lines[-1].strip() == "check of the first step: pending" and len(lines) == 5
     with caplog.at_level("INFO", "poros"):
-        model = prepare_plain(tiny.attach_lora(base), slots=3, keep_last=3)
-    said = f"{caplog.text}{poros.runtime(model)!r}"
+        said = f"{caplog.text}{prepared(slots=3, keep_last=3)!r}{caplog.text}"
     assert "all stay on cpu" in said and "3 blocks, 3 on the device at a time" in said
     assert not re.search(r"\b0 places|\b0\.0+ ?GB\b", said)
     sizes = {0: "0 bytes", 99: "99 bytes", 1234: "1.2 kB", 10**6: "1.0 MB", 10**8: "0.10 GB"}
@@ -99,14 +98,7 @@ def test_it_can_be_silenced(setup: str, said: dict[str, list[str]]) -> None:
     assert said[setup] == []
 
 
-def test_a_runtime_describes_itself(folder: Path) -> None:
-    model = prepare_plain(tiny.attach_lora(tiny.load_base(folder, dtype=torch.bfloat16)), slots=2)
-    lines = repr(poros.runtime(model)).splitlines()
-    assert lines[1].strip() == "3 blocks, 2 on the device at a time"
-    assert lines[-1].strip() == "check of the first step: pending" and len(lines) == 5
-
-
-def test_a_long_loop_logs_its_progress(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_lasts_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     """A line every three seconds by its clock; control: nothing, if it is over by then."""
     now = [0.0]
     progress = ProgressLog(logging.getLogger("poros.x"), "poros: %d of %d", clock=lambda: now[0])

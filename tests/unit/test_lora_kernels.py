@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.kernels import lora
 from poros.kernels.gated import gated, gated_ref, parts_of
 from poros.kernels.lora import Added, add_lora, add_lora_ref
+from tests.operators import Operators, kept_by, storage_num_bytes
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -94,28 +94,21 @@ def test_equals_what_peft_computes(
     assert lora.sum_dtype(*dtypes[:2], how) == expected[0].dtype
 
 
-class Passes(TorchDispatchMode):
-    """How many operators go over a tensor's elements."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func)
-        moves = not (func.is_view or "view" in name or "empty" in name)
-        self.number += moves and isinstance(result, torch.Tensor)
-        return result
-
-
 @pytest.mark.parametrize(("scaling", "fewer"), [(1.0, 1), (2.0, 0)])
 def test_of_one_dtype_no_more_operators_than_in_peft(scaling: float, fewer: int) -> None:
-    numbers, found = [], []
-    for run in (add_lora, add_lora_ref):
-        with Passes() as passes:
+    """Of those that go over a tensor's elements."""
+    passes: dict[Any, list[int]] = {add_lora: [], add_lora_ref: []}
+    found = []
+    for run, own in passes.items():
+
+        def note(func: Any, args: Any, result: Any, own: list[int] = own) -> None:
+            moves = not (func.is_view or "view" in str(func) or "empty" in str(func))
+            own.append(moves and isinstance(result, torch.Tensor))
+
+        with Operators(note):
             found.append(outcome(run, tensors(BF16, BF16), added(BF16, scaling=scaling)))
-        numbers.append(passes.number)
     assert differing(*found) == []
-    assert numbers[0] <= numbers[1] - fewer
+    assert sum(passes[add_lora]) <= sum(passes[add_lora_ref]) - fewer
 
 
 @pytest.mark.parametrize("frozen", range(4), ids=["result", "input", "A", "B"])
@@ -171,20 +164,7 @@ def test_control_another_rounding_is_seen(fault: str, monkeypatch: pytest.Monkey
 
 def kept_num_bytes(run: Callable[[], torch.Tensor], known: list[torch.Tensor]) -> int:
     """What autograd keeps of it besides ``known``."""
-    found = {each.untyped_storage().data_ptr(): 0 for each in known}
-    sizes = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in found:
-            found[storage.data_ptr()] = storage.nbytes()
-            sizes.append(tensor)  # alive, or its address would be used again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = run()
-    assert result.requires_grad
-    return sum(found.values())
+    return storage_num_bytes([*known, *kept_by(run)]) - storage_num_bytes(known)
 
 
 def test_kept_is_the_input_itself() -> None:
@@ -209,16 +189,13 @@ def gate_and_up(dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_gated_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
-    given: list[torch.Tensor | None] = [*gate_and_up(dtype)]
-    assert differing(outcome(gated, given, activation), outcome(gated_ref, given, activation)) == []
-
-
-@pytest.mark.parametrize("frozen", range(2), ids=["gate", "up"])
-def test_gated_with_a_frozen_part(frozen: int) -> None:
-    given = gate_and_up(BF16)
-    given[frozen].requires_grad_(False)
-    both = [outcome(run, [*given], nn.SiLU()) for run in (gated, gated_ref)]
-    assert differing(*both) == []
+    """Whichever part is frozen."""
+    for frozen in ([], [0], [1]):
+        given: list[torch.Tensor | None] = []
+        for number, part in enumerate(gate_and_up(dtype)):
+            given.append(part.requires_grad_(number not in frozen))
+        both = [outcome(run, given, activation) for run in (gated, gated_ref)]
+        assert differing(*both) == []
 
 
 def test_of_gated_only_gate_and_up_are_kept() -> None:
@@ -270,15 +247,14 @@ def values(dtype: torch.dtype, num: int = 5000) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "of_added"), [(FP32, FP32), (FP16, FP32), (FP16, FP16)])
 @pytest.mark.parametrize("kind", AS_PEFT)
-def test_kernel_add_scaled(gpu: Any, dtype: torch.dtype, of_added: torch.dtype, kind: str) -> None:
+def test_kernels_add_scaled_and_scale(
+    gpu: Any, dtype: torch.dtype, of_added: torch.dtype, kind: str
+) -> None:
     how = added(FP32, **AS_PEFT[kind])
     result, term = values(dtype), values(of_added, 5001)[:5000]
     expected = lora.add_scaled(result, term.clone(), how)
     found = gpu.add_scaled(result, term.clone(), how, lora.sum_dtype(result.dtype, term.dtype, how))
     assert same_bits(found, expected)
-
-
-def test_kernel_scale(gpu: Any) -> None:
     gradient = values(FP16)
     assert same_bits(gpu.scale(gradient, 2 / 3, FP32), lora.scale(gradient, 2 / 3, FP32))
 

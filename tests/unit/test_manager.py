@@ -54,7 +54,11 @@ def test_the_last_blocks_stay_ready_at_the_turn_and_the_first_at_the_next() -> N
     assert slots.states() == [(READY, 0), (READY, 1), (READY, 2)]
 
 
-def test_more_slots_than_blocks_are_not_made() -> None:
+def test_slots_are_as_large_as_they_must_be_and_no_more_than_blocks() -> None:
+    slots = Slots(5, 2, EagerStreams(torch.device("cpu")), sizes=[256, 1024, 512, 256, 768])
+    assert [slot.buffer.numel() for slot in slots.ring.slots] == [768, 1024]
+    assert slots.ring.num_bytes == 1792
+    slots.train(2)
     slots = make(3, 8)
     assert len(slots.ring.slots) == 3
     assert slots.ring.num_bytes == slots.host.num_bytes
@@ -62,70 +66,59 @@ def test_more_slots_than_blocks_are_not_made() -> None:
     assert slots.manager.num_loads == 3
 
 
-def test_slots_are_as_large_as_they_must_be() -> None:
-    slots = Slots(5, 2, EagerStreams(torch.device("cpu")), sizes=[256, 1024, 512, 256, 768])
-    assert [slot.buffer.numel() for slot in slots.ring.slots] == [768, 1024]
-    assert slots.ring.num_bytes == 1792
-    slots.train(2)
-
-
 # Illegal transitions.
 
 
-def hold(slots: Slots, block: int) -> None:
-    slots.manager.acquire(block, FORWARD)
+Act = Callable[[Slots], object]
 
 
-@pytest.mark.parametrize(
-    ("arrange", "act", "message"),
-    [
-        pytest.param(
-            lambda s: hold(s, 0),
-            lambda s: s.manager.acquire(0, FORWARD),
-            r"acquire of block 0: .*slot 0 .*free, loading or ready.*in use with block 0",
-            id="acquire twice",
-        ),
-        pytest.param(
-            lambda s: hold(s, 0),
-            lambda s: s.manager.acquire(2, FORWARD),
-            r"acquire of block 2: .*slot 0 .*in use with block 0",
-            id="acquire into a slot in use",
-        ),
-        pytest.param(
-            lambda s: hold(s, 0),
-            lambda s: s.manager.prefetch(2),
-            r"prefetch of block 2: .*slot 0 .*in use with block 0",
-            id="prefetch into a slot in use",
-        ),
-        pytest.param(
-            lambda s: None,
-            lambda s: s.manager.release(1),
-            r"release of block 1: .*slot 1 .*in use by this block.*free with block None",
-            id="release of a free slot",
-        ),
-        pytest.param(
-            lambda s: s.manager.prefetch(1),
-            lambda s: s.manager.release(1),
-            r"release of block 1: .*slot 1 .*loading with block 1",
-            id="release while loading",
-        ),
-        pytest.param(
-            lambda s: s.visit(3, FORWARD),
-            lambda s: s.manager.release(3),
-            r"release of block 3: .*slot 1 .*ready with block 3",
-            id="release twice",
-        ),
-        pytest.param(
-            lambda s: hold(s, 0),
-            lambda s: s.manager.release(2),
-            r"release of block 2: .*slot 0 .*in use with block 0",
-            id="release of another block",
-        ),
-    ],
-)
-def test_an_illegal_transition_raises_and_changes_nothing(
-    arrange: Callable[[Slots], object], act: Callable[[Slots], object], message: str
-) -> None:
+def hold(slots: Slots) -> None:
+    slots.manager.acquire(0, FORWARD)
+
+
+# What came before, what is done, and what is said of the slot.
+ILLEGAL: dict[str, tuple[Act, Act, str]] = {
+    "acquire twice": (
+        hold,
+        hold,
+        r"acquire of block 0: .*slot 0 .*free, loading or ready.*in use with block 0",
+    ),
+    "acquire into a slot in use": (
+        hold,
+        lambda slots: slots.manager.acquire(2, FORWARD),
+        r"acquire of block 2: .*slot 0 .*in use with block 0",
+    ),
+    "prefetch into a slot in use": (
+        hold,
+        lambda slots: slots.manager.prefetch(2),
+        r"prefetch of block 2: .*slot 0 .*in use with block 0",
+    ),
+    "release of a free slot": (
+        lambda slots: None,
+        lambda slots: slots.manager.release(1),
+        r"release of block 1: .*slot 1 .*in use by this block.*free with block None",
+    ),
+    "release while loading": (
+        lambda slots: slots.manager.prefetch(1),
+        lambda slots: slots.manager.release(1),
+        r"release of block 1: .*slot 1 .*loading with block 1",
+    ),
+    "release twice": (
+        lambda slots: slots.visit(3, FORWARD),
+        lambda slots: slots.manager.release(3),
+        r"release of block 3: .*slot 1 .*ready with block 3",
+    ),
+    "release of another block": (
+        hold,
+        lambda slots: slots.manager.release(2),
+        r"release of block 2: .*slot 0 .*in use with block 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ILLEGAL)
+def test_an_illegal_transition_raises_and_changes_nothing(case: str) -> None:
+    arrange, act, message = ILLEGAL[case]
     slots = make()
     arrange(slots)
     states, journal = slots.states(), list(slots.journal)
@@ -164,25 +157,17 @@ def test_a_prefetch_of_what_is_there_or_on_its_way_does_nothing() -> None:
     slots.manager.acquire(3, FORWARD)
     slots.manager.prefetch(3)
     slots.read(3)
-    assert (
-        count(slots.journal, "prefetch")
-        == slots.manager.num_loads
-        == len([action for action in slots.journal if action.kind == "prefetch"])
-    )
+    assert count(slots.journal, "prefetch") == slots.manager.num_loads
     assert slots.states()[1] == (IN_USE, 3)
 
 
-def test_a_block_that_lost_its_slot_is_loaded_again() -> None:
+def test_a_block_that_lost_its_slot_or_was_evicted_is_loaded_again() -> None:
+    """There are other bytes on the host since then: only a new copy brings them."""
     slots = make(4, 2)
     slots.visit(0, FORWARD)
     slots.visit(2, FORWARD)
-    # Other bytes on the host since then: only a new copy brings them.
     slots.host.slabs[0].bytes.bitwise_xor_(0x0F)
     slots.visit(0, FORWARD)
-
-
-def test_an_evicted_block_is_loaded_again_from_other_bytes() -> None:
-    slots = make(4, 2)
     slots.visit(1, INFERENCE)
     slots.manager.evict(1)
     assert slots.states()[1] == (FREE, None)
@@ -282,16 +267,6 @@ class CopyFails(AdversarialStreams):
         return super().copy(target, source, after=after)
 
 
-def test_a_copy_that_fails_leaves_its_slot_free() -> None:
-    slots = Slots(4, 2, CopyFails(1))
-    with pytest.raises(OSError, match="refused"):
-        slots.manager.acquire(0, FORWARD)
-    assert slots.states() == [(FREE, None)] * 2
-    assert slots.manager.num_loads == 0 and slots.journal == []
-    slots.train(2)
-    assert slots.manager.num_loads == 6 + 4
-
-
 @pytest.mark.parametrize("is_queued", [False, True])
 @pytest.mark.parametrize("number", range(1, 11))
 def test_training_goes_on_after_any_copy_failed(number: int, is_queued: bool) -> None:
@@ -304,21 +279,27 @@ def test_training_goes_on_after_any_copy_failed(number: int, is_queued: bool) ->
     slots.train(2)
 
 
-def test_a_wait_that_fails_does_not_hold_the_slot() -> None:
-    class WaitFails(AdversarialStreams):
-        is_broken = True
+class WaitFails(AdversarialStreams):
+    is_broken = True
 
-        def wait(self, event: Event) -> None:
-            if self.is_broken:
-                raise OSError("the wait was refused")
-            super().wait(event)
+    def wait(self, event: Event) -> None:
+        if self.is_broken:
+            raise OSError("the wait was refused")
+        super().wait(event)
 
-    streams = WaitFails()
+
+@pytest.mark.parametrize("streams", [CopyFails(1), WaitFails()])
+def test_a_copy_or_wait_that_fails_leaves_its_slot_free(streams: Any) -> None:
     slots = Slots(4, 2, streams)
     with pytest.raises(OSError, match="refused"):
         slots.manager.acquire(0, FORWARD)
+    assert not any(state is IN_USE for state, _ in slots.states())
+    if isinstance(streams, CopyFails):
+        assert slots.states() == [(FREE, None)] * 2
+        assert slots.manager.num_loads == 0 and slots.journal == []
     streams.is_broken = False
     slots.train(2)
+    assert slots.manager.num_loads == 6 + 4 or isinstance(streams, WaitFails)
 
 
 def test_a_block_without_frozen_bytes_takes_part_like_any_other() -> None:

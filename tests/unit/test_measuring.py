@@ -41,36 +41,53 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
 def test_what_a_step_leaves_is_spent_to_the_byte(
     prepared: Prepare, slots: int, kept: int, check: str
 ) -> None:
-    model, memory = prepared(vram_budget=f"{budget(slots, kept, 16)}B", self_check=check)
-    rooms = Loop(model, memory).run(16, 16, 16, 16)
+    loop = prepared(budget(slots, kept, 16), self_check=check)
+    rooms = loop.run(16, 16, 16, 16)
     assert rooms == [
         ResidencyPlan(2, 0),
         ResidencyPlan(2, 0),
         ResidencyPlan(slots, kept),
         ResidencyPlan(slots, kept),
     ]
-    assert memory.peaks[-1] == budget(slots, kept, 16)
-    assert poros.runtime(model).stats()["num_resizes"] == (slots > 2)
+    assert loop.memory.peaks[-1] == budget(slots, kept, 16)
+    assert loop.runtime.stats()["num_resizes"] == (slots > 2)
 
 
-def test_one_byte_less_buys_one_slot_less(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(5, 0, 16) - 1}B", self_check="off")
-    assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(4, 0)
+ROOMS: dict[str, tuple[int | None, dict[str, Any], ResidencyPlan]] = {
+    "a byte less, a slot less": (budget(5, 0, 16) - 1, {}, ResidencyPlan(4, 0)),
+    "more than the floor": (
+        budget(2, 0, 16) - 1,
+        {"offload_boundaries": False},
+        ResidencyPlan(2, 0),
+    ),
+    "inputs go to the host": (budget(2, 0, 16) - 1, {}, ResidencyPlan(2, 0, offload_inputs=True)),
+    "all free memory": (None, {}, ResidencyPlan(NUM_LAYERS, NUM_LAYERS)),
+    "chosen slots": (None, {"slots": 2}, ResidencyPlan(2, 0)),
+    "chosen layers": (None, {"keep_last": 0}, ResidencyPlan(2, 0)),
+}
+
+
+@pytest.mark.parametrize("case", ROOMS)
+def test_the_room_of_the_third_step(
+    case: str, prepared: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_bytes, policy, room = ROOMS[case]
+    assert prepared(num_bytes, **policy).run(16, 16, 16)[-1] == room
+    assert ("more than the budget" in caplog.text) == (case == "more than the floor")
 
 
 def test_no_bit_changes_while_room_is_made(prepared: Prepare) -> None:
     spec = TrainingSpec(num_steps=5, accumulation=1)
     batches = tiny.make_batches(5, num_tokens=16, padded=False)
     expected = train(build(), batches, spec)
-    model, _ = prepared(vram_budget=f"{budget(6, 3, 32)}B")
-    assert compare_trajectories(expected, train(model, batches, spec)) == []
-    runtime = poros.runtime(model)
+    loop = prepared(budget(6, 3, 32), self_check="strict")
+    assert compare_trajectories(expected, train(loop.model, batches, spec)) == []
+    runtime = loop.runtime
     assert runtime.room.num_slots == NUM_LAYERS and runtime.self_check["status"] == "passed"
 
 
 def test_a_whole_step_is_measured_not_its_first_micro_batch(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(6, 0, 16)}B", self_check="off")
-    loop = Loop(model, memory)
+    loop = prepared(budget(6, 0, 16))
     loop.run(16, steps=False), loop.run(16)
     loop.run(16, steps=False)
     loop.run(16, times=2.0)  # clipping, the optimizer's step
@@ -80,13 +97,12 @@ def test_a_whole_step_is_measured_not_its_first_micro_batch(prepared: Prepare) -
 
 
 def test_the_step_of_a_longer_batch_is_measured_whole(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(6, 6, 64)}B", self_check="off")
-    loop = Loop(model, memory)
+    loop = prepared(budget(6, 6, 64))
     loop.run(16, 16, 16, 16, 16)
     loop.run(20, steps=False)
     loop.run(20, times=3.0)
     loop.run(20, steps=False)
-    sizer: Any = poros.runtime(model).sizer
+    sizer: Any = loop.sizer
     (needs,) = [needs for shape, needs in sizer._measured if shape == Shape(1, 20)]
     assert needs.transient >= 3 * PER_TOKEN * 20
 
@@ -94,23 +110,21 @@ def test_the_step_of_a_longer_batch_is_measured_whole(prepared: Prepare) -> None
 def test_a_step_in_which_somebody_empties_the_cache_is_not_measured(
     prepared: Prepare, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, memory = prepared(vram_budget=f"{budget(6, 6, 16)}B", self_check="off")
-    loop = Loop(model, memory)
+    loop = prepared(budget(6, 6, 16))
     loop.run(16, 16)
-    memory.give_back()
+    loop.memory.give_back()
     assert loop.run(16, 16, 16) == [ResidencyPlan(2, 0)] * 3
     assert "torch_empty_cache_steps" in caplog.text
 
 
 def test_the_share_of_the_check_is_not_counted(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B")
-    loop = Loop(model, memory)
+    loop = prepared(budget(5, 0, 16), self_check="strict")
     loop.run(16, times=20.0)
     assert loop.run(16, 16)[-1] == ResidencyPlan(5, 0)
 
 
 def test_nothing_is_measured_while_the_check_is_still_looking(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B", self_check="off")
+    loop = prepared(budget(5, 0, 16))
     status = ["pending"]
     check: Any = SimpleNamespace(
         unchecked=range(100),
@@ -119,16 +133,15 @@ def test_nothing_is_measured_while_the_check_is_still_looking(prepared: Prepare)
         watch_rows=lambda *_: None,
         findings=lambda: {"status": status[0]},
     )
-    poros.runtime(model).watch_with(check)
-    loop = Loop(model, memory)
+    loop.runtime.watch_with(check)
     assert set(loop.run(*[16] * 4, times=20.0)) == {ResidencyPlan(2, 0)}
     status[0] = "passed"
     assert loop.run(16, 16, 16)[-1] == ResidencyPlan(5, 0)
 
 
 def test_a_shape_is_estimated_once(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B", self_check="off")
-    sizer: Any = poros.runtime(model).sizer
+    loop = prepared(budget(5, 0, 16))
+    sizer = loop.sizer
     genuine, shapes = sizer._estimate, list[Shape]()
 
     def estimate(shape: Shape, *rest: Any) -> Any:
@@ -136,14 +149,14 @@ def test_a_shape_is_estimated_once(prepared: Prepare) -> None:
         return genuine(shape, *rest)
 
     sizer._estimate = estimate
-    Loop(model, memory).run(16, 12, 16, 12, steps=False)
+    loop.run(16, 12, 16, 12, steps=False)
     assert shapes == [Shape(1, 16)]
 
 
 def test_the_plan_is_estimated_anew_only_for_other_rooms_and_shapes(prepared: Prepare) -> None:
     """It is read at each log, and takes as long as a few visits."""
-    model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B", self_check="off")
-    sizer, loop = poros.runtime(model).sizer, Loop(model, memory)
+    loop = prepared(budget(5, 0, 16))
+    sizer = loop.sizer
     assert sizer.plan is None
     plans = []
     for num_tokens in (16, 16, 16, 12, 24, 24):
@@ -157,57 +170,54 @@ def test_the_plan_is_estimated_anew_only_for_other_rooms_and_shapes(prepared: Pr
 
 def test_without_an_optimizer_nothing_is_spent(prepared: Prepare) -> None:
     """Control of the above: it is the end of a step that is waited for."""
-    model, memory = prepared(vram_budget=f"{budget(6, 6, 16)}B", self_check="off")
-    assert set(Loop(model, memory).run(*[16] * 5, steps=False)) == {ResidencyPlan(2, 0)}
+    loop = prepared(budget(6, 6, 16))
+    assert set(loop.run(*[16] * 5, steps=False)) == {ResidencyPlan(2, 0)}
 
 
 def test_what_turns_out_to_be_too_much_is_given_up_kept_layers_first(prepared: Prepare) -> None:
     wanted = budget(6, 4, 16)
-    model, memory = prepared(overhead=2.0, vram_budget=f"{wanted}B", self_check="off")
-    rooms = Loop(model, memory).run(*[16] * 6)
-    assert rooms[2] == ResidencyPlan(6, 4) and memory.peaks[2] > wanted
+    loop = prepared(wanted, overhead=2.0)
+    rooms = loop.run(*[16] * 6)
+    assert rooms[2] == ResidencyPlan(6, 4) and loop.memory.peaks[2] > wanted
     assert rooms[-1].num_slots == 6 and 0 < rooms[-1].keep_last < 4
-    assert memory.peaks[-1] <= wanted
+    assert loop.memory.peaks[-1] <= wanted
 
 
 def test_a_longer_batch_gives_up_kept_layers_before_slots(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(6, 4, 16)}B", self_check="off")
-    loop = Loop(model, memory)
+    loop = prepared(budget(6, 4, 16))
     assert loop.run(16, 16, 16)[-1] == ResidencyPlan(6, 4)
     rooms = loop.run(18, 18, 18, 16)
     assert rooms[0].num_slots == 6 and rooms[0].keep_last < 4
-    assert max(memory.peaks) <= budget(6, 4, 16)
+    assert max(loop.memory.peaks) <= budget(6, 4, 16)
 
 
 def test_a_batch_that_needs_more_than_that_gives_up_slots(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(6, 0, 40)}B", self_check="off")
-    loop = Loop(model, memory)
+    loop = prepared(budget(6, 0, 40))
     assert loop.run(16, 16, 16)[-1].num_slots == 6
     rooms = loop.run(32, 32, 32)
     assert rooms[0].num_slots < rooms[-1].num_slots < 6, "once measured, it is known to take less"
-    assert max(memory.peaks) <= budget(6, 0, 40)
+    assert max(loop.memory.peaks) <= budget(6, 0, 40)
 
 
 @pytest.mark.parametrize("kept", [0, 3])
 def test_what_a_short_batch_leaves_is_not_spent_if_a_long_one_may_come_again(
     prepared: Prepare, kept: int
 ) -> None:
-    model, memory = prepared(vram_budget=f"{budget(6, kept, 30)}B", self_check="off")
-    loop = Loop(model, memory)
+    loop = prepared(budget(6, kept, 30))
     loop.run(32, 32, 16, 16, 16, 32, 16, 16, 32)
-    assert max(memory.peaks) <= budget(6, kept, 30)
+    assert max(loop.memory.peaks) <= budget(6, kept, 30)
 
 
 def test_graphs_are_looked_at_in_the_first_measurement_alone(prepared: Prepare) -> None:
     """No visit is replayed meanwhile, so graphs would be there twice."""
-    model, memory = prepared(vram_budget=f"{budget(6, 4, 16)}B", self_check="off")
-    loop, sizer = Loop(model, memory), poros.runtime(model).sizer
+    loop = prepared(budget(6, 4, 16))
+    sizer = loop.sizer
     looks = []
     for _ in range(4):
         loop.run(16)
         looks.append(sizer.watching_graph() is not None)
     assert looks == [False, True, False, False], "warming, measuring, in another room, settled"
-    assert poros.runtime(model).room == ResidencyPlan(6, 4)
+    assert loop.runtime.room == ResidencyPlan(6, 4)
     sizer.recorded()
     assert sizer.watching_graph() is None, "what recordings take is measured, and they replay"
     loop.run(18)
@@ -216,11 +226,11 @@ def test_graphs_are_looked_at_in_the_first_measurement_alone(prepared: Prepare) 
 
 def creep(prepared: Prepare) -> int:
     """Train with lengths that grow by a token at a time; how often the blocks got other room."""
-    model, memory = prepared(vram_budget=f"{budget(6, 4, 24)}B", self_check="off")
+    loop = prepared(budget(6, 4, 24))
     lengths = [length for length in range(17, 33) for _ in range(2)]
-    Loop(model, memory).run(16, 16, 16, 16, *lengths)
-    assert max(memory.peaks) <= budget(6, 4, 24)
-    return int(poros.runtime(model).stats()["num_resizes"])
+    loop.run(16, 16, 16, 16, *lengths)
+    assert max(loop.memory.peaks) <= budget(6, 4, 24)
+    return int(loop.runtime.stats()["num_resizes"])
 
 
 def test_lengths_that_creep_up_do_not_resize_at_each_step(
@@ -231,46 +241,23 @@ def test_lengths_that_creep_up_do_not_resize_at_each_step(
     assert creep(prepared) > 12, "without what is left for larger batches nothing is shown"
 
 
-def test_more_than_the_floor_leaves_is_said(
-    prepared: Prepare, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, memory = prepared(
-        vram_budget=f"{budget(2, 0, 16) - 1}B", self_check="off", offload_boundaries=False
-    )
-    assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(2, 0)
-    assert "more than the budget" in caplog.text
-
-
-def test_inputs_go_to_the_host_when_nothing_else_fits(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(2, 0, 16) - 1}B", self_check="off")
-    assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(2, 0, offload_inputs=True)
-
-
 @pytest.mark.parametrize("is_given", [True, False])
 def test_what_cannot_fit_is_refused_before_it_trains(
     prepared: Prepare, is_given: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, memory = prepared(**({"vram_budget": "1GiB"} if is_given else {}), self_check="off")
+    loop = prepared(2**30 if is_given else None)
 
     def estimate(*_: object) -> Any:
         raise VRAMBudgetError("expected more, found less")
 
-    poros.runtime(model).sizer._estimate = estimate
+    loop.sizer._estimate = estimate
     if is_given:
         with pytest.raises(VRAMBudgetError, match="found less\nRefused before"):
-            Loop(model, memory).run(16)
-        assert all(parameter.grad is None for parameter in model.parameters())
+            loop.run(16)
+        assert all(parameter.grad is None for parameter in loop.model.parameters())
     else:
-        assert Loop(model, memory).run(16) == [ResidencyPlan(2, 0)]
+        assert loop.run(16) == [ResidencyPlan(2, 0)]
         assert "going on with the least room" in caplog.text
-
-
-def test_without_a_budget_free_memory_is_spent(prepared: Prepare) -> None:
-    model, memory = prepared(self_check="off")
-    assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(NUM_LAYERS, NUM_LAYERS)
-    for chosen in ({"slots": 2}, {"keep_last": 0}):
-        model, memory = prepared(self_check="off", **chosen)
-        assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(2, 0)
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -280,8 +267,7 @@ def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted = {"vram_budget": f"{budget(6, 6, 16)}B"} if is_given else {}
-    model, memory = prepared(self_check="off", **wanted)
+    loop = prepared(budget(6, 6, 16) if is_given else None)
     allocate = Runtime._allocate_slots
 
     def scarce(runtime: Runtime, room: ResidencyPlan) -> Any:
@@ -290,7 +276,6 @@ def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
         return allocate(runtime, room)
 
     monkeypatch.setattr(Runtime, "_allocate_slots", scarce)
-    loop = Loop(model, memory)
     loop.run(16, 16)
     if is_given:
         with pytest.raises(VRAMBudgetError, match="No more") as caught:
@@ -302,13 +287,12 @@ def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
 
 
 def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
-    model, memory = prepared(vram_budget=f"{budget(6, 6, 16)}B", self_check="off")
-    loop = Loop(model, memory)
+    loop = prepared(budget(6, 6, 16))
     loop.run(16, 16, 16, 16)
-    sizer: Any = poros.runtime(model).sizer
+    sizer: Any = loop.sizer
     assert isinstance(sizer, MeasuredSizer) and sizer._measured
-    first = next(iter(layers_of(model).parameters()))
-    trained = next(p for p in layers_of(model)[0].parameters() if p.requires_grad)
+    first = next(iter(layers_of(loop.model).parameters()))
+    trained = next(p for p in layers_of(loop.model)[0].parameters() if p.requires_grad)
     assert first is not trained
     trained.requires_grad_(False)
     assert loop.run(16) == [ResidencyPlan(2, 0)] and not sizer._measured
@@ -317,13 +301,12 @@ def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
 
 def alternate(prepared: Prepare) -> int:
     """Train with steps that take now less and now more; how often the blocks got other room."""
-    model, memory = prepared(vram_budget=f"{budget(6, 2, 16)}B", self_check="off")
-    loop = Loop(model, memory)
+    loop = prepared(budget(6, 2, 16))
     loop.run(16, 16)
     for _ in range(10):
         loop.run(16, times=4.0)
         loop.run(16)
-    return int(poros.runtime(model).stats()["num_resizes"])
+    return int(loop.runtime.stats()["num_resizes"])
 
 
 def test_steps_that_take_now_less_and_now_more_do_not_resize_for_good(
@@ -380,3 +363,66 @@ def test_what_may_be_spent_without_a_budget(
     memory = DeviceMemory(torch.device("cuda"))
     assert memory.free() == pytest.approx(expected * gib, abs=16)
     assert memory.num_given_back() == 0  # a release of torch that does not count it
+
+
+# Micro-batches go together until a step shows that most layers can keep their graph.
+
+
+def accumulated(loop: Loop, length: int, steps: int, number: int = 2) -> list[bool]:
+    """Optimizer steps of so many micro-batches each; whether these went together."""
+    runtime, found = loop.runtime, list[bool]()
+    for _ in range(steps):
+        before = 0 if runtime.accumulation is None else runtime.accumulation.num_groups
+        batch = tiny.make_batches(1, batch_size=1, num_tokens=length, padded=False)[0]
+        loop.memory.num_tokens = length
+        poros.accumulate(loop.model, [dict(batch) for _ in range(number)])
+        groups = 0 if runtime.accumulation is None else runtime.accumulation.num_groups
+        is_together = groups > before
+        loop.memory.train(length, together=number if is_together else 1)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        found.append(is_together)
+    return found
+
+
+def test_micro_batches_go_alone_once_most_layers_can_keep_their_graph(
+    prepared: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = prepared(budget(6, 6, 32))
+    went = accumulated(loop, 16, 8)
+    assert went[0] and not went[-1], "together until a step was measured"
+    assert went == sorted(went, reverse=True), "it is decided once"
+    assert loop.runtime.room == ResidencyPlan(6, 6)
+    assert "one after the other" not in caplog.text, "that is no fault to be told of"
+    assert loop.runtime.stats()["fallbacks"] == []
+
+
+def test_the_step_in_which_that_is_decided_says_nothing_of_those_that_go_alone(
+    prepared: Prepare,
+) -> None:
+    """It has begun together, with the graphs of all of them."""
+    loop = prepared(budget(6, 6, 36))
+    went = accumulated(loop, 12, 10, number=8)
+    assert went[0] and not went[-1] and went == sorted(went, reverse=True)
+    assert loop.runtime.room == ResidencyPlan(6, 6)
+    assert max(loop.memory.peaks) <= budget(6, 6, 36)
+
+
+def test_control_micro_batches_stay_together_where_few_layers_can(prepared: Prepare) -> None:
+    loop = prepared(budget(6, 0, 48))
+    assert all(accumulated(loop, 16, 8))
+
+
+def test_micro_batches_stay_together_where_the_room_is_given(prepared: Prepare) -> None:
+    for fixed in ({"slots": 6}, {"keep_last": 6}):
+        loop = prepared(budget(6, 6, 32), **fixed)
+        assert all(accumulated(loop, 16, 8)), fixed
+
+
+def test_a_larger_batch_that_takes_that_room_has_them_go_together_for_good(
+    prepared: Prepare,
+) -> None:
+    loop = prepared(budget(6, 6, 32))
+    assert not accumulated(loop, 16, 8)[-1]
+    assert accumulated(loop, 56, 8)[-1]
+    assert all(accumulated(loop, 16, 4)), "room that comes and goes changes nothing more"

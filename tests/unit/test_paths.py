@@ -1,5 +1,6 @@
 """Orders of the products of LoRA: their cost, which is chosen, and each against float64."""
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 from torch import nn
 
 from poros.config import LORA_ORDERS
+from poros.errors import RematerializationError
 from poros.kernels.lora import Added, multiply_and_add
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import LoraShape, Paths, candidates, cheapest, cost
 from poros.kernels.product import product_of
+from tests.operators import kept_by
 from tests.support import same_bits
 from tests.unit.lora_case import SIZES, Case, excess
 
@@ -42,18 +45,6 @@ def test_flops_are_those_of_table_1(sizes: tuple[int, int, int, int]) -> None:
 def test_what_keeping_xa_saves() -> None:
     given = shape(2048, 768, 2560, 256)
     assert cost("peft", given).flop == cost("f1:b1", given).flop - 2 * 2048 * 768 * 256
-
-
-def test_b2_and_b3_never_win_where_the_rank_is_not_above_both_widths() -> None:
-    some = (1, 2, 3, 7, 8, 16, 64, 100, 512, 1024)
-    for n, i, o, r in product((1, 5, 8, 64, 700, 4096), some, some, some):
-        found = by_the_paper(n, i, o, r)
-        if r <= min(i, o):
-            backwards = {name: found[name] for name in STEPS[2:]}
-            assert min(backwards, key=backwards.__getitem__) not in ("b2", "b3")
-    # Above it b2 can.
-    found = by_the_paper(14, 8, 512, 24)
-    assert min(STEPS[2:], key=found.__getitem__) == "b2"
 
 
 def shape(n: int = 4096, i: int = 768, o: int = 768, r: int = 64, **others: Any) -> LoraShape:
@@ -133,9 +124,7 @@ def test_nothing_is_kept_but_what_is_there_anyway(order: str) -> None:
     known = product_of(case.module, input, leaves_out=True)
     assert known is not None
     how = Added(0.5, 0.0, FP32, rounds=True, keeps_dtype=False)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, _same):
-        multiply_in_order(InOrder(order, known, how), input, a, b, None)
+    kept = kept_by(lambda: multiply_in_order(InOrder(order, known, how), input, a, b, None))
     there = (input, a, b, case.module.weight)
     assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in there}
 
@@ -160,10 +149,6 @@ def test_results_may_be_written_to(kind: str, order: str) -> None:
     how = Added(0.5, 0.0, FP32, rounds=True, keeps_dtype=False)
     multiply_in_order(InOrder(order, known, how), input, a, b, None).mul_(2.0).sum().backward()
     assert a.grad is not None
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 @pytest.mark.parametrize("order", ["f1:b1", "f1:b2", "f1:b3"])
@@ -220,3 +205,41 @@ def outcome(
         InOrder(order, known, how), input, a.contiguous(), b.contiguous(), None
     )
     return [sum_.detach(), *torch.autograd.grad(sum_, input, rows)]
+
+
+# ------------------------------------------------------- the product of a frozen module
+
+# That the one node of a product and what LoRA adds has the bits of two is seen in tests/exact.
+
+
+def test_a_weight_written_to_before_backward_is_an_error() -> None:
+    """As it is with plain torch."""
+    case = Case("dense", "square", 2, True, 0.7)
+    known = product_of(case.module, case.input, leaves_out=False)
+    assert known is not None
+    how = Added(0.7, 0.0, FP32, rounds=True, keeps_dtype=False)
+    sum_ = multiply_and_add(known, case.input.clone().requires_grad_(), case.a, case.b, None, how)
+    case.module.weight.mul_(2)
+    with pytest.raises(RematerializationError, match="written to in place"):
+        sum_.sum().backward()
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "trained": lambda module: module.requires_grad_(True),
+    "cast": lambda module: module.bfloat16(),
+    "a trained bias": lambda module: module.bias.requires_grad_(True),
+}
+
+
+def test_what_is_not_certain_runs_as_it_is() -> None:
+    """One token, other classes and autocast too."""
+    rows, one = torch.randn(2, 3, 192), torch.randn(1, 1, 192)
+    for change in CHANGES.values():
+        module = nn.Linear(192, 4).requires_grad_(False)
+        assert product_of(module, rows, leaves_out=True) is not None
+        for given, kind in ((one, module), (rows, nn.Identity())):
+            assert product_of(kind, given, leaves_out=True) is None
+        with torch.autocast("cpu", dtype=BF16):
+            assert product_of(module, rows, leaves_out=True) is None
+        change(module)
+        assert product_of(module, rows, leaves_out=True) is None

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.kernels import row_norm as module
 from poros.kernels.row_norm import (
@@ -21,6 +20,7 @@ from poros.kernels.row_norm import (
     square_of_rows,
     square_of_rows_ref,
 )
+from tests.operators import made_by, storage_num_bytes
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -184,6 +184,7 @@ def test_zeros(way: str) -> None:
     nothing = torch.full_like(a, float("nan")), torch.full_like(b, float("nan"))
     assert same_bits(row_norm(dense, square, *nothing, 0.0), root)
     assert found_norm(0 * dense, 0 * a, b).tolist() == [0.0] * 70
+    assert found_norm(*tensors((0, 9), 2)).shape == (0,)
 
 
 @both_ways
@@ -281,26 +282,10 @@ def test_squares_are_within_their_bound(
 # ------------------------------------------------------------------- memory
 
 
-class Watch(TorchDispatchMode):
-    """The largest tensor that an operator made, in bytes; views are not made."""
-
-    def __init__(self, *known: torch.Tensor) -> None:
-        super().__init__()
-        self.known = {each.untyped_storage().data_ptr() for each in known}
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for each in [made] if isinstance(made, torch.Tensor) else []:
-            if each.untyped_storage().data_ptr() not in self.known:
-                self.largest = max(self.largest, each.untyped_storage().nbytes())
-        return made
-
-
 def largest(run: Callable[[], Any], *known: torch.Tensor) -> int:
-    with Watch(*known) as watch:
-        run()
-    return watch.largest
+    """The largest tensor that an operator made, in bytes."""
+    made = made_by(run, *known)
+    return max(each.untyped_storage().nbytes() for each in made)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -318,16 +303,9 @@ def test_the_reference_keeps_to_its_budget(dtype: torch.dtype) -> None:
         assert dtype == FP32 or found > budget // 2
         assert budget // 2 < largest(partial(square_of_rows_ref, dense, budget), dense) <= budget
     assert largest(lambda: row_norm_ref(dense, square, a, b, 0.0), *given) <= rows * 8
-
-
-def test_control_the_dense_product_is_seen() -> None:
-    dense, a, b = tensors((256, 1024), 4)
-    assert largest(lambda: torch.linalg.norm(dense + b @ a, dim=1), dense, a, b) == 256 * 1024 * 4
-
-
-def test_least_width_is_sixty_four_columns() -> None:
-    dense = tensors((256, 1024), 1)[0]
-    assert largest(lambda: square_of_rows_ref(dense, 1), dense) == 256 * 64 * 4
+    # At the least 64 columns at a time; and, a control, the dense product.
+    assert largest(lambda: square_of_rows_ref(dense, 1), dense) == rows * 64 * 4
+    assert largest(lambda: torch.linalg.norm(dense + b @ a, dim=1), *given) == whole
 
 
 @pytest.mark.parametrize("rank", [1, 16, 64, 65, 130, 300])
@@ -337,24 +315,10 @@ def test_extra_bytes_are_what_the_kernels_allocate(
 ) -> None:
     """Every tensor counts until the end, so this is no less than the peak."""
     monkeypatch.setattr(gpu, "_launch", lambda x, y, weights, parts, blocks: parts.zero_())
-    dense, a, b = given = tensors(shape, rank, BF16)
-    square, sizes = square_of_rows_ref(dense), {}
-    known = {each.untyped_storage().data_ptr() for each in (*given, square)}
-
-    class Sum(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            made = func(*args, **(kwargs or {}))
-            storage = made.untyped_storage()
-            if storage.data_ptr() not in known:
-                sizes[storage.data_ptr()] = made
-            return made
-
-    with Sum():
-        gpu.row_norm(dense, square, a, b, SCALING)
-    total = sum(each.untyped_storage().nbytes() for each in sizes.values())
-    assert 0 < total <= gpu.num_extra_bytes(*shape, rank)
+    dense, a, b = tensors(shape, rank, BF16)
+    square = square_of_rows_ref(dense)
+    made = made_by(lambda: gpu.row_norm(dense, square, a, b, SCALING), dense, a, b, square)
+    assert 0 < storage_num_bytes(made) <= gpu.num_extra_bytes(*shape, rank)
 
 
 # ------------------------------------------------------------------- the rest
@@ -367,11 +331,6 @@ def test_on_the_meta_device_tensors_have_their_form() -> None:
         norm = row_norm(dense, square, a, b, SCALING)
         for each in (square, norm, divisor_of(norm, dtype)):
             assert each.is_meta and each.shape == (7,) and each.dtype == expected
-
-
-@both_ways
-def test_of_no_rows(way: str) -> None:
-    assert found_norm(*tensors((0, 9), 2)).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Settings that pick kernels: every mix of old and new names is read, replayed and put back."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 import poros
 from poros.self_check.switches import current_settings, set_settings
 from poros.stream.settings import Settings
+from tests.children import run_python
 from tests.snapshots import assert_same_run, build, changes, run, step
 from tests.support import prepare_plain
 
@@ -183,7 +182,7 @@ for owner in (torch.backends, torch.backends.cudnn):
 
 def test_what_was_never_set_is_left_unset() -> None:
     """In a process of its own: PyTorch has no way back to that."""
-    done = subprocess.run([sys.executable, "-c", SILENCE], capture_output=True, text=True)
+    done = run_python(SILENCE)
     if "no silence" in done.stderr and torch.__version__ < "2.13":
         pytest.skip(f"torch {torch.__version__}: {done.stderr}")
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,4 @@
-"""How the graph of a layer uses what it is given, and what a backward of it shows."""
-
-from typing import Any
+"""Uses in the graph of a layer: those of casts, and what is refused. The others: tests/exact."""
 
 import pytest
 import torch
@@ -14,75 +12,12 @@ from tests.snapshots import bf16
 CPU = torch.device("cpu")
 
 
-def graph(number: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[nn.Parameter]]:
+def graph() -> tuple[torch.Tensor, torch.Tensor, list[nn.Parameter]]:
     """A result, an input that is used twice, and parameters: of three uses, of one, of none."""
-    given = torch.full((2, 2), 1.0 + number, requires_grad=True) * 1
+    given = torch.full((2, 2), 1.0, requires_grad=True) * 1
     one, other, idle = (nn.Parameter(torch.full((2, 2), 2.0)) for _ in range(3))
     hidden = given @ one + given * (one @ other)
     return hidden @ one, given, [one, other, idle]
-
-
-def observed(result: torch.Tensor, given: torch.Tensor, parameters: Any) -> list[Uses]:
-    seen: list[Uses] = []
-    uses = walk([result], [given], parameters, has_casts=False)
-    Observation(uses, 1, [result], CPU, lambda found, around: seen.append(found))
-    return seen
-
-
-def test_each_use_is_found_in_the_same_order_in_graphs_of_one_form() -> None:
-    result, given, parameters = graph()
-    uses = [use.source for use in walk([result], [given], parameters, has_casts=False)]
-    assert sorted(uses) == [Source(0)] * 2 + [Source(1)] * 3 + [Source(2)]
-    result, given, parameters = graph(1)
-    assert uses == [use.source for use in walk([result], [given], parameters, has_casts=False)]
-
-
-def test_a_backward_shows_when_terms_are_added_and_gradients_complete() -> None:
-    result, given, parameters = graph()
-    seen = observed(result, given, parameters)
-    arrived: list[int] = []
-    for number, each in enumerate(parameters):
-        each.register_post_accumulate_grad_hook(lambda _, n=number: arrived.append(n + 1))
-    result.sum().backward()
-    (uses,) = seen
-    numbers = [uses.sources[use].number for use in uses.order]
-    assert sorted(numbers) == [0, 0, 1, 1, 1, 2]
-    last = {number: place for place, number in enumerate(numbers) if number}
-    assert sorted(last, key=last.__getitem__) == arrived
-    assert {source.number: len(places) for source, places in uses.several.items()} == {0: 2, 1: 3}
-
-
-def test_a_backward_that_takes_some_gradients_shows_nothing() -> None:
-    result, given, parameters = graph()
-    seen = observed(result, given, parameters)
-    torch.autograd.grad(result.sum(), parameters[1], retain_graph=True)
-    torch.autograd.grad(result.sum(), given, retain_graph=True)
-    assert seen == []
-    result.sum().backward()
-    assert len(seen) == 1
-
-
-def test_the_terms_of_a_gradient_are_those_that_autograd_adds() -> None:
-    result, given, parameters = graph()
-    seen = observed(result, given, parameters)
-    result.sum().backward()
-    result, _, parameters = graph()
-    given = torch.ones(2, 2, requires_grad=True)
-    one, other, _ = parameters
-    result = (given @ one + given * (one @ other)) @ one
-    found = differentiate(
-        *("layers.0", [result], [torch.ones(2, 2)], [given], parameters, seen[0]),
-        has_casts=False,
-        through_casts=False,
-        keeps_graph=True,
-    )
-    expected = torch.autograd.grad(result.sum(), [given, one, other])
-    for number, gradient in enumerate(expected):
-        total: Any = 0
-        for use in seen[0].order:
-            if seen[0].sources[use].number == number:
-                total = total + found[use]
-        assert torch.equal(total, gradient)
 
 
 def test_uses_of_one_cast_end_at_it_whether_it_is_kept_or_not() -> None:

@@ -427,10 +427,13 @@ class _Formula:
     def _first_step(self, first_kept: int, offload: bool) -> Iterator[int]:
         """Return the same while a layer is checked, without the optimizer's."""
         layers = self.cost.checked or self.cost.layers
-        for index, layer in enumerate(layers[:first_kept]):
+        kept = 0
+        for index, layer in enumerate(layers):
+            if index >= first_kept:  # checked behind its forward, above the graphs before it
+                kept += self.cost.layers[index].saved + self.cost.layers[index].kept_input
             yield (
-                self.gradients_above[index]
-                + self._boundaries(index + 1, offload)
+                (self.gradients_above[index] if index < first_kept else kept)
+                + self._boundaries(min(index + 1, first_kept), offload)
                 + layer.peak
                 + self.blocks[index // self.request.policy.block_size].num_bytes
                 # Its output, and the gradients that the streamed backward has given: for its

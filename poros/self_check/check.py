@@ -111,6 +111,8 @@ class SelfCheck:
         self._runs = LayerRerunner(runtime)
         self._sizer = runtime.sizer
         self._progress: ProgressLog | None = None
+        self._compared: set[int] = set()
+        """Kept layers whose bytes were compared."""
         self._without_gradient: set[int] = set()
         """Layers of which only the forward was checked: nothing below them is trained."""
 
@@ -155,7 +157,14 @@ class SelfCheck:
         if not needs_gradient and (index in self._without_gradient or not layer.training):
             return run()
         self._without_gradient.discard(index)
-        is_open = streamed_layer(layer).condition().has_hooks
+        streamed = streamed_layer(layer)
+        is_open = streamed.condition().has_hooks
+        if is_open and streamed.weights.is_pinned:
+            # Hooks of the user run as often as in a resident run: its bytes alone are compared.
+            result = run()
+            self._note_checked(index, needs_gradient)
+            self._settle(streamed.name, None)
+            return result
         evidence, result = CallSnapshot.collect(layer, inputs, run, arguments, self._device)
         ends = [each for _, each in named("", result) if each.requires_grad]
         if is_open and ends:
@@ -212,21 +221,22 @@ class SelfCheck:
             self._without_gradient.add(index)
 
     def watch_bytes(self, index: int, buffer: torch.Tensor) -> None:
-        """Check a kept layer once: it runs in an ordinary graph, so its bytes are all there is.
+        """Compare, once, the bytes over which a kept layer runs in an ordinary graph.
 
         Streams:
             Copies the block back behind what the compute stream waits for, and blocks the host.
         """
         reference = self.unchecked.get(index)
         layer = reference() if reference is not None else None
-        if layer is None:
+        if layer is None or index in self._compared:
             return
-        del self.unchecked[index]
+        self._compared.add(index)
         block = index // self._block_size
-        mismatch = None
-        if self._differs(block, buffer.cpu()):
+        mismatch = self._damaged_bytes(block)
+        if mismatch is None and self._differs(block, buffer.cpu()):
             mismatch = f"block {block} on the device is not what poros.prepare took over"
-        self._settle(streamed_layer(layer).name, self._damaged_bytes(block) or mismatch)
+        if mismatch is not None:
+            self._settle(streamed_layer(layer).name, mismatch)
 
     def watch_rows(
         self, name: str, matrix: torch.Tensor, places: torch.Tensor | slice, rows: torch.Tensor
@@ -313,7 +323,7 @@ class SelfCheck:
     def _mismatch(
         self, index: int, evidence: CallSnapshot, gradient: torch.Tensor | None
     ) -> str | None:
-        """Compare a layer that recomputes in the graph with a second streamed run.
+        """Compare a layer with a second streamed run; one that is kept runs as it is kept.
 
         Its forward is compared as it was. Its gradients are drawn, but for a layer in which hooks
         of the user may run: these see the ``gradient`` that arrives, as they will behind the check.

@@ -4,9 +4,10 @@
 afresh, synchronously, into memory of their own, with PEFT's own modules and bitsandbytes' kernels:
 neither slots, streams and copies nor the recomputation take part, nor kernels of ours (but where
 the budget has no room for PEFT's modules, which keep more for backward).
-``streamed`` runs it as the step did, through slots, copies and recomputation, over a block that is
-copied anew into a slot that held something else before, and overwritten by another block as soon as
-nothing reads it any more. Both leave no trace: random states are put back, no gradient is
+``streamed`` runs it as the step did. A layer whose graph is kept runs in such a graph too, with our
+kernels; any other through slots, copies and recomputation, over a block that is copied anew into a
+slot that held something else before, and overwritten by another block as soon as nothing reads it
+any more. Both leave no trace: random states are put back, no gradient is
 accumulated, no hook of a parameter runs.
 """
 
@@ -103,6 +104,8 @@ class LayerRerunner:
         evidence: CallSnapshot,
         incoming: Incoming,
         kernels: "Kernels | None" = None,
+        *,
+        takes_ours: bool = False,
     ) -> Outcome:
         """Run layer ``index`` in an ordinary graph.
 
@@ -111,6 +114,7 @@ class LayerRerunner:
             evidence: Its arguments and the state around it.
             incoming: The gradients that arrive at its outputs.
             kernels: What has to repeat itself; None leaves it to the user's settings.
+            takes_ours: Whether modules run our operators, as they do in a step.
         """
         leaves, tensors = _leaves(evidence)
         args, kwargs = _arguments(evidence, tensors)
@@ -120,7 +124,7 @@ class LayerRerunner:
         with (
             unchanged_flags(),
             _repeating(kernels),
-            self._ordinary(index, evidence) as (forward, proxies),
+            self._ordinary(index, evidence, takes_ours) as (forward, proxies),
         ):
             with evidence.state(self._device):
                 token = _active_collector.set(record)
@@ -152,12 +156,17 @@ class LayerRerunner:
             can pass for the new one, and queues the copy of another block into it at the end.
         """
         layer = streamed_layer(evidence.layer)
+        uncounted = nullcontext() if self._tally is None else self._tally.uncounted()
+        if layer.weights.is_pinned:
+            # Its graph is an ordinary one already; the bytes in its slot are compared apart.
+            kernels = Kernels.DETERMINISTIC_ATTENTION if is_steady else None
+            with uncounted:
+                return self.resident(layer.index, evidence, incoming, kernels, takes_ours=True)
         leaves, tensors = _leaves(evidence)
         args, kwargs = _arguments(evidence, tensors, with_caches=False)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         self._forget(layer.weights.block)
-        uncounted = nullcontext() if self._tally is None else self._tally.uncounted()
         with uncounted, unchanged_flags():
             with evidence.state(self._device):
                 token = _active_collector.set(record)
@@ -181,7 +190,7 @@ class LayerRerunner:
 
     @contextmanager
     def _ordinary(
-        self, index: int, evidence: CallSnapshot
+        self, index: int, evidence: CallSnapshot, takes_ours: bool
     ) -> Iterator[tuple[Callable[..., Any], dict[int, torch.Tensor]]]:
         """The layer's own forward over freshly loaded frozen tensors, and proxies of its adapters.
 
@@ -219,7 +228,8 @@ class LayerRerunner:
         with self._visits.begin(streamed_layer(layer).name, undo):
             # 4-bit products are bitsandbytes' own, adapters PEFT's, if there is room for them.
             are_own = self._sizer.check_kernels == "peft"
-            taken_back.append(use_others(layer.modules(), are_own))
+            if not takes_ours:
+                taken_back.append(use_others(layer.modules(), are_own))
             bindings.swap_in()
             for owner, key, parameter in places:
                 owner[key] = proxies[id(parameter)]

@@ -54,7 +54,7 @@ class StreamedLayer(LayerBody):
         if self.cast_trained_biases():
             condition = self.condition()
         if self.weights.is_pinned:
-            return self._keep_recorded(args, kwargs, condition)
+            return self._keep_recorded(args, kwargs, condition, given)
         if not condition.parameters:
             self._refuse_frozen_adapters()
         check, replays = self.context.check, self.context.captures
@@ -66,11 +66,14 @@ class StreamedLayer(LayerBody):
         return forward()
 
     def _keep_recorded(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition, given: Any
     ) -> Any:
         """The forward with its graph kept, in a recording if it has one."""
         replays, keep = self.context.captures, partial(self._keep, args, kwargs)
-        # The first time its bytes are checked.
+        check = self.context.check
+        if check is not None and self.index in check.unchecked:
+            self._has_kept = True
+            return check.watch(self.index, keep, given)
         if replays is None or not self._has_kept:
             self._has_kept = True
             return keep()

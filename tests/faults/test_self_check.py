@@ -318,9 +318,9 @@ def test_the_first_step_is_checked_with_what_fits(
     assert ("no room for PEFT's own modules" in caplog.text) == is_narrow
 
 
-@pytest.mark.parametrize("is_narrow", [False, True], ids=["wide", "narrow"])
+@pytest.mark.parametrize("case", ["recomputed", "kept", "narrow"])
 def test_a_fault_in_our_operator_is_found_where_peft_is_the_reference(
-    is_narrow: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With our kernels on both sides the same fault passes: what is said of the check is true."""
     monkeypatch.setattr(lora, "add_scaled", scaled_late)
@@ -328,10 +328,10 @@ def test_a_fault_in_our_operator_is_found_where_peft_is_the_reference(
     for module in model.modules():
         if hasattr(module, "lora_A"):
             module.scaling["default"] = 5 / 3
-    if is_narrow:
+    if case == "narrow":
         poros.prepare(model, vram_budget=budget_between(model))
         assert first_step(model)["status"] == "passed"
         return
-    poros.prepare(model, slots=2)
+    poros.prepare(model, **({"slots": 3, "keep_last": 3} if case == "kept" else {"slots": 2}))
     with pytest.raises(ParityError, match="self-check failed"):
         first_step(model)

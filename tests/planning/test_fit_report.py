@@ -186,7 +186,7 @@ def test_an_answer_is_plain_values_beside_those_of_the_plan(planner: Planner) ->
     assert values["ram_num_bytes"] == 10**10 and values["forecast"] == "rates given"
     assert values["tokens_per_s"] > 0 and values["hours"] > 0
     assert len(values["lengths"]) == 5 and values["lengths"][0]["tokens_per_s"] > 0
-    assert found.seconds == pytest.approx(5e6 / (found.point.tokens_per_s or 0))
+    assert found.seconds == pytest.approx(5e6 / (found.scenario.tokens_per_s or 0))
     assert "all tokens" in said(found)
     assert [point.card_gib for point in found.cards] == list(SIZES_GIB)
     assert all(point.seq_len == 256 and point.fits for point in found.cards)

@@ -45,7 +45,7 @@ class NotGrouped(BaseException):
 
 
 class Stopped(BaseException):
-    """The model's code is as far as it is wanted: at the last layer, or at the loss."""
+    """Raised to stop the model's code at the last layer, or at the loss."""
 
 
 INPUT = object()

@@ -1,7 +1,8 @@
 """The frozen base in host memory: one contiguous slab per block, all in one exactly sized arena.
 
-Only this module page-locks memory. A slab is part of a mapping of our own, registered with the
-driver in place: the caching host allocator of PyTorch would round each one up to a power of two.
+Only this module page-locks memory, but for the buffers of quantizing at load time. A slab is part
+of a mapping of our own, registered with the driver in place: the caching host allocator of PyTorch
+would round each one up to a power of two.
 
 Note: Authoritative host copy
     Frozen bytes go from here to the device and never back. state_dict, save and restore read these

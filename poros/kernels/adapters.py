@@ -75,7 +75,7 @@ class KernelStats:
         self._left_out = [] if leaves_out else None
 
     def end(self) -> None:
-        """It is over: what was left out can no longer be computed."""
+        """End a recomputation, and release the inputs of results that were left out."""
         left_out, self._left_out = self._left_out, None
         forget([tensor for _, tensor in left_out or ()])
 

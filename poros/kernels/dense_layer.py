@@ -88,7 +88,7 @@ class DenseLayer:
         self._memory = None
 
     def forget(self) -> None:
-        """From now on nothing is taken to be there already."""
+        """Take no dense weight to be there already."""
         self._reader = self._filled = None
 
     @contextmanager

@@ -37,7 +37,7 @@ class RecomputeInfo(NamedTuple):
     """In which autocast multiplied; None if it was off."""
 
     def again(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """The product of such a gate and such an up once more; no graph."""
+        """Recompute ``activation(gate) * up`` without a graph."""
         with torch.no_grad(), _autocast_as(self.autocast, gate.device):
             return _product(gate, up, self.activation)
 

@@ -10,10 +10,10 @@ _OF_ALL = vars(nn.modules.module)
 
 
 def has_hooks(*modules: nn.Module, but_ours: bool = False) -> bool:
-    """Whether any of these modules has hooks, of its own or of all, or a forward set on it.
+    """Whether any module has hooks (its own or global ones), or a forward set on the instance.
 
     Args:
-        but_ours: Leave forwards of ours out of account.
+        but_ours: Whether our own forwards do not count.
     """
     for module in modules:
         own = module.__dict__

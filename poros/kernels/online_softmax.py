@@ -121,6 +121,6 @@ def add_logits_ref(
 
 
 def places(labels: torch.Tensor, first: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whose labels are among so many rows from ``first`` on, and which of these rows they are."""
+    """Mask the tokens whose label is among ``number`` rows from ``first`` on; and which it is."""
     place = labels - first
     return (place >= 0) & (place < number), place.clamp(0, number - 1)

@@ -43,7 +43,7 @@ class Product(NamedTuple):
         return linear4bit.multiply(input, self.weight, self.state, self.bias)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Of the input, from that of the product."""
+        """Return the input's gradient, given the product's."""
         if self.state is not None:
             return linear4bit.multiply_backward(gradient, self.weight, self.state)
         rows = gradient.reshape(-1, gradient.shape[-1])

@@ -372,7 +372,7 @@ class MeasuredSizer(Sizer):
         return is_quicker_alone(room, len(self._sizes.layouts), self._sizes.num_layers, share)
 
     def _go_together(self) -> None:
-        """From now on, and for good: room that comes and goes changes nothing any more."""
+        """Group micro-batches for the rest of the run, whatever room there is."""
         self.is_quicker_alone = self._may_be_alone = False
 
     def _recordings_to_come(self) -> int:

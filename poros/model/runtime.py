@@ -295,7 +295,7 @@ class Runtime:
         self.head.check_with(check.watch_rows)
 
     def begin(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """What is refused, and room for a micro-batch before the model computes any of it.
+        """Check the call, make room for the micro-batch, and record visits that are due.
 
         Args:
             holder: Of the layers.

@@ -138,7 +138,7 @@ class Captures:
         run: Callable[[], Any],
         beside: Callable[[], Any] | None = None,
     ) -> Any:
-        """The result of a call of a layer, which ``run`` gives if it is not replayed.
+        """Replay a call of a layer if it is recorded, else run it; return its result.
 
         Args:
             kind: Of call.

@@ -17,7 +17,7 @@ def show_info_by_default() -> None:
     """Print the package's INFO lines to stderr unless the program configures logging.
 
     Does nothing where the package's logger has a level or a handler, or the root logger has a
-    handler. A handler that the program adds to the root logger later takes over. Called by
+    handler. Where the program configures logging later, the next line undoes it. Called by
     ``poros.load`` and ``poros.prepare``; importing the package configures nothing.
     """
     logger = logging.getLogger(_PACKAGE)
@@ -29,9 +29,17 @@ def show_info_by_default() -> None:
 class _StderrHandler(logging.Handler):
     """Prints messages to the current ``sys.stderr``, which notebooks and tests replace."""
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        logger = logging.getLogger(_PACKAGE)
+        if not logging.getLogger().handlers and logger.handlers == [self]:
+            return bool(super().handle(record))
+        logger.removeHandler(self)
+        if logger.level == logging.INFO:
+            logger.setLevel(logging.NOTSET)
+        return False
+
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers:
-            print(self.format(record), file=sys.stderr, flush=True)
+        print(self.format(record), file=sys.stderr, flush=True)
 
 
 class ProgressLog:

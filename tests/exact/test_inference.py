@@ -126,8 +126,10 @@ SIDE_CHANNELS = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
 
 GENERATION: dict[str, tuple[Program, dict[str, Any]]] = {
     "without a cache": (partial(generated, use_cache=False), {}),
-    "beams": (partial(generated, num_beams=2), ON_HOST),
-    "samples": (partial(generated, do_sample=True, top_k=0), ON_HOST),
+    "beams": (partial(generated, num_beams=2), {}),
+    "samples": (partial(generated, do_sample=True, top_k=0), {}),
+    "beams, head on the host": (partial(generated, num_beams=2), ON_HOST),
+    "samples, head on the host": (partial(generated, do_sample=True, top_k=0), ON_HOST),
     "a static cache": (partial(generated, cache_implementation="static"), {}),
     "several samples": (partial(generated, num_return_sequences=2, do_sample=True), {}),
 }

@@ -151,7 +151,7 @@ def test_casts_are_refused_at_every_level(level: str, asked: Any) -> None:
         except PreparedModelError as error:
             assert "poros.restore" in str(error) and not is_harmless, name
         except ValueError:
-            assert is_4bit, name
+            assert is_4bit and name not in HARMLESS[torch.bfloat16], name
         assert changes(before, picture(asked)) == {}, name
 
 

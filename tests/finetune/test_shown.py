@@ -43,7 +43,7 @@ def dry(model: Path, data: Path, tmp_path: Path) -> Callable[..., str]:
     return look
 
 
-SCREENS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+SUMMARIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "packed": (
         {"data__validation": 0.05, "memory__vram": "1GiB"},
         (
@@ -60,9 +60,9 @@ SCREENS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", SCREENS)
-def test_the_screen_before_a_run(case: str, dry: Callable[..., str], data: Path) -> None:
-    options, wanted = SCREENS[case]
+@pytest.mark.parametrize("case", SUMMARIES)
+def test_the_summary_before_a_run(case: str, dry: Callable[..., str], data: Path) -> None:
+    options, wanted = SUMMARIES[case]
     if case == "pairs":
         options = {**options, "data__source": data / "preferences.jsonl"}
     said = dry(**options)

@@ -17,7 +17,9 @@ from tests.support import prepare_plain, same_bits
 pytestmark = pytest.mark.gpu
 
 NUM_STEPS = 200
-LENGTHS = (384, 256, 384)
+LENGTHS = (256, 192, 256)
+"""The backward of fused attention adds up blocks of 128 keys in any order: a sum of two is always the
+same, one of three is not on a GPU that others use too."""
 HALF_A_BILLION = Qwen2Config(
     hidden_size=896,
     intermediate_size=4864,

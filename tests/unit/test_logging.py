@@ -12,7 +12,7 @@ import poros
 from poros.gates import tiny
 from poros.self_check import check
 from poros.utils.formatting import size
-from poros.utils.logging_setup import ProgressLog
+from poros.utils.logging_setup import ProgressLog, show_info_by_default
 from tests.children import run_python
 from tests.support import prepare_plain
 
@@ -98,7 +98,19 @@ def test_it_can_be_silenced(setup: str, said: dict[str, list[str]]) -> None:
     assert said[setup] == []
 
 
-def test_what_lasts_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_that_is_configured_later_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, root = logging.getLogger("poros"), logging.getLogger()
+    for each in (logger, root):
+        monkeypatch.setattr(each, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    show_info_by_default()
+    assert logger.isEnabledFor(logging.INFO) and len(logger.handlers) == 1
+    monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
+    logging.getLogger("poros.x").warning("the first line behind basicConfig")
+    assert logger.handlers == [] and logger.level == logging.NOTSET
+
+
+def test_a_long_loop_logs_its_progress(caplog: pytest.LogCaptureFixture) -> None:
     """A line every three seconds by its clock; control: nothing, if it is over by then."""
     now = [0.0]
     progress = ProgressLog(logging.getLogger("poros.x"), "poros: %d of %d", clock=lambda: now[0])

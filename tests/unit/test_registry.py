@@ -177,14 +177,21 @@ def test_the_option_is_gone(arguments: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_the_registry_is_listed(path: Path) -> None:
     """In a few lines; what has a word in its name, families and kinds, a line for each."""
-    whole = Registry(read_registry(REAL).families, {"vera": Record("untested", "no")})
+    whole = Registry(
+        read_registry(REAL).families,
+        {"vera": Record("untested", "no"), "prefix": Record("refused", "no module")},
+    )
     whole.families["qwen2"] = Record("exact", None, {"torch": "2.0"})
     whole.families["bert"] = Record("refused", "masked")
     whole.write()
     listed = command("check", "--registered")
     assert listed.exit_code == 0 and len(listed.output.splitlines()) < 30
     assert " exact    not one bit differs" in listed.output and "qwen2" in listed.output
-    for word, line in (("QWEN", "qwen2 exact torch 2.0"), ("bert", "bert refused masked")):
+    for word, line in (
+        ("QWEN", "qwen2 exact torch 2.0"),
+        ("bert", "bert refused masked"),
+        ("prefix", "prefix refused no module"),
+    ):
         lines = command("check", "--registered", word).output.splitlines()
         assert line in [" ".join(each.split()) for each in lines] and len(lines) < 30
         assert all(word.lower() in each.split()[0] for each in lines)

@@ -187,9 +187,9 @@ def test_a_budget_is_kept_and_used(tmp_path: Path, share: float) -> None:
     expected = runtime.plan.total_num_bytes - libraries
     print(f"budget {budget - libraries}, planned {expected}, measured {found}: {runtime}")
     # What measuring has left over is spent, so the plan of this room may be above the budget. Here
-    # libraries had their workspaces before the model, so these are not counted. On an H100 the three
-    # shares took 1.14, 0.82 and 0.75 of the budget without them: what is left is too little for the
-    # next slot or kept layer by what measuring attributes to it.
+    # libraries had their workspaces before the model, so these are not counted. On an H100 the
+    # shares took 1.14, 0.82 and 0.75 of the budget without them: what is left is too little for
+    # the next slot or kept layer by what measuring attributes to it.
     assert 0.7 * (budget - libraries) < found <= budget
 
 

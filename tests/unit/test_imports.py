@@ -254,7 +254,7 @@ def test_the_project_keeps_the_rules() -> None:
         ("poros.gates.parity", "def f():\n    import loaders.reader"),
         ("poros.gates.parity", "from .compare import equal"),
         ("tests.unit.test_ring", "import gates"),
-        ("tests.unit.test_ring", "from tests.faults.test_order import Slots"),
+        ("tests.unit.test_ring", "from tests.faults.test_missing_waits import Slots"),
         ("poros.newcomer", "import os"),
         ("poros.host.layout", "x = 1\n" * (MAX_LINES + 1)),
     ],

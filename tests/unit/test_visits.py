@@ -283,7 +283,8 @@ def test_control_looking_everything_up_again_takes_too_many_calls(
     assert all(found[kind] > MOST_CALLS[kind] for kind in MOST_CALLS), found
 
 
-# On a CUDA. The stand-in has no call by which the host would wait: see tests/faults/test_missing_waits.py.
+# On a CUDA. The stand-in has no call by which the host would wait: see
+# tests/faults/test_missing_waits.py.
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 5])

@@ -422,9 +422,8 @@ def _walk(
                 casts.append(node.next_functions[0][0].variable)
             continue
         queue += [following for following, _ in node.next_functions]
-        if node.name().endswith("AccumulateGrad"):
-            continue  # saves nothing, and outlives this graph where somebody holds it, as DDP does
-        if is_watched or _is_of_others(node):
+        # A node that sums up a gradient saves nothing, and outlives the graph where DDP holds it.
+        if _is_of_others(node) or (is_watched and not node.name().endswith("AccumulateGrad")):
             readers.append(node)
     return readers, casts
 

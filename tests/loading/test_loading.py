@@ -421,7 +421,6 @@ def test_only_what_is_loaded_has_to_be_finite(is_persistent: bool) -> None:
         lambda model: ("layers", list(model["layers"])),
         Quantizer(torch.device("cpu")),
         None,
-        lambda tensor: False,
     )
     intake.plan(planned, {})
     model = make()

@@ -60,7 +60,7 @@ def test_online_softmax(
     for first in range(0, V, WIDTH):
         given, slopes = part_of(logits, first), part_of(SLOPES[slope], first)
         rows = head[first : first + WIDTH]
-        found = softmax_gpu.launch(ours, first, given, slopes, rows)
+        found = softmax_gpu.launch(ours, H * wanted, first, given, slopes, rows)
         expected = add_logits_ref(reference, first, given.clone(), slopes, rows)
         assert (found is None) == (expected is None) == (not wanted)
         if found is not None and expected is not None:
@@ -80,7 +80,11 @@ def test_online_softmax(
 
 @pytest.mark.parametrize("add_logits", ["kernel", "reference"])
 def test_a_logit_that_is_no_number_is_not_lost(softmax_gpu: ModuleType, add_logits: str) -> None:
-    function = add_logits_ref if add_logits == "reference" else softmax_gpu.launch
+    def kernel(running: OnlineSoftmaxState, *given: Any) -> torch.Tensor | None:
+        found: torch.Tensor | None = softmax_gpu.launch(running, running.rows.shape[1], *given)
+        return found
+
+    function = add_logits_ref if add_logits == "reference" else kernel
     running, logits = running_of(True), LOGITS.clone()
     logits[2, 200] = float("nan")
     for first in range(0, V, WIDTH):

@@ -253,7 +253,8 @@ def test_kernels_add_scaled_and_scale(
     how = added(FP32, **AS_PEFT[kind])
     result, term = values(dtype), values(of_added, 5001)[:5000]
     expected = lora.add_scaled(result, term.clone(), how)
-    found = gpu.add_scaled(result, term.clone(), how, lora.sum_dtype(result.dtype, term.dtype, how))
+    dtype = lora.sum_dtype(result.dtype, term.dtype, how)
+    found = gpu.add_scaled(result, term.clone(), how.scaling, how.rounds, dtype)
     assert same_bits(found, expected)
     gradient = values(FP16)
     assert same_bits(gpu.scale(gradient, 2 / 3, FP32), lora.scale(gradient, 2 / 3, FP32))

@@ -100,8 +100,12 @@ def test_a_store_of_no_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [SLABS, REST, "config.json"])
 def test_one_flipped_bit_is_found(name: str, store: Path) -> None:
-    """In every kind of byte: length and header, tensors, padding; at both ends and anywhere."""
+    """In every kind of byte: length and header, tensors, padding; at both ends and anywhere.
+
+    Behind the header it is found where it is read, too.
+    """
     sound, generator = (store / name).read_bytes(), random.Random(name)
+    data_offset = None if name == "config.json" else header_of(store / name).data_offset
     places = [0, 9, len(sound) - 1, *(generator.randrange(len(sound)) for _ in range(19))]
     for place in places:
         damaged = bytearray(sound)
@@ -109,6 +113,10 @@ def test_one_flipped_bit_is_found(name: str, store: Path) -> None:
         (store / name).write_bytes(damaged)
         with pytest.raises(CheckpointFormatError, match=name):
             open_store(store, verify=True)
+        if data_offset is not None and place >= data_offset:
+            changed = pytest.raises(CheckpointFormatError, match=rf"{name}.*bytes changed")
+            with open_store(store) as opened, changed:
+                read(opened) if name == SLABS else opened.rest()
     (store / name).write_bytes(sound)
     open_store(store, verify=True).close()
 

@@ -34,7 +34,7 @@ QUICK := exact/test_cells faults/test_refusals faults/test_missing_waits faults/
 help:
 	@echo "make demo         build, fine-tune and check a small model, end to end"
 	@echo "make test         the test suite: on the CPU, without the slow tests"
-	@echo "make quick        a selection of it, for between edits: 2 minutes on 2 cores"
+	@echo "make quick        a selection of it, for between edits: 1 minute on 2 cores"
 	@echo "make test-all     the slow tests as well"
 	@echo "make test-oldest  the test suite on the oldest versions that pyproject.toml admits"
 	@echo "make gpu-test     the tests that need a CUDA device"

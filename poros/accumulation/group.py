@@ -20,7 +20,6 @@ Source:
     generators that count what they have given (Salmon et al. 2011, Philox).
 """
 
-import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -43,18 +42,6 @@ from poros.stream.settings import Settings
 if TYPE_CHECKING:
     from poros.stream.boundary import StreamedLayer
     from poros.stream.condition import Condition
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """No garbage collection by itself in the body: each would go over all that waits there."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Mispredicted(Exception):
@@ -119,7 +106,6 @@ class Group:
         self._end = Start.capture(layers[0].device)
         """The random states behind all of them."""
 
-    @_without_collections()
     def forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         """Take micro-batches through all layers.
 
@@ -370,7 +356,6 @@ class Group:
         self._watch.end()
         self._backward()
 
-    @_without_collections()
     def _backward(self) -> None:
         now = self._modules.trained()
         self._modules.train_again(self._trained)  # as their forwards had it

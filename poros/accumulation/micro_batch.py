@@ -357,10 +357,7 @@ class MicroBatch:
         }
         pairs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         for before, given in calls.values():
-            forms = [
-                [(each.shape, each.dtype) for each in each_run] for each_run in (before, given)
-            ]
-            if forms[0] != forms[1]:
+            if list(map(_form, before)) != list(map(_form, given)):
                 raise UnsupportedModelError(OTHER_VALUES)
             pairs |= {
                 (id(old), id(new)): (old, new) for old, new in zip(before, given, strict=True)
@@ -444,9 +441,12 @@ class MicroBatch:
         given = input_of(args, kwargs)
         again = NotedCall.of(args, kwargs, given, self._again[-1] if self._again else None)
         if place < len(self._noted):
-            is_new = not place or again is not self._again[-1]
-            is_new |= not place or self._noted[place] is not self._noted[place - 1]
-            if is_new and not again.plain.is_like(self._noted[place].plain):
+            is_repeated = (
+                place > 0
+                and again is self._again[-1]
+                and self._noted[place] is self._noted[place - 1]
+            )
+            if not is_repeated and not again.plain.is_like(self._noted[place].plain):
                 raise UnsupportedModelError(OTHER_VALUES)
         self._again.append(again)
         if place == len(self._layers) - 1:

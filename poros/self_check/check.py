@@ -1,9 +1,11 @@
 """Checks the first training step on the user's own machine, layer by layer.
 
-Each layer is checked once, in the first backward that reaches it, with the real batch. By then its
-streamed forward and backward have happened. The check takes the same input h_k, random state s_k
-and incoming gradient g_(k+1), loads the layer's frozen tensors afresh and synchronously into memory
-of its own, runs the layer's own forward once in an ordinary graph, and requires equal bits of
+Each layer is checked once, behind its first forward with gradients, with the real batch; one in
+which hooks of the user may run, as its backward begins. The check takes the same input h_k and
+random state s_k, and an incoming gradient g_(k+1) that is drawn (with hooks, the one that arrives).
+It runs the layer once more as it is streamed; then it loads its frozen tensors afresh and
+synchronously into memory of its own, runs the layer's own forward in an ordinary graph, and
+requires equal bits of
 
     the output h_(k+1), the random state s_(k+1), the input gradient g_k, every adapter gradient.
 

@@ -96,6 +96,7 @@ CHECKED: dict[str, dict[str, Any]] = {
         "keep_last": 2,
         "seq_len": 8,
     },
+    "all kept": {"rank": 1, "slots": 6, "keep_last": 6, "seq_len": 256, "vocab_size": 128},
 }
 # Whose parts others have.
 SLOW = {

@@ -334,7 +334,8 @@ def test_control_surroundings_that_nobody_looks_at(
     which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "_require_same_around"
-    assert Control(MicroBatch, name, lambda self: None, BETWEEN[which]).is_seen(bases, monkeypatch)
+    nothing = lambda self, **_: None  # noqa: E731
+    assert Control(MicroBatch, name, nothing, BETWEEN[which]).is_seen(bases, monkeypatch)
 
 
 def test_what_goes_into_the_layers_and_into_the_loss(bases: Bases) -> None:

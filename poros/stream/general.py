@@ -254,6 +254,8 @@ class RecomputedCall:
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, _Packed) and self._through is not None:
+            # Hooks keep what was saved; an operator also reads a 4-bit weight's scales in the slot.
+            self.layer.weights.lease(Phase.BACKWARD)
             found: torch.Tensor = self._undrawn(self._through[1], kept.kept)
             if not torch.equal(_sums(found), kept.sums):
                 raise RematerializationError(

@@ -6,9 +6,10 @@
 A mutant is one operator, comparison, constant, condition or statement changed in one file of a
 core, drawn from all there are: ``step`` is what runs in a step (``STEP``), ``house`` what surrounds
 it (``HOUSE``): kernels, head, loaders and planning. It runs in a copy of the checkout under one
-group of test files after the other, the quick ones first, until a test fails. A mutant that passes
-all of them has survived, and has to be read: it changes nothing, or nobody looks. The same seed
-draws the same mutants from the same source; a run that was stopped goes on where ``--out`` ends.
+group of test files after the other, until a test fails: the quick ones first, then those that
+import the changed file. A mutant that passes all of them has survived, and has to be read: it
+changes nothing, or nobody looks. The same seed draws the same mutants from the same source; a run
+that was stopped goes on where ``--out`` ends.
 One more mutant changes nothing at all: tests that fail for it say nothing of the others.
 """
 
@@ -28,6 +29,8 @@ from pathlib import Path
 from queue import Empty, Queue
 from threading import Lock
 from typing import Any, NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -201,6 +204,20 @@ def groups(without: Collection[str] = (), core: str = "step") -> list[list[str]]
     return [[str(path.relative_to(ROOT)) for path in part] for part in parts]
 
 
+def near(file: str, tests: list[list[str]]) -> list[list[str]]:
+    """The groups, with test files that import ``file`` right behind the first one."""
+    module = file.removesuffix(".py").replace("/", ".")
+    first, *rest = tests
+    found = [
+        each
+        for group in rest
+        for each in group
+        if f"from {module} import" in (ROOT / each).read_text()
+    ]
+    others = [[each for each in group if each not in found] for group in rest]
+    return [group for group in (first, found, *others) if group]
+
+
 def failing(copy: Path, mutant: Mutant, tests: list[str], timeout_s: float = TIMEOUT_S) -> str:
     """The first test that fails in this copy of the checkout; empty if none does."""
     options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu and not slow")
@@ -223,6 +240,8 @@ def failing(copy: Path, mutant: Mutant, tests: list[str], timeout_s: float = TIM
     if not done.returncode:
         return ""
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == pytest.ExitCode.INTERRUPTED and not lines:
+        raise KeyboardInterrupt  # of the tests: nothing has failed
     return lines[0][:200] if lines else f"exit code {done.returncode}"
 
 
@@ -238,7 +257,8 @@ class Campaign:
     ) -> None:
         self.by: dict[Mutant, str] = {}
         self.passed = dict.fromkeys(drawn, 0)
-        self._tests, self._out, self._lock = tests, out, Lock()
+        self._tests = {mutant.file: near(mutant.file, tests) for mutant in drawn}
+        self._out, self._lock = out, Lock()
         self._timeout_s = timeout_s
         if out.exists():
             for line in out.read_text().splitlines():
@@ -251,7 +271,8 @@ class Campaign:
                 mutant = waiting.get_nowait()
             except Empty:
                 return
-            by = failing(copy, mutant, self._tests[self.passed[mutant]], self._timeout_s)
+            group = self._tests[mutant.file][self.passed[mutant]]
+            by = failing(copy, mutant, group, self._timeout_s)
             with self._lock:
                 self._note(by, **mutant._asdict())
                 with self._out.open("a") as out:
@@ -262,7 +283,7 @@ class Campaign:
                 waiting.put(mutant)  # behind those that have passed less
 
     def is_open(self, mutant: Mutant) -> bool:
-        return mutant not in self.by and self.passed[mutant] < len(self._tests)
+        return mutant not in self.by and self.passed[mutant] < len(self._tests[mutant.file])
 
     def _note(self, by: str, **fields: Any) -> None:
         mutant = Mutant(**fields)

@@ -111,7 +111,7 @@ class NotedCall(NamedTuple):
             before: The call of the layer before; returned if this one is given the same objects, as
                 most are.
         """
-        values = (INPUT if each is given else each for each in (*args, *kwargs.values()))
+        values = [INPUT if each is given else each for each in (*args, *kwargs.values())]
         objects = (type(given), len(args), *kwargs, *values)
         known = () if before is None else before.objects
         if before is not None and len(objects) == len(known) and all(map(is_, objects, known)):
@@ -170,9 +170,9 @@ class Environment(NamedTuple):
     def entering(self, now: "Environment") -> Callable[[], AbstractContextManager[object]]:
         """What has the body in this, where ``now`` is around; watchers left out.
 
-        Each body is an autocast region of its own.
+        Each body is an autocast region of its own, if there is none around.
         """
-        if self[:2] == now[:2] and not self.surroundings.is_autocast:
+        if self[:2] == now[:2]:
             return nullcontext
 
         def fill(stack: ExitStack) -> None:

@@ -15,30 +15,31 @@ class Gradients:
     """The gradients of parameters at one time, to see which have changed, and to undo that."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._held = [(each, *_state(each)) for each in parameters]
+        self._parameters = parameters
+        self._held = list(map(_GRAD.__get__, parameters))
+        self._versions = [-1 if each is None else each._version for each in self._held]
 
     def changed(self) -> list[nn.Parameter]:
         """Parameters with other gradients than then."""
+        now = map(_GRAD.__get__, self._parameters)
         return [
-            each
-            for each, before, version in self._held
-            if (now := _state(each))[0] is not before or now[1] != version
+            parameter
+            for parameter, before, version, found in zip(
+                self._parameters, self._held, self._versions, now, strict=True
+            )
+            if found is not before or (found is not None and found._version != version)
         ]
 
     def undo(self) -> bool:
         """Have the gradients as they were, if that can be: where there were none."""
         changed = {id(each) for each in self.changed()}
-        if any(before is not None for each, before, _ in self._held if id(each) in changed):
+        pairs = zip(self._parameters, self._held, strict=True)
+        if any(before is not None for each, before in pairs if id(each) in changed):
             return False
-        for each, _, _ in self._held:
+        for each in self._parameters:
             if id(each) in changed:
                 _GRAD.__set__(each, None)
         return True
-
-
-def _state(parameter: nn.Parameter) -> tuple[torch.Tensor | None, int | None]:
-    gradient = _GRAD.__get__(parameter)
-    return gradient, None if gradient is None else gradient._version
 
 
 class Watch:
@@ -69,15 +70,14 @@ class Watch:
 
     def end(self) -> None:
         """No more."""
-        for each in self._parameters:
-            _leave(each)
+        _leave(self._parameters)
 
 
-def _leave(parameter: Any) -> None:
-    kind: Any = type(parameter)
-    if issubclass(kind, _Watched):
-        parameter.__class__ = nn.Parameter
-        parameter.__dict__.pop(_WATCH, None)
+def _leave(parameters: Sequence[Any]) -> None:
+    for each in parameters:
+        if issubclass(type(each), _Watched):
+            each.__class__ = nn.Parameter
+            each.__dict__.pop(_WATCH, None)
 
 
 class _Watched(nn.Parameter):
@@ -87,7 +87,7 @@ class _Watched(nn.Parameter):
         watch = self.__dict__.get(_WATCH, lambda: None)()
         asked = None if watch is None else watch.asked()
         if asked is None:  # a copy, or what an interruption has left
-            _leave(self)
+            _leave([self])
         else:
             asked()
 

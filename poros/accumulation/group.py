@@ -119,8 +119,6 @@ class Group:
         Raises:
             NotGrouped: If they have to run one after the other; nothing has happened.
         """
-        if torch.is_autocast_enabled(self._layers[0].device.type):
-            raise NotGrouped("an autocast region around all micro-batches")
         if not torch.is_grad_enabled():
             raise NotGrouped("gradients are disabled around all micro-batches")
         if any(each._backward_hooks or _after(each) for each in self._trained):

@@ -54,7 +54,7 @@ def accumulate(
             ``loss`` and of the object it is a method of, variables around it, global variables
             that it uses, and these of the functions that it calls in its own file: numbers, texts,
             bools, None, tuples of them, and what is in lists, dicts, sets and deques of up to 1000
-            elements. Without ``autocast`` around all; a region within it is fine.
+            elements.
 
     Returns:
         The losses, detached, in order: what ``loss`` has returned.

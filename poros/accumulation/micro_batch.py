@@ -180,7 +180,6 @@ class MicroBatch:
         self.has_arrived_below = False
         """Whether the loss has sent a gradient past all layers, to what the first one is given."""
         self._entering: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._is_confined = False
 
     @property
     def is_watched(self) -> bool:
@@ -270,7 +269,6 @@ class MicroBatch:
         if environment.watchers != self._around.watchers:
             raise NotGrouped("somebody watches operators or packs saved tensors within the loss")
         self._entering = environment.entering(self._around)
-        self._is_confined = self._layers[0].context.confines_autocast()
         self.key = (
             tuple((each.shape, each.dtype) for each in tensors_of((*args, *kwargs.values()))),
             environment.surroundings.autocast,
@@ -287,7 +285,9 @@ class MicroBatch:
         self.states[index].restore()
         if any(each._version != version for each, version in self._seen.values()):
             raise NotGrouped("what layers are called with changes before they run")
-        with self._entering(), torch.enable_grad(), layer.context.confined(self._is_confined):
+        # Around all, a region goes on, and keeps what it has cast.
+        is_confined = not self._around.surroundings.is_autocast
+        with self._entering(), torch.enable_grad(), layer.context.confined(is_confined):
             given = self._cuts[index].take()
             result = layer.forward(
                 tuple(given if value is INPUT else value for value in args),

@@ -147,7 +147,9 @@ def _same(left: Any, right: Any) -> bool:
 def _hold_same(left: Any, right: Any) -> bool:
     """Whether two copies of containers have the same elements."""
     mine, others = _elements(left), _elements(right)
-    return len(mine) == len(others) and all(map(_same, mine, others))
+    return len(mine) == len(others) and (
+        all(map(is_, mine, others)) or all(map(_same, mine, others))
+    )
 
 
 def _elements(container: Any) -> list[Any]:

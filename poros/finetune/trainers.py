@@ -250,8 +250,7 @@ def _arguments(
         "disable_tqdm": True,
         "use_cpu": device.type == "cpu",
         "dataloader_pin_memory": device.type != "cpu",
-        # The base computes in its own dtype, and the adapter in its own.
-        "bf16": False,
+        "bf16": recipe.is_autocast(device.type),
         "fp16": False,
         # A streamed layer is recomputed as it is.
         "gradient_checkpointing": False,

@@ -15,27 +15,46 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def cached_cast(parameter: torch.Tensor) -> torch.Tensor | None:
+def cached_cast(
+    parameter: torch.Tensor, empty: dict[int, torch.Tensor] | None = None
+) -> torch.Tensor | None:
     """The cast that the active autocast region keeps of ``parameter``, made if there is none yet.
 
     The cast hangs in the graph behind the parameter, as it does for each operator that uses it.
 
     Args:
         parameter: Of one dimension or more.
+        empty: Matrices without columns, by their rows, for a row of calls within one region.
 
     Returns:
         In the region's dtype, in whatever shape; None if the region keeps none of it.
     """
-    if parameter.dtype != torch.float32 or not parameter.dim():
+    kind = parameter.device.type
+    if not (parameter.dtype is torch.float32 and parameter.dim()):
         return None
-    # Any operator that autocast runs in the low precision; of nothing. It saves the cast.
-    nothing = parameter.new_empty(parameter.shape[-1], 0, requires_grad=True)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-        product: Any = torch.matmul(parameter, nothing)
-        node = product.grad_fn
+    if not torch.is_autocast_enabled(kind):
+        return None
+    rows, was_enabled = parameter.shape[-1], torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if packs:
+        torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
+    try:
+        # Any operator that autocast runs in the low precision; of nothing. It saves the cast.
+        nothing = None if empty is None else empty.get(rows)
+        if nothing is None:
+            dtype = torch.get_autocast_dtype(kind)
+            nothing = parameter.new_empty(rows, 0, dtype=dtype, requires_grad=True)
+        if empty is not None:
+            empty[rows] = nothing
+        node: Any = torch.matmul(parameter, nothing).grad_fn
         while not hasattr(node, "_saved_self"):
             node = node.next_functions[0][0]
         cast: torch.Tensor = node._saved_self
+    finally:
+        if packs:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._set_grad_enabled(was_enabled)
     return cast if cast.dtype != parameter.dtype else None
 
 
@@ -44,7 +63,7 @@ def require_current(name: str, reused: Sequence[tuple[torch.Tensor, torch.Tensor
 
     Args:
         name: The layer's qualified name.
-        reused: Casts, each with its parameter; no graph.
+        reused: Casts, each with its parameter.
 
     Raises:
         UnsupportedModelError: If so.
@@ -53,7 +72,9 @@ def require_current(name: str, reused: Sequence[tuple[torch.Tensor, torch.Tensor
         return
     # Of the bits: a fused optimizer's step does not count as an edit.
     are_same = [
-        torch.eq(cast.view(torch.int16).flatten(), now.to(cast.dtype).view(torch.int16).flatten())
+        torch.eq(
+            *(each.detach().to(cast.dtype).view(torch.int16).flatten() for each in (cast, now))
+        )
         for cast, now in reused
     ]
     if not torch.cat(are_same).all():

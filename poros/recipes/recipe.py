@@ -168,6 +168,12 @@ class TrainingPart:
         "--lora-plus",
         "LoRA+: ratio of the rates of B and A, about 16.",
     )
+    bf16: bool | str = _setting(
+        "auto",
+        switch("auto"),
+        "--bf16",
+        "Multiply in bfloat16 (autocast), adapters kept as they are; auto: on a GPU.",
+    )
     beta: float = _setting(0.1, real(0, is_above=True), "--beta", "Of DPO: nearness to the base.")
     label_smoothing: float | None = _setting(
         None, real(0, 0.9), "--label-smoothing", "Share of the target that all tokens get."
@@ -221,6 +227,12 @@ class Recipe:
     training: TrainingPart = field(default_factory=TrainingPart)
     memory: MemoryPart = field(default_factory=MemoryPart)
     output: OutputPart = field(default_factory=OutputPart)
+
+    def is_autocast(self, device_type: str) -> bool:
+        """Whether adapters are multiplied in bfloat16, whatever they are kept in."""
+        if self.training.bf16 == "auto":
+            return device_type == "cuda" and self.model.dtype == "bfloat16"
+        return bool(self.training.bf16)
 
     @property
     def is_packed(self) -> bool:

@@ -28,7 +28,7 @@ from poros.errors import RematerializationError
 from poros.replay.call import LayerCall
 from poros.replay.facts import CallFacts
 from poros.replay.forms import Form
-from poros.replay.routing import RegionCasts, Terms, hand_in
+from poros.replay.routing import Terms, hand_in
 from poros.replay.uses import Source, Uses
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class RematerializeLayer(torch.autograd.Function):
         uses: Uses = ctx.facts.uses
         for source, terms in ctx.terms.items():
             terms.given = [found[use] for use in uses.several[source]]
-        return (*[None] * 7, *(None if use is None else found[use] for use in uses.single))
+        return (*[None] * 7, *[None if use is None else found[use] for use in uses.single])
 
 
 def rematerialize(
@@ -117,10 +117,8 @@ def rematerialize(
         kept: Of its tensors, those that autograd is to keep.
         captures: Replays its backward.
     """
-    casts = RegionCasts() if facts.gives_casts else None
-    given, terms = hand_in(call.tensors, call.parameters, facts.uses, casts)
-    if casts is not None:
-        casts.require_current(call.layer.name)
+    sources = call.tensors, call.parameters
+    given, terms = hand_in(*sources, facts.uses, facts.gives_casts, call.layer.name)
     outputs = RematerializeLayer.apply(*(call, form, facts, captures, terms, results, kept), *given)
     # Autograd keeps them from here on, and releases them after backward.
     call.tensors = ()

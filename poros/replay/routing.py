@@ -147,35 +147,12 @@ class OneByOne(torch.autograd.Function):
         return (None, *(ctx.terms.take() or [None] * ctx.number))
 
 
-class RegionCasts:
-    """The casts of one layer's parameters in the region of one of its forwards."""
-
-    def __init__(self) -> None:
-        self._reused: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Casts that were there before, each with its parameter."""
-
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The cast that the region keeps of ``parameter``, with its graph, in its shape."""
-        before = torch._C._autograd._get_sequence_nr()
-        cast = cached_cast(parameter)
-        if cast is None:
-            return parameter
-        node = cast.grad_fn
-        if node is None or node._sequence_nr() < before:
-            self._reused.append((cast.detach(), parameter.detach()))
-        return cast.view(parameter.shape)
-
-    def require_current(self, name: str) -> None:
-        """Raise ``UnsupportedModelError`` if one is not that of its parameter in layer ``name``."""
-        reused, self._reused = self._reused, []
-        require_current(name, reused)
-
-
 def hand_in(
     tensors: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
     uses: Uses,
-    casts: RegionCasts | None,
+    gives_casts: bool,
+    name: str,
 ) -> tuple[list[torch.Tensor], Mapping[Source, Terms]]:
     """What a layer's Function is given, so that gradients arrive as in a resident run.
 
@@ -183,21 +160,41 @@ def hand_in(
         tensors: What the layer was given.
         parameters: Its trained parameters.
         uses: How it uses both.
-        casts: Of the region, if gradients go through them.
+        gives_casts: Whether gradients go through the casts that the autocast region keeps.
+        name: The layer's qualified name.
 
     Returns:
         A tensor for each source; and the terms to be given of those that are used several times.
+
+    Raises:
+        UnsupportedModelError: If a cast is of its parameter before an update.
     """
     several, sources = uses.several, (*tensors, *parameters)
+    first = torch._C._autograd._get_sequence_nr()
+    casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    empty: dict[int, torch.Tensor] = {}
     aliases: dict[Source, list[torch.Tensor]] = {}
     for use in reversed(uses.order):
         source = uses.sources[use]
         tensor = sources[source.number]
-        if source.is_cast and casts is not None:
-            tensor = casts.of(tensor)
-        # A tensor has its gradient before any parameter has, without an alias.
-        is_aliased = source.number >= len(tensors) or source in several
+        cast = cached_cast(tensor, empty) if gives_casts and source.is_cast else None
+        if cast is not None:
+            casts.append((cast, tensor))
+            tensor = cast if cast.shape == tensor.shape else cast.view(tensor.shape)
+        # A tensor has its gradient before any parameter has, and a cast has a node of its own.
+        is_aliased = source in several or (source.number >= len(tensors) and cast is None)
         aliases.setdefault(source, []).append(tensor[...] if is_aliased else tensor)
+    # A vector is a matrix there, so its cast is a view, made now.
+    require_current(
+        name,
+        [
+            (cast, parameter)
+            for cast, parameter in casts
+            if cast.dim() != parameter.dim()
+            or cast.grad_fn is None
+            or cast.grad_fn._sequence_nr() < first
+        ],
+    )
     terms = {source: Terms() for source in several}
     # Made after all aliases, so that none of them is waited for out of turn.
     return [

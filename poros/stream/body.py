@@ -60,8 +60,7 @@ class ModelContext:
         captures: Visits that are recorded and replayed; None if all of them run.
         fallbacks: What was not as usual, one line each; each was logged once.
         in_place: Gives what is called in place of layers, if that is still there.
-        is_confined: Whether layers, called by others than the model's code, would be called in an
-            autocast region that ends with the model; None when the model's code calls them.
+        is_confined: Whether each call of a layer has an autocast region of its own.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class ModelContext:
         self.frugal: set[type] = set()
         self.fallbacks: list[str] = []
         self.in_place: Callable[[], Watcher | None] | None = None
-        self.is_confined: bool | None = None
+        self.is_confined = False
 
     def fall_back(self, what: str, why: str) -> None:
         """Note that something is not as usual, and log it once."""
@@ -101,20 +100,20 @@ class ModelContext:
 
     @contextmanager
     def confined(self, is_confined: bool) -> Iterator[None]:
-        """Have the layers called in the body as in such a region, or outside of one."""
+        """Whether each call of a layer in the body has an autocast region of its own."""
         self.is_confined = is_confined
         try:
             yield
         finally:
-            self.is_confined = None
+            self.is_confined = False
 
     def confines_autocast(self) -> bool:
         """Whether the active region ends with the call of the model that runs now.
 
         Accelerate wraps the forward of a model in one: nobody else can use a parameter in it.
         """
-        if self.is_confined is not None:
-            return self.is_confined
+        if self.is_confined:
+            return True
         nesting = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         frame = inspect.currentframe() if nesting == 2 else None
@@ -269,7 +268,7 @@ class LayerBody:
             self._look_at_tensors(contents.modules()[0])
             contents.note_tensors()
         for module in self._contents.adapter_modules:
-            if module.merged:
+            if module.merged_adapters:
                 raise PreparedModelError(
                     f"{self.name}: expected separate adapters, found {module.merged_adapters} "
                     "merged into the base, which the slots do not see. Call poros.restore(model) "

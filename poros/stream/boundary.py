@@ -49,8 +49,11 @@ class StreamedLayer(LayerBody):
         if self.index == 0:
             refuse_outer_graph(self.name)
         given = (args, kwargs)
-        args = tuple(self._without_cache(value) for value in args)
-        kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
+        if self.drop_caches(args, kwargs):
+            args = tuple(None if isinstance(value, Cache) else value for value in args)
+            kwargs = {
+                key: None if isinstance(value, Cache) else value for key, value in kwargs.items()
+            }
         if self.cast_trained_biases():
             condition = self.condition()
         if self.weights.is_pinned:
@@ -111,23 +114,21 @@ class StreamedLayer(LayerBody):
         with self.visit(Phase.INFERENCE):
             return self.run(args, kwargs)
 
-    def drop_caches(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Have empty KV caches among the arguments known as such that stay empty."""
-        for value in (*args, *kwargs.values()):
-            self._without_cache(value)
+    def drop_caches(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Have empty KV caches among the arguments known as such that stay empty; whether any is.
 
-    def _without_cache(self, value: Any) -> Any:
-        """None for an empty KV cache, to which the recomputation would append a second time."""
-        if not isinstance(value, Cache):
-            return value
-        self._refuse_dropped_cache(value)
-        if value.get_seq_length() > 0:
-            raise UnsupportedModelError(
-                f"{self.name}: expected an empty KV cache while gradients are enabled, found one "
-                "that is in use. Decode under torch.no_grad(), or pass use_cache=False"
-            )
-        self._dropped_caches.add(value)
-        return None
+        The layer is not given them: its recomputation would append a second time.
+        """
+        caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
+        for cache in caches:
+            self._refuse_dropped_cache(cache)
+            if cache.get_seq_length() > 0:
+                raise UnsupportedModelError(
+                    f"{self.name}: expected an empty KV cache while gradients are enabled, found "
+                    "one that is in use. Decode under torch.no_grad(), or pass use_cache=False"
+                )
+            self._dropped_caches.add(cache)
+        return bool(caches)
 
     def _refuse_dropped_cache(self, value: Any) -> None:
         if isinstance(value, Cache) and value in self._dropped_caches:

@@ -202,7 +202,7 @@ class RecomputedCall:
         reused = [
             (cast, parameter) for parameter in casts if (cast := cached_cast(parameter)) is not None
         ]
-        require_current(layer.name, [(cast.detach(), now.detach()) for cast, now in reused])
+        require_current(layer.name, reused)
         return result
 
     def _begin(self, _: object) -> None:

@@ -153,11 +153,13 @@ AROUND = {
         base=lambda b: adapted(b, lora_dropout=0.1, layers_to_transform=[1])
     ),
     "inputs that require gradients": program(lambda model: model.enable_input_require_grads()),
-    "autocast around all": program(
-        end="an autocast region around",
-        base=lambda bases: dense(bases, dtype=torch.float32),
-        around=partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False),
-    ),
+    **{
+        f"autocast around all, {'with' if has_cache else 'without'} a cache": program(
+            base=lambda bases: dense(bases, dtype=torch.float32),
+            around=partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=has_cache),
+        )
+        for has_cache in (True, False)
+    },
 }
 
 

@@ -21,7 +21,7 @@ from poros.errors import (
     SlotStateError,
     UnsupportedModelError,
 )
-from poros.replay.routing import RegionCasts
+from poros.kernels.autocast import cached_cast
 from poros.stream.boundary import is_streamed
 from tests.exact import hazards as H
 from tests.exact import hooks
@@ -284,14 +284,14 @@ def test_a_buffer_that_the_layers_own_forward_replaces(bases: Bases) -> None:
 
 def test_a_region_that_ends_with_the_model_makes_no_casts(bases: Bases, monkeypatch: Patch) -> None:
     """They would be kept until the region ends."""
-    made: set[RegionCasts] = set()
-    genuine = RegionCasts.of
+    made: list[Any] = []
 
-    def of(self: RegionCasts, parameter: Any) -> torch.Tensor:
-        made.add(self)
-        return genuine(self, parameter)
+    def noted(parameter: torch.Tensor, of_layer: Any) -> torch.Tensor | None:
+        if not any(each is of_layer for each in made):
+            made.append(of_layer)
+        return cached_cast(parameter, of_layer)
 
-    monkeypatch.setattr(RegionCasts, "of", of)
+    monkeypatch.setattr("poros.replay.routing.cached_cast", noted)
     model = on_tapes(S.FP32_DENSE(bases))
     uncached = R.with_penalty(R.penalty, R.uncached)
     for program, count in ((R.penalty_by_accelerate, 0), (R.penalty_outside, 3), (uncached, 0)):

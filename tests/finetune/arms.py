@@ -13,10 +13,13 @@ COMMON = {
     "training__learning_rate": 1e-3,
 }
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sft, packed": ("messages", {"data__packing": True}),
+    "sft, packed": ("messages", {"data__packing": True, "training__bf16": True}),
     "sft, padded": ("messages", {"data__packing": False, "training__steps": 3}),
-    "dpo": ("preferences", {"training__method": "dpo"}),
-    "dora": ("completions", {"adapter__kind": "dora", "training__steps": 3}),
+    "dpo": ("preferences", {"training__method": "dpo", "training__bf16": True}),
+    "dora": (
+        "completions",
+        {"adapter__kind": "dora", "training__steps": 3, "training__bf16": True},
+    ),
     "lora+": ("text", {"training__lora_plus": 16, "training__steps": 3}),
     "schedule-free": ("text", {"training__optimizer": "schedule_free_adamw", "training__steps": 3}),
     "smoothed": (
@@ -34,6 +37,10 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bfloat16 adapter": ("text", {"adapter__dtype": "bfloat16", "training__steps": 3}),
+    "bfloat16 adapter, bf16": (
+        "text",
+        {"adapter__dtype": "bfloat16", "training__steps": 3, "training__bf16": True},
+    ),
     "dense base": ("text", {"model__quantization": "none", "training__steps": 3}),
     "validation": (
         "completions",

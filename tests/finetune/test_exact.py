@@ -24,7 +24,10 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SLOW = ("schedule-free", "lora+", "validation", "bfloat16 adapter", "dense base")
+SLOW = (
+    *("schedule-free", "lora+", "validation", "bfloat16 adapter", "dense base"),
+    "bfloat16 adapter, bf16",
+)
 """What they have others have, or the tests below."""
 
 

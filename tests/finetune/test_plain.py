@@ -48,7 +48,7 @@ def test_streamed_equals_plain(
     form = "preferences" if kind == "dpo" else "messages"
     more: dict[str, Any] = {"training__method": "dpo"} if kind == "dpo" else {}
     if kind != "dpo":
-        more["data__packing"] = kind == "packed"
+        more["data__packing"] = more["training__bf16"] = kind == "packed"
     source = {"model__source": model, "data__source": data / f"{form}.jsonl"}
     found = []
     for name, make in (("plain", plain), ("streamed", streamed)):

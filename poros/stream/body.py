@@ -289,7 +289,8 @@ class LayerBody:
         if self._known is not None:
             return self._known
         self.context.visits.end_all()
-        found = Condition(self)
+        contents = self.contents()  # or stock is taken again
+        found = Condition(self.name, contents, self._staying, self.weights)
         if self._is_in_a_row:
             self._known = found
         return found
@@ -311,10 +312,6 @@ class LayerBody:
     def staying(self, adapters: Sequence[AdapterPlace]) -> StayingState:
         """What stays on the device, and what lies in the places of frozen ``adapters``, now."""
         return self._staying.state(adapters)
-
-    def edited_since(self, before: StayingState) -> str | None:
-        """The name of a tensor that stays on the device and is not what it was ``before``."""
-        return self._staying.changed(before)
 
     def offload(self, tensor: torch.Tensor) -> OffloadedInput | None:
         """Have the layer's input wait for its backward on the host; None to keep it here."""

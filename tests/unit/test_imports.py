@@ -52,7 +52,6 @@ CLOSING = {
     ("poros.stream.body", "poros.accumulation.calls"),
     ("poros.stream.body", "poros.replay.captures"),
     ("poros.stream.body", "poros.self_check.check"),
-    ("poros.stream.condition", "poros.stream.body"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}

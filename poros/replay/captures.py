@@ -39,13 +39,13 @@ import torch
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
 from poros.replay.call import CHECK, LayerCall
 from poros.replay.facts import CallFacts
-from poros.replay.forms import Form, HeldGraphs, Kind, LooseTensors, Replayed, SharedMemory
+from poros.replay.forms import Form, HeldGraphs, LooseTensors, Replayed, SharedMemory
 from poros.replay.graphs import Recorder
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
-from poros.stream.body import LayerBody
+from poros.stream.body import Kind, LayerBody
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash
 from poros.utils.logging_setup import ProgressLog

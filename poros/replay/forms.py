@@ -8,7 +8,7 @@ state around it, the same tensors of the layer at the same addresses.
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +17,8 @@ from poros.replay.call import LayerCall
 from poros.replay.facts import CallFacts
 from poros.replay.graphs import Fixed, FixedMemory, Recording
 from poros.replay.uses import Around, Uses
+from poros.stream.body import Kind
 from poros.stream.condition import Condition
-
-Kind = Literal["recomputed", "kept", "inference"]
-"""Of a call: recomputed in backward, with its graph kept until then, or without a backward."""
 
 
 @dataclass

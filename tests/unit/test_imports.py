@@ -49,9 +49,6 @@ CLOSING = {
     ("poros", "poros.reporting.telemetry"),
     ("poros.model.runtime", "poros.self_check.check"),
     ("poros.model.stats", "poros.model.runtime"),
-    ("poros.stream.body", "poros.accumulation.calls"),
-    ("poros.stream.body", "poros.replay.captures"),
-    ("poros.stream.body", "poros.self_check.check"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}

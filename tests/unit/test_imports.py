@@ -47,8 +47,6 @@ LAZY = {"gates", "examples"}
 CLOSING = {
     ("poros", "poros.loaders.load"),
     ("poros", "poros.reporting.telemetry"),
-    ("poros.model.runtime", "poros.self_check.check"),
-    ("poros.model.stats", "poros.model.runtime"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}

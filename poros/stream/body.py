@@ -65,7 +65,7 @@ class Replayer(Protocol):
         """Replay a call of a layer if it is recorded, else run it; return its result."""
 
 
-class InPlace(Protocol):
+class StandIn(Protocol):
     """Is called in place of layers: ``poros.accumulation.calls``."""
 
     begins: bool
@@ -128,7 +128,7 @@ class ModelContext:
         self.captures: Replayer | None = None
         self.frugal: set[type] = set()
         self.fallbacks: list[str] = []
-        self.in_place: Callable[[], InPlace | None] | None = None
+        self.in_place: Callable[[], StandIn | None] | None = None
         self.is_confined: bool | None = None
 
     def fall_back(self, what: str, why: str) -> None:

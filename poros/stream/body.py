@@ -327,7 +327,7 @@ class LayerBody:
         if self._known is not None:
             return self._known
         self.context.visits.end_all()
-        contents = self.contents()  # or stock is taken again
+        contents = self.contents()  # first: it may take stock again
         found = Condition(self.name, contents, self._staying, self.weights)
         if self._is_in_a_row:
             self._known = found

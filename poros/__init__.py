@@ -17,9 +17,8 @@ _checkout = Path(__file__).resolve().parents[1]
 if (_checkout / "pyproject.toml").is_file() and not (Path(__file__).parent / "loaders").exists():
     __path__.append(str(_checkout))
 
-__version__ = "0.1.0"
-
 _HOME = {
+    "__version__": "poros.utils.versions",
     "StreamingPolicy": "poros.config",
     "Limits": "poros.loaders.limits",
     "BlockMajorMixin": "poros.accumulation.trainer",
@@ -55,7 +54,7 @@ _HOME = {
     "OptimizerError": "poros.errors",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = [*_HOME]
 
 if TYPE_CHECKING:
     from poros.accumulation.loop import accumulate as accumulate
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan as MemoryPlan
     from poros.planning.planner import plan as plan
     from poros.reporting.telemetry import log_streaming as log_streaming
+    from poros.utils.versions import __version__ as __version__
 
 
 def __getattr__(name: str) -> Any:

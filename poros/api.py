@@ -278,7 +278,7 @@ def kernel_stats(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``num_fused_adapters``, ``num_unfused_adapters``, ``num_left_out_adapters``, ``lora_paths``,
-        as ``Runtime.stats`` has them (see ``poros.model.stats``).
+        as ``Runtime.stats`` has them.
 
     Raises:
         PreparedModelError: If no adapter of the model runs a kernel of ours.

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
@@ -16,11 +16,9 @@ from transformers.cache_utils import Cache
 from poros.errors import UnsupportedModelError
 from poros.kernels.hooks import has_hooks
 from poros.stream.args import PLAIN
+from poros.stream.body import LayerBody
 from poros.stream.state import Surroundings
 from poros.stream.within import Within
-
-if TYPE_CHECKING:
-    from poros.stream.boundary import StreamedLayer
 
 OTHER_VALUES = (
     "expected a loss that calls the model with the same values each time it is computed for a "
@@ -196,7 +194,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(each)
 
 
-def require_unheard(layer: "StreamedLayer") -> None:
+def require_unheard(layer: LayerBody) -> None:
     """Raise ``NotGrouped`` if somebody listens at the layer's own door."""
     module = layer.module()
     if module is not None and has_hooks(module):
@@ -221,7 +219,7 @@ class Watcher:
     def __init__(
         self,
         micro_batch: Any,
-        take: Callable[[int, "StreamedLayer", tuple[Any, ...], dict[str, Any]], Any],
+        take: Callable[[int, LayerBody, tuple[Any, ...], dict[str, Any]], Any],
         *,
         begins: bool = False,
     ) -> None:
@@ -231,7 +229,7 @@ class Watcher:
         self.reason: NotGrouped | UnsupportedModelError | None = None
         self._take = take
 
-    def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, layer: LayerBody, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of the forward of a layer."""
         try:
             found = self._take(self.num_calls, layer, args, kwargs)
@@ -243,7 +241,7 @@ class Watcher:
 
 
 @contextmanager
-def watching(layers: Sequence["StreamedLayer"], watcher: Watcher) -> Iterator[None]:
+def watching(layers: Sequence[LayerBody], watcher: Watcher) -> Iterator[None]:
     """Have ``watcher`` called in place of layers. It is held here alone: with this it goes."""
     context = layers[0].context
     if context.in_place is not None and context.in_place() is not None:

@@ -23,7 +23,7 @@ Source:
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,12 +36,10 @@ from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import MicroBatch
 from poros.accumulation.unchanged import Around, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
+from poros.stream.boundary import StreamedLayer
+from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
 from poros.stream.settings import Settings
-
-if TYPE_CHECKING:
-    from poros.stream.boundary import StreamedLayer
-    from poros.stream.condition import Condition
 
 
 class _Mispredicted(Exception):
@@ -69,7 +67,7 @@ class Group:
     def __init__(
         self,
         modules: Modules,
-        layers: Sequence["StreamedLayer"],
+        layers: Sequence[StreamedLayer],
         table: DrawTable,
         ranks: Ranks,
         code: Sequence[Any] = (),
@@ -227,11 +225,11 @@ class Group:
                 "micro-batch, without poros.accumulate or block-major trainers"
             )
 
-    def _require_condition(self, index: int, condition: "Condition") -> None:
+    def _require_condition(self, index: int, condition: Condition) -> None:
         if not condition.equals(self._layers[index].condition()):
             raise NotGrouped("layers that the loss changes while it runs")
 
-    def _run_first(self, batch: MicroBatch, condition: "Condition") -> None:
+    def _run_first(self, batch: MicroBatch, condition: Condition) -> None:
         """Run the first layer, and plan the states of the others."""
         with self._layers[0].in_a_row():
             self._require_condition(0, condition)
@@ -397,7 +395,7 @@ def _after(parameter: nn.Parameter) -> object:
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
-def _kind(layer: "StreamedLayer") -> Hashable:
+def _kind(layer: StreamedLayer) -> Hashable:
     """Equal for layers that draw alike, for inputs of one shape."""
     return tuple(
         (type(module), own.get("p"), own.get("attention_dropout"))

@@ -23,7 +23,7 @@ Note: Cuts
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -47,11 +47,10 @@ from poros.accumulation.calls import (
 from poros.accumulation.draws import NONE
 from poros.errors import PorosError, UnsupportedModelError
 from poros.stream.args import is_shared_mapping, recorded_outputs
+from poros.stream.body import LayerBody
+from poros.stream.boundary import StreamedLayer
+from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
-
-if TYPE_CHECKING:
-    from poros.stream.boundary import StreamedLayer
-    from poros.stream.condition import Condition
 
 Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, Iterable[torch.Tensor]], None]
 """Takes the gradients of a part of the graph of one micro-batch: the edge behind it, the gradient
@@ -150,9 +149,9 @@ class MicroBatch:
 
     def __init__(
         self,
-        layers: Sequence["StreamedLayer"],
+        layers: Sequence[StreamedLayer],
         around: Environment,
-        conditions: list["Condition"],
+        conditions: list[Condition],
     ) -> None:
         self._trained: Sequence[torch.Tensor] = ()
         self._around = self._environment = around
@@ -216,7 +215,7 @@ class MicroBatch:
         raise NotGrouped("the model does not call all of its layers with gradients enabled")
 
     def _note(
-        self, index: int, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, index: int, layer: LayerBody, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of the model's code; gives the input on, as if the layer had done nothing."""
         given = input_of(args, kwargs)
@@ -250,7 +249,7 @@ class MicroBatch:
             self._version = self._given._version
         return self._given
 
-    def _require_alike(self, index: int, layer: "StreamedLayer") -> None:
+    def _require_alike(self, index: int, layer: LayerBody) -> None:
         """Each layer is to compute the same for all micro-batches, whenever it is called."""
         require_unheard(layer)
         if index == len(self._conditions):
@@ -426,7 +425,7 @@ class MicroBatch:
     def _pass_by(
         self,
         place: int,
-        layer: "StreamedLayer",
+        layer: LayerBody,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -437,7 +436,8 @@ class MicroBatch:
 
         ``is_ahead``: not for good, so without a graph. ``is_known``: see ``_compare``.
         """
-        layer.drop_caches(args, kwargs)
+        if place < len(self._layers):
+            self._layers[place].drop_caches(args, kwargs)
         given = input_of(args, kwargs)
         again = NotedCall.of(args, kwargs, given, self._again[-1] if self._again else None)
         if place < len(self._noted):

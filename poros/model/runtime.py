@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -22,24 +22,37 @@ from poros.model.inspect import Inventory, require_checked
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer, shape_of
-from poros.model.stats import collect, described, held_num_bytes, nothing_checked
+from poros.model.stats import adapter_counts, attention_of, held_num_bytes, nothing_checked
+from poros.replay.captures import EXPECTED
 from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
-from poros.stream.body import ModelContext
+from poros.stream.body import LayerCheck, ModelContext
 from poros.stream.boundary import StreamedLayer, is_streamed, refuse_tracing, streamed_layer
 from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
 from poros.stream.visit import Binding, LayerBindings
-from poros.streams import StreamContext
+from poros.streams import StreamContext, gb_per_s
+from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
-    from poros.self_check.check import SelfCheck
 
 _KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
+
+
+class StepCheck(LayerCheck, Protocol):
+    """Looks at the first step: ``poros.self_check.check``."""
+
+    def findings(self) -> dict[str, Any]:
+        """The value of ``Runtime.self_check``."""
+
+    def watch_rows(
+        self, name: str, matrix: torch.Tensor, places: torch.Tensor | slice, rows: torch.Tensor
+    ) -> None:
+        """Check rows of a matrix in host memory that came to the device."""
 
 
 class Runtime:
@@ -272,22 +285,107 @@ class Runtime:
         return self._findings()
 
     def stats(self) -> dict[str, Any]:
-        """What has happened since ``prepare``, as plain numbers: see ``poros.model.stats``.
+        """What has happened since ``prepare``, as plain numbers.
+
+        Returns:
+            Of copies: ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was
+            still in its slot), ``h2d_num_bytes`` (bytes of those copies), ``h2d_ms`` and
+            ``h2d_gb_per_s`` (how long those took that are complete, on the device, and their rate),
+            ``stall_ms`` (for how long the device had nothing to do but wait for one of them).
+
+            Of memory: ``device_num_bytes`` (slots, blocks that stay, small frozen tensors,
+            constants of 4-bit weights), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes
+            in host memory, and the page-locked part of them), ``disk_num_bytes`` and
+            ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how long training has
+            waited for them), ``offloaded_num_bytes`` (host memory for inputs of layers),
+            ``num_resizes``.
+
+            Of the vocabulary: ``num_index_transfers`` and ``rows_num_bytes`` (tensors of token
+            numbers that came to the host, and bytes of the rows of matrices in host memory that
+            went to the device for them, or for what needs a part or all of one), ``head_num_bytes``
+            (bytes of the slices of the head that went there for the loss).
+
+            Of adapters: ``num_fused_adapters`` and ``num_unfused_adapters`` (calls of LoRA modules
+            that took ``poros.kernels.lora`` or ``.dora``, and that ran as PEFT has them),
+            ``num_left_out_adapters`` (those in recomputations whose result nobody needed, and which
+            was not computed). ``lora_paths``: which orders of products were taken (see
+            ``poros.model.stats.adapter_counts``).
+
+            ``num_replayed_visits`` and ``num_eager_visits``: visits of layers, forwards and
+            backwards, that were replayed from a recording, and that ran although visits are
+            recorded.
+
+            ``num_groups``: groups of micro-batches that went through the blocks together.
+
+            ``attention``: the attention implementation of transformers that the layers call, such
+            as ``sdpa`` or ``flash_attention_2``.
+
+            ``fallbacks``: one line each.
 
         Streams:
             Reads counters on the host, and events; waits for nothing.
         """
-        model, timings = self._model(), self._streams.timings()
-        return collect(self, model, timings, self._matrices_num_bytes, self._num_resizes)
+        host, head, rows, manager = self.host, self.head, self.rows, self.manager
+        captures, grouped, tally = self.captures, self.accumulation, self.tally
+        timings = self._streams.timings()
+        eager = captures.eager if captures is not None else {}
+        alone = grouped.alone if grouped is not None else {}
+        unfused = tally.unfused if tally is not None else {}
+        return {
+            "num_loads": manager.num_loads,
+            "num_hits": manager.num_hits,
+            "h2d_num_bytes": manager.h2d_num_bytes,
+            "device_num_bytes": self.device_num_bytes,
+            "host_num_bytes": host.num_bytes + self._matrices_num_bytes + head.num_bytes,
+            "pinned_num_bytes": host.pinned_num_bytes + head.pinned_num_bytes,
+            "disk_num_bytes": host.disk_num_bytes,
+            "disk_stall_ms": host.disk_stall_ms,
+            "offloaded_num_bytes": self.offloader.num_bytes,
+            "h2d_ms": timings.copy_ms,
+            "h2d_gb_per_s": gb_per_s(timings.num_bytes, timings.copy_ms),
+            "stall_ms": timings.stall_ms,
+            "num_index_transfers": rows.num_index_transfers,
+            "rows_num_bytes": rows.h2d_num_bytes,
+            "head_num_bytes": head.h2d_num_bytes,
+            "num_resizes": self._num_resizes,
+            **adapter_counts(tally),
+            "num_replayed_visits": captures.num_replays if captures is not None else 0,
+            "num_eager_visits": sum(eager.values()),
+            "attention": attention_of(self._model()),
+            "num_groups": grouped.num_groups if grouped is not None else 0,
+            "fallbacks": host.fallbacks
+            + self.offloader.fallbacks
+            + self.context.fallbacks
+            + rows.fallbacks
+            + [f"adapters ran as PEFT has them: {reason}" for reason in unfused]
+            + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]
+            + [f"micro-batches ran one after the other: {reason}" for reason in alone],
+        }
 
     def __repr__(self) -> str:
-        return described(self, self._model())
+        """Where the blocks are, what has happened, what was checked, in a few lines."""
+        model, stats, room = self._model(), self.stats(), self.room
+        name = "a model that is gone" if model is None else type(model).__name__
+        kept = f", {room.keep_last} layers keep their graph" if room.keep_last else ""
+        inputs = ", inputs of layers in host memory" if room.offload_inputs else ""
+        locked = "page-locked" if stats["pinned_num_bytes"] else "pageable"
+        number = self.num_blocks if self.num_slots == 0 else room.num_slots
+        lines = [
+            f"Runtime of {name} on {self.device}",
+            f"  {self.num_blocks} blocks, {number} on the device at a time{kept}{inputs}",
+            f"  {size(stats['host_num_bytes'])} in host memory ({locked}), "
+            f"{size(stats['device_num_bytes'])} on the device",
+            f"  {stats['num_loads']} copies of blocks, {size(stats['h2d_num_bytes'])} at "
+            f"{stats['h2d_gb_per_s']:.1f} GB/s; waited {stats['stall_ms']:.0f} ms for them",
+            f"  check of the first step: {self.self_check['status']}",
+        ]
+        return "\n".join([*lines, *(f"  {line}" for line in stats["fallbacks"])])
 
     def host_slab(self, block: int) -> torch.Tensor:
         """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
         return self.host.slabs[block].bytes
 
-    def watch_with(self, check: "SelfCheck") -> None:
+    def watch_with(self, check: StepCheck) -> None:
         """Have ``check`` see the first call of each layer and the first rows of each embedding."""
         self._findings = check.findings
         self.context.check = check

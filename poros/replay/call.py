@@ -19,13 +19,15 @@ import torch
 from torch import nn
 
 from poros.errors import RematerializationError
-from poros.replay.forms import CHECK, Form
 from poros.stream.args import RESULTS, recorded_outputs, tree_flatten, tree_unflatten
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput
 from poros.stream.rng import RngStash
 from poros.stream.state import AmbientState
+
+CHECK = "a check"
+"""Why a visit runs: somebody looks at it."""
 
 
 class LayerCall:
@@ -34,7 +36,6 @@ class LayerCall:
     Attributes:
         tensors: Distinct tensors among the arguments. Empty once autograd keeps them.
         offloaded: The first of them, if it waits for the backward on the host.
-        form: What is recorded of such calls, if they may be replayed.
     """
 
     def __init__(
@@ -57,7 +58,6 @@ class LayerCall:
         }
         self.tensors: Sequence[torch.Tensor] = tensors
         self.offloaded: OffloadedInput | None = None
-        self.form: Form | None = None
         self._module = layer.module()  # lives as long as its graph, as the parameters do
         self.ambient = AmbientState.capture(layer.device, condition.training)
         self._rng_end: RngStash | None = None
@@ -158,7 +158,7 @@ class LayerCall:
     def without_tensors(self) -> "LayerCall":
         """The same call, which holds nothing of what it was given or has made."""
         found = copy.copy(self)
-        found.tensors, found.offloaded, found.form, found._module = (), None, None, None
+        found.tensors, found.offloaded, found._module = (), None, None
         return found
 
     def surroundings(self) -> AbstractContextManager[object]:

@@ -32,34 +32,23 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
-from poros.replay.call import LayerCall
+from poros.replay.call import CHECK, LayerCall
 from poros.replay.facts import CallFacts
-from poros.replay.forms import (
-    CHECK,
-    Around,
-    Form,
-    HeldGraphs,
-    Kind,
-    LooseTensors,
-    Replayed,
-    SharedMemory,
-)
+from poros.replay.forms import Form, HeldGraphs, LooseTensors, Replayed, SharedMemory
 from poros.replay.graphs import Recorder
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
-from poros.replay.uses import Observation, walk
+from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
+from poros.stream.body import Kind, LayerBody
+from poros.stream.condition import Condition
 from poros.stream.rng import RngStash
 from poros.utils.logging_setup import ProgressLog
-
-if TYPE_CHECKING:
-    from poros.stream.body import LayerBody
-    from poros.stream.condition import Condition
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +120,10 @@ class Captures:
     def call(
         self,
         kind: Kind,
-        layer: "LayerBody",
+        layer: LayerBody,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        condition: "Condition",
+        condition: Condition,
         run: Callable[[], Any],
         beside: Callable[[], Any] | None = None,
     ) -> Any:
@@ -226,10 +215,11 @@ class Captures:
         form.num_replays += 1
         if form.kind == "inference":
             return facts.result_of(results)
-        call.form, form.in_flight = form, weakref.ref(call)
+        form.in_flight = weakref.ref(call)
         if form.kind == "kept":
-            self._held.add(call)
-        return rematerialize(call, form, facts, results, kept, self)
+            self._held.add(form)
+        differentiate = partial(self.backward, call, form, facts)
+        return rematerialize(call, form, facts, results, kept, differentiate)
 
     def _note_visit(self, form: Form) -> None:
         self.eager[form.refusal or NEW] += 1
@@ -360,12 +350,7 @@ class Captures:
 
     # ----------------------------------------------------------------- recording
 
-    def release(self, call: LayerCall) -> None:
-        """The graph of a call that was kept is not needed any more."""
-        if call.form is not None and call.form.in_flight() is call:
-            call.form.in_flight = lambda: None
-
-    def begin_pass(self, layers: Sequence["LayerBody"], is_on: bool = True) -> bool:
+    def begin_pass(self, layers: Sequence[LayerBody], is_on: bool = True) -> bool:
         """Record what has come often enough; not within a visit, nor in a backward.
 
         Args:
@@ -399,7 +384,7 @@ class Captures:
             logger.info("poros: recorded %d visits of layers in %.1f s", made, took / 1000)
         return self.num_recorded > num_before
 
-    def _wanted(self, layers: Sequence["LayerBody"]) -> list[tuple["LayerBody", Form]]:
+    def _wanted(self, layers: Sequence[LayerBody]) -> list[tuple[LayerBody, Form]]:
         found = []
         for layer in layers:
             least = _LEAST_VISITS + self._num_wasted[layer.index]
@@ -410,7 +395,7 @@ class Captures:
             ]
         return found
 
-    def _is_ready(self, layer: "LayerBody", form: Form) -> bool:
+    def _is_ready(self, layer: LayerBody, form: Form) -> bool:
         """Whether it can be recorded now: adapters may be switched off for a while, for one."""
         now = layer.condition()
         # A recording would run hooks once more than the program of the user.
@@ -418,14 +403,14 @@ class Captures:
             return False
         return form.forward is not None or self._makes_way(layer, form)
 
-    def _record(self, layer: "LayerBody", form: Form) -> None:
+    def _record(self, layer: LayerBody, form: Form) -> None:
         try:
             self._recordings.record(layer, form)
             self.num_recorded += 1
         except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
             self._refuse(layer, form, f"cannot be recorded: {str(error).splitlines()[0]}")
 
-    def _makes_way(self, layer: "LayerBody", form: Form) -> bool:
+    def _makes_way(self, layer: LayerBody, form: Form) -> bool:
         """Whether one more form may be recorded; if need be, the one goes that came last ago."""
         forms = self._forms[layer.index]
         recorded = [
@@ -457,7 +442,7 @@ class Captures:
             )
         self._refuse(call.layer, form, reason, different)
 
-    def _refuse(self, layer: "LayerBody", form: Form, reason: str, about: str = "") -> None:
+    def _refuse(self, layer: LayerBody, form: Form, reason: str, about: str = "") -> None:
         if reason not in self.eager:
             more = f" ({about})" if about else ""
             logger.warning("poros: %s runs as always, not replayed: %s%s", layer.name, reason, more)

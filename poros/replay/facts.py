@@ -5,22 +5,19 @@ For those that record it (``poros.replay.recording``): its tensors lie elsewhere
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from poros.errors import RematerializationError
 from poros.kernels.lazy_tensor import forget
+from poros.replay.call import LayerCall
 from poros.replay.graphs import Spec
 from poros.replay.routing import differentiate
-from poros.replay.uses import Uses
+from poros.replay.uses import Around, Uses
 from poros.stream.args import tree_unflatten
 from poros.stream.visit import proxy_leaves
 from poros.stream.within import Within
-
-if TYPE_CHECKING:
-    from poros.replay.call import LayerCall
-    from poros.replay.forms import Around
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -41,7 +38,7 @@ class CallFacts:
         gives_casts: Whether gradients of adapters that autocast casts are those of the casts.
     """
 
-    def __init__(self, call: "LayerCall", template: Any, results: Sequence[torch.Tensor]) -> None:
+    def __init__(self, call: LayerCall, template: Any, results: Sequence[torch.Tensor]) -> None:
         self._template = template
         self.forms = _forms(results)
         self._call = call.without_tensors()
@@ -110,7 +107,7 @@ class CallFacts:
         results: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         gradients: Gradients,
-        around: "Around",
+        around: Around,
         keeps_graph: bool = False,
     ) -> list[torch.Tensor | None]:
         """The gradients of ``results``, one for each use of a source.

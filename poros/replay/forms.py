@@ -8,38 +8,17 @@ state around it, the same tensors of the layer at the same addresses.
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from poros.replay.call import LayerCall
+from poros.replay.facts import CallFacts
 from poros.replay.graphs import Fixed, FixedMemory, Recording
-from poros.stream.state import Surroundings
-
-if TYPE_CHECKING:
-    from poros.replay.call import LayerCall
-    from poros.replay.facts import CallFacts
-    from poros.replay.uses import Uses
-    from poros.stream.condition import Condition
-
-CHECK = "a check"
-"""Why a visit runs: somebody looks at it."""
-
-Kind = Literal["recomputed", "kept", "inference"]
-"""Of a call: recomputed in backward, with its graph kept until then, or without a backward."""
-
-
-class Around(NamedTuple):
-    """What a backward ran under. Equal ones do the same work."""
-
-    arriving: tuple[bool, ...]
-    """Which results have a gradient."""
-    surroundings: Surroundings
-
-    @classmethod
-    def capture(cls, arriving: tuple[bool, ...], device: torch.device) -> "Around":
-        """Of the backward that runs now."""
-        return cls(arriving, Surroundings.capture(device))
+from poros.replay.uses import Around, Uses
+from poros.stream.body import Kind
+from poros.stream.condition import Condition
 
 
 @dataclass
@@ -118,7 +97,7 @@ class Form:
 
     kind: Kind
     conditions: Hashable
-    condition: "Condition"
+    condition: Condition
     """Of the layer, when it came last."""
     loose: LooseTensors
     dense_address: int | None = None
@@ -128,7 +107,7 @@ class Form:
     """Its number among all visits of the layer."""
     num_replays: int = 0
     """Of its forward."""
-    facts: "CallFacts | None" = None
+    facts: CallFacts | None = None
     """What calls that ran have shown, for those that replay."""
     forward: Replayed | None = None
     backwards: dict[Around, Replayed | None] = field(default_factory=dict)
@@ -153,21 +132,26 @@ class Form:
         recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
         return any(each is None for each in recorded)
 
-    def is_in(self, now: "Condition") -> bool:
+    def is_in(self, now: Condition) -> bool:
         """Whether its calls do the same in this condition: a call's other state is equal."""
         return self.loose.are_the_same() and now.reads_as(self.condition)
 
-    def is_there(self, call: "LayerCall") -> bool:
+    def is_there(self, call: LayerCall) -> bool:
         """Whether what its recorded backward reads is still that of the forward of ``call``."""
         is_same = self.dense_address == call.layer.dense_address
         return is_same and (self.kind != "kept" or self.in_flight() is call)
 
-    def learn(self, facts: "CallFacts", uses: "Uses", around: Around) -> None:
+    def learn(self, facts: CallFacts, uses: Uses, around: Around) -> None:
         """A call that ran has been differentiated, and has shown ``uses``."""
         if self.facts is None and self.refusal is None:
             facts.learn(uses)
             self.facts = facts
             self.backwards.setdefault(around, None)
+
+    def release(self, call: LayerCall) -> None:
+        """The graph of a call that was kept is not needed any more."""
+        if self.in_flight() is call:
+            self.in_flight = lambda: None
 
     def drop_graph(self) -> None:
         """Have the forward of a layer that keeps its graph recorded anew, with its backwards."""
@@ -180,24 +164,20 @@ class Form:
 
 
 class HeldGraphs:
-    """Calls whose graph lies in the memory of a recording, until their backward."""
+    """Forms with a call whose graph lies in the memory of a recording, until its backward."""
 
     def __init__(self) -> None:
-        self._calls: list[weakref.ref[LayerCall]] = []
+        self._forms: list[weakref.ref[Form]] = []
 
-    def add(self, call: "LayerCall") -> None:
-        self._calls.append(weakref.ref(call))
+    def add(self, form: Form) -> None:
+        self._forms.append(weakref.ref(form))
 
     def would_lose(self, form: Form) -> bool:
-        """Whether replaying the forward of ``form`` could overwrite one of them."""
-        self._calls = [known for known in self._calls if _is_held(known())]
-        calls = (known() for known in self._calls)
-        forms = [call.form for call in calls if call is not None and call.form is not None]
-        return form.forward is not None and any(other.order > form.order for other in forms)
-
-
-def _is_held(call: "LayerCall | None") -> bool:
-    return call is not None and call.form is not None and call.form.in_flight() is call
+        """Whether replaying the forward of ``form`` could overwrite one of these graphs."""
+        forms = [known() for known in self._forms]
+        held = [each for each in forms if each is not None and each.in_flight() is not None]
+        self._forms = list(map(weakref.ref, held))
+        return form.forward is not None and any(other.order > form.order for other in held)
 
 
 class SharedMemory(FixedMemory):

@@ -13,19 +13,17 @@ Note: Memory
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from poros.replay.forms import Around, Form, Replayed, SharedMemory
+from poros.replay.call import LayerCall
+from poros.replay.facts import CallFacts
+from poros.replay.forms import Form, Replayed, SharedMemory
 from poros.replay.graphs import Fixed, Recorder, Spec
+from poros.replay.uses import Around
 from poros.slots.schedule import Phase
 from poros.stream.attention import AttentionKernels, unchanged_flags
-
-if TYPE_CHECKING:
-    from poros.replay.call import LayerCall
-    from poros.replay.facts import CallFacts
-    from poros.stream.body import LayerBody
+from poros.stream.body import LayerBody
 
 Tensors = Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
@@ -44,7 +42,7 @@ class Recordings:
         self._memory = memory
         self._num_held = 0
 
-    def record(self, layer: "LayerBody", form: Form) -> None:
+    def record(self, layer: LayerBody, form: Form) -> None:
         """Record what is wanted of ``form``. Not within a visit.
 
         Raises:
@@ -75,7 +73,7 @@ class Recordings:
                 with unchanged_flags(), AttentionKernels(deterministic=True):
                     form.deterministic[around] = self._backward(form, facts, around, afresh=True)
 
-    def _forward(self, form: Form, facts: "CallFacts") -> Replayed:
+    def _forward(self, form: Form, facts: CallFacts) -> Replayed:
         given = self._memory.of("inputs", facts.specs)
         gives: list[Fixed] = []
         is_kept = form.kind == "kept"
@@ -94,7 +92,7 @@ class Recordings:
         return Replayed(recording, given, gives[0], places)
 
     def _backward(
-        self, form: Form, facts: "CallFacts", around: Around, afresh: bool = False
+        self, form: Form, facts: CallFacts, around: Around, afresh: bool = False
     ) -> Replayed:
         """The gradients of a call; ``afresh`` with its forward, whatever is kept."""
         arriving = [
@@ -116,7 +114,7 @@ class Recordings:
         return self._gradients(given, values, facts)
 
     def _of_kept(
-        self, form: Form, facts: "CallFacts", around: Around, arriving: Sequence[Spec]
+        self, form: Form, facts: CallFacts, around: Around, arriving: Sequence[Spec]
     ) -> Replayed:
         inputs, results = form.held
         given = self._memory.of("arriving", arriving)
@@ -131,7 +129,7 @@ class Recordings:
         self,
         given: Fixed,
         values: Callable[[], list[torch.Tensor | None]],
-        facts: "CallFacts",
+        facts: CallFacts,
     ) -> Replayed:
         made: list[tuple[Fixed, list[int | None]]] = []
 
@@ -170,7 +168,7 @@ def _spread(arrived: Tensors, around: Around) -> list[torch.Tensor | None]:
     return [next(gradients) if arrives else None for arrives in around.arriving]
 
 
-def varies(call: "LayerCall", facts: "CallFacts", tensors: Tensors) -> bool:
+def varies(call: LayerCall, facts: CallFacts, tensors: Tensors) -> bool:
     """Whether the gradients of such a call need not repeat themselves; not within a visit."""
     with (
         call.layer.visit(Phase.BACKWARD, facts.leaves),
@@ -182,7 +180,7 @@ def varies(call: "LayerCall", facts: "CallFacts", tensors: Tensors) -> bool:
 
 
 def with_steady_attention(
-    facts: "CallFacts", tensors: Tensors, gradients: Gradients, around: "Around"
+    facts: CallFacts, tensors: Tensors, gradients: Gradients, around: Around
 ) -> list[torch.Tensor | None]:
     """The gradients of a call from the random state of now, by attention that repeats itself."""
     with facts.recording(draws_anew=True), unchanged_flags(), AttentionKernels(deterministic=True):

@@ -19,8 +19,8 @@ gradients enabled: a kernel that looks at the grad mode (a fused attention backe
 same path in the forward, in the recomputation and in a resident run.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -31,8 +31,9 @@ from poros.replay.forms import Form
 from poros.replay.routing import Terms, hand_in
 from poros.replay.uses import Source, Uses
 
-if TYPE_CHECKING:
-    from poros.replay.captures import Captures
+Gradients = Sequence[torch.Tensor | None]
+Differentiate = Callable[[Sequence[torch.Tensor], Gradients], Gradients]
+"""Takes what autograd has kept for a call, and the gradients of its results."""
 
 
 class RematerializeLayer(torch.autograd.Function):
@@ -57,7 +58,7 @@ class RematerializeLayer(torch.autograd.Function):
         call: LayerCall,
         form: Form,
         facts: CallFacts,
-        captures: "Captures",
+        differentiate: Differentiate,
         terms: Mapping[Source, Terms],
         results: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
@@ -65,7 +66,7 @@ class RematerializeLayer(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.form, ctx.facts = call, form, facts
-        ctx.captures, ctx.terms = captures, terms
+        ctx.differentiate, ctx.terms = differentiate, terms
         ctx.save_for_backward(*kept)
         outputs = tuple(result.detach() for result in results)
         ctx.mark_non_differentiable(
@@ -88,11 +89,11 @@ class RematerializeLayer(torch.autograd.Function):
             )
         tensors: Sequence[torch.Tensor] = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
-        found = ctx.captures.backward(call, ctx.form, ctx.facts, tensors, gradients)
+        found = ctx.differentiate(tensors, gradients)
         # As autograd releases saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
-            ctx.captures.release(call)
+            ctx.form.release(call)
         uses: Uses = ctx.facts.uses
         for source, terms in ctx.terms.items():
             terms.given = [found[use] for use in uses.several[source]]
@@ -105,7 +106,7 @@ def rematerialize(
     facts: CallFacts,
     results: Sequence[torch.Tensor],
     kept: Sequence[torch.Tensor],
-    captures: "Captures",
+    differentiate: Differentiate,
 ) -> Any:
     """Have the backward of ``call`` recompute it; the layer's result in its own form.
 
@@ -115,11 +116,13 @@ def rematerialize(
         facts: What is known of such calls.
         results: Of its forward.
         kept: Of its tensors, those that autograd is to keep.
-        captures: Replays its backward.
+        differentiate: Its backward, replayed or run.
     """
     sources = call.tensors, call.parameters
     given, terms = hand_in(*sources, facts.uses, facts.gives_casts, call.layer.name)
-    outputs = RematerializeLayer.apply(*(call, form, facts, captures, terms, results, kept), *given)
+    outputs = RematerializeLayer.apply(
+        *(call, form, facts, differentiate, terms, results, kept), *given
+    )
     # Autograd keeps them from here on, and releases them after backward.
     call.tensors = ()
     return facts.result_of(outputs)

@@ -26,8 +26,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from poros.errors import UnsupportedModelError
-from poros.replay.forms import Around
 from poros.stream.general import weakly
+from poros.stream.state import Surroundings
 
 CAST = "ToCopyBackward0"
 
@@ -51,6 +51,19 @@ class Use(NamedTuple):
     """Which of the gradients that the operator gives is the source's."""
     end: Any
     """The node that the edge leads to."""
+
+
+class Around(NamedTuple):
+    """What a backward ran under. Equal ones do the same work."""
+
+    arriving: tuple[bool, ...]
+    """Which results have a gradient."""
+    surroundings: Surroundings
+
+    @classmethod
+    def capture(cls, arriving: tuple[bool, ...], device: torch.device) -> "Around":
+        """Of the backward that runs now."""
+        return cls(arriving, Surroundings.capture(device))
 
 
 class Uses:

@@ -8,9 +8,9 @@ them, as the forward has found them.
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -29,12 +29,50 @@ from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.stream.staying import Staying, StayingState
 from poros.stream.visit import BlockVisit, LayerBindings, ProxyLeaf, Visits
 
-if TYPE_CHECKING:
-    from poros.accumulation.calls import Watcher
-    from poros.replay.captures import Captures
-    from poros.self_check.check import SelfCheck
-
 logger = logging.getLogger(__name__)
+
+Kind = Literal["recomputed", "kept", "inference"]
+"""Of a call: recomputed in backward, with its graph kept until then, or without a backward."""
+
+
+class LayerCheck(Protocol):
+    """Looks at the first calls of layers: ``poros.self_check.check``."""
+
+    @property
+    def unchecked(self) -> Container[int]:
+        """Layers whose next call is to be checked."""
+
+    def watch(self, index: int, run: Callable[[], Any], arguments: tuple[Any, Any]) -> Any:
+        """Run the forward of a layer, and check it."""
+
+    def watch_bytes(self, index: int, buffer: torch.Tensor) -> None:
+        """Check the bytes over which a layer keeps its graph."""
+
+
+class Replayer(Protocol):
+    """Replays visits that it has recorded: ``poros.replay.captures``."""
+
+    def call(
+        self,
+        kind: Kind,
+        layer: "LayerBody",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: Condition,
+        run: Callable[[], Any],
+        beside: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Replay a call of a layer if it is recorded, else run it; return its result."""
+
+
+class StandIn(Protocol):
+    """Is called in place of layers: ``poros.accumulation.calls``."""
+
+    begins: bool
+    """Whether the model makes room for the micro-batch."""
+
+    def call(self, layer: "LayerBody", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place of the forward of a layer."""
 
 
 class ModelContext:
@@ -84,12 +122,12 @@ class ModelContext:
         self.dense = dense
         self.visits = Visits()
         self.offloader: ActivationOffloader | None = None
-        self.check: SelfCheck | None = None
+        self.check: LayerCheck | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
-        self.captures: Captures | None = None
+        self.captures: Replayer | None = None
         self.frugal: set[type] = set()
         self.fallbacks: list[str] = []
-        self.in_place: Callable[[], Watcher | None] | None = None
+        self.in_place: Callable[[], StandIn | None] | None = None
         self.is_confined = False
 
     def fall_back(self, what: str, why: str) -> None:
@@ -288,7 +326,8 @@ class LayerBody:
         if self._known is not None:
             return self._known
         self.context.visits.end_all()
-        found = Condition(self)
+        contents = self.contents()  # first: it may take stock again
+        found = Condition(self.name, contents, self._staying, self.weights)
         if self._is_in_a_row:
             self._known = found
         return found
@@ -310,10 +349,6 @@ class LayerBody:
     def staying(self, adapters: Sequence[AdapterPlace]) -> StayingState:
         """What stays on the device, and what lies in the places of frozen ``adapters``, now."""
         return self._staying.state(adapters)
-
-    def edited_since(self, before: StayingState) -> str | None:
-        """The name of a tensor that stays on the device and is not what it was ``before``."""
-        return self._staying.changed(before)
 
     def offload(self, tensor: torch.Tensor) -> OffloadedInput | None:
         """Have the layer's input wait for its backward on the host; None to keep it here."""

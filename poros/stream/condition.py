@@ -9,21 +9,26 @@ adapters act in many places, and training on after such a change is hardly ever 
 from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from poros.errors import RematerializationError
-from poros.stream.staying import StayingState
-
-if TYPE_CHECKING:
-    from poros.stream.body import LayerBody
+from poros.stream.layer_index import LayerIndex
+from poros.stream.staying import Staying, StayingState
+from poros.stream.visit import BlockVisit
 
 _training, _version = attrgetter("training"), attrgetter("_version")
 
 
 class Condition:
     """Of one layer, now.
+
+    Args:
+        name: The layer's qualified name.
+        contents: Its modules.
+        staying: The tensors of its base that stay on the device.
+        weights: Those that stream.
 
     Attributes:
         contents: Its modules.
@@ -37,9 +42,11 @@ class Condition:
         training: The training flag of each module.
     """
 
-    def __init__(self, layer: "LayerBody") -> None:
-        self._layer = layer
-        self.contents = contents = layer.contents()
+    def __init__(
+        self, name: str, contents: LayerIndex, staying: Staying, weights: BlockVisit
+    ) -> None:
+        self._name, self._staying, self._weights = name, staying, weights
+        self.contents = contents
         self.trained = trained = contents.adapters()
         self.parameters = trained.parameters
         self.versions = list(map(_version, self.parameters))
@@ -58,7 +65,7 @@ class Condition:
     @cached_property
     def staying(self) -> StayingState:
         """What stays on the device, and the frozen adapters that act."""
-        return self._layer.staying(self.frozen)
+        return self._staying.state(self.frozen)
 
     @cached_property
     def addresses(self) -> Any:
@@ -67,7 +74,7 @@ class Condition:
             self.trained.ids,
             self.trained.where,
             [mark and (*mark[:2], mark[2][1:]) for mark in self.staying.marks],
-            id(self._layer.weights.bindings),
+            id(self._weights.bindings),
         )
 
     def note(self) -> "Condition":
@@ -110,7 +117,7 @@ class Condition:
             if versions.get(id(parameter), parameter._version) != parameter._version
         )
         raise RematerializationError(
-            f"{self._layer.name}: expected adapters that only training changes, found that its "
+            f"{self._name}: expected adapters that only training changes, found that its "
             f"own forward edits {edited}, as OFT does with coft=True. The "
             "recomputation in backward would edit it a second time, so it cannot be streamed. "
             "Use an adapter that does not (coft=False), or call poros.restore(model) and train "
@@ -132,7 +139,7 @@ class Condition:
         self._same = before, staying
 
     def _change_since(self, before: "Condition", staying: StayingState | None) -> str | None:
-        name = self._layer.name
+        name = self._name
         if self.contents is not before.contents:
             return (
                 f"{name}: expected the modules of the forward, found others at its backward; add "
@@ -154,7 +161,7 @@ class Condition:
                 f"{name}: expected its adapters as they were at the forward, found one edited in "
                 "place between forward and backward; edit it after backward"
             )
-        edited = None if staying is None else self._layer.edited_since(staying)
+        edited = None if staying is None else self._staying.changed(staying)
         if edited is not None:
             return (
                 f"{edited}: expected it as it was at the forward, found it edited, cast or "

@@ -1,6 +1,8 @@
-"""The installed releases of the libraries that bits can depend on."""
+"""The release of Poros, and the installed ones of the libraries that bits can depend on."""
 
 from importlib.metadata import PackageNotFoundError, version
+
+__version__ = "0.1.0"
 
 LIBRARIES = (
     "torch",
@@ -20,8 +22,6 @@ def library_versions(*names: str) -> dict[str, str]:
     Args:
         *names: Of distributions; all of ``LIBRARIES`` if there are none. Left out if not installed.
     """
-    from poros import __version__
-
     found = {"poros": __version__}
     for name in names or LIBRARIES:
         try:

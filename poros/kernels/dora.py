@@ -20,10 +20,11 @@ from torch import nn
 from poros.kernels.compose import Tier, compose, compose_backward
 from poros.kernels.dequantize import dequantize
 from poros.kernels.forwards import has_own_forward
-from poros.kernels.gated import parts_of, saved_tensors
-from poros.kernels.linear4bit import module_class, times
+from poros.kernels.gated import parts_of
+from poros.kernels.linear4bit import module_class
 from poros.kernels.lora import drop, drop_backward, dropout_of
 from poros.kernels.nf4 import state_of
+from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
 
 

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.kernels.gated import parts_of, saved_tensors
+from poros.kernels.gated import parts_of
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.linear4bit import times
+from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
 from poros.utils.devices import runs_triton
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poros.kernels.gated import parts_of, saved_tensors
+from poros.kernels.gated import parts_of
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.linear4bit import times
 from poros.kernels.lora import Added, add_scaled, drop, drop_backward, dropout_of, sum_dtype
+from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from poros.errors import UnsupportedModelError
 from poros.host.layout import BlockLayout
-from poros.host.store import HostSlab
+from poros.host.slab import HostSlab
 from poros.kernels.nf4 import Format
 from poros.planning.request import Speeds
 from poros.streams import StreamContext, gb_per_s, streams_for

@@ -13,8 +13,8 @@ from poros.errors import RematerializationError
 from poros.kernels.lazy_tensor import forget
 from poros.replay.graphs import Spec
 from poros.replay.routing import differentiate
+from poros.replay.template import tree_unflatten
 from poros.replay.uses import Uses
-from poros.stream.args import tree_unflatten
 from poros.stream.visit import proxy_leaves
 from poros.stream.within import Within
 

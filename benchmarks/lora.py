@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -82,11 +82,8 @@ def run(layer: Any, given: Given, tally: KernelStats | None) -> tuple[list[torch
         note_last([result])
     del result
     torch.cuda.set_rng_state(state)
-    if tally is not None:
-        tally.begin()
-    result = layer(hidden, **given.kwargs)
-    if tally is not None:
-        tally.end()
+    with nullcontext() if tally is None else tally.recomputing():
+        result = layer(hidden, **given.kwargs)
     forget([result])
     kept = torch.cuda.memory_allocated()
     gradients = torch.autograd.grad(result, [hidden, *given.trained], given.arriving)

@@ -65,19 +65,28 @@ class KernelStats:
         self.is_recording = False
         self._left_out: list[tuple[_Forward, LazyTensor]] | None = None
 
-    def begin(self, leaves_out: bool = True) -> None:
-        """A recomputation begins.
+    @contextmanager
+    def recomputing(self, leaves_out: bool = True) -> Iterator[None]:
+        """A layer is recomputed in the body.
+
+        Results that were left out release their inputs at the end; what was read after all is not
+        left out again.
 
         Args:
-            leaves_out: Whether its result is there already, so that what only adds to it may be
-                left out.
+            leaves_out: Whether the layer's result is there already, so that what only adds to it
+                may be left out.
         """
-        self._left_out = [] if leaves_out else None
-
-    def end(self) -> None:
-        """End a recomputation, and release the inputs of results that were left out."""
-        left_out, self._left_out = self._left_out, None
-        forget([tensor for _, tensor in left_out or ()])
+        left_out: list[tuple[_Forward, LazyTensor]] | None = [] if leaves_out else None
+        self._left_out = left_out
+        try:
+            yield
+            for forward, tensor in left_out or ():
+                forward.is_read |= tensor.is_formed
+                self.num_left_out += not tensor.is_formed
+        finally:
+            if self._left_out is left_out:
+                self._left_out = None
+            forget([tensor for _, tensor in left_out or ()])
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -97,12 +106,6 @@ class KernelStats:
                 yield
         finally:
             self.is_recording = False
-
-    def settle(self) -> None:
-        """The recomputation has run. What it has read after all is not left out again."""
-        for forward, tensor in self._left_out or ():
-            forward.is_read |= tensor.is_formed
-            self.num_left_out += not tensor.is_formed
 
     def leaves_out(self, forward: "_Forward") -> bool:
         """Whether the result of that module need not be computed now."""

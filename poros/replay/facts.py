@@ -4,7 +4,7 @@ For those that record it (``poros.replay.recording``): its tensors lie elsewhere
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,15 +88,8 @@ class CallFacts:
             RematerializationError: If it gives tensors of another form than the forward.
         """
         tally = self._call.layer.context.tally
-        try:
-            if tally is not None:
-                tally.begin(leaves_out)
+        with nullcontext() if tally is None else tally.recomputing(leaves_out):
             results = self.run(inputs)
-            if tally is not None:
-                tally.settle()
-        finally:
-            if tally is not None:
-                tally.end()
         forget(results)
         if _forms(results) != self.forms:
             raise RematerializationError(

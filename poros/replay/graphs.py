@@ -5,16 +5,16 @@ who replays it has to know that both are still right. The random state is read w
 and advances then as it did when it was recorded.
 """
 
-import gc
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
-from poros.streams import recording_stream
+from poros.cuda_streams import recording_stream
+from poros.stream.within import without_collector
 
 MOST_FLOP = 1e12
 """Of the products of one layer's forward. With more, a device is busy with one layer for longer
@@ -88,7 +88,8 @@ class CudaRecorder(Recorder):
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), _without_collector():
+        # What Python's collector would free may wait for the device, which cannot be recorded.
+        with torch.cuda.stream(self._stream), without_collector():
             try:
                 # Other threads may use CUDA meanwhile: loaders do, to lock pages.
                 graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
@@ -128,18 +129,6 @@ class CudaRecorder(Recorder):
             self._stream = None
             # PyTorch keeps those of cuBLAS for each stream, in memory of the recordings.
             torch._C._cuda_clearCublasWorkspaces()
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """What Python's collector would free may wait for the device, which cannot be recorded."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Pool:

@@ -126,8 +126,7 @@ class BlockManager:
         if is_new_visit and slot.block == block and slot.state is SlotState.READY:
             self.num_hits += 1
         self.prefetch(block)
-        if self._journal is not None:
-            self._note("acquire", block)
+        self._note("acquire", block)
         # Held before anything else is loaded, so that a wrong prediction cannot take the slot; and
         # not held if that fails, because the caller never gets to release what it did not get.
         before, slot.state = slot.state, SlotState.IN_USE
@@ -168,8 +167,7 @@ class BlockManager:
             raise _bad_state("release", block, slot, "in use by this block")
         slot.released = self._streams.record()
         slot.state = SlotState.READY
-        if self._journal is not None:
-            self._note("release", block)
+        self._note("release", block)
 
     def evict(self, block: int) -> None:
         """Forget ``block``, held or not: the next access loads it anew.

@@ -43,7 +43,7 @@ from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
 from poros.stream.state import AmbientState
 from poros.stream.visit import ProxyLeaf
-from poros.stream.within import SavedTensorHooks
+from poros.stream.within import SavedTensorHooks, without_collector
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -328,26 +328,20 @@ class RecomputedCall:
         args, kwargs = _fresh(args), _fresh(self._kwargs)
         tally = layer.context.tally
         is_unwatched = not (self._condition.has_hooks or layer.is_compiled)
-        try:
-            if tally is not None:
-                # A mode that sees operators would see tensors without values.
-                tally.begin(is_unwatched and not torch._C._len_torch_dispatch_stack())
-            with (
-                layer.context.watching_graph() or nullcontext(),
-                layer.visit(Phase.BACKWARD, self._leaves) as slot,
-                self._ambient.but_random(contents.modules()),
-                self._start.replay(),
-                torch.enable_grad(),
-                SavedTensorHooks(store, _refuse_backward),
-            ):
-                memory = slot.untyped_storage().data_ptr()
-                result = layer.run(args, kwargs)
-                ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
-            if tally is not None:
-                tally.settle()
-        finally:
-            if tally is not None:
-                tally.end()
+        # A mode that sees operators would see tensors without values.
+        leaves_out = is_unwatched and not torch._C._len_torch_dispatch_stack()
+        with (
+            nullcontext() if tally is None else tally.recomputing(leaves_out),
+            layer.context.watching_graph() or nullcontext(),
+            layer.visit(Phase.BACKWARD, self._leaves) as slot,
+            self._ambient.but_random(contents.modules()),
+            self._start.replay(),
+            torch.enable_grad(),
+            SavedTensorHooks(store, _refuse_backward),
+        ):
+            memory = slot.untyped_storage().data_ptr()
+            result = layer.run(args, kwargs)
+            ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
         forget(tree_leaves(result))
         if not ends_alike:
             raise RematerializationError(
@@ -441,18 +435,13 @@ def _noting_nodes(first: int, is_watched: bool) -> Iterator[list[Any]]:
     if not is_watched:
         yield found
         return
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collector():
         yield found
         found += [
             each
             for each in gc.get_objects(generation=0)
             if _is_of_others(each) and each._sequence_nr() >= first
         ]
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _is_of_others(node: Any) -> bool:

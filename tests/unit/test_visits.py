@@ -17,9 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from poros import streams as streams_module
+from poros import cuda_streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
+from poros.cuda_streams import CudaStreams
 from poros.replay.remat import RematerializeLayer
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import training_visits
@@ -29,7 +30,7 @@ from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.layer_index import LayerIndex
 from poros.stream.rng import RngStash
-from poros.streams import CudaStreams, EagerStreams, Event
+from poros.streams import EagerStreams, Event
 from tests.fake_cuda import FakeCuda
 from tests.slots import Slots
 from tests.snapshots import batches, build

@@ -15,14 +15,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import config_of, random_model, with_lora
-from poros.kernels.adapters import KernelStats, note_last
+from poros.kernels.adapters import KernelStats, Recomputation, note_last
 from poros.kernels.forwards import unpatch
 from poros.kernels.lazy_tensor import forget
 from poros.kernels.use import patch
@@ -82,7 +82,7 @@ def run(layer: Any, given: Given, tally: KernelStats | None) -> tuple[list[torch
         note_last([result])
     del result
     torch.cuda.set_rng_state(state)
-    with nullcontext() if tally is None else tally.recomputing():
+    with Recomputation(tally):
         result = layer(hidden, **given.kwargs)
     forget([result])
     kept = torch.cuda.memory_allocated()

@@ -4,12 +4,13 @@ For those that record it (``poros.replay.recording``): its tensors lie elsewhere
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from poros.errors import RematerializationError
+from poros.kernels.adapters import Recomputation
 from poros.kernels.lazy_tensor import forget
 from poros.replay.graphs import Spec
 from poros.replay.routing import differentiate
@@ -87,8 +88,7 @@ class CallFacts:
         Raises:
             RematerializationError: If it gives tensors of another form than the forward.
         """
-        tally = self._call.layer.context.tally
-        with nullcontext() if tally is None else tally.recomputing(leaves_out):
+        with Recomputation(self._call.layer.context.tally, leaves_out):
             results = self.run(inputs)
         forget(results)
         if _forms(results) != self.forms:

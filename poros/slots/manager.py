@@ -126,7 +126,8 @@ class BlockManager:
         if is_new_visit and slot.block == block and slot.state is SlotState.READY:
             self.num_hits += 1
         self.prefetch(block)
-        self._note("acquire", block)
+        if self._journal is not None:
+            self._note("acquire", block)
         # Held before anything else is loaded, so that a wrong prediction cannot take the slot; and
         # not held if that fails, because the caller never gets to release what it did not get.
         before, slot.state = slot.state, SlotState.IN_USE
@@ -167,7 +168,8 @@ class BlockManager:
             raise _bad_state("release", block, slot, "in use by this block")
         slot.released = self._streams.record()
         slot.state = SlotState.READY
-        self._note("release", block)
+        if self._journal is not None:
+            self._note("release", block)
 
     def evict(self, block: int) -> None:
         """Forget ``block``, held or not: the next access loads it anew.

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -232,7 +231,7 @@ def read_a_value(patch: pytest.MonkeyPatch) -> None:
 
 def copy_inputs(patch: pytest.MonkeyPatch) -> None:
     clone = torch.enable_grad()(torch.clone)
-    patch.setattr(general, "_fresh", partial(tree_map_only, torch.Tensor, clone))
+    patch.setattr(general, "copied", lambda value, _: tree_map_only(torch.Tensor, clone, value))
 
 
 def copy_twice(patch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,8 @@ from poros.replay.forms import (
     Kind,
     LooseTensors,
     Replayed,
-    SharedMemory,
 )
-from poros.replay.graphs import Recorder
+from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
 from poros.replay.uses import Observation, walk

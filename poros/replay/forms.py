@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from poros.replay.graphs import Fixed, FixedMemory, Recording
+from poros.replay.graphs import Fixed, Recording, SharedMemory
 from poros.stream.state import Surroundings
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Replayed:
     is_proved: bool = False
 
     def run(
-        self, sources: Sequence[torch.Tensor], memory: "SharedMemory"
+        self, sources: Sequence[torch.Tensor], memory: SharedMemory
     ) -> list[torch.Tensor | None]:
         """Replay it on ``sources``; what it gives, in memory of its own."""
         memory.fill(self.given, sources)
@@ -183,51 +183,12 @@ class HeldGraphs:
     """Calls whose graph lies in the memory of a recording, until their backward."""
 
     def __init__(self) -> None:
-        self._calls: list[weakref.ref[LayerCall]] = []
+        self._calls: weakref.WeakSet[LayerCall] = weakref.WeakSet()
 
     def add(self, call: "LayerCall") -> None:
-        self._calls.append(weakref.ref(call))
+        self._calls.add(call)
 
     def would_lose(self, form: Form) -> bool:
         """Whether replaying the forward of ``form`` could overwrite one of them."""
-        self._calls = [known for known in self._calls if _is_held(known())]
-        calls = (known() for known in self._calls)
-        forms = [call.form for call in calls if call is not None and call.form is not None]
+        forms = [each.form for each in self._calls if each.form and each.form.in_flight() is each]
         return form.forward is not None and any(other.order > form.order for other in forms)
-
-
-def _is_held(call: "LayerCall | None") -> bool:
-    return call is not None and call.form is not None and call.form.in_flight() is call
-
-
-class SharedMemory(FixedMemory):
-    """Fixed memory that knows what was last copied into it."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._pass = 0
-
-    def begin_pass(self) -> None:
-        """From now on nothing is taken to be there already."""
-        self._pass += 1
-
-    def fill(self, fixed: Fixed, sources: Sequence[torch.Tensor]) -> None:
-        """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""
-        known: Any = fixed.filled
-        if known is None or known[0] != self._pass:
-            known = fixed.filled = (self._pass, [None] * len(sources))
-        filled = known[1]
-        missing = [
-            number
-            for number, (source, last) in enumerate(zip(sources, filled, strict=True))
-            if last is None or last[0]() is not source or last[1] != source._version
-        ]
-        if not missing:
-            return
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [fixed.tensors[number] for number in missing],
-                [sources[number].detach() for number in missing],
-            )
-        for number in missing:
-            filled[number] = weakref.ref(sources[number]), sources[number]._version

@@ -184,8 +184,8 @@ class Fixed:
             torch.empty(size, dtype=dtype, device=device) for (_, dtype), size in sizes.items()
         ]
         self.tensors = self._views(self._pieces)
-        self.filled: object = None
-        """What whoever fills them knows of what is in them."""
+        self.filled: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(specs)
+        """What was last copied into each, and its version then; None is anything."""
 
     @property
     def num_bytes(self) -> int:
@@ -202,8 +202,11 @@ class Fixed:
         ]
 
 
-class FixedMemory:
-    """The ``Fixed`` of one device: one for each list of specs, for as long as somebody has it."""
+class SharedMemory:
+    """The ``Fixed`` of one device: one for each list of specs, for as long as somebody has it.
+
+    It knows what was last copied into each.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -216,6 +219,28 @@ class FixedMemory:
         if known is None:
             known = self._known[key] = Fixed(specs, self._device, groups)
         return known
+
+    def begin_pass(self) -> None:
+        """From now on nothing is taken to be there already."""
+        for fixed in self._known.values():
+            fixed.filled = [None] * len(fixed.tensors)
+
+    def fill(self, fixed: Fixed, sources: Sequence[torch.Tensor]) -> None:
+        """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""
+        missing = [
+            number
+            for number, (source, last) in enumerate(zip(sources, fixed.filled, strict=True))
+            if last is None or last[0]() is not source or last[1] != source._version
+        ]
+        if not missing:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [fixed.tensors[number] for number in missing],
+                [sources[number].detach() for number in missing],
+            )
+        for number in missing:
+            fixed.filled[number] = weakref.ref(sources[number]), sources[number]._version
 
     @property
     def num_bytes(self) -> int:

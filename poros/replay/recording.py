@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poros.replay.forms import Around, Form, Replayed, SharedMemory
-from poros.replay.graphs import Fixed, Recorder, Spec
+from poros.replay.forms import Around, Form, Replayed
+from poros.replay.graphs import Fixed, Recorder, SharedMemory, Spec
 from poros.slots.schedule import Phase
 from poros.stream.attention import AttentionKernels, unchanged_flags
 

@@ -1,11 +1,26 @@
-"""What the autograd nodes of our own share: what they have kept, and results that are no views."""
+"""Nodes of autograd: those behind others, and what our own share.
 
+That is what they have kept, and results that are no views.
+"""
+
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from poros.errors import RematerializationError, UnsupportedModelError
+
+
+def nodes_from(roots: Iterable[Any], known: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes of a graph, each once: ``roots`` and all behind them, up to the ``known`` ones."""
+    queue, seen = list(roots), {None, *known}
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            queue += [following for following, _ in node.next_functions]
 
 
 def times(

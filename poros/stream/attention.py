@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from poros.kernels.nodes import nodes_from
 from poros.stream.settings import deterministic_flags, set_deterministic_flags
 from poros.stream.within import Within
 
@@ -111,17 +112,8 @@ def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
 
 def _nodes(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[Any]:
     """The backward nodes of attention between ``output`` and its inputs."""
-    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
-    queue, nodes = [output.grad_fn], []
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name().startswith(_NODE):
-            nodes.append(node)
-        queue += [following for following, _ in node.next_functions]
-    return nodes
+    nodes = nodes_from([output.grad_fn], [tensor.grad_fn for tensor in inputs])
+    return [node for node in nodes if node.name().startswith(_NODE)]
 
 
 def _enter(held: list[tuple[bool, bool]]) -> None:

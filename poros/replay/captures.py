@@ -51,6 +51,7 @@ from poros.replay.forms import (
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
+from poros.replay.routing import Gradients, Tensors
 from poros.replay.uses import Observation, walk
 from poros.slots.schedule import Phase
 from poros.stream.rng import RngStash
@@ -80,9 +81,6 @@ NEW = "a form that has not come often enough"
 ARGUMENTS = "arguments that a layer may write to"
 EXPECTED = (NEW, CHECK)
 """Reasons to run a visit that every run has."""
-
-Tensors = Sequence[torch.Tensor]
-Gradients = Sequence[torch.Tensor | None]
 
 
 class Captures:

@@ -13,7 +13,7 @@ from poros.errors import RematerializationError
 from poros.kernels.adapters import Recomputation
 from poros.kernels.lazy_tensor import forget
 from poros.replay.graphs import Spec
-from poros.replay.routing import differentiate
+from poros.replay.routing import Gradients, differentiate
 from poros.replay.template import tree_unflatten
 from poros.replay.uses import Uses
 from poros.stream.visit import proxy_leaves
@@ -22,8 +22,6 @@ from poros.stream.within import Within
 if TYPE_CHECKING:
     from poros.replay.call import LayerCall
     from poros.replay.forms import Around
-
-Gradients = Sequence[torch.Tensor | None]
 
 
 class CallFacts:

@@ -19,6 +19,7 @@ import torch
 
 from poros.replay.forms import Around, Form, Replayed
 from poros.replay.graphs import Fixed, Recorder, SharedMemory, Spec
+from poros.replay.routing import Gradients, Tensors
 from poros.slots.schedule import Phase
 from poros.stream.attention import AttentionKernels, unchanged_flags
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from poros.replay.call import LayerCall
     from poros.replay.facts import CallFacts
     from poros.stream.body import LayerBody
-
-Tensors = Sequence[torch.Tensor]
-Gradients = Sequence[torch.Tensor | None]
 
 
 class Recordings:

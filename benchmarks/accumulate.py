@@ -38,7 +38,8 @@ from benchmarks.loops import make_optimizer
 from benchmarks.models import config_of, random_model, with_lora
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
-from poros.streams import CudaStreams, Event
+from poros.cuda_streams import CudaStreams
+from poros.streams import Event
 
 Row = dict[str, Any]
 

@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import config_of, random_model, with_lora
-from poros.kernels.adapters import KernelStats, note_last
+from poros.kernels.adapters import KernelStats, Recomputation, note_last
 from poros.kernels.forwards import unpatch
 from poros.kernels.lazy_tensor import forget
 from poros.kernels.use import patch
@@ -82,11 +82,8 @@ def run(layer: Any, given: Given, tally: KernelStats | None) -> tuple[list[torch
         note_last([result])
     del result
     torch.cuda.set_rng_state(state)
-    if tally is not None:
-        tally.begin()
-    result = layer(hidden, **given.kwargs)
-    if tally is not None:
-        tally.end()
+    with Recomputation(tally):
+        result = layer(hidden, **given.kwargs)
     forget([result])
     kept = torch.cuda.memory_allocated()
     gradients = torch.autograd.grad(result, [hidden, *given.trained], given.arriving)

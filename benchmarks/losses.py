@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.models import config_of
+from poros.cuda_streams import streams_for
 from poros.head.loss import Slices, sliced_cross_entropy
 from poros.head.slices import SliceReader
-from poros.streams import streams_for
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of hidden states, the head and labels; the mean over tokens."""

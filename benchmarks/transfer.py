@@ -21,7 +21,8 @@ from benchmarks.loops import make_optimizer
 from benchmarks.report import Summary, TextRow, numbers, percentiles
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
-from poros.streams import CudaStreams, EagerStreams, Event, gb_per_s
+from poros.cuda_streams import CudaStreams
+from poros.streams import EagerStreams, Event, gb_per_s
 
 COLUMNS = (
     *("model", "quantization", "layers", "batch", "seq", "rank", "pass", "kind", "step", "phase"),

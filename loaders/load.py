@@ -13,10 +13,11 @@ import torch
 
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, StoreWriteError, quoted
+from poros.host.attached import attach_store
 from poros.host.disk import DiskStore
 from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.limits import require_host_memory
-from poros.host.store import HostStore, attach_store
+from poros.host.store import HostStore
 from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.build import fill, one_at_a_time, progress, quiet
 from poros.loaders.checkpoint import Checkpoint

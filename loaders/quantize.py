@@ -31,10 +31,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from poros.cuda_streams import streams_for
 from poros.errors import CheckpointFormatError, ParityError
 from poros.io.digests import PackedDigests
 from poros.kernels.nf4 import MOVING, NESTED_BLOCKSIZE, Format, Parts
-from poros.streams import Event, StreamContext, streams_for
+from poros.streams import Event, StreamContext
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState

@@ -20,7 +20,8 @@ from torch import nn
 from poros.errors import CheckpointFormatError, quoted
 from poros.host.layout import BlockLayout, TensorSpec, is_small
 from poros.host.limits import require_host_memory
-from poros.host.store import HostSlab, HostStore
+from poros.host.slab import HostSlab
+from poros.host.store import HostStore
 from poros.io.digests import PackedDigests
 from poros.kernels.nf4 import (
     BLOCKSIZES,

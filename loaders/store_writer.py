@@ -16,7 +16,8 @@ import torch
 
 from poros.errors import StoreWriteError, quoted
 from poros.host.layout import BlockLayout
-from poros.host.store import Arena, HostStore
+from poros.host.slab import Arena
+from poros.host.store import HostStore
 from poros.io.digests import as_bytes, digest_of, num_threads, sha256
 from poros.loaders.header import shown
 from poros.loaders.manifest import (

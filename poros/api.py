@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy, require_lora_paths
+from poros.cuda_streams import streams_for
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
 from poros.kernels.adapters import KernelStats, tally_of
 from poros.kernels.forwards import unpatch
@@ -23,7 +24,7 @@ from poros.replay.graphs import Recorder
 from poros.slots.schedule import Action
 from poros.stream.adapters import is_adapter_module
 from poros.stream.settings import settle
-from poros.streams import StreamContext, streams_for
+from poros.streams import StreamContext
 from poros.utils.devices import default_device, library_workspace, usable_device
 from poros.utils.formatting import size
 from poros.utils.logging_setup import show_info_by_default

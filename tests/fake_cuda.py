@@ -1,9 +1,10 @@
 """A CUDA of the worst kind, on a CPU: whatever no event orders may happen in any order.
 
-It stands in for the part of torch that ``poros.streams.CudaStreams`` uses. Every stream carries a
-vector clock; an event takes the clock of its stream, a wait merges it into that of another. Two
-accesses of the same memory, one of them a write, must be ordered by these clocks, else some GPU on
-some day runs them the other way round: ``SlotHazard`` (Lamport 1978; Fidge 1988 for the clocks).
+It stands in for the part of torch that ``poros.cuda_streams.CudaStreams`` uses. Every stream
+carries a vector clock; an event takes the clock of its stream, a wait merges it into that of
+another. Two accesses of the same memory, one of them a write, must be ordered by these clocks, else
+some GPU on some day runs them the other way round: ``SlotHazard`` (Lamport 1978; Fidge 1988 for the
+clocks).
 
 The allocator works like the caching allocator: memory that is freed is handed out again on the
 stream it came from, though kernels that are still queued there may use it. It waits only for the
@@ -126,7 +127,7 @@ class FakeTensor:
 
 
 class FakeCuda:
-    """Put it in the place of ``poros.streams.torch``: ``FakeCuda().torch``."""
+    """Put it in the place of ``poros.cuda_streams.torch``: ``FakeCuda().torch``."""
 
     def __init__(self) -> None:
         self.compute = FakeStream(name="compute stream")

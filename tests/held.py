@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from poros.streams import CudaStreams, Event
+from poros.cuda_streams import CudaStreams
+from poros.streams import Event
 from tests.hostile_streams import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, POISON
 
 _EQUAL_OR_GREATER = 0

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from poros.streams import CudaStreams, Event
+from poros.cuda_streams import CudaStreams
+from poros.streams import Event
 
 POISON = 0xFF
 MEGA = 1_000_000  # cycles of a GPU's clock: about half a millisecond

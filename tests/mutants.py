@@ -26,7 +26,7 @@ MANAGED = ("poros.slots.ring", "poros.slots.manager")
 """Whose calls of a ``StreamContext`` are mutated."""
 
 STREAM_METHODS = ("wait_event", "wait_stream", "record_stream", "record")
-"""What orders CUDA streams; mutated in ``poros.streams``."""
+"""What orders CUDA streams; mutated in ``poros.cuda_streams``."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ def stream_context_mutations(modules: Sequence[str] = MANAGED) -> list[Mutation]
 
 
 def cuda_mutations() -> list[Mutation]:
-    """Of every call in ``poros.streams`` that orders CUDA streams."""
-    return _mutations("poros.streams", _cuda_changes)
+    """Of every call in ``poros.cuda_streams`` that orders CUDA streams."""
+    return _mutations("poros.cuda_streams", _cuda_changes)
 
 
 def modules_that_order_streams() -> set[str]:
     """Modules of the package with a call that ``stream_context_mutations`` would mutate."""
     files = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
-    names = {".".join(("poros", *file.parts)) for file in files} - {"poros.streams"}
+    names = {".".join(("poros", *file.parts)) for file in files} - {"poros.cuda_streams"}
     return {name for name in names if _mutations(name, _context_changes)}
 
 

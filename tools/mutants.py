@@ -37,12 +37,12 @@ ROOT = Path(__file__).resolve().parents[1]
 STEP = tuple(
     f"poros/{folder}/{name}.py".replace("//", "/")
     for folder, names in {
-        "": "streams",
+        "": "cuda_streams streams",
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
-        "offload rng settings state staying visit "
+        "offload precision rng settings state staying visit "
         "within",
-        "replay": "call captures facts forms recording remat routing uses",
+        "replay": "call captures facts forms recording remat routing template uses",
         "model": "measuring runtime sizing",
     }.items()
     for name in names.split()

@@ -68,9 +68,8 @@ class Call(NamedTuple):
     def is_like(self, other: "Call") -> bool:
         """Whether both are given equal plain values, and the same objects otherwise."""
         return (
-            len(self.args) == len(other.args)
-            and self.kwargs.keys() == other.kwargs.keys()
-            and all(map(_same, self.args, other.args))
+            self.kwargs.keys() == other.kwargs.keys()
+            and _same(self.args, other.args)
             and all(_same(value, other.kwargs[key]) for key, value in self.kwargs.items())
         )
 

@@ -46,6 +46,7 @@ from poros.accumulation.calls import (
 )
 from poros.accumulation.draws import NONE
 from poros.errors import PorosError, UnsupportedModelError
+from poros.kernels.nodes import nodes_from
 from poros.stream.args import is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
 from poros.stream.boundary import StreamedLayer
@@ -326,18 +327,8 @@ class MicroBatch:
 
     def leaves_below(self) -> list[torch.Tensor]:
         """The parameters behind what the first layer is given."""
-        found: list[torch.Tensor] = []
-        todo = [self._source.grad_fn if self._source is not None else None]
-        known: set[Any] = set()
-        while todo:
-            node: Any = todo.pop()
-            if node is None or node in known:
-                continue
-            known.add(node)
-            if hasattr(node, "variable"):
-                found.append(node.variable)
-            todo += [following for following, _ in node.next_functions]
-        return found
+        nodes = nodes_from([self._source.grad_fn if self._source is not None else None])
+        return [node.variable for node in nodes if hasattr(node, "variable")]
 
     def _compare(self, is_known: bool) -> None:
         """Have what layers are called with the second time compared with the first time.

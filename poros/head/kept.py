@@ -10,7 +10,7 @@ from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
 from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
-from poros.host.store import Arena, HostSlab
+from poros.host.slab import Arena, HostSlab
 from poros.streams import StreamContext
 
 

@@ -22,7 +22,8 @@ from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
-from poros.head.online import Step, sum_of_rows
+from poros.head.online import Step
+from poros.kernels.sums import sums_of_bits
 from poros.stream.state import AutocastState
 from poros.stream.within import on_plain_tensors
 
@@ -97,7 +98,7 @@ class Origin:
             autocast=autocast,
             read=read,
             versions=list(map(_version_of, read)),
-            sums=list(map(_sums_of_bits, read)),
+            sums=list(map(sums_of_bits, read)),
         )
 
     def intact(self, is_at_once: bool = False) -> torch.Tensor:
@@ -115,7 +116,7 @@ class Origin:
         if is_at_once or self.hidden.is_meta:
             is_same = self.versions == list(map(_version_of, self.read))
         else:
-            is_same = all(map(torch.equal, self.sums, map(_sums_of_bits, self.read)))
+            is_same = all(map(torch.equal, self.sums, map(sums_of_bits, self.read)))
         if not is_same:
             raise PreparedModelError(
                 "logits: expected the hidden states and the head that they are computed from, "
@@ -150,17 +151,6 @@ def _as_now(parameter: torch.Tensor) -> torch.Tensor:
 
 def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum its bits as integers, weighted by row and by column: two int64 on its device."""
-    rows = tensor.detach().reshape(-1, tensor.shape[-1]).contiguous()
-    # Integers of eight bytes are added up without a copy of them.
-    is_whole = (rows.shape[1] | int(rows.storage_offset())) * rows.element_size() % 8 == 0
-    words = rows.view(torch.int64 if is_whole else torch.uint8)
-    sums = [sum_of_rows(words, torch.int64), words.sum(1, dtype=torch.int64)]
-    places = [torch.arange(1, 1 + len(each), device=each.device) for each in sums]
-    return torch.stack([(a * b).sum() for a, b in zip(sums, places, strict=True)])
 
 
 class LazyLogits(torch.Tensor):

@@ -1,12 +1,12 @@
 """The running state of each token's loss over slices of the head: see ``poros.head.loss``."""
 
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits
+from poros.kernels.sums import sum_of_rows
 from poros.utils.profiling import labelled
 
 
@@ -57,26 +57,16 @@ class SlicedLossState:
     ) -> None:
         """Update the state with some rows of the head: see ``sliced_cross_entropy``."""
         with labelled("head", f"rows {first}"):
-            self._add(first, rows, bias, added, steps)
-
-    def _add(
-        self,
-        first: int,
-        rows: torch.Tensor,
-        bias: torch.Tensor | None,
-        added: torch.Tensor | None,
-        steps: Sequence[Step],
-    ) -> None:
-        running = self._running
-        rows = whole_rows(first, rows, added, self._hidden.dtype)
-        part = None if bias is None else bias[first : first + len(rows)]
-        logits, slope = logits_of(self._hidden, rows, part, steps, running.wants_rows)
-        if self._regularizer.smoothing:
-            self._sum_up(logits, slope, rows)
-        weights = add_logits(running, first, logits, slope, rows)
-        del logits, slope
-        if weights is not None:
-            _add_product(running.rows, weights, rows)
+            running = self._running
+            rows = whole_rows(first, rows, added, self._hidden.dtype)
+            part = None if bias is None else bias[first : first + len(rows)]
+            logits, slope = logits_of(self._hidden, rows, part, steps, running.wants_rows)
+            if self._regularizer.smoothing:
+                self._sum_up(logits, slope, rows)
+            weights = add_logits(running, first, logits, slope, rows)
+            del logits, slope
+            if weights is not None:
+                _add_product(running.rows, weights, rows)
 
     def _sum_up(
         self, logits: torch.Tensor, slope: torch.Tensor | float, rows: torch.Tensor
@@ -131,19 +121,6 @@ def whole_rows(
     return torch.cat([rows, added[first : first + len(rows)].to(dtype)], dim=1)
 
 
-def sum_of_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add up all rows of a contiguous matrix, in ``dtype``.
-
-    In two rounds of about as many rows each: to add up thousands of rows at once, a GPU takes
-    memory for parts of the sums that is up to a quarter of a GB.
-    """
-    together = max(1, math.isqrt(len(rows)))
-    number = len(rows) // together
-    whole, rest = rows[: number * together], rows[number * together :]
-    parts = whole.view(number, together, rows.shape[1]).sum(1, dtype=dtype)
-    return parts.sum(0).add_(rest.sum(0, dtype=dtype))
-
-
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Multiply in float32 operands that may be narrower."""
     if left.dtype == torch.float32:
@@ -176,13 +153,6 @@ def logits_of(
     logits = product(hidden, rows.t())
     if bias is not None:
         logits += bias
-    return _transformed(logits, steps, wants_slope)
-
-
-def _transformed(
-    logits: torch.Tensor, steps: Sequence[Step], wants_slope: bool
-) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Apply ``steps`` to logits, with the derivative. Writes to ``logits``."""
     slope: torch.Tensor | float = 1.0
     for kind, number in steps:
         if kind == "tanh":

@@ -18,7 +18,7 @@ import torch
 
 from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
-from poros.host.store import Arena, HostSlab
+from poros.host.slab import Arena, HostSlab
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)

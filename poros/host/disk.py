@@ -35,7 +35,8 @@ import torch
 from poros.errors import CheckpointFormatError
 from poros.host.layout import BlockLayout
 from poros.host.mapped import SlabFile, Stretch, is_same_file, num_written_pages, require_digests
-from poros.host.store import Arena, HostSlab, HostStore, NamedTensor
+from poros.host.slab import Arena, HostSlab, NamedTensor
+from poros.host.store import HostStore
 from poros.io.digests import Identity, identity_of, num_threads
 from poros.io.reading import read_exactly
 from poros.streams import Event, StreamContext

@@ -27,7 +27,7 @@ import torch
 
 from poros.errors import CheckpointFormatError
 from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
-from poros.host.store import Arena, HostSlab
+from poros.host.slab import Arena, HostSlab
 from poros.io.digests import Identity, digest_of, identity_of, num_threads
 from poros.io.reading import read_exactly
 

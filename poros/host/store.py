@@ -1,9 +1,5 @@
 """The frozen base in host memory: one contiguous slab per block, all in one exactly sized arena.
 
-Only this module page-locks memory, but for the buffers of quantizing at load time. A slab is part
-of a mapping of our own, registered with the driver in place: the caching host allocator of PyTorch
-would round each one up to a power of two.
-
 Note: Authoritative host copy
     Frozen bytes go from here to the device and never back. state_dict, save and restore read these
     bytes, never a slot. The tensors handed out by ``HostSlab.tensor`` have storages of their own
@@ -17,154 +13,22 @@ Note: Adoption
     tensors have been replaced since is copied like any other.
 """
 
-import errno
 import logging
-import mmap
 import os
-import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any
 
 import torch
-from torch import nn
 
 from poros.errors import HostMemoryError
 from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.host.limits import explain_pin_budget
+from poros.host.slab import Arena, HostSlab, NamedTensor
 from poros.io.digests import SourceChecksums
-from poros.io.reading import mapping_flags
-from poros.streams import Event, StreamContext, gb_per_s
+from poros.streams import Event, StreamContext
 from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
-
-_ATTACHED = "_poros_store"
-
-NamedTensor = tuple[str, torch.Tensor]
-
-
-class Arena:
-    """One shared mapping, as large as the slabs in it and no larger.
-
-    Args:
-        num_bytes: Size. The system commits memory page by page as it is written.
-        file: A file or memory file to map instead of new memory. It is not closed.
-        offset: Where in ``file`` the arena starts; a multiple of ``PAGE_NUM_BYTES``.
-        private: Whether writes stay in this process, and out of the file.
-        is_shareable: Whether new memory is a memory file, which takes a file descriptor.
-
-    Raises:
-        HostMemoryError: If the mapping is refused.
-    """
-
-    def __init__(
-        self,
-        num_bytes: int,
-        *,
-        file: int | None = None,
-        offset: int = 0,
-        private: bool = False,
-        is_shareable: bool = True,
-    ) -> None:
-        self._file: int | None = None
-        try:
-            if file is None and is_shareable and hasattr(os, "memfd_create"):
-                self._file = file = os.memfd_create("poros", os.MFD_CLOEXEC)
-                weakref.finalize(self, os.close, file)
-                os.ftruncate(file, max(num_bytes, 1))
-            where = -1 if file is None else file
-            self.memory = mmap.mmap(
-                where, max(num_bytes, 1), offset=offset, **mapping_flags(private)
-            )
-        except (OSError, OverflowError) as error:
-            if getattr(error, "errno", None) == errno.EFBIG:  # a memory file is a file too
-                found = "the limit of this process on the size of a file; raise it (ulimit -f)"
-            else:
-                found = f"none left ({error}); free memory or use a smaller model"
-            raise HostMemoryError(
-                f"expected {num_bytes} bytes of host memory (for the frozen base, or for inputs of "
-                f"layers), found {found}"
-            ) from error
-
-    def fileno(self) -> int:
-        """Return the memory file, for another process of this machine (``HostStore.attach``).
-
-        Raises:
-            HostMemoryError: If the system has no memory files.
-        """
-        if self._file is None:
-            raise HostMemoryError(
-                "expected an arena in a memory file, which other processes can map, found one that "
-                "has none; share the store on disk instead"
-            )
-        return self._file
-
-
-class HostSlab:
-    """The authoritative bytes of one block, optionally page-locked.
-
-    Args:
-        layout: What lies in it.
-        arena: The memory it is part of; an arena of its own if None.
-        offset: Where in the arena it starts, in bytes.
-    """
-
-    def __init__(self, layout: BlockLayout, arena: Arena | None = None, offset: int = 0) -> None:
-        self.layout = layout
-        self.arena = arena or Arena(layout.num_bytes)
-        self.offset = offset
-        self._memory = self.arena.memory
-        self.bytes = self._flat(0, layout.num_bytes)
-        self._unpin: weakref.finalize[..., HostSlab] | None = None
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._unpin is not None and self._unpin.alive
-
-    @property
-    def padded(self) -> memoryview:
-        """Return its bytes up to the end of its last page, in an arena of several slabs."""
-        return memoryview(self._memory)[self.offset :][: self.layout.padded_num_bytes]
-
-    def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """Return the tensor of ``spec`` over the slab's memory, with a storage of its own."""
-        return self._flat(spec.offset, spec.num_bytes).view(spec.dtype).view(spec.shape)
-
-    def holds(self, tensor: torch.Tensor, spec: TensorSpec) -> bool:
-        """Whether ``tensor`` lies at the place of ``spec`` already."""
-        return (
-            spec.num_bytes > 0
-            and tensor.device.type == "cpu"
-            and tensor.data_ptr() == self.bytes.data_ptr() + spec.offset
-        )
-
-    def pin(self, device: torch.device) -> bool:
-        """Page-lock the slab for ``device``; False, with nothing changed, if the driver refuses."""
-        if not self.layout.num_bytes:
-            return True
-        pointer = self.bytes.data_ptr()
-        runtime = torch.cuda.cudart()
-        with torch.cuda.device(device):
-            if int(runtime.cudaHostRegister(pointer, self.layout.num_bytes, 0)) != 0:
-                _clear_cuda_error(device)
-                return False
-        # The mapping outlives the finalizer: the finalizer's own reference keeps it until then.
-        self._unpin = weakref.finalize(self, _unregister, self._memory, pointer, device)
-        return True
-
-    def unpin(self) -> None:
-        """Undo ``pin`` once the device has no copy from the slab in flight. Idempotent."""
-        if self._unpin is not None:
-            self._unpin()
-
-    def _flat(self, offset: int, num_bytes: int) -> torch.Tensor:
-        if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
-        start = self.offset + offset
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 @dataclass
@@ -300,7 +164,7 @@ class HostStore:
             return None
         specs: list[TensorSpec] = []
         for tensors, slab in zip(block, run, strict=True):
-            places = _find_places(tensors, slab)
+            places = slab.find(tensors)
             if places is None:
                 return None
             start = slab.offset - run[0].offset
@@ -342,71 +206,10 @@ class HostStore:
         return sum(slab.layout.num_bytes for slab in self.slabs if slab.is_pinned)
 
 
-class _Attached:
-    """Holds a store in a module's ``__dict__``; copies of the module hold None instead."""
-
-    def __init__(self, store: HostStore) -> None:
-        self.store = store
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
-
-
-def attach_store(model: nn.Module, store: HostStore) -> None:
-    """Put ``store``, one slab per decoder layer, on the model whose tensors lie in it.
-
-    ``poros.prepare`` adopts it. A deep copy or a pickle of the model has tensors of its own, and no
-    store.
-    """
-    model.__dict__[_ATTACHED] = _Attached(store)
-
-
-def attached_store(model: nn.Module) -> HostStore | None:
-    """The store that ``attach_store`` has put on ``model``, if any."""
-    found = model.__dict__.get(_ATTACHED)
-    return found.store if isinstance(found, _Attached) else None
-
-
-def detach_store(model: nn.Module) -> None:
-    """Remove what ``attach_store`` has put on ``model``: its tensors have moved away."""
-    model.__dict__.pop(_ATTACHED, None)
-
-
 def _num_bytes(layouts: Sequence[BlockLayout]) -> int:
     return (
         align(slab_offsets(layouts)[-1] + layouts[-1].num_bytes, PAGE_NUM_BYTES) if layouts else 0
     )
-
-
-def _find_places(tensors: Sequence[NamedTensor], slab: HostSlab) -> list[TensorSpec] | None:
-    """Find the tensors of a layer in ``slab``; None if one is elsewhere, or two overlap."""
-    size = slab.layout.num_bytes
-    placed: list[TensorSpec] = []
-    for name, tensor in tensors:
-        spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset=0)
-        if spec.num_bytes:
-            offset = tensor.data_ptr() - slab.bytes.data_ptr() if size else -1
-            if not (
-                tensor.device.type == "cpu"
-                and tensor.is_contiguous()
-                and 0 <= offset <= size - spec.num_bytes
-                and offset == align(offset)
-            ):
-                return None
-            spec = replace(spec, offset=offset)
-        placed.append(spec)
-    in_order = sorted((spec for spec in placed if spec.num_bytes), key=lambda spec: spec.offset)
-    for left, right in pairwise(in_order):
-        if left.offset + left.num_bytes > right.offset:
-            return None
-    return placed
 
 
 def _compare_rates(pinned: Sequence[HostSlab], pageable: HostSlab, device: torch.device) -> str:
@@ -414,38 +217,8 @@ def _compare_rates(pinned: Sequence[HostSlab], pageable: HostSlab, device: torch
     if device.type != "cuda":
         return ""
     try:
-        slow = _copy_rate(pageable.bytes, device)
+        slow = pageable.copy_rate(device)
         text = f" (measured here: {slow:.1f} GB/s pageable"
-        return text + (f", {_copy_rate(pinned[-1].bytes, device):.1f} pinned)" if pinned else ")")
+        return text + (f", {pinned[-1].copy_rate(device):.1f} pinned)" if pinned else ")")
     except torch.OutOfMemoryError:
         return ""
-
-
-def _copy_rate(source: torch.Tensor, device: torch.device) -> float:
-    """Measure GB/s of copies to the device, the best of three."""
-    source = source[: 64 * 2**20]
-    target = torch.empty_like(source, device=device)
-    best = float("inf")
-    for _ in range(3):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return gb_per_s(source.numel(), 1e3 * best)
-
-
-def _unregister(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
-    # A copy may still read the slab when the last reference to it goes.
-    try:
-        torch.cuda.synchronize(device)
-    finally:
-        torch.cuda.cudart().cudaHostUnregister(pointer)
-
-
-def _clear_cuda_error(device: torch.device) -> None:
-    # A refused registration leaves a sticky error behind that the next, innocent launch reports.
-    try:
-        torch.zeros(1, device=device)
-    except RuntimeError:
-        logger.debug("poros: cleared the error that a refused page-lock left behind")

@@ -19,8 +19,8 @@ from poros.kernels.compose import Tier
 from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
-from poros.kernels.lazy_tensor import LazyTensor, forget
-from poros.kernels.lora import Added, add_lora, add_lora_ref, multiply_and_add
+from poros.kernels.lazy_tensor import LazyTensor
+from poros.kernels.lora import Added, add_lora, add_lora_ref
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import PEFT, LoraShape, Paths, merges
 from poros.kernels.product import Product, product_of
@@ -44,6 +44,7 @@ class KernelStats:
         orders: Calls by shape and order of products, or by why that could only be PEFT's; none
             without ``paths``.
         num_left_out: Calls in recomputations whose result nobody needed.
+        left_out: What the recomputation that runs has left out; None if it may leave out nothing.
         is_recording: Whether what runs is recorded, to be replayed: then it keeps nothing.
     """
 
@@ -63,21 +64,7 @@ class KernelStats:
         self.orders: Counter[tuple[LoraShape | str, str]] = Counter()
         self.num_left_out = 0
         self.is_recording = False
-        self._left_out: list[tuple[_Forward, LazyTensor]] | None = None
-
-    def begin(self, leaves_out: bool = True) -> None:
-        """A recomputation begins.
-
-        Args:
-            leaves_out: Whether its result is there already, so that what only adds to it may be
-                left out.
-        """
-        self._left_out = [] if leaves_out else None
-
-    def end(self) -> None:
-        """End a recomputation, and release the inputs of results that were left out."""
-        left_out, self._left_out = self._left_out, None
-        forget([tensor for _, tensor in left_out or ()])
+        self.left_out: list[tuple[_Forward, LazyTensor]] | None = None
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -98,15 +85,9 @@ class KernelStats:
         finally:
             self.is_recording = False
 
-    def settle(self) -> None:
-        """The recomputation has run. What it has read after all is not left out again."""
-        for forward, tensor in self._left_out or ():
-            forward.is_read |= tensor.is_formed
-            self.num_left_out += not tensor.is_formed
-
     def leaves_out(self, forward: "_Forward") -> bool:
         """Whether the result of that module need not be computed now."""
-        return self._left_out is not None and forward.is_last and not forward.is_read
+        return self.left_out is not None and forward.is_last and not forward.is_read
 
     def note_compiled(self, modules: Iterable[nn.Module]) -> None:
         """A compiled layer is called, in which PEFT's own modules run."""
@@ -126,8 +107,39 @@ class KernelStats:
 
     def note(self, forward: "_Forward", result: torch.Tensor) -> None:
         """``result`` of that module is without values."""
-        if self._left_out is not None and isinstance(result, LazyTensor):
-            self._left_out.append((forward, result))
+        if self.left_out is not None and isinstance(result, LazyTensor):
+            self.left_out.append((forward, result))
+
+
+class Recomputation:
+    """A layer is recomputed in the body.
+
+    Results that were left out release their inputs at the end; what was read after all is not left
+    out again.
+
+    Args:
+        tally: Of the layer's model; None if its adapters run as PEFT has them.
+        leaves_out: Whether the layer's result is there already, so that what only adds to it may be
+            left out.
+    """
+
+    def __init__(self, tally: KernelStats | None, leaves_out: bool = True) -> None:
+        self._tally = tally
+        self._left_out: list[tuple[_Forward, LazyTensor]] | None = [] if leaves_out else None
+
+    def __enter__(self) -> None:
+        if self._tally is not None:
+            self._tally.left_out = self._left_out
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if self._tally is None:
+            return
+        self._tally.left_out = None
+        for forward, tensor in self._left_out or ():
+            if error is None:
+                forward.is_read |= tensor.is_formed
+                self._tally.num_left_out += not tensor.is_formed
+            tensor.forget()
 
 
 class _Lora(NamedTuple):
@@ -209,7 +221,7 @@ class _Forward(PatchedForward):
             call = InOrder(order, product, how, self, leaves_out)
             sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b, bias)
         elif product is not None:
-            sum_ = multiply_and_add(product, input, a, b, bias, how, self, leaves_out)
+            sum_ = add_lora(product, input, a, b, bias, how, self, leaves_out)
         elif type(result) is torch.Tensor or type(result) is LazyTensor:
             sum_ = add_lora(result, input, a, b, bias, how, self)
         else:

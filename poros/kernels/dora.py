@@ -20,10 +20,11 @@ from torch import nn
 from poros.kernels.compose import Tier, compose, compose_backward
 from poros.kernels.dequantize import dequantize
 from poros.kernels.forwards import has_own_forward
-from poros.kernels.gated import parts_of, saved_tensors
-from poros.kernels.linear4bit import module_class, times
-from poros.kernels.lora import drop, drop_backward, dropout_of
+from poros.kernels.gated import parts_of
+from poros.kernels.linear4bit import module_class
+from poros.kernels.lora import drop, dropout_of
 from poros.kernels.nf4 import state_of
+from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
 
 
@@ -261,7 +262,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
         if mask is None:
             of_input = of_dropped.to(dtype)
         else:
-            of_input = drop_backward(of_dropped, mask, how.dropout, how.dtype, dtype)
+            of_input = drop(of_dropped, mask, how.dropout, how.dtype, dtype, is_gradient=True)
             of_result = _rows(gradient.to(how.of_base)).mm(dense)
             of_input = of_input + of_result.view(shape).to(dtype)
     return of_input, of_b, of_a, of_magnitude

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.autocast import autocast_dtype
+from poros.kernels.nodes import saved_tensors
 from poros.utils.devices import runs_triton
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -173,31 +173,3 @@ def _autocast_as(dtype: torch.dtype | None, device: torch.device) -> AbstractCon
     if dtype is None:
         return torch.autocast(device.type, enabled=False)
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
-
-
-def saved_tensors(ctx: Any) -> tuple[Any, ...]:
-    """What one of our nodes has kept for its backward, as it was.
-
-    Raises:
-        UnsupportedModelError: If the backward is to be differentiated itself. Autograd's own check
-            lets a gradient that needs none pass, and drops the second order.
-        RematerializationError: If some of it was written to in place since.
-    """
-    if torch.is_grad_enabled():
-        raise UnsupportedModelError(
-            "expected a backward without create_graph, found one that asks for gradients of "
-            'gradients, which adapter kernels do not give; use adapter_kernels="peft", or '
-            "poros.restore(model)"
-        )
-    try:
-        found: tuple[Any, ...] = ctx.saved_tensors
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise RematerializationError(
-            "expected the input of an adapted projection, its frozen weight, gate and up of a "
-            "feed-forward and the adapters to be left alone between forward and backward, found "
-            "one that was written to in place. Write to a clone; or, if it runs with PEFT alone, "
-            f'use adapter_kernels="peft" or poros.restore(model). PyTorch says: {error}'
-        ) from error
-    return found

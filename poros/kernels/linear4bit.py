@@ -16,6 +16,7 @@ from torch import nn
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
 from poros.kernels.nf4 import state_of
+from poros.kernels.nodes import times
 
 
 def linear_4bit(
@@ -68,19 +69,6 @@ def multiply(
         if input.is_cuda and takes_fused_kernel(input, state):
             return _fused(input, weight, state, bias)
         return times(input, dequantize(weight, state, input.dtype), bias)
-
-
-def times(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``nn.functional.linear`` without a graph, and never a view, which it gives of a bias.
-
-    Autograd lets nobody write in place to a view that a custom Function returns.
-    """
-    product = nn.functional.linear(input, weight, bias)
-    if product._is_view():
-        product = torch.ops.aten._unsafe_view(product, product.shape)
-    return product
 
 
 def multiply_backward(gradient: torch.Tensor, weight: torch.Tensor, state: Any) -> torch.Tensor:

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.kernels.gated import parts_of, saved_tensors
+from poros.kernels.gated import parts_of
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.linear4bit import times
+from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
 from poros.utils.devices import runs_triton
 
@@ -46,42 +46,7 @@ class Added(NamedTuple):
 
 
 def add_lora(
-    result: torch.Tensor,
-    input: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    how: Added,
-    owner: object = None,
-) -> torch.Tensor:
-    """``result`` and what LoRA adds to it.
-
-    Args:
-        result: Of shape (..., rows). Gets a gradient, as all tensors here.
-        input: Of shape (..., columns), contiguous, not empty.
-        a: Of shape (rank, columns), in the dtype of the products.
-        b: Of shape (rows, rank), likewise.
-        bias: Of shape (rows,), likewise; or None.
-        how: See there.
-        owner: Whoever calls; the node in the graph has it as ``owner``.
-
-    Returns:
-        Of shape (..., rows), in the dtype of ``result``, or if ``how`` does not keep that, in the
-        one that both are promoted to. If ``result`` is an ``LazyTensor``, so is this.
-
-    Streams:
-        Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
-        are ``input``, A, B, the product with A and the mask of dropout. Of an input that is a
-        gated activation (``poros.kernels.gated``) gate and up are kept, and it is made again.
-
-    Exactness:
-        The bits of ``add_lora_ref``, forward and gradients, at every tier.
-    """
-    return _apply(result, input, a, b, bias, how, owner, None, False)
-
-
-def multiply_and_add(
-    product: Product,
+    onto: torch.Tensor | Product,
     input: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -90,33 +55,34 @@ def multiply_and_add(
     owner: object = None,
     leaves_out: bool = False,
 ) -> torch.Tensor:
-    """``add_lora`` to the product of a frozen linear module with ``input``, by one node.
+    """The result of a linear module and what LoRA adds to it.
 
     Args:
-        product: Of the module, for this input.
-        input: See ``add_lora``, as for the others.
-        leaves_out: Whether the values of the sum are computed only if somebody reads them.
+        onto: The result, of shape (..., rows), which gets a gradient, as all tensors here. Or the
+            product of a frozen module with ``input``, which is then part of the node.
+        input: Of shape (..., columns), contiguous, not empty.
+        a: Of shape (rank, columns), in the dtype of the products.
+        b: Of shape (rows, rank), likewise.
+        bias: Of shape (rows,), likewise; or None.
+        how: See there.
+        owner: Whoever calls; the node in the graph has it as ``owner``.
+        leaves_out: Whether the values of the sum with a product are computed only if somebody
+            reads them.
 
     Returns:
-        As ``add_lora``; an ``LazyTensor`` if it is left out.
+        Of shape (..., rows), in the dtype of the result, or if ``how`` does not keep that, in the
+        one that both are promoted to. A ``LazyTensor`` if the result is one, or is left out.
+
+    Streams:
+        Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
+        are ``input``, A, B, the product with A and the mask of dropout. Of an input that is a
+        gated activation (``poros.kernels.gated``) gate and up are kept, and it is made again.
 
     Exactness:
-        The bits of ``add_lora`` to what the module gives.
+        The bits of ``add_lora_ref`` to what the module gives, forward and gradients, at every tier.
     """
-    return _apply(None, input, a, b, bias, how, owner, product, leaves_out)
-
-
-def _apply(
-    result: torch.Tensor | None,
-    input: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    how: Added,
-    owner: object,
-    product: Product | None,
-    leaves_out: bool,
-) -> torch.Tensor:
+    product = onto if isinstance(onto, Product) else None
+    result = onto if product is None else None
     if bias is not None:
         # PEFT's operators see A and B through a transposition each, and the bias as it is; without
         # these nodes chance would order the three.
@@ -226,7 +192,7 @@ class _AddLora(torch.autograd.Function):
                 del dropped
             if wants_input:
                 of_dropped = of_hidden.mm(a).view(shape)
-                of_input = drop_backward(of_dropped, mask, how.dropout, how.dtype, dtype)
+                of_input = drop(of_dropped, mask, how.dropout, how.dtype, dtype, is_gradient=True)
                 del of_dropped  # before a weight is there
         of_result = gradient.to(ctx.result_dtype) if wants_result or wants_again else None
         if wants_again:
@@ -284,42 +250,22 @@ def scale(gradient: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.T
 
 
 def drop(
-    input: torch.Tensor,
-    mask: torch.Tensor | None,
-    p: float,
-    middle: torch.dtype,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """What dropout in the dtype ``middle`` has made of ``input``, in ``dtype``."""
-    if mask is None:
-        return input.to(middle).to(dtype)
-    if mask.dtype != torch.bool:
-        return input.to(middle, copy=True).mul_(mask).to(dtype)
-    return _masked(input, mask, _forward_scale(p, middle), middle, dtype)
-
-
-def drop_backward(
-    gradient: torch.Tensor,
-    mask: torch.Tensor | None,
-    p: float,
-    middle: torch.dtype,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The gradient of dropout's input, in ``dtype``, from that of ``drop``'s result."""
-    if mask is None:
-        return gradient.to(middle).to(dtype)
-    if mask.dtype != torch.bool:
-        return gradient.to(middle, copy=True).mul_(mask).to(dtype)
-    return _masked(gradient, mask, 1 / (1 - p), middle, dtype)
-
-
-def _masked(
     values: torch.Tensor,
-    mask: torch.Tensor,
-    factor: float,
+    mask: torch.Tensor | None,
+    p: float,
     middle: torch.dtype,
     dtype: torch.dtype,
+    is_gradient: bool = False,
 ) -> torch.Tensor:
+    """What dropout in the dtype ``middle`` has made of ``values``, in ``dtype``.
+
+    If ``is_gradient``, they are the gradient of its result, and this is that of its input.
+    """
+    if mask is None:
+        return values.to(middle).to(dtype)
+    if mask.dtype != torch.bool:
+        return values.to(middle, copy=True).mul_(mask).to(dtype)
+    factor = 1 / (1 - p) if is_gradient else _forward_scale(p, middle)
     if _takes_kernel(values, mask):
         from poros.kernels import lora_gpu
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poros.kernels.gated import parts_of, saved_tensors
+from poros.kernels.gated import parts_of
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.linear4bit import times
-from poros.kernels.lora import Added, add_scaled, drop, drop_backward, dropout_of, sum_dtype
+from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
+from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
 
 
@@ -36,10 +36,10 @@ def multiply_in_order(
     b: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``poros.kernels.lora.multiply_and_add``, with the products formed in another order.
+    """``poros.kernels.lora.add_lora``, with the products formed in another order.
 
     Exactness:
-        Within rounding of ``multiply_and_add``; the same order gives the same bits.
+        Within rounding of ``add_lora``; the same order gives the same bits.
 
     Source:
         Cherniuk et al., Run LoRA Run, equations 1 to 3 and Appendix A.
@@ -134,7 +134,9 @@ class _Ordered(torch.autograd.Function):
                     of_input = of_input.addmm_(of_hidden, a).view(ctx.shape)
                 else:
                     of_lora = of_hidden.mm(a).view(ctx.shape)
-                    of_lora = drop_backward(of_lora, mask, how.dropout, how.dtype, ctx.dtype)
+                    of_lora = drop(
+                        of_lora, mask, how.dropout, how.dtype, ctx.dtype, is_gradient=True
+                    )
                     of_input = of_input.view(ctx.shape).add_(of_lora)
         return of_input, of_bias, of_b, of_a, None
 

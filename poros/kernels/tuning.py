@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from poros.kernels.linear4bit import module_class
-from poros.kernels.lora import Added, multiply_and_add
+from poros.kernels.lora import Added, add_lora
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import PEFT, LoraShape, candidates
 from poros.kernels.product import product_of
@@ -45,7 +45,7 @@ def measure(shape: LoraShape, device: torch.device, passes: int) -> dict[str, An
             torch.cuda.synchronize(device)
         began = time.perf_counter()
         if order == PEFT:
-            sum_ = multiply_and_add(product, input, a, b, None, how)
+            sum_ = add_lora(product, input, a, b, None, how)
         else:
             sum_ = multiply_in_order(InOrder(order, product, how), input, a, b, None)
         torch.autograd.grad(sum_, (input, a, b), arriving.to(sum_.dtype))

@@ -5,8 +5,9 @@ See "Adoption" in ``poros.host.store``.
 
 import logging
 
+from poros.host.attached import attached_store
 from poros.host.layout import BlockLayout
-from poros.host.store import HostStore, attached_store
+from poros.host.store import HostStore
 from poros.model.inspect import Inventory
 from poros.utils.formatting import size
 

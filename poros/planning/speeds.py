@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros.cuda_streams import streams_for
 from poros.errors import UnsupportedModelError
 from poros.host.layout import BlockLayout
-from poros.host.store import HostSlab
+from poros.host.slab import HostSlab
 from poros.kernels.nf4 import Format
 from poros.planning.request import Speeds
-from poros.streams import StreamContext, gb_per_s, streams_for
+from poros.streams import StreamContext, gb_per_s
 from poros.utils.devices import usable_device
 
 logger = logging.getLogger(__name__)

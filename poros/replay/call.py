@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from poros.errors import RematerializationError
-from poros.stream.args import RESULTS, recorded_outputs, tree_flatten, tree_unflatten
+from poros.replay.template import tree_flatten, tree_unflatten
+from poros.stream.args import RESULTS, recorded_outputs
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput

@@ -39,10 +39,11 @@ import torch
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
 from poros.replay.call import CHECK, LayerCall
 from poros.replay.facts import CallFacts
-from poros.replay.forms import Form, HeldGraphs, LooseTensors, Replayed, SharedMemory
-from poros.replay.graphs import Recorder
+from poros.replay.forms import Form, HeldGraphs, LooseTensors, Replayed
+from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
+from poros.replay.routing import Gradients, Tensors
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
 from poros.stream.body import Kind, LayerBody
@@ -70,9 +71,6 @@ NEW = "a form that has not come often enough"
 ARGUMENTS = "arguments that a layer may write to"
 EXPECTED = (NEW, CHECK)
 """Reasons to run a visit that every run has."""
-
-Tensors = Sequence[torch.Tensor]
-Gradients = Sequence[torch.Tensor | None]
 
 
 class Captures:

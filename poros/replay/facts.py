@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from poros.errors import RematerializationError
+from poros.kernels.adapters import Recomputation
 from poros.kernels.lazy_tensor import forget
 from poros.replay.call import LayerCall
 from poros.replay.graphs import Spec
-from poros.replay.routing import differentiate
+from poros.replay.routing import Gradients, differentiate
+from poros.replay.template import tree_unflatten
 from poros.replay.uses import Around, Uses
-from poros.stream.args import tree_unflatten
 from poros.stream.visit import proxy_leaves
 from poros.stream.within import Within
-
-Gradients = Sequence[torch.Tensor | None]
 
 
 class CallFacts:
@@ -84,16 +83,8 @@ class CallFacts:
         Raises:
             RematerializationError: If it gives tensors of another form than the forward.
         """
-        tally = self._call.layer.context.tally
-        try:
-            if tally is not None:
-                tally.begin(leaves_out)
+        with Recomputation(self._call.layer.context.tally, leaves_out):
             results = self.run(inputs)
-            if tally is not None:
-                tally.settle()
-        finally:
-            if tally is not None:
-                tally.end()
         forget(results)
         if _forms(results) != self.forms:
             raise RematerializationError(

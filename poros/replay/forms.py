@@ -15,7 +15,7 @@ from torch import nn
 
 from poros.replay.call import LayerCall
 from poros.replay.facts import CallFacts
-from poros.replay.graphs import Fixed, FixedMemory, Recording
+from poros.replay.graphs import Fixed, Recording, SharedMemory
 from poros.replay.uses import Around, Uses
 from poros.stream.body import Kind
 from poros.stream.condition import Condition
@@ -38,7 +38,7 @@ class Replayed:
     is_proved: bool = False
 
     def run(
-        self, sources: Sequence[torch.Tensor], memory: "SharedMemory"
+        self, sources: Sequence[torch.Tensor], memory: SharedMemory
     ) -> list[torch.Tensor | None]:
         """Replay it on ``sources``; what it gives, in memory of its own."""
         memory.fill(self.given, sources)
@@ -91,7 +91,7 @@ class LooseTensors:
 _OWN_TABLES = ("_parameters", "_buffers", "_modules")
 
 
-@dataclass
+@dataclass(eq=False)
 class Form:
     """One form of call of a layer, and what is known of it."""
 
@@ -167,47 +167,12 @@ class HeldGraphs:
     """Forms with a call whose graph lies in the memory of a recording, until its backward."""
 
     def __init__(self) -> None:
-        self._forms: list[weakref.ref[Form]] = []
+        self._forms: weakref.WeakSet[Form] = weakref.WeakSet()
 
     def add(self, form: Form) -> None:
-        self._forms.append(weakref.ref(form))
+        self._forms.add(form)
 
     def would_lose(self, form: Form) -> bool:
         """Whether replaying the forward of ``form`` could overwrite one of these graphs."""
-        forms = [known() for known in self._forms]
-        held = [each for each in forms if each is not None and each.in_flight() is not None]
-        self._forms = list(map(weakref.ref, held))
+        held = [each for each in self._forms if each.in_flight() is not None]
         return form.forward is not None and any(other.order > form.order for other in held)
-
-
-class SharedMemory(FixedMemory):
-    """Fixed memory that knows what was last copied into it."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._pass = 0
-
-    def begin_pass(self) -> None:
-        """From now on nothing is taken to be there already."""
-        self._pass += 1
-
-    def fill(self, fixed: Fixed, sources: Sequence[torch.Tensor]) -> None:
-        """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""
-        known: Any = fixed.filled
-        if known is None or known[0] != self._pass:
-            known = fixed.filled = (self._pass, [None] * len(sources))
-        filled = known[1]
-        missing = [
-            number
-            for number, (source, last) in enumerate(zip(sources, filled, strict=True))
-            if last is None or last[0]() is not source or last[1] != source._version
-        ]
-        if not missing:
-            return
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [fixed.tensors[number] for number in missing],
-                [sources[number].detach() for number in missing],
-            )
-        for number in missing:
-            filled[number] = weakref.ref(sources[number]), sources[number]._version

@@ -5,16 +5,16 @@ who replays it has to know that both are still right. The random state is read w
 and advances then as it did when it was recorded.
 """
 
-import gc
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
-from poros.streams import recording_stream
+from poros.cuda_streams import recording_stream
+from poros.stream.within import without_collector
 
 MOST_FLOP = 1e12
 """Of the products of one layer's forward. With more, a device is busy with one layer for longer
@@ -88,7 +88,8 @@ class CudaRecorder(Recorder):
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), _without_collector():
+        # What Python's collector would free may wait for the device, which cannot be recorded.
+        with torch.cuda.stream(self._stream), without_collector():
             try:
                 # Other threads may use CUDA meanwhile: loaders do, to lock pages.
                 graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
@@ -128,18 +129,6 @@ class CudaRecorder(Recorder):
             self._stream = None
             # PyTorch keeps those of cuBLAS for each stream, in memory of the recordings.
             torch._C._cuda_clearCublasWorkspaces()
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """What Python's collector would free may wait for the device, which cannot be recorded."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Pool:
@@ -195,8 +184,8 @@ class Fixed:
             torch.empty(size, dtype=dtype, device=device) for (_, dtype), size in sizes.items()
         ]
         self.tensors = self._views(self._pieces)
-        self.filled: object = None
-        """What whoever fills them knows of what is in them."""
+        self.filled: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(specs)
+        """What was last copied into each, and its version then; None is anything."""
 
     @property
     def num_bytes(self) -> int:
@@ -213,8 +202,11 @@ class Fixed:
         ]
 
 
-class FixedMemory:
-    """The ``Fixed`` of one device: one for each list of specs, for as long as somebody has it."""
+class SharedMemory:
+    """The ``Fixed`` of one device: one for each list of specs, for as long as somebody has it.
+
+    It knows what was last copied into each.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -227,6 +219,28 @@ class FixedMemory:
         if known is None:
             known = self._known[key] = Fixed(specs, self._device, groups)
         return known
+
+    def begin_pass(self) -> None:
+        """From now on nothing is taken to be there already."""
+        for fixed in self._known.values():
+            fixed.filled = [None] * len(fixed.tensors)
+
+    def fill(self, fixed: Fixed, sources: Sequence[torch.Tensor]) -> None:
+        """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""
+        missing = [
+            number
+            for number, (source, last) in enumerate(zip(sources, fixed.filled, strict=True))
+            if last is None or last[0]() is not source or last[1] != source._version
+        ]
+        if not missing:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [fixed.tensors[number] for number in missing],
+                [sources[number].detach() for number in missing],
+            )
+        for number in missing:
+            fixed.filled[number] = weakref.ref(sources[number]), sources[number]._version
 
     @property
     def num_bytes(self) -> int:

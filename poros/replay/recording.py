@@ -18,15 +18,13 @@ import torch
 
 from poros.replay.call import LayerCall
 from poros.replay.facts import CallFacts
-from poros.replay.forms import Form, Replayed, SharedMemory
-from poros.replay.graphs import Fixed, Recorder, Spec
+from poros.replay.forms import Form, Replayed
+from poros.replay.graphs import Fixed, Recorder, SharedMemory, Spec
+from poros.replay.routing import Gradients, Tensors
 from poros.replay.uses import Around
 from poros.slots.schedule import Phase
 from poros.stream.attention import AttentionKernels, unchanged_flags
 from poros.stream.body import LayerBody
-
-Tensors = Sequence[torch.Tensor]
-Gradients = Sequence[torch.Tensor | None]
 
 
 class Recordings:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from poros.errors import RematerializationError
+from poros.kernels.nodes import unwritten_tensors
 from poros.replay.call import LayerCall
 from poros.replay.facts import CallFacts
 from poros.replay.forms import Form
@@ -87,7 +88,12 @@ class RematerializeLayer(torch.autograd.Function):
                 f"{call.layer.name}: expected a backward without create_graph, found one that asks "
                 "for gradients of gradients, which recomputation does not give"
             )
-        tensors: Sequence[torch.Tensor] = _saved_tensors(ctx, call.layer.name)
+        tensors = unwritten_tensors(
+            ctx,
+            f"{call.layer.name}: its input, another tensor it was given or one of its adapters was "
+            "edited in place between forward and backward (an optimizer step in between?), so the "
+            "forward cannot be recomputed; edit it after backward",
+        )
         call.require_unchanged()
         found = ctx.differentiate(tensors, gradients)
         # As autograd releases saved tensors, with or without the graph that held them.
@@ -126,22 +132,3 @@ def rematerialize(
     # Autograd keeps them from here on, and releases them after backward.
     call.tensors = ()
     return facts.result_of(outputs)
-
-
-def _saved_tensors(ctx: Any, name: str) -> tuple[torch.Tensor, ...]:
-    """What layer ``name`` was given, as it was.
-
-    Raises:
-        RematerializationError: If some of it was edited in place since.
-    """
-    try:
-        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
-        return saved
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise RematerializationError(
-            f"{name}: its input, another tensor it was given or one of its adapters was edited in "
-            "place between forward and backward (an optimizer step in between?), so the forward "
-            f"cannot be recomputed; edit it after backward. PyTorch says: {error}"
-        ) from error

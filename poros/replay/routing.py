@@ -39,6 +39,7 @@ from poros.errors import RematerializationError
 from poros.kernels.autocast import cached_cast, require_current
 from poros.replay.uses import Source, Uses, walk
 
+Tensors = Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
 
 

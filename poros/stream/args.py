@@ -1,4 +1,4 @@
-"""What a layer is called with and gives: copied, taken apart into tensors and a template, and back.
+"""What a layer is called with, and what it may write to: copied.
 
 A layer may talk past its return values: it writes to a list or a mapping that it was given. What is
 recomputed gets copies of these; what is replayed is given none.
@@ -15,9 +15,9 @@ Source:
 """
 
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.utils.output_capturing import _active_collector
@@ -28,12 +28,6 @@ RESULTS = "hidden_states"
 """What is recorded from what layers return."""
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
-
-
-class LeafSpec(NamedTuple):
-    """Stands for tensor number ``number`` in a template."""
-
-    number: int
 
 
 def recorded_outputs() -> set[str]:
@@ -61,7 +55,7 @@ def copied(value: Any, where: str) -> Any:
         return value
     if isinstance(value, tuple | list):
         parts = [copied(part, f"{where}[{i}]") for i, part in enumerate(value)]
-        return _like(value, parts)
+        return like(value, parts)
     if type(value) is dict or is_shared_mapping(value):
         return type(value)({key: copied(each, f"{where}[{key!r}]") for key, each in value.items()})
     raise UnsupportedModelError(
@@ -71,45 +65,7 @@ def copied(value: Any, where: str) -> Any:
     )
 
 
-def tree_flatten(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
-    """``value`` with each distinct tensor moved to ``tensors`` and its place left behind.
-
-    Args:
-        value: A tensor, a plain value, or a (named) tuple of such.
-        where: What it is, for the error.
-        tensors: Extended; a tensor that is in it already is not added again.
-
-    Raises:
-        UnsupportedModelError: If there is anything else in ``value``.
-    """
-    if isinstance(value, torch.Tensor):
-        for number, known in enumerate(tensors):
-            if known is value:
-                return LeafSpec(number)
-        tensors.append(value)
-        return LeafSpec(len(tensors) - 1)
-    if isinstance(value, tuple):
-        return _like(
-            value, [tree_flatten(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
-        )
-    if isinstance(value, PLAIN):
-        return value
-    raise UnsupportedModelError(
-        f"{where}: expected tensors, tuples of them or plain values, found a "
-        f"{type(value).__qualname__}. What a layer reads from or writes to such an object by the "
-        "side would be lost when it is recomputed, so streaming it is refused"
-    )
-
-
-def tree_unflatten(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value that ``template`` was made of, with ``tensors`` in the places."""
-    if isinstance(template, LeafSpec):
-        return tensors[template.number]
-    if isinstance(template, tuple):
-        return _like(template, [tree_unflatten(item, tensors) for item in template])
-    return template
-
-
-def _like(original: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
+def like(original: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
+    """A (named) tuple or a list as ``original``, of other ``parts``."""
     make: Callable[..., Any] = type(original)
     return make(*parts) if hasattr(original, "_fields") else make(parts)

@@ -19,6 +19,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from poros.kernels.nodes import nodes_from
+from poros.stream.settings import deterministic_flags, set_deterministic_flags
 from poros.stream.within import Within
 
 _NODE = "ScaledDotProduct"
@@ -72,7 +74,7 @@ def unchanged_flags() -> AbstractContextManager[object]:
     """Put the deterministic flag back at the end: a backward node that fails leaves it on."""
 
     def fill(stack: ExitStack) -> None:
-        stack.callback(_set_flags, _flags())
+        stack.callback(set_deterministic_flags, deterministic_flags())
 
     return Within(fill)
 
@@ -81,8 +83,8 @@ def deterministic_flag(warn_only: bool = False) -> AbstractContextManager[object
     """Have PyTorch's deterministic flag on, for this process."""
 
     def fill(stack: ExitStack) -> None:
-        stack.callback(_set_flags, _flags())
-        _set_flags((True, warn_only))
+        stack.callback(set_deterministic_flags, deterministic_flags())
+        set_deterministic_flags((True, warn_only))
 
     return Within(fill)
 
@@ -110,36 +112,14 @@ def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
 
 def _nodes(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[Any]:
     """The backward nodes of attention between ``output`` and its inputs."""
-    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
-    queue, nodes = [output.grad_fn], []
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name().startswith(_NODE):
-            nodes.append(node)
-        queue += [following for following, _ in node.next_functions]
-    return nodes
+    nodes = nodes_from([output.grad_fn], [tensor.grad_fn for tensor in inputs])
+    return [node for node in nodes if node.name().startswith(_NODE)]
 
 
 def _enter(held: list[tuple[bool, bool]]) -> None:
-    held.append(_flags())
-    _set_flags((True, False))
+    held.append(deterministic_flags())
+    set_deterministic_flags((True, False))
 
 
 def _leave(held: list[tuple[bool, bool]]) -> None:
-    _set_flags(held.pop())
-
-
-def _flags() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-
-
-def _set_flags(flags: tuple[bool, bool]) -> None:
-    # torch.use_deterministic_algorithms would also switch the compiler's settings.
-    enabled, warn_only = flags
-    torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
+    set_deterministic_flags(held.pop())

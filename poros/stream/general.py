@@ -33,9 +33,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from poros.errors import RematerializationError
-from poros.kernels.adapters import note_last
+from poros.kernels.adapters import Recomputation, note_last
 from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.lazy_tensor import forget, values_of
+from poros.kernels.sums import sums_of_bits
 from poros.slots.schedule import Phase
 from poros.stream.args import copied
 from poros.stream.body import LayerBody
@@ -43,9 +44,7 @@ from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
 from poros.stream.state import AmbientState
 from poros.stream.visit import ProxyLeaf
-from poros.stream.within import SavedTensorHooks
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from poros.stream.within import SavedTensorHooks, without_collector
 
 _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -229,7 +228,7 @@ class RecomputedCall:
         if self._through is not None:
             # A copy, because what the hooks do with it is unknown.
             kept = self._undrawn(self._through[0], tensor.clone() if is_in_slot else tensor)
-            return _Packed(kept, _sums(tensor))
+            return _Packed(kept, sums_of_bits(tensor))
         if is_in_slot:
             return _InSlot.of(tensor)
         if self._is_watched:
@@ -250,14 +249,14 @@ class RecomputedCall:
         count = self._num_tokens
         if tensor.dtype is torch.float32 and tensor.shape[2:] == (-(-count // 32) * 32,):
             tensor = tensor[..., :count]
-        return [_sums(tensor).to(self.layer.device)]
+        return [sums_of_bits(tensor).to(self.layer.device)]
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, _Packed) and self._through is not None:
             # Hooks keep what was saved; an operator also reads a 4-bit weight's scales in the slot.
             self.layer.weights.lease(Phase.BACKWARD)
             found: torch.Tensor = self._undrawn(self._through[1], kept.kept)
-            if not torch.equal(_sums(found), kept.sums):
+            if not torch.equal(sums_of_bits(found), kept.sums):
                 raise RematerializationError(
                     f"{self.layer.name}: expected saved-tensor hooks around the forward to give "
                     "back what they were given, found other values. A resident model saves other "
@@ -325,29 +324,22 @@ class RecomputedCall:
         args = self._args
         if self._offloaded is not None:
             args = (self._offloaded.fetch(), *args[1:])
-        args, kwargs = _fresh(args), _fresh(self._kwargs)
-        tally = layer.context.tally
+        args, kwargs = copied(args, ""), copied(self._kwargs, "")
         is_unwatched = not (self._condition.has_hooks or layer.is_compiled)
-        try:
-            if tally is not None:
-                # A mode that sees operators would see tensors without values.
-                tally.begin(is_unwatched and not torch._C._len_torch_dispatch_stack())
-            with (
-                layer.context.watching_graph() or nullcontext(),
-                layer.visit(Phase.BACKWARD, self._leaves) as slot,
-                self._ambient.but_random(contents.modules()),
-                self._start.replay(),
-                torch.enable_grad(),
-                SavedTensorHooks(store, _refuse_backward),
-            ):
-                memory = slot.untyped_storage().data_ptr()
-                result = layer.run(args, kwargs)
-                ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
-            if tally is not None:
-                tally.settle()
-        finally:
-            if tally is not None:
-                tally.end()
+        # A mode that sees operators would see tensors without values.
+        leaves_out = is_unwatched and not torch._C._len_torch_dispatch_stack()
+        with (
+            Recomputation(layer.context.tally, leaves_out),
+            layer.context.watching_graph() or nullcontext(),
+            layer.visit(Phase.BACKWARD, self._leaves) as slot,
+            self._ambient.but_random(contents.modules()),
+            self._start.replay(),
+            torch.enable_grad(),
+            SavedTensorHooks(store, _refuse_backward),
+        ):
+            memory = slot.untyped_storage().data_ptr()
+            result = layer.run(args, kwargs)
+            ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
         forget(tree_leaves(result))
         if not ends_alike:
             raise RematerializationError(
@@ -441,18 +433,13 @@ def _noting_nodes(first: int, is_watched: bool) -> Iterator[list[Any]]:
     if not is_watched:
         yield found
         return
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collector():
         yield found
         found += [
             each
             for each in gc.get_objects(generation=0)
             if _is_of_others(each) and each._sequence_nr() >= first
         ]
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _is_of_others(node: Any) -> bool:
@@ -461,25 +448,6 @@ def _is_of_others(node: Any) -> bool:
     return issubclass(kind, BackwardCFunction) and not str(kind._forward_cls.__module__).startswith(
         "poros."
     )
-
-
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the bits of ``tensor``: sums of rows, and of columns, added up by place; (2,), int64.
-
-    Equal for equal bits in any order of summation; of values that have changed places, others.
-    """
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return torch.empty(0, dtype=torch.int64, device=tensor.device)
-    bits = tensor.detach()
-    bits = torch.view_as_real(bits) if bits.is_complex() else bits
-    bits = bits.view(_INTEGERS[bits.element_size()])
-    rows = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
-    places = (rows.shape[1], rows.stride(0), rows.storage_offset())
-    if rows.stride(1) == 1 and not any(each * rows.element_size() % 8 for each in places):
-        rows = rows.view(torch.int64)  # added up without a copy of it
-    sums = [rows.sum(dimension, dtype=torch.int64) for dimension in (0, 1)]
-    weights = [torch.arange(1, 2 * len(each), 2, device=each.device) for each in sums]
-    return torch.stack([(a * b).sum() for a, b in zip(sums, weights, strict=True)])
 
 
 def weakly(method: Any) -> Callable[..., None]:
@@ -538,10 +506,6 @@ def _witness(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(_version, tensors))
-
-
-def _fresh(value: Any) -> Any:
-    return copied(value, "")
 
 
 def _plain(value: Any) -> Any:

@@ -1,23 +1,22 @@
 """Process-wide settings that pick the kernels of an operator: read, compared, set for a while.
 
-Read in the form that PyTorch itself reads when it picks a kernel. Precision of float32 is such a
-case: since torch 2.9 it is kept per backend and operator, and the older setters
-(``set_float32_matmul_precision``, ``allow_tf32``) write there too, but the older *getters* raise as
-soon as somebody has used the newer names. So they are not asked, whatever mix of both was used.
+Read in the form that PyTorch itself reads when it picks a kernel; float32 has a precision for each
+backend and operator (``poros.stream.precision``).
 
 Not covered: the number of threads, and what has no getter (flushing of denormal numbers).
 
 Source:
-    pytorch: ``aten/src/ATen/Context.cpp`` (inheritance of precisions) and ``torch.backends``.
+    pytorch: ``torch.backends``.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from operator import call
 from typing import Any, NamedTuple
 
 import torch
 
+from poros.stream.precision import GET, PLACES, set_precisions
 from poros.stream.within import Within
 
 _SWITCHES = (
@@ -51,14 +50,6 @@ _REDUCTIONS = (
 )
 """Of two values in some versions, of one in others."""
 
-_BACKENDS = ("cuda", "mkldnn")
-_OPERATORS = ("matmul", "conv", "rnn")
-_PLACES = tuple((backend, operator) for backend in _BACKENDS for operator in _OPERATORS)
-_ROOT = ("generic", "all")
-
-_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
-_set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
-
 
 def settle(device: torch.device) -> None:
     """Have PyTorch decide now what it otherwise decides at its first attention on a GPU.
@@ -87,7 +78,7 @@ class Settings(NamedTuple):
     @classmethod
     def capture(cls) -> "Settings":
         """The settings now. Has no side effect and does not raise."""
-        return cls(tuple(map(call, _GETTERS)), tuple(map(_precision, *zip(*_PLACES, strict=True))))
+        return cls(tuple(map(call, _GETTERS)), tuple(map(GET, *zip(*PLACES, strict=True))))
 
     def replay(self) -> AbstractContextManager[object]:
         """Run the body under these settings; afterwards they are as they were before it."""
@@ -109,69 +100,17 @@ class Settings(NamedTuple):
                 stack.callback(put, before)
                 put(wanted)
         if self.precisions != now.precisions:
-            self._set_precisions(stack)
-
-    def _set_precisions(self, stack: ExitStack) -> None:
-        own = _own_precisions()
-        stack.callback(_restore_precisions, own)
-        with suppress(RuntimeError):
-            # Where the older names are readable now, what they say follows.
-            before = torch.get_float32_matmul_precision()
-            stack.callback(torch.set_float32_matmul_precision, before)
-            torch.set_float32_matmul_precision(self._older_name())
-        wanted = dict(zip(_PLACES, map(_said, self.precisions), strict=True))
-        for place, precision in wanted.items():
-            # One that can only inherit did so before as well, so all of them had the same.
-            if own[place] is None and _precision(*place) != precision:
-                _set_precision(place[0], "all", precision)
-        for place, precision in wanted.items():
-            if own[place] is not None and _said(_precision(*place)) != precision:
-                _set_precision(*place, precision)
-
-    def _older_name(self) -> str:
-        cuda, mkldnn = (self.precisions[_PLACES.index((name, "matmul"))] for name in _BACKENDS)
-        names = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
-        return names.get((cuda, mkldnn), "highest")
+            set_precisions(self.precisions, stack)
 
 
-def _said(precision: str) -> str:
-    """The same in words that are not inherited over: nothing said means IEEE."""
-    return "ieee" if precision == "none" else precision
+def set_deterministic_flags(flags: tuple[bool, bool]) -> None:
+    """Have PyTorch's deterministic flags like this; as ``deterministic_flags`` says them."""
+    # torch.use_deterministic_algorithms would also switch the compiler's settings.
+    torch._C._set_deterministic_algorithms(flags[0], warn_only=flags[1])
 
 
-def _own_precisions() -> dict[tuple[str, str], str | None]:
-    """What was set at each place itself: with nothing above it, a place inherits nothing.
-
-    None for a place that was never set (cuDNN's are born so). It can never be made so again, so it
-    is left alone.
-    """
-    own: dict[tuple[str, str], str | None] = {_ROOT: _precision(*_ROOT)}
-    try:
-        _set_precision(*_ROOT, "none")
-        for backend in _BACKENDS:
-            own[backend, "all"] = _precision(backend, "all")
-            for operator in _OPERATORS:
-                _set_precision(backend, "all", "none")
-                alone = _precision(backend, operator)
-                _set_precision(backend, "all", "ieee")
-                inherits = _precision(backend, operator) != alone
-                own[backend, operator] = None if inherits and alone != "none" else alone
-    finally:
-        _restore_precisions(own)
-    return own
-
-
-def _restore_precisions(own: dict[tuple[str, str], str | None]) -> None:
-    for place, precision in own.items():
-        if precision is not None:
-            _set_precision(*place, precision)
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _deterministic() -> tuple[bool, bool]:
+def deterministic_flags() -> tuple[bool, bool]:
+    """Whether only deterministic kernels are to run, and whether others only warn."""
     return (
         torch._C._get_deterministic_algorithms(),
         torch._C._get_deterministic_algorithms_warn_only(),
@@ -191,6 +130,6 @@ _ACCESS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
         if hasattr(torch._C, get) and hasattr(torch._C, put)
     ),
     *((getattr(torch._C, f"_get{name}"), _setter_of_both(name)) for name in _REDUCTIONS),
-    (_deterministic, _set_deterministic),
+    (deterministic_flags, set_deterministic_flags),
 )
 _GETTERS = tuple(get for get, _ in _ACCESS)

@@ -17,7 +17,7 @@ Note: Interruptions
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -408,28 +408,16 @@ class BlockVisit:
         As ``hold`` otherwise. In a row (``in_a_row``) it goes on until the row ends, or until
         another visit begins: the next one of the row finds the block held, and as it was.
         """
-        row = self._row
-        if row is not None and row.phase is phase and self._visits.is_open(row.note):
-            yield from self._occupied(phase, row.note)
-            return
-        self._require_ready()
-        undo = partial(_release, self._manager, self.block)
-        if not self._is_in_row:
-            with self._visits.begin(self._name, undo) as require_alone:
+        with nullcontext() if self._is_in_row else self.in_a_row():
+            row = self._row
+            if row is None or row.phase is not phase or not self._visits.is_open(row.note):
+                self._require_ready()
+                note = self._visits.open(partial(_release, self._manager, self.block))
                 self._acquire(phase)
-                with labelled(phase.value, self._label):
-                    yield
-                require_alone()
-            return
-        note = self._visits.open(undo)
-        self._acquire(phase)
-        self._row = _Row(note, phase)
-        yield from self._occupied(phase, note)
-
-    def _occupied(self, phase: Phase, note: _Note) -> Iterator[None]:
-        with labelled(phase.value, self._label):
-            yield
-        self._visits.require_open(self._name, note)
+                row = self._row = _Row(note, phase)
+            with labelled(phase.value, self._label):
+                yield
+            self._visits.require_open(self._name, row.note)
 
     @contextmanager
     def in_a_row(self) -> Iterator[None]:
@@ -438,13 +426,9 @@ class BlockVisit:
         try:
             yield
         finally:
-            self.leave_row()
-
-    def leave_row(self) -> None:
-        """End the row there is, if any."""
-        row, self._row, self._is_in_row = self._row, None, False
-        if row is not None:
-            self._visits.end(row.note)
+            row, self._row, self._is_in_row = self._row, None, False
+            if row is not None:
+                self._visits.end(row.note)
 
     def _acquire(self, phase: Phase) -> Slot:
         slot = self._manager.acquire(self.block, phase)

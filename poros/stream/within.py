@@ -1,5 +1,6 @@
 """Contexts that are left now or never."""
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
@@ -25,6 +26,17 @@ class Within(ExitStack):
             self.close()
             raise
         return self
+
+
+def without_collector() -> Within:
+    """Python's collector does not run in the body."""
+
+    def fill(stack: ExitStack) -> None:
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
+
+    return Within(fill)
 
 
 class SavedTensorHooks:

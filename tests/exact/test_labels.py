@@ -7,11 +7,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import poros
-from poros import streams as streams_module
+from poros import cuda_streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
+from poros.cuda_streams import CudaStreams
 from poros.slots.schedule import Action
-from poros.streams import CudaStreams, EagerStreams
+from poros.streams import EagerStreams
 from poros.utils.profiling import labelled, short_name
 from tests.fake_cuda import FakeCuda, FakeEvent
 from tests.snapshots import NUM_LAYERS, batches, bits_of, build, changes, layers_of

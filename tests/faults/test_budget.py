@@ -25,7 +25,7 @@ from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, hash_digests, start_digests, train
 from poros.host import limits
 from poros.host.layout import BlockLayout
-from poros.host.store import HostSlab
+from poros.host.slab import HostSlab
 from poros.model.sizing import ResidencyPlan
 from poros.stream.boundary import streamed_layer
 from poros.stream.offload import ActivationOffloader, OffloadedInput

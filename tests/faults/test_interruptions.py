@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import poros
-from poros import streams as streams_module
+from poros import cuda_streams as streams_module
+from poros.cuda_streams import CudaStreams
 from poros.errors import SlotStateError
 from poros.gates.reference import Trajectory
 from poros.self_check.evidence import CallSnapshot, random_states
@@ -28,7 +29,6 @@ from poros.slots.schedule import Phase
 from poros.stream.attention import deterministic_flag, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.visit import Visits, proxy_leaves
-from poros.streams import CudaStreams
 from tests.comparing import compare_mappings
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
 from tests.interrupts import Interrupts

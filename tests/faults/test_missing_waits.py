@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poros import streams as streams_module
+from poros import cuda_streams as streams_module
+from poros.cuda_streams import CudaStreams
 from poros.gates.reference import Trajectory
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, count, training_visits
 from poros.stream.offload import ActivationOffloader
-from poros.streams import CudaStreams
 from tests import mutants
 from tests.comparing import compare_trajectories
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor

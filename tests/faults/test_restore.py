@@ -21,7 +21,7 @@ import poros
 from poros.api import prepare_with
 from poros.errors import HostMemoryError, PreparedModelError
 from poros.gates import tiny
-from poros.host.store import HostSlab
+from poros.host.slab import HostSlab
 from poros.replay.call import LayerCall
 from poros.stream.general import RecomputedCall
 from poros.streams import EagerStreams
@@ -203,9 +203,9 @@ def _replace(
 
 FAILURES = {
     "host store": ("poros.host.store.HostStore.allocate", 1, HostMemoryError("none left")),
-    "second slab": ("poros.host.store.HostSlab.__init__", 2, HostMemoryError("none left")),
-    "first tensor's move": ("poros.host.store.HostSlab.tensor", 1, RuntimeError("no tensor")),
-    "move in the middle": ("poros.host.store.HostSlab.tensor", 30, RuntimeError("no tensor")),
+    "second slab": ("poros.host.slab.HostSlab.__init__", 2, HostMemoryError("none left")),
+    "first tensor's move": ("poros.host.slab.HostSlab.tensor", 1, RuntimeError("no tensor")),
+    "move in the middle": ("poros.host.slab.HostSlab.tensor", 30, RuntimeError("no tensor")),
     "ring": ("poros.slots.ring.DeviceRing.__init__", 1, MemoryError("no slots")),
     "second slot": ("poros.streams.EagerStreams.allocate", 2, RuntimeError("out of memory")),
     "manager": ("poros.slots.manager.BlockManager.__init__", 1, RuntimeError("no manager")),

@@ -314,7 +314,7 @@ def test_recording_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_streams_of_ours_are_not_one() -> None:
     """PyTorch hands streams out of a bounded pool, the same again after a while."""
-    from poros.streams import streams_for
+    from poros.cuda_streams import streams_for
 
     device = torch.device("cuda")
     for _ in range(40):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.kernels.lora import Added, multiply_and_add
+from poros.kernels.lora import Added, add_lora
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.product import product_of
 
@@ -55,7 +55,7 @@ class Case:
         assert known is not None
         how = Added(self.scaling, 0.0, FP32, rounds=True, keeps_dtype=False)
         if order == "peft":
-            sum_ = multiply_and_add(known, input, a, b, bias, how, leaves_out=leaves_out)
+            sum_ = add_lora(known, input, a, b, bias, how, leaves_out=leaves_out)
         else:
             sum_ = multiply_in_order(
                 InOrder(order, known, how, leaves_out=leaves_out), input, a, b, bias

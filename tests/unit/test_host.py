@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import poros
-import poros.host.store
+import poros.host.slab
 from poros.errors import HostMemoryError, PorosError
 from poros.host.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
-from poros.host.store import Arena, HostSlab, HostStore
+from poros.host.slab import Arena, HostSlab
+from poros.host.store import HostStore
 from tests.snapshots import build, layers_of
 from tests.support import num_memory_files, prepare_plain, same_bits
 from tests.unit.driver import FakeDriver, install, some_layout, some_tensors
@@ -314,13 +315,13 @@ def test_a_refused_page_lock_tells_what_it_costs(
 
     rates, measured = iter([2.5, 25.0]), list[int]()
 
-    def copy_rate(source: torch.Tensor, device: object) -> float:
-        measured.append(source.data_ptr())
+    def copy_rate(slab: HostSlab, device: object) -> float:
+        measured.append(slab.bytes.data_ptr())
         return next(rates)
 
     install(FakeDriver(refuse_at=2), monkeypatch)
-    monkeypatch.setattr(poros.host.store, "_copy_rate", copy_rate)
-    monkeypatch.setattr(poros.host.store, "_clear_cuda_error", lambda device: None)
+    monkeypatch.setattr(HostSlab, "copy_rate", copy_rate)
+    monkeypatch.setattr(poros.host.slab, "_clear_cuda_error", lambda device: None)
     store = store_of(3)
     with caplog.at_level(logging.WARNING, "poros"):
         store.pin(Device())  # type: ignore[arg-type]
@@ -335,7 +336,7 @@ def test_the_rates_of_a_real_copy() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     store = HostStore.allocate([BlockLayout((), 64 * 2**20)] * 2)
     assert store.slabs[0].pin(device)
-    pinned, pageable = (poros.host.store._copy_rate(slab.bytes, device) for slab in store.slabs)
+    pinned, pageable = (slab.copy_rate(device) for slab in store.slabs)
     store.unpin()
     assert 0 < pageable < pinned
 

@@ -19,7 +19,7 @@ MAX_LINES = 600
 LAYERS = [
     {"config", "errors"},
     {"io", "utils"},
-    {"streams"},
+    {"streams", "cuda_streams"},
     {"host"},
     {"slots"},
     {"kernels", "optim"},

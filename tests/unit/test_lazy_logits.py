@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.head.logits import LazyLogits, Origin, _sums_of_bits
+from poros.head.logits import LazyLogits, Origin
 from poros.head.online import Step
+from poros.kernels.sums import sums_of_bits
 from tests.operators import Operators
 
 V, H = 40, 8
@@ -366,9 +367,21 @@ def test_sums_are_those_of_all_bits(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape).to(torch.bfloat16)
     kind = torch.int64 if shape[-1] % 4 == 0 else torch.uint8
     words = values.view(-1, shape[-1]).view(kind).to(torch.int64)
-    places = [torch.arange(1, 1 + size) for size in words.shape]
+    places = [2 * torch.arange(size) + 1 for size in words.shape]
     weighted = words.sum(0) * places[1], words.sum(1) * places[0]
-    assert _sums_of_bits(values).tolist() == [each.sum().item() for each in weighted]
+    assert sums_of_bits(values).tolist() == [each.sum().item() for each in weighted]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64, torch.bool])
+def test_sums_are_the_same_wherever_the_bits_lie(dtype: torch.dtype) -> None:
+    """A hook of the caller's may give back a copy of what it was given."""
+    values = torch.arange(1, 65).remainder(3).to(dtype)
+    for placed in (values[1:41].view(5, 8), values.view(8, 8)[:, 1:5], values.view(8, 8).t()):
+        copy = placed.clone(memory_format=torch.contiguous_format)
+        assert torch.equal(sums_of_bits(placed), sums_of_bits(copy))
+        copy[-1, -1] = -copy[-1, -1] if dtype is not torch.bool else ~copy[-1, -1]
+        is_edited = not torch.equal(copy, placed)
+        assert torch.equal(sums_of_bits(placed), sums_of_bits(copy)) is not is_edited
 
 
 def test_few_rows_are_added_up_at_once() -> None:
@@ -382,5 +395,5 @@ def test_few_rows_are_added_up_at_once() -> None:
 
     with Operators(note):
         for num_rows in (512, 32_769, 65_536, 262_144):
-            _sums_of_bits(torch.empty(num_rows, 1024, dtype=torch.bfloat16, device="meta"))
+            sums_of_bits(torch.empty(num_rows, 1024, dtype=torch.bfloat16, device="meta"))
     assert len(added) == 4 * 4 and 512 <= max(added) < 1024

@@ -267,7 +267,7 @@ def test_kernel_masked(gpu: Any, dtypes: tuple[torch.dtype, torch.dtype, torch.d
     mask = torch.rand(given.shape, generator=torch.Generator().manual_seed(5)) < 0.9
     mask[:1] = False  # what is infinite becomes NaN
     found = gpu.masked(given, mask, 1 / 0.9, middle, wanted)
-    expected = lora.drop_backward(given, mask, 0.1, middle, wanted)
+    expected = lora.drop(given, mask, 0.1, middle, wanted, is_gradient=True)
     finite = ~found.isnan()
     assert torch.equal(finite, ~expected.isnan()) and not finite.all()
     assert same_bits(found[finite], expected[finite])

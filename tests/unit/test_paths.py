@@ -10,7 +10,7 @@ from torch import nn
 
 from poros.config import LORA_ORDERS
 from poros.errors import RematerializationError
-from poros.kernels.lora import Added, multiply_and_add
+from poros.kernels.lora import Added, add_lora
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import LoraShape, Paths, candidates, cheapest, cost
 from poros.kernels.product import product_of
@@ -163,7 +163,7 @@ def test_dropout_is_that_of_pefts_order(order: str) -> None:
         known = product_of(case.module, input, leaves_out=True)
         torch.manual_seed(3)
         if which == "peft":
-            sum_ = multiply_and_add(known, input, a, b, bias, how)
+            sum_ = add_lora(known, input, a, b, bias, how)
         else:
             sum_ = multiply_in_order(InOrder(which, known, how), input, a, b, bias)
         gradients = torch.autograd.grad(sum_, (input, a, b, bias), case.arriving)
@@ -218,7 +218,7 @@ def test_a_weight_written_to_before_backward_is_an_error() -> None:
     known = product_of(case.module, case.input, leaves_out=False)
     assert known is not None
     how = Added(0.7, 0.0, FP32, rounds=True, keeps_dtype=False)
-    sum_ = multiply_and_add(known, case.input.clone().requires_grad_(), case.a, case.b, None, how)
+    sum_ = add_lora(known, case.input.clone().requires_grad_(), case.a, case.b, None, how)
     case.module.weight.mul_(2)
     with pytest.raises(RematerializationError, match="written to in place"):
         sum_.sum().backward()

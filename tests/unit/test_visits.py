@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from poros import streams as streams_module
+from poros import cuda_streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
+from poros.cuda_streams import CudaStreams
 from poros.replay.remat import RematerializeLayer
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import training_visits
@@ -29,7 +29,7 @@ from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.layer_index import LayerIndex
 from poros.stream.rng import RngStash
-from poros.streams import CudaStreams, EagerStreams, Event
+from poros.streams import EagerStreams, Event
 from tests.fake_cuda import FakeCuda
 from tests.slots import Slots
 from tests.snapshots import batches, build
@@ -231,7 +231,7 @@ def read_a_value(patch: pytest.MonkeyPatch) -> None:
 
 def copy_inputs(patch: pytest.MonkeyPatch) -> None:
     clone = torch.enable_grad()(torch.clone)
-    patch.setattr(general, "_fresh", partial(tree_map_only, torch.Tensor, clone))
+    patch.setattr(general, "copied", lambda value, _: tree_map_only(torch.Tensor, clone, value))
 
 
 def copy_twice(patch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,13 @@ import torch
 
 from poros.api import prepare_with, restore, runtime
 from poros.config import StreamingPolicy
+from poros.cuda_streams import streams_for
 from poros.errors import ParityError, PorosError, SlotStateError
 from poros.replay.call import LayerCall
 from poros.self_check.compare import bits, differing
 from poros.stream.boundary import is_streamed
 from poros.stream.general import RecomputedCall
-from poros.streams import StreamContext, streams_for
+from poros.streams import StreamContext
 from tools.adversary import AdversarialStreams, SlotHazard
 from tools.fuzz.alive import collect
 from tools.fuzz.arm import Arm, Record, frozen_tensors, run_arm

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import NoneType
+from types import MethodType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from poros.stream.attributes import Attributes
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
+_KERNELS = "liger_kernel."
+"""A library that gives modules forwards of its own, which do what theirs do."""
 _POINTER: Callable[[Any], int] = torch.Tensor.data_ptr
 _FORM = attrgetter("dtype", "shape")
 _REQUIRES = attrgetter("requires_grad")
@@ -154,8 +156,12 @@ class LayerIndex:
         """Whether the layer's own code alone decides what graph a call of it makes."""
         if any(self._hooks):
             return False
-        forwards = map(type, map(dict.get, self._dicts, repeat("forward")))
-        return all(map(issubclass, set(forwards), repeat((NoneType, PatchedForward))))
+        forwards = list(map(dict.get, self._dicts, repeat("forward")))
+        kinds = set(map(type, forwards))
+        known = (NoneType, PatchedForward, MethodType)
+        return all(map(issubclass, kinds, repeat(known))) and (
+            MethodType not in kinds or all(map(_is_of_kernels, forwards))
+        )
 
     def is_in_mode(self, mode: bool) -> bool:
         """Whether the layer and all in it have this mode, and no module sets it in its own way."""
@@ -228,3 +234,8 @@ def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str], list[
 def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
     """What these dictionaries hold, one after the other."""
     return list(chain.from_iterable(map(dict.values, filter(None, tables))))
+
+
+def _is_of_kernels(forward: Any) -> bool:
+    """Whether a forward set on a module is a known library's, or none is set; or ours."""
+    return type(forward) is not MethodType or forward.__func__.__module__.startswith(_KERNELS)

@@ -16,8 +16,7 @@ import torch
 
 from tests.covers import leave_out
 
-# Models are many objects: looking through them every 700 new ones took a tenth of the time.
-gc.set_threshold(10_000)
+gc.set_threshold(10_000)  # with 700, a tenth of the time: models are many objects
 if not torch.cuda.is_available():
     # Read by Triton when it is imported: kernels run in its interpreter, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"

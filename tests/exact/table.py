@@ -31,13 +31,8 @@ class Row(NamedTuple):
     is_of_order: bool = False
     """It is about when gradients arrive: `make test` runs it with eager and replayed visits, but
     does not poison slots."""
-    often: int | None = None
-    """How often it runs, if not ``num_times``."""
-
-    @property
-    def num_times(self) -> int:
-        """The first shows what is to be recorded, the second proves it, the third replays it."""
-        return self.often or (3 if self.replays else 2)
+    num_times: int = 0
+    """The first shows what is to be recorded, the second proves it, the third replays it."""
 
 
 def crossed(*axes: Any) -> Iterator[tuple[bool, Any]]:
@@ -253,15 +248,14 @@ def adapters() -> Iterator[Row]:
     for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
         # DoRA remembers its norms in evaluation mode.
         is_slow &= region not in ("in_evaluation_mode", "region")
-        num_times = 2 if region in SOON else 3
-        row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region], often=num_times)
-        yield row._replace(is_slow=is_slow, is_of_order=name != "lora")
+        row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region], is_slow=is_slow)
+        yield row._replace(is_of_order=name != "lora", num_times=2 if region in SOON else 3)
     for is_slow, (name, which) in crossed(MEETINGS, ("dense", "4 bits, in order")):
         program = MEETINGS[name]
         # Where casts are there before the layers are, it is not seen when gradients arrive.
         row = Row(name, S.FP32_DENSE, program, replays=name != "a penalty first")
         if which != "dense":
-            row = Row(name, S.FP32_NO_DROPOUT, R.in_order(program), replays=False, often=3)
+            row = Row(name, S.FP32_NO_DROPOUT, R.in_order(program), replays=False, num_times=3)
         yield row._replace(name=f"{name}, {which}", is_slow=is_slow, is_of_order=which == "dense")
 
 
@@ -294,4 +288,5 @@ def hooked() -> Iterator[Row]:
     yield Row("bitsandbytes beside a layer", subject, H.bitsandbytes_beside)
 
 
-ROWS = [*backwards(), *losses(), *surroundings(), *adapters(), *hooked()]
+EACH = (*backwards(), *losses(), *surroundings(), *adapters(), *hooked())
+ROWS = [row._replace(num_times=row.num_times or 2 + row.replays) for row in EACH]

@@ -42,9 +42,8 @@ Patch = pytest.MonkeyPatch
 
 
 def rows(slow: Callable[[Row], bool]) -> Any:
-    marks = {True: [pytest.mark.slow], False: []}
-    parameters = [pytest.param(row, id=row.name, marks=marks[slow(row)]) for row in ROWS]
-    return pytest.mark.parametrize("row", parameters)
+    marked = [pytest.param(x, id=x.name, marks=[pytest.mark.slow] * slow(x)) for x in ROWS]
+    return pytest.mark.parametrize("row", marked)
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +67,8 @@ def test_a_program_whose_visits_are_replayed_is_exact(row: Row, residents: Resid
     model = on_tapes(row.subject(residents.bases), **row.policy)
     assert changes(expected, observe(model, program)) == {}
     captures = poros.runtime(model).captures
-    assert captures is not None and (captures.num_replays > 0) == row.replays
-    assert row.replays or row.num_times > 2 or captures.num_recorded == 0
+    assert captures and (captures.num_replays > 0) == row.replays
+    assert row.replays or row.num_times > 2 or not captures.num_recorded
 
 
 # Controls: resident programs that have to differ, or the rows above would show nothing.

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from poros.errors import PorosError
 from poros.head.host_matrix import HostMatrix
@@ -235,11 +234,22 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not func.is_view:
-            for tensor in tree_leaves((args, kwargs or {})):
+            for tensor in tensors_in((args, kwargs)):
                 # What of a matrix on the host is on the device is read where it is copied.
-                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, HostMatrix):
+                if not isinstance(tensor, HostMatrix):
                     self._streams.note_read(tensor)
         return func(*args, **(kwargs or {}))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of what operators are given and give: sooner found than by PyTorch's pytree."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, list | tuple):
+        return []
+    return [tensor for each in value for tensor in tensors_in(each)]
 
 
 def _given_back(compute: _Compute, address: int) -> None:

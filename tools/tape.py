@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from poros.replay.graphs import Recorder, Recording
+from tools.adversary import tensors_in
 
 _READ_BY_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
@@ -87,8 +87,8 @@ class Tape(TorchDispatchMode):
         if func in _READ_BY_THE_HOST:
             raise RuntimeError(f"expected nothing that the host waits for, found {func}")
         result = func(*args, **(kwargs or {}))
-        results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        known = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        results = tensors_in(result)
+        known = {id(each) for each in tensors_in((args, kwargs))}
         own = [] if func.is_view else [each for each in results if id(each) not in known]
         self._steps.append((func, args, kwargs or {}, results))
         self._made += own
@@ -97,12 +97,7 @@ class Tape(TorchDispatchMode):
     def given(self) -> list[torch.Tensor]:
         """What it reads and has not made itself."""
         made = {each.untyped_storage().data_ptr() for each in self._made}
-        read = [
-            each
-            for _, args, kwargs, _ in self._steps
-            for each in tree_leaves((args, kwargs))
-            if isinstance(each, torch.Tensor)
-        ]
+        read = [each for _, args, kwargs, _ in self._steps for each in tensors_in((args, kwargs))]
         return [each for each in read if each.untyped_storage().data_ptr() not in made]
 
     def replay(self) -> None:
@@ -111,8 +106,7 @@ class Tape(TorchDispatchMode):
             for func, args, kwargs, results in self._steps:
                 if func.is_view:
                     continue
-                found = tree_leaves(func(*args, **kwargs))
-                again = [each for each in found if isinstance(each, torch.Tensor)]
+                again = tensors_in(func(*args, **kwargs))
                 for place, value in zip(results, again, strict=True):
                     if place is not value:
                         place.copy_(value)

@@ -31,6 +31,8 @@ class Row(NamedTuple):
     is_of_order: bool = False
     """It is about when gradients arrive: `make test` runs it with eager and replayed visits, but
     does not poison slots."""
+    num_times: int = 0
+    """The first shows what is to be recorded, the second proves it, the third replays it."""
 
 
 def crossed(*axes: Any) -> Iterator[tuple[bool, Any]]:
@@ -53,6 +55,8 @@ ORDERED = {  # by when their gradients arrive within a region
     "dora, norms": S.dense_lora(use_dora=True, modules_to_save=["post_attention_layernorm"]),
 }
 IN_ORDER = {each.__name__: R.in_order(each) for each in R.REGIONS}
+# With visits like those of the region behind them: twice as many. See the controls.
+SOON = {"region", "several", "without_a_cache", "beside_a_penalty", "twice", "in_evaluation_mode"}
 HOOKED = {which: hooks.all_the_time(which) for which in hooks.HOOKS}
 STATES = {
     "a middle state": P.loss_on_states(2),
@@ -244,14 +248,14 @@ def adapters() -> Iterator[Row]:
     for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
         # DoRA remembers its norms in evaluation mode.
         is_slow &= region not in ("in_evaluation_mode", "region")
-        row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region])
-        yield row._replace(is_slow=is_slow, is_of_order=name != "lora")
+        row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region], is_slow=is_slow)
+        yield row._replace(is_of_order=name != "lora", num_times=2 if region in SOON else 3)
     for is_slow, (name, which) in crossed(MEETINGS, ("dense", "4 bits, in order")):
         program = MEETINGS[name]
         # Where casts are there before the layers are, it is not seen when gradients arrive.
         row = Row(name, S.FP32_DENSE, program, replays=name != "a penalty first")
         if which != "dense":
-            row = Row(name, S.FP32_NO_DROPOUT, R.in_order(program), replays=False)
+            row = Row(name, S.FP32_NO_DROPOUT, R.in_order(program), replays=False, num_times=3)
         yield row._replace(name=f"{name}, {which}", is_slow=is_slow, is_of_order=which == "dense")
 
 
@@ -284,4 +288,5 @@ def hooked() -> Iterator[Row]:
     yield Row("bitsandbytes beside a layer", subject, H.bitsandbytes_beside)
 
 
-ROWS = [*backwards(), *losses(), *surroundings(), *adapters(), *hooked()]
+EACH = (*backwards(), *losses(), *surroundings(), *adapters(), *hooked())
+ROWS = [row._replace(num_times=row.num_times or 2 + row.replays) for row in EACH]

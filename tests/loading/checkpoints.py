@@ -89,8 +89,8 @@ def open_files() -> list[str]:
 
 def mappings(folder: Path) -> list[str]:
     """The mapped files below a folder."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split(maxsplit=5)[-1] for line in lines if str(folder.resolve()) in line]
+    lines, below = Path("/proc/self/maps").read_text().splitlines(), str(folder.resolve())
+    return [line.split(maxsplit=5)[-1] for line in lines if below in line]
 
 
 def big_checkpoint(folder: Path, num_mib: int = 8, num_tensors: int = 1) -> Path:

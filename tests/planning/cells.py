@@ -13,12 +13,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import poros
 from poros.gates import tiny
 from poros.gates.kinds import KINDS, attach
 from poros.head.host_matrix import HostMatrix
+from tools.adversary import tensors_in
 
 USUAL: dict[str, Any] = {
     "architecture": "qwen2",
@@ -176,7 +176,7 @@ class OperatorBytes(TorchDispatchMode):
         self._made: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _tensors_in((args, kwargs))
+        given = tensors_in((args, kwargs))
         inside = 0
         if "gemm_4bit" in str(func):
             num_packed = max(each.numel() for each in given if each.dtype == torch.uint8)
@@ -184,7 +184,7 @@ class OperatorBytes(TorchDispatchMode):
         self.peak = max(self.peak, self._count() + inside)
         known = {each.untyped_storage()._cdata for each in given}
         result = func(*args, **(kwargs or {}))
-        for storage in (each.untyped_storage() for each in _tensors_in(result)):
+        for storage in (each.untyped_storage() for each in tensors_in(result)):
             if storage._cdata not in known and storage.nbytes() != RNG_NUM_BYTES:
                 self._made[storage._cdata] = weakref.ref(storage)
                 self.largest = max(self.largest, storage.nbytes())
@@ -196,10 +196,6 @@ class OperatorBytes(TorchDispatchMode):
         storages = {key: made() for key, made in self._made.items()}
         self._made = {key: self._made[key] for key, made in storages.items() if made is not None}
         return sum(made.nbytes() for made in storages.values() if made is not None)
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class Steps:

@@ -95,7 +95,7 @@ def test_a_group_is_given_up_after_its_seconds(
         "from core import limit\n\ndef test_it():\n    assert limit == 1\n"
     )
     changed = mutants.Mutant("core.py", 0, 1, "1 to 2")
-    assert mutants.failing(copy, changed, ["test_slow.py"], 5.0) == "a test that hangs"
+    assert mutants.failing(copy, changed, ["test_slow.py"], 2.0) == "a test that hangs"
     assert mutants.failing(copy, changed, ["test_it.py"]).startswith("FAILED test_it.py")
     assert mutants.failing(copy, changed._replace(number=-1), ["test_it.py"]) == ""
     assert (copy / "core.py").read_text() == "limit = 1\n"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -95,6 +96,20 @@ def other_activation(model: Model, number: int) -> None:
                 module.act_fn = torch.nn.Tanh() if number == 0 else torch.nn.Sigmoid()
 
 
+def kernels_of_a_library(model: Model, number: int) -> None:
+    """Forwards that are set on modules, as Liger does."""
+    if number in (0, 5):
+        scale = 1.25 if number == 0 else 0.75
+
+        def forward(self: Any, given: torch.Tensor) -> Any:
+            return type(self).forward(self, given) * scale
+
+        forward.__module__ = "liger_kernel.transformers.rms_norm"
+        for name, module in model.named_modules():
+            if name.endswith("layernorm"):
+                module.forward = MethodType(forward, module)
+
+
 def a_hook_comes(model: Model, number: int) -> None:
     if number == 5:
         mlp = model.base_model.model.model.layers[0].mlp
@@ -110,6 +125,7 @@ CHANGES: dict[str, Callable[[Model, int], None] | None] = {
     "evaluation between": evaluation_between,
     "a hook comes": a_hook_comes,
     "another activation": other_activation,
+    "kernels of a library": kernels_of_a_library,
 }
 
 

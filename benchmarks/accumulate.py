@@ -15,6 +15,10 @@ measured before the next way's, and the ways take turns in passes:
 - with ``--checkpointing``: PEFT and transformers alone, the base on the GPU, activation
   checkpointing.
 
+With ``--autocast`` the model's forward is a bfloat16 autocast region, as a Trainer's is; with
+``--liger`` the model has Liger's norms, rotary embeddings and feed-forwards in all ways; with
+``--kernels`` a row says for how long kernels ran.
+
 Times are of a whole optimizer step, to the end of its work, over the number of micro-batches;
 medians; each row is printed as soon as it is there. The same tokens in all ways; loads are counted
 by the runtime.
@@ -27,10 +31,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers.integrations.liger import apply_liger_kernel
 
 import poros
 from benchmarks import memory, soup
@@ -123,6 +129,29 @@ class Steps:
         return (time.perf_counter() - began) * 1e3 / size
 
 
+@contextmanager
+def in_region(model: Any, is_autocast: bool) -> Iterator[None]:
+    """The forward of ``model`` is an autocast region, as Accelerate makes it."""
+    if is_autocast:
+        model.forward = torch.autocast("cuda", dtype=torch.bfloat16)(model.forward)
+    try:
+        yield
+    finally:
+        model.__dict__.pop("forward", None)
+
+
+def kernels_ms(steps: Steps, size: int, is_together: bool) -> float:
+    """Of kernels and copies on the device for a micro-batch; blocks that come aside."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        steps.ms(size, is_together)
+    on_device = [
+        each
+        for each in seen.events()
+        if each.device_type == torch.autograd.DeviceType.CUDA and "Memcpy HtoD" not in each.name
+    ]
+    return sum(each.device_time for each in on_device) / 1e3 / size
+
+
 class Way(NamedTuple):
     name: str
     link: float
@@ -164,14 +193,15 @@ def prepared_ways(options: argparse.Namespace, model: Any, take: Take) -> None:
             prepare_with(model, policy, streams=streams)
             runtime = poros.runtime(model)
             steps = Steps(model, options.seq, max(options.sizes))
-            for _ in range(options.warm):
-                steps.ms(2, False)
-                steps.ms(2, True)
-            for size in options.sizes:
-                take(way.name, "together", size, steps, runtime.stats)
-                is_fast = not link and size in (1, options.alone)
-                if way.share_dense is None and (is_fast or (link and size == 1)):
-                    take(way.name, "one after the other", size, steps, runtime.stats)
+            with in_region(model, options.autocast):
+                for _ in range(options.warm):
+                    steps.ms(2, False)
+                    steps.ms(2, True)
+                for size in options.sizes:
+                    take(way.name, "together", size, steps, runtime.stats)
+                    is_fast = not link and size in (1, options.alone)
+                    if way.share_dense is None and (is_fast or (link and size == 1)):
+                        take(way.name, "one after the other", size, steps, runtime.stats)
             print(f"  {way.name}: {runtime.stats()['fallbacks']}", flush=True)
             del steps, runtime
             poros.restore(model)
@@ -219,6 +249,9 @@ def measure(options: argparse.Namespace, model: Any, show: Callable[[Row], None]
                 "ms a micro-batch": statistics.median(times),
                 "least": min(times),
                 "most": max(times),
+                **(
+                    {"kernels, ms": kernels_ms(steps, size, is_together)} if options.kernels else {}
+                ),
                 "peak reserved, GB": torch.cuda.max_memory_reserved() / 1e9,
                 **{
                     key: after[key] - before[key]
@@ -250,6 +283,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stream-head", action=argparse.BooleanOptionalAction)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--soup", action="store_true")
+    parser.add_argument("--autocast", action="store_true")
+    parser.add_argument("--liger", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
@@ -259,6 +295,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--soup: expected soup-cli to be installed, found none")
     config = config_of(options.model, options.layers)
     model = with_lora(random_model(config, "nf4"), options.rank, options.dropout).train()
+    if options.liger:
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     machine = memory.environment(torch.device("cuda"))
     asked = {key: value for key, value in vars(options).items() if key != "out"}
     print(f"{asked}, {machine['device']}")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers.utils import is_liger_kernel_available
 
 import poros
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
@@ -278,7 +277,6 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     base.config.use_cache = False
     set_seed(recipe.training.seed)  # of the adapter's first weights
     model = get_peft_model(base, adapter_config(recipe))
-    _use_liger(base, recipe.training.use_liger_kernel, device)
     room: dict[str, Any] = {"vram_budget": memory.vram, "slots": memory.slots}
     if memory.resident:
         # With all blocks and matrices on the device nothing moves, and nothing is recomputed.
@@ -286,29 +284,6 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
         room = {"slots": max(2, number), "keep_last": number}
         room |= {"stream_embedding": False, "stream_head": False}
     return poros.prepare(model, **room, device=device)
-
-
-def _use_liger(base: Any, wanted: bool | str, device: torch.device) -> None:
-    """Give ``base`` Liger's kernels but for its losses, which would read the head as a whole.
-
-    Raises:
-        RecipeError: If they are wanted for a model that Liger has none for.
-    """
-    if wanted is False or (
-        wanted == "auto" and (device.type != "cuda" or not is_liger_kernel_available())
-    ):
-        return
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    from transformers.integrations.liger import apply_liger_kernel
-
-    kind = base.config.model_type
-    if kind in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        apply_liger_kernel(base, {"cross_entropy": False, "fused_linear_cross_entropy": False})
-    elif wanted is True:
-        raise RecipeError(
-            f"training.use_liger_kernel: expected a model that Liger has kernels for, found "
-            f"{kind}; remove it"
-        )
 
 
 def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:

@@ -40,8 +40,10 @@ def sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     values = torch.view_as_real(values) if values.is_complex() else values
     rows = values.reshape(-1, values.shape[-1] if values.dim() else 1).contiguous()
     is_whole = rows.shape[1] * rows.element_size() % 8 == 0
-    if is_whole and int(rows.storage_offset()) * rows.element_size() % 8:
-        rows = rows.clone()
+    begins_within = is_whole and int(rows.storage_offset()) * rows.element_size() % 8
+    # A column is contiguous whatever its stride, which a view as other integers does not take.
+    if begins_within or rows.stride(1) != 1:
+        rows = rows.clone(memory_format=torch.contiguous_format)
     words = rows.view(torch.int64 if is_whole else torch.uint8)
     sums = [sum_of_rows(words, torch.int64), words.sum(1, dtype=torch.int64)]
     # Odd ones, with which no bit is lost.

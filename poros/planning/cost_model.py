@@ -7,6 +7,7 @@ row are kept, no score matrix exists), dropout keeps one byte per element, and a
 dequantizes its weight inside one operator.
 """
 
+import sys
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,7 @@ class CostModel:
         self.model, self._left_out = self.recipe.make_short(is_whole=is_whole)
         self.shapes = shapes_of(self.model)
         name, self.layers = find_layers(self.model)
+        _require_plain_kernels(self.layers[0])
         if self._left_out:
             listed = self.model.get_submodule(name)
             last = listed.pop(len(listed) - 1)
@@ -381,6 +383,22 @@ def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     is_kept = hidden.untyped_storage()._cdata in kept
     dense = live.peak - live.peak_beside
     return LayerCost(saved, _num_bytes(hidden) * is_kept, live.peak, kernels.attention_flop, dense)
+
+
+def _require_plain_kernels(layer: nn.Module) -> None:
+    """Raise ``UnsupportedModelError`` if Liger has patched the model's own code.
+
+    Its kernels would take tensors of the meta device for memory at address 0, and the CUDA context
+    would be lost.
+    """
+    code = sys.modules.get(type(layer).__module__)
+    for name, value in getattr(code, "__dict__", {}).items():
+        if str(getattr(value, "__module__", "")).startswith("liger_kernel."):
+            raise UnsupportedModelError(
+                f"expected a model whose code runs on the meta device, found {name} of "
+                f"{type(layer).__module__} replaced by Liger's, which runs on a GPU alone. Plan "
+                "before Liger is applied; in training the first steps are measured instead"
+            )
 
 
 def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:

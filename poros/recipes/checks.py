@@ -196,11 +196,6 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             f"expected the package schedulefree for {training.optimizer}, found none; pip install "
             "schedulefree, or choose adamw",
         )
-    if training.use_liger_kernel is True and find_spec("liger_kernel") is None:
-        draft.problem(
-            "training.use_liger_kernel",
-            "expected the package liger-kernel, found none; pip install liger-kernel, or remove it",
-        )
     if "output.evaluate_every" in given and not recipe.data.validation:
         draft.problem(
             "output.evaluate_every",

@@ -174,12 +174,6 @@ class TrainingPart:
         "--bf16",
         "Multiply in bfloat16 (autocast), adapters kept as they are; auto: on a GPU.",
     )
-    use_liger_kernel: bool | str = _setting(
-        "auto",
-        switch("auto"),
-        "--use-liger-kernel",
-        "Liger's norms, rotary embeddings and feed-forwards; auto: on a GPU, if it is installed.",
-    )
     beta: float = _setting(0.1, real(0, is_above=True), "--beta", "Of DPO: nearness to the base.")
     label_smoothing: float | None = _setting(
         None, real(0, 0.9), "--label-smoothing", "Share of the target that all tokens get."

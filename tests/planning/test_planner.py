@@ -8,8 +8,9 @@ import pytest
 import torch
 from peft import get_peft_model
 
+import poros
 from benchmarks.models import config_of, random_nf4, with_lora
-from poros.errors import VRAMBudgetError
+from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.planning import cost_model
 from poros.planning.meta_model import Recipe
@@ -142,6 +143,29 @@ def test_a_plan_is_the_same_whatever_surrounds_it_and_draws_no_random_number(
     with SURROUNDINGS[surroundings]():
         assert plan(model, seq_len=16) == expected
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_code_that_liger_has_replaced_is_not_run_on_the_meta_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernels would read at address 0. In training a budget is kept by measuring instead."""
+    from transformers.models.qwen2 import modeling_qwen2 as code
+
+    genuine, devices = code.apply_rotary_pos_emb, set[str]()
+
+    def rotary(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        devices.add(query.device.type)
+        return genuine(query, *args, **kwargs)
+
+    rotary.__module__ = "liger_kernel.transformers.rope"
+    monkeypatch.setattr(code, "apply_rotary_pos_emb", rotary)
+    model = model_of()
+    with pytest.raises(UnsupportedModelError, match=r"apply_rotary_pos_emb .* by Liger's"):
+        plan(model, seq_len=16)
+    ids = torch.randint(0, 500, (1, 16))
+    model = poros.prepare(model.train(), vram_budget="1GiB", device="cpu")
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert devices == {"cpu"}
 
 
 # What would make it fit.

@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import get_peft_model
 
-import poros
 from benchmarks.models import config_of, random_nf4, with_lora
 from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
@@ -148,24 +147,16 @@ def test_a_plan_is_the_same_whatever_surrounds_it_and_draws_no_random_number(
 def test_code_that_liger_has_replaced_is_not_run_on_the_meta_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its kernels would read at address 0. In training a budget is kept by measuring instead."""
+    """Its kernels would read at address 0."""
     from transformers.models.qwen2 import modeling_qwen2 as code
 
-    genuine, devices = code.apply_rotary_pos_emb, set[str]()
-
-    def rotary(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        devices.add(query.device.type)
-        return genuine(query, *args, **kwargs)
+    def rotary(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("it has run")
 
     rotary.__module__ = "liger_kernel.transformers.rope"
     monkeypatch.setattr(code, "apply_rotary_pos_emb", rotary)
-    model = model_of()
     with pytest.raises(UnsupportedModelError, match=r"apply_rotary_pos_emb .* by Liger's"):
-        plan(model, seq_len=16)
-    ids = torch.randint(0, 500, (1, 16))
-    model = poros.prepare(model.train(), vram_budget="1GiB", device="cpu")
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert devices == {"cpu"}
+        plan(model_of(), seq_len=16)
 
 
 # What would make it fit.

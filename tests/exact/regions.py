@@ -271,10 +271,12 @@ def backwards_in_one_region(model: Model) -> None:
             losses[-1].backward()
 
 
-def updates_in_one_region(model: Model, fused: bool, lr: float = 1e-2) -> None:
-    """The whole training within one region."""
+def updates_in_one_region(
+    model: Model, fused: bool, lr: float = 1e-2, numbers: tuple[int, ...] = (0, 1)
+) -> None:
+    """The whole training within one region, on batches of these numbers."""
     optimizer = torch.optim.AdamW(trained(model).values(), lr=lr, fused=fused)
     with bf16():
-        for number in (0, 1):
+        for number in numbers:
             loss_of(model, number).backward()
             optimizer.step()

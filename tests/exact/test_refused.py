@@ -200,6 +200,19 @@ def test_an_update_within_a_region_is_refused(
     assert residents.compare(S.FP32_NO_DROPOUT, harmful, prepare) != {}
 
 
+def test_an_update_within_a_region_is_refused_by_layers_that_are_replayed(
+    residents: Residents, monkeypatch: Patch
+) -> None:
+    model = on_tapes(S.FP32_DENSE(residents.bases))
+    often(R.region)(model)
+    model.zero_grad()
+    before = poros.runtime(model).stats()["num_replayed_visits"]
+    monkeypatch.setattr("poros.stream.general.require_current", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0: .*updated since.*anew"):
+        R.updates_in_one_region(model, fused=True, numbers=(0, 0))
+    assert poros.runtime(model).stats()["num_replayed_visits"] > before
+
+
 # What is left behind.
 
 

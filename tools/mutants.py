@@ -257,7 +257,7 @@ class Campaign:
     ) -> None:
         self.by: dict[Mutant, str] = {}
         self.passed = dict.fromkeys(drawn, 0)
-        self._tests = {mutant.file: near(mutant.file, tests) for mutant in drawn}
+        self._tests = {file: near(file, tests) for file in {mutant.file for mutant in drawn}}
         self._out, self._lock = out, Lock()
         self._timeout_s = timeout_s
         if out.exists():

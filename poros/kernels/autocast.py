@@ -34,26 +34,23 @@ def cached_cast(
         return None
     if not torch.is_autocast_enabled(kind):
         return None
+    empty = {} if empty is None else empty
     rows, was_enabled = parameter.shape[-1], torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
-    packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if packs:
-        torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
+    torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
     try:
         # Any operator that autocast runs in the low precision; of nothing. It saves the cast.
-        nothing = None if empty is None else empty.get(rows)
+        nothing = empty.get(rows)
         if nothing is None:
             dtype = torch.get_autocast_dtype(kind)
             nothing = parameter.new_empty(rows, 0, dtype=dtype, requires_grad=True)
-        if empty is not None:
             empty[rows] = nothing
         node: Any = torch.matmul(parameter, nothing).grad_fn
         while not hasattr(node, "_saved_self"):
             node = node.next_functions[0][0]
         cast: torch.Tensor = node._saved_self
     finally:
-        if packs:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
         torch._C._set_grad_enabled(was_enabled)
     return cast if cast.dtype != parameter.dtype else None
 

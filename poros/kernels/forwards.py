@@ -78,6 +78,11 @@ def _is_own(kind: Any, forward: Any) -> bool:
     )
 
 
+def is_of_liger(value: object) -> bool:
+    """Whether a function or class is of Liger, whose forwards do what those they replace do."""
+    return str(getattr(value, "__module__", "")).startswith("liger_kernel.")
+
+
 def replace(
     modules: Iterable[nn.Module], forward_of: Callable[[nn.Module], PatchedForward | None]
 ) -> None:

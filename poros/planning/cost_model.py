@@ -28,7 +28,7 @@ from poros.errors import UnsupportedModelError
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.kernels.adapters import KernelStats
-from poros.kernels.forwards import unpatch, use_others
+from poros.kernels.forwards import is_of_liger, unpatch, use_others
 from poros.kernels.paths import Paths
 from poros.kernels.use import patch
 from poros.model.inspect import find_layers
@@ -393,7 +393,7 @@ def _require_plain_kernels(layer: nn.Module) -> None:
     """
     code = sys.modules.get(type(layer).__module__)
     for name, value in getattr(code, "__dict__", {}).items():
-        if str(getattr(value, "__module__", "")).startswith("liger_kernel."):
+        if is_of_liger(value):
             raise UnsupportedModelError(
                 f"expected a model whose code runs on the meta device, found {name} of "
                 f"{type(layer).__module__} replaced by Liger's, which runs on a GPU alone. Plan "

@@ -29,10 +29,9 @@ from poros.kernels.nodes import unwritten_tensors
 from poros.replay.call import LayerCall
 from poros.replay.facts import CallFacts
 from poros.replay.forms import Form
-from poros.replay.routing import Terms, hand_in
+from poros.replay.routing import Gradients, Terms, hand_in
 from poros.replay.uses import Source, Uses
 
-Gradients = Sequence[torch.Tensor | None]
 Differentiate = Callable[[Sequence[torch.Tensor], Gradients], Gradients]
 """Takes what autograd has kept for a call, and the gradients of its results."""
 

@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge
 
 from poros.errors import RematerializationError
 from poros.kernels.autocast import cached_cast, require_current
-from poros.replay.uses import Source, Uses, walk
+from poros.replay.uses import CAST, Source, Uses, walk
 
 Tensors = Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
@@ -172,7 +172,7 @@ def hand_in(
     """
     several, sources = uses.several, (*tensors, *parameters)
     first = torch._C._autograd._get_sequence_nr()
-    casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    reused: list[tuple[torch.Tensor, torch.Tensor]] = []
     empty: dict[int, torch.Tensor] = {}
     aliases: dict[Source, list[torch.Tensor]] = {}
     for use in reversed(uses.order):
@@ -180,22 +180,16 @@ def hand_in(
         tensor = sources[source.number]
         cast = cached_cast(tensor, empty) if gives_casts and source.is_cast else None
         if cast is not None:
-            casts.append((cast, tensor))
+            node: Any = cast.grad_fn
+            while node is not None and node.name() != CAST:  # a vector is a matrix there
+                node = node.next_functions[0][0]
+            if node is None or node._sequence_nr() < first:
+                reused.append((cast, tensor))
             tensor = cast if cast.shape == tensor.shape else cast.view(tensor.shape)
         # A tensor has its gradient before any parameter has, and a cast has a node of its own.
         is_aliased = source in several or (source.number >= len(tensors) and cast is None)
         aliases.setdefault(source, []).append(tensor[...] if is_aliased else tensor)
-    # A vector is a matrix there, so its cast is a view, made now.
-    require_current(
-        name,
-        [
-            (cast, parameter)
-            for cast, parameter in casts
-            if cast.dim() != parameter.dim()
-            or cast.grad_fn is None
-            or cast.grad_fn._sequence_nr() < first
-        ],
-    )
+    require_current(name, reused)
     terms = {source: Terms() for source in several}
     # Made after all aliases, so that none of them is waited for out of turn.
     return [

@@ -19,14 +19,12 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.kernels.forwards import PatchedForward
+from poros.kernels.forwards import PatchedForward, is_of_liger
 from poros.stream.adapters import AdapterPlace, adapter_places, is_adapter_module
 from poros.stream.attributes import Attributes
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
-_KERNELS = "liger_kernel."
-"""A library that gives modules forwards of its own, which do what theirs do."""
 _POINTER: Callable[[Any], int] = torch.Tensor.data_ptr
 _FORM = attrgetter("dtype", "shape")
 _REQUIRES = attrgetter("requires_grad")
@@ -238,4 +236,4 @@ def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
 
 def _is_of_kernels(forward: Any) -> bool:
     """Whether a forward set on a module is a known library's, or none is set; or ours."""
-    return type(forward) is not MethodType or forward.__func__.__module__.startswith(_KERNELS)
+    return type(forward) is not MethodType or is_of_liger(forward)

@@ -22,6 +22,7 @@ from poros.errors import (
     UnsupportedModelError,
 )
 from poros.kernels.autocast import cached_cast
+from poros.stream.body import ModelContext
 from poros.stream.boundary import is_streamed
 from tests.exact import hazards as H
 from tests.exact import hooks
@@ -211,6 +212,32 @@ def test_an_update_within_a_region_is_refused_by_layers_that_are_replayed(
     with pytest.raises(UnsupportedModelError, match=r"layers\.0: .*updated since.*anew"):
         R.updates_in_one_region(model, fused=True, numbers=(0, 0))
     assert poros.runtime(model).stats()["num_replayed_visits"] > before
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_an_update_between_groups_in_one_region_is_refused(
+    is_broken: bool, residents: Residents, monkeypatch: Patch
+) -> None:
+    """The control: layers that are told of a region of their own do not see it."""
+    model = on_tapes(S.FP32_DENSE(residents.bases))
+    optimizer = torch.optim.AdamW(R.trained(model).values(), lr=1e-2, fused=True)
+
+    def group() -> None:
+        poros.accumulate(model, [batches()[0]] * 2)
+
+    if is_broken:
+        monkeypatch.setattr(ModelContext, "confines_autocast", lambda self: True)
+    for _ in range(6):
+        with bf16():
+            group()
+    with bf16():
+        group()
+        optimizer.step()
+        if is_broken:
+            group()
+            return
+        with pytest.raises(UnsupportedModelError, match=r"updated since.*anew"):
+            group()
 
 
 # What is left behind.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import poros
-from poros.errors import VRAMBudgetError
+from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, train
 from poros.model.measuring import DeviceMemory, MeasuredSizer
@@ -239,6 +239,19 @@ def test_lengths_that_creep_up_do_not_resize_at_each_step(
     assert creep(prepared) <= 6
     monkeypatch.setattr("poros.model.measuring.RESERVE", 1.0)
     assert creep(prepared) > 12, "without what is left for larger batches nothing is shown"
+
+
+def test_what_cannot_be_planned_is_measured_within_a_given_budget(
+    prepared: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = prepared(budget(6, 6, 16))
+
+    def estimate(*_: object) -> Any:
+        raise UnsupportedModelError("expected code that can be planned, found other")
+
+    loop.sizer._estimate = estimate
+    assert loop.run(16)[0] == ResidencyPlan(2, 0)
+    assert "going on with the least room" in caplog.text and "found other" in caplog.text
 
 
 @pytest.mark.parametrize("is_given", [True, False])

@@ -29,12 +29,11 @@ from poros.kernels.nf4 import (
     MOVING,
     Format,
     Parts,
-    is_params4bit,
     part_name,
     part_tensors,
-    state_of,
     streams,
 )
+from poros.kernels.quantized import is_params4bit, state_of
 from poros.loaders.header import shown
 from poros.loaders.quant_state import require_codes
 from poros.loaders.quantize import Quantizer, require_finite

@@ -23,8 +23,8 @@ from poros.kernels.forwards import has_own_forward
 from poros.kernels.gated import parts_of
 from poros.kernels.linear4bit import module_class
 from poros.kernels.lora import drop, dropout_of
-from poros.kernels.nf4 import state_of
 from poros.kernels.nodes import saved_tensors, times
+from poros.kernels.quantized import state_of
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
 
 

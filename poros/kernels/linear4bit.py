@@ -15,8 +15,8 @@ from torch import nn
 
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
-from poros.kernels.nf4 import state_of
 from poros.kernels.nodes import times
+from poros.kernels.quantized import state_of
 
 
 def linear_4bit(

@@ -13,7 +13,7 @@ from poros.kernels import linear4bit
 from poros.kernels.autocast import autocast_dtype
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import has_own_forward
-from poros.kernels.nf4 import state_of
+from poros.kernels.quantized import state_of
 
 
 class Product(NamedTuple):

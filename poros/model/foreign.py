@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from poros.errors import UnsupportedModelError
-from poros.kernels.nf4 import is_plain
+from poros.kernels.quantized import is_plain
 
 _PACKED = (
     torch.uint8,

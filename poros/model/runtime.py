@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -18,8 +19,9 @@ from poros.kernels.compose import Tier
 from poros.kernels.paths import Paths
 from poros.model.adoption import host_store
 from poros.model.attach import Attachment
-from poros.model.inspect import Inventory, require_checked
+from poros.model.inspect import Inventory
 from poros.model.measuring import MeasuredSizer, device_memory
+from poros.model.passes import begin_pass
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer, shape_of
 from poros.model.stats import adapter_counts, attention_of, held_num_bytes, nothing_checked
@@ -29,7 +31,7 @@ from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
 from poros.stream.body import LayerCheck, ModelContext
-from poros.stream.boundary import StreamedLayer, is_streamed, refuse_tracing, streamed_layer
+from poros.stream.boundary import StreamedLayer, is_streamed, streamed_layer
 from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
 from poros.stream.visit import Binding, LayerBindings
@@ -167,7 +169,9 @@ class Runtime:
             self.sizer = self._make_sizer(estimate)
             self.context = self._make_context(model, inventory, recorder)
             self._attachment.attach_layers(
-                self._make_layers(inventory), self.begin, lambda: self.resize(self.room)
+                self._make_layers(inventory),
+                partial(begin_pass, self),
+                lambda: self.resize(self.room),
             )
             undo.callback(self._release)
             for layer in inventory.layers:
@@ -392,35 +396,19 @@ class Runtime:
         self.rows.check = check.watch_rows
         self.head.check_with(check.watch_rows)
 
-    def begin(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Check the call, make room for the micro-batch, and record visits that are due.
-
-        Args:
-            holder: Of the layers.
-            args, kwargs: Of its forward.
-
-        Raises:
-            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
-        """
-        refuse_tracing(type(holder).__name__)
-        if self.unchecked:
-            require_checked(self.unchecked)
-        in_place = self.context.in_place
-        if in_place is not None and (other := in_place()) is not None and not other.begins:
-            return  # this micro-batch is on its way already
-        if torch.is_grad_enabled() and self.sizer.decides:
-            self._make_room(args, kwargs)
-        captures = self.captures
-        if captures is not None:
-            self.context.visits.end_all()
-            if captures.begin_pass(list(self.streamed_layers()), self.sizer.replays):
-                self.sizer.recorded()
-
     def share_dense(self) -> None:
         """Have memory for a layer's dense weights, if there is room."""
         share_dense(self._dense, self.sizer, self.captures)
 
-    def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Give the blocks the room that suits a micro-batch, before its layers run.
+
+        Args:
+            args, kwargs: What the module that holds the layers is called with.
+
+        Raises:
+            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
+        """
         shape = shape_of(args, kwargs, self.num_grouped)
         if shape is None:
             return

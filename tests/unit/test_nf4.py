@@ -11,8 +11,9 @@ import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
-from poros.kernels import nf4, quantized
+from poros.kernels import nf4
 from poros.kernels.nf4 import Format, Parts
+from poros.kernels.quantized import is_4bit, is_params4bit, is_plain, state_of
 from tests.support import same_bits
 
 SHAPES = [(8, 64), (24, 40), (300, 96), (1, 32), (2, 4, 40)]
@@ -136,7 +137,7 @@ def test_the_parts_mean_what_is_said_of_them(quant_type: str, format: Format) ->
 def test_without_a_state_the_weight_is_quantized_when_it_is_moved() -> None:
     tensor = draw(300, 96)
     planned = DOUBLE.weight(tensor, None, None)
-    assert quantized.is_params4bit(planned) and not quantized.is_4bit(planned)
+    assert is_params4bit(planned) and not is_4bit(planned)
     moved = planned.to("cpu")
     expected = nf4.parts_of(made_by_bitsandbytes(tensor, DOUBLE))
     assert all(same_bits(piece, expected[part]) for part, piece in nf4.parts_of(moved).items())
@@ -166,8 +167,8 @@ def test_what_is_a_4bit_weight() -> None:
     dense = nn.Parameter(draw(8, 64), requires_grad=False)
     pickled = pickle.loads(pickle.dumps(weight))
     assert type(pickled) is nn.Parameter
-    tests = (quantized.is_params4bit, quantized.is_4bit, quantized.is_plain, lambda kind: bool(quantized.state_of(kind)))
-    found = [[test(kind) for test in tests] for kind in (weight, planned, dense, pickled)]
+    tests = (is_params4bit, is_4bit, is_plain, state_of)
+    found = [[bool(test(kind)) for test in tests] for kind in (weight, planned, dense, pickled)]
     assert found == [
         [True, True, False, True],
         [True, False, False, False],

@@ -1,0 +1,66 @@
+"""What happens before the layers of a prepared model run."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from poros.model.inspect import require_checked
+from poros.model.sizing import Sizer
+from poros.replay.captures import Captures
+from poros.stream.body import ModelContext
+from poros.stream.boundary import StreamedLayer, refuse_tracing
+
+
+class Streaming(Protocol):
+    """What streams a prepared model: ``poros.model.runtime.Runtime``.
+
+    Attributes:
+        context: What its layers share.
+        sizer: Decides on the room that blocks get.
+        captures: Its recorded visits; None if no visit is recorded.
+        unchecked: What of it neither a gate nor the self-check covers; "" if nothing.
+    """
+
+    context: ModelContext
+    sizer: Sizer
+    captures: Captures | None
+    unchecked: str
+
+    def make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Give the blocks the room that suits a micro-batch."""
+
+    def streamed_layers(self) -> Iterator[StreamedLayer]:
+        """Its layers, in order."""
+        ...
+
+
+def begin_pass(
+    streaming: Streaming, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Check a call of the model, make room for the micro-batch, and record visits that are due.
+
+    Args:
+        streaming: What streams the model.
+        holder: Holds the layers.
+        args, kwargs: What it is called with.
+
+    Raises:
+        PreparedModelError: If the call is compiled as a whole.
+        UnvalidatedArchitectureError: If it is to be trained, and nothing has checked it.
+        VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
+    """
+    refuse_tracing(type(holder).__name__)
+    if streaming.unchecked:
+        require_checked(streaming.unchecked)
+    context, captures = streaming.context, streaming.captures
+    in_place = context.in_place
+    if in_place is not None and (other := in_place()) is not None and not other.begins:
+        return  # this micro-batch is on its way already
+    if torch.is_grad_enabled() and streaming.sizer.decides:
+        streaming.make_room(args, kwargs)
+    if captures is not None:
+        context.visits.end_all()
+        if captures.begin_pass(list(streaming.streamed_layers()), streaming.sizer.replays):
+            streaming.sizer.recorded()

@@ -118,7 +118,9 @@ def _copied(model: Any) -> Any:
     for module in model.modules():
         memo[id(module)].__dict__.update(
             {
-                key: type(value)()
+                key: value
+                if type(value) in (bool, int, float, str, type(None))
+                else type(value)()
                 if type(value) in (dict, OrderedDict, set) and not value
                 else deepcopy(value, memo)
                 for key, value in module.__dict__.items()

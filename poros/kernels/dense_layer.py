@@ -5,7 +5,7 @@ layer one behind the other, all its weights are made dense once, before the firs
 product reads them from there.
 
 Note: What may read it
-    ``serving`` says for which layer, from the first ``fill`` on. Outside of that, and for any other
+    ``use`` says for which layer, from the first ``fill`` on. Outside of that, and for any other
     layer, ``dequantize`` makes a weight dense as ever, so nothing can read what another layer has
     left. A recorded visit has an address baked in; so it is replayed only while the same memory
     serves its layer (``poros.replay.captures``).
@@ -92,15 +92,15 @@ class DenseLayer:
         self._reader = self._filled = None
 
     @contextmanager
-    def serving(self, layer: int) -> Iterator[None]:
+    def use(self, layer: int) -> Iterator[None]:
         """Calls of ``layer`` in the body share its dense weights, from ``fill`` on."""
         self.served = None if self._memory is None else layer
         try:
             yield
         finally:
-            self.serve_nobody()
+            self.release_all()
 
-    def serve_nobody(self) -> None:
+    def release_all(self) -> None:
         """No calls share anything from now on."""
         self.served = self._reader = None
 

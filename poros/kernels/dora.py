@@ -20,12 +20,12 @@ from torch import nn
 from poros.kernels.compose import Tier, compose, compose_backward
 from poros.kernels.dequantize import dequantize
 from poros.kernels.forwards import has_own_forward
-from poros.kernels.gated import parts_of
 from poros.kernels.linear4bit import module_class
 from poros.kernels.lora import drop, dropout_of
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.quantized import state_of
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
+from poros.kernels.swiglu import parts_of
 
 
 class Frozen(NamedTuple):
@@ -155,7 +155,7 @@ def dora_linear(
         Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
         are ``input``, A, B, the product with A, the mask of dropout, the norms, and if the
         magnitude is trained one tensor of the shape and dtype of the result. Of an input that is a
-        gated activation (``poros.kernels.gated``) gate and up are kept, and it is made again.
+        gated activation (``poros.kernels.swiglu``) gate and up are kept, and it is made again.
 
     Exactness:
         Equal bits for equal inputs, resident or streamed. Not the bits of PEFT's modules: within

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.kernels.gated import parts_of
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
+from poros.kernels.swiglu import parts_of
 from poros.utils.devices import runs_triton
 
 
@@ -76,7 +76,7 @@ def add_lora(
     Streams:
         Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
         are ``input``, A, B, the product with A and the mask of dropout. Of an input that is a
-        gated activation (``poros.kernels.gated``) gate and up are kept, and it is made again.
+        gated activation (``poros.kernels.swiglu``) gate and up are kept, and it is made again.
 
     Exactness:
         The bits of ``add_lora_ref`` to what the module gives, forward and gradients, at every tier.

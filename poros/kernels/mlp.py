@@ -15,8 +15,8 @@ from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
-from poros.kernels.gated import forget_parts, gated
 from poros.kernels.hooks import has_hooks
+from poros.kernels.swiglu import forget_parts, swiglu
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)
 """Functions of their argument alone."""
@@ -89,7 +89,7 @@ class _Forward(PatchedForward):
                 and up.is_contiguous()
             )
         if is_plain and gate.shape == up.shape and gate.dtype == up.dtype:
-            product = gated(gate, up, activation)
+            product = swiglu(gate, up, activation)
             try:
                 return down(product)
             finally:

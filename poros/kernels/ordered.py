@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poros.kernels.gated import parts_of
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
+from poros.kernels.swiglu import parts_of
 
 
 class InOrder(NamedTuple):

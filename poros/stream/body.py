@@ -265,7 +265,7 @@ class LayerBody:
     def sharing_dense(self) -> AbstractContextManager[None]:
         """Calls in the body share the layer's dense weights, if there is memory for them."""
         dense = self.context.dense
-        return nullcontext() if dense is None or self.is_compiled else dense.serving(self.index)
+        return nullcontext() if dense is None or self.is_compiled else dense.use(self.index)
 
     @property
     def dense_address(self) -> int | None:

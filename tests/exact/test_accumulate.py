@@ -376,7 +376,7 @@ def before_the_block_is_there(patch: Patch) -> None:
         dense = self.context.dense
         if dense is None:
             return nullcontext()
-        found = dense.serving(self.index)
+        found = dense.use(self.index)
         dense.served = self.index
         dense.fill(self.index, self.weights.bindings.dense_weights)
         return found

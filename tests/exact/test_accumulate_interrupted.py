@@ -42,7 +42,7 @@ CONTEXTS: dict[str, tuple[Any, str]] = {
     "a row": (LayerBody, "in_a_row"),
     "a row of visits": (BlockVisit, "in_a_row"),
     "a replayed visit": (BlockVisit, "occupy"),
-    "dense weights": (DenseLayer, "serving"),
+    "dense weights": (DenseLayer, "use"),
 }
 TOKENS = torch.arange(4, 52).view(4, 12)
 BATCHES = [{"input_ids": row[None], "labels": row[None], "use_cache": False} for row in TOKENS]

@@ -381,7 +381,7 @@ def test_a_copy_has_forwards_of_its_own(bases: Bases) -> None:
         assert all(same_bits(found.facts[name], expected.facts[name]) for name in expected.facts)
 
 
-# ------------------------------------------------------------------- which modules are gated
+# -------------------------------------------------------- which modules take the SwiGLU kernel
 
 
 class Gated(nn.Module):

@@ -11,8 +11,8 @@ from torch import nn
 import poros
 from poros.gates import tiny
 from poros.kernels import lora
-from poros.kernels.gated import gated, gated_ref
 from poros.kernels.lora import Added, add_lora, add_lora_ref
+from poros.kernels.swiglu import swiglu, swiglu_ref
 from tests.gpu.models import gradients, same
 
 pytestmark = pytest.mark.gpu
@@ -76,10 +76,10 @@ def test_what_dropout_gave_is_made_again(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "activation", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU()], ids=str
 )
-def test_gated_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
-    """In several parts: see ``poros.kernels.gated``."""
+def test_swiglu_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
+    """In several parts: see ``poros.kernels.swiglu``."""
     given = [normal(3, 1024, 18944, dtype=dtype) for _ in "ab"]
-    assert all(map(same, *(outcome(run, given, activation) for run in (gated, gated_ref))))
+    assert all(map(same, *(outcome(run, given, activation) for run in (swiglu, swiglu_ref))))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -91,7 +91,7 @@ def test_silu_of_every_gate(dtype: torch.dtype) -> None:
             (scale * torch.randn(2**16, device="cuda", generator=generator)).to(dtype) for _ in "ab"
         )
         both = []
-        for run in (gated, gated_ref):
+        for run in (swiglu, swiglu_ref):
             given = [each.clone().requires_grad_() for each in (every, up)]
             product_ = run(*given, nn.SiLU())
             gradients = torch.autograd.grad(product_, given, arriving)

@@ -1,4 +1,4 @@
-"""``add_lora`` and ``gated`` against their references, bit for bit: a CPU and the interpreter.
+"""``add_lora`` and ``swiglu`` against their references, bit for bit: a CPU and the interpreter.
 
 The interpreter rounds float32 and float16 as a GPU does, but not bfloat16: that is for tests/gpu.
 """
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from poros.kernels import lora
-from poros.kernels.gated import gated, gated_ref, parts_of
 from poros.kernels.lora import Added, add_lora, add_lora_ref
+from poros.kernels.swiglu import parts_of, swiglu, swiglu_ref
 from tests.operators import Operators, kept_by, storage_num_bytes
 from tests.support import interpreted, same_bits
 
@@ -188,24 +188,24 @@ def gate_and_up(dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_gated_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
+def test_swiglu_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
     """Whichever part is frozen."""
     for frozen in ([], [0], [1]):
         given: list[torch.Tensor | None] = []
         for number, part in enumerate(gate_and_up(dtype)):
             given.append(part.requires_grad_(number not in frozen))
-        both = [outcome(run, given, activation) for run in (gated, gated_ref)]
+        both = [outcome(run, given, activation) for run in (swiglu, swiglu_ref)]
         assert differing(*both) == []
 
 
-def test_of_gated_only_gate_and_up_are_kept() -> None:
+def test_of_swiglu_only_gate_and_up_are_kept() -> None:
     given = gate_and_up(BF16)
-    assert kept_num_bytes(lambda: gated(*given, nn.SiLU()), given) == 0
-    assert kept_num_bytes(lambda: gated_ref(*given, nn.SiLU()), given) > 0
+    assert kept_num_bytes(lambda: swiglu(*given, nn.SiLU()), given) == 0
+    assert kept_num_bytes(lambda: swiglu_ref(*given, nn.SiLU()), given) > 0
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
-def test_behind_gated_the_product_is_made_again(dropout: float) -> None:
+def test_behind_swiglu_the_product_is_made_again(dropout: float) -> None:
     gate, up = gate_and_up(BF16)
     _, _, a, b, _ = tensors(BF16, FP32)
     base = torch.randn(3, 5, ROWS, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -215,16 +215,16 @@ def test_behind_gated_the_product_is_made_again(dropout: float) -> None:
         return lambda gate, up, a, b, _: add(base, activate(gate, up, nn.SiLU()), a, b, None, how)
 
     given: list[torch.Tensor | None] = [gate, up, a, b]
-    fused = outcome(run(gated, add_lora), given, how)
-    assert differing(fused, outcome(run(gated_ref, add_lora_ref), given, how)) == []
+    fused = outcome(run(swiglu, add_lora), given, how)
+    assert differing(fused, outcome(run(swiglu_ref, add_lora_ref), given, how)) == []
     known = [gate, up, a, b]
-    kept = kept_num_bytes(lambda: run(gated, add_lora)(*given, how), known)
+    kept = kept_num_bytes(lambda: run(swiglu, add_lora)(*given, how), known)
     mask = 15 * COLUMNS * 4 if dropout else 0
     assert kept == 15 * RANK * 4 + mask
 
 
 def test_a_product_that_was_written_to_is_kept_as_it_is() -> None:
-    product_ = gated(*gate_and_up(BF16), nn.SiLU())
+    product_ = swiglu(*gate_and_up(BF16), nn.SiLU())
     assert parts_of(product_) is not None
     product_.mul_(2)
     assert parts_of(product_) is None
@@ -275,11 +275,11 @@ def test_kernel_masked(gpu: Any, dtypes: tuple[torch.dtype, torch.dtype, torch.d
 
 def test_kernels_of_silu(monkeypatch: pytest.MonkeyPatch) -> None:
     """To one unit in the last place: the interpreter has neither CUDA's exponential nor fma."""
-    gpu = interpreted("poros.kernels.gated_gpu")
+    gpu = interpreted("poros.kernels.swiglu_gpu")
     monkeypatch.setattr(gpu, "libdevice", gpu.tl)
     gate, up, gradient = (values(FP16, num)[3:5000] for num in (5000, 5001, 5002))
     leaves = [each.clone().requires_grad_() for each in (gate, up)]
-    product_ = gated_ref(*leaves, nn.SiLU())
+    product_ = swiglu_ref(*leaves, nn.SiLU())
     expected = [product_.detach(), *torch.autograd.grad(product_, leaves, gradient)]
     found = [gpu.silu_mul(gate, up), *gpu.silu_mul_backward(gradient, gate, up)]
     for ours, theirs in zip(found, expected, strict=True):

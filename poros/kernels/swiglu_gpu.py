@@ -1,4 +1,4 @@
-"""The kernels of ``poros.kernels.gated``, in Triton: SiLU, in 16-bit floats.
+"""The kernels of ``poros.kernels.swiglu``, in Triton: SiLU, in 16-bit floats.
 
 A value is rounded wherever PyTorch's operators would have written it, and computed as they compute
 it: the exponential is that of CUDA's library, quotients are rounded correctly, and of the

@@ -1,4 +1,4 @@
-"""The gated activation of a feed-forward layer: kept as what it is made of, and made again.
+"""SwiGLU, or any gated activation of a feed-forward layer: saves its inputs, and recomputes it.
 
 For gate and up, each of the intermediate size (Shazeer 2020, GLU Variants, equation 6)
 
@@ -52,7 +52,7 @@ class SavedInputs(NamedTuple):
     """Of the product, when it was made."""
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def swiglu(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``activation(gate) * up``.
 
     Args:
@@ -68,9 +68,9 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
         Queued on the current stream. Kept for backward are gate and up.
 
     Exactness:
-        The bits of ``gated_ref``, forward and gradients.
+        The bits of ``swiglu_ref``, forward and gradients.
     """
-    product: torch.Tensor = _Gated.apply(gate, up, activation)
+    product: torch.Tensor = _SwiGlu.apply(gate, up, activation)
     if product.requires_grad:
         making = RecomputeInfo(activation, autocast_dtype(gate.device))
         parts = SavedInputs(gate.detach(), up.detach(), making, product._version)
@@ -78,23 +78,23 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
     return product
 
 
-def gated_ref(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """``gated`` as models compute it."""
+def swiglu_ref(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``swiglu`` as models compute it."""
     return activation(gate) * up
 
 
 def parts_of(tensor: torch.Tensor) -> SavedInputs | None:
-    """What ``tensor`` was made of by ``gated``; None if it was not, or was written to since."""
+    """What ``tensor`` was made of by ``swiglu``; None if it was not, or was written to since."""
     parts: SavedInputs | None = tensor.__dict__.get(_MADE_OF)
     return parts if parts is not None and parts.version == tensor._version else None
 
 
 def forget_parts(tensor: torch.Tensor) -> None:
-    """From now on nobody is told what ``tensor`` was made of."""
+    """Drop the recompute information of ``tensor``."""
     tensor.__dict__.pop(_MADE_OF, None)
 
 
-class _Gated(torch.autograd.Function):
+class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Activation
@@ -110,9 +110,9 @@ class _Gated(torch.autograd.Function):
             return None, None, None
         gate, up = saved_tensors(ctx)
         if _takes_kernel(ctx.activation, gradients[0], gate, up):
-            from poros.kernels import gated_gpu
+            from poros.kernels import swiglu_gpu
 
-            return *gated_gpu.silu_mul_backward(gradients[0], gate, up), None
+            return *swiglu_gpu.silu_mul_backward(gradients[0], gate, up), None
         if type(ctx.activation) in _SILU and gradients[0].dtype == gate.dtype == up.dtype:
             # In place, so that no more is there than with the kernel.
             of_up = torch.nn.functional.silu(gate).mul_(gradients[0])
@@ -137,9 +137,9 @@ def _own(activation: Activation) -> Activation:
 
 def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     if _takes_kernel(activation, gate, up):
-        from poros.kernels import gated_gpu
+        from poros.kernels import swiglu_gpu
 
-        return gated_gpu.silu_mul(gate, up)
+        return swiglu_gpu.silu_mul(gate, up)
     activated = _own(activation)(gate)
     return activated.mul_(up) if activated.dtype == up.dtype else activated * up
 

@@ -146,10 +146,12 @@ def prepare_with(
         type(inventory.base).__name__,
         runtime.num_blocks,
         size(stats["host_num_bytes"]),
-        f"pass through {runtime.num_slots} places on" if runtime.num_slots else "all stay on",
+        f"{runtime.num_slots} at a time on" if runtime.num_slots else "all stay on",
         runtime.device,
         size(stats["device_num_bytes"]),
-        "the first step will be checked" if policy.self_check != "off" else "nothing is checked",
+        "the first step will be checked"
+        if policy.self_check != "off"
+        else "the first step will not be checked",
     )
     return model
 
@@ -159,9 +161,11 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
     is_off = runtime.policy.self_check == "off"
     if inventory.untested:
         logger.warning(
-            "poros: no gate has run %s; %s",
+            "poros: no gate has checked %s; %s",
             inventory.untested,
-            "self_check is off, so training it is refused" if is_off else "the self-check decides",
+            "self_check is off, so Poros refuses to train it"
+            if is_off
+            else "the check of the first step decides whether it trains",
         )
     if is_off:
         runtime.unchecked = inventory.untested

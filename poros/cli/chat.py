@@ -43,7 +43,7 @@ def chat(
         saved = SavedAdapter(adapter_folder(adapter))
         source = base if base is not None else saved.base
         if source is None:
-            raise PolicyError("base: expected the base, found none in the adapter")
+            raise PolicyError("base: expected a base (--base), found none named in the adapter")
         talk = Chat(
             saved,
             source,

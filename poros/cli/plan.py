@@ -207,7 +207,7 @@ def _place(
         title = f"an {card.title}" + ("" if "GB" in card.title else f" ({card.memory_gib} GB)")
         if request.budget != card.budget:
             title = f"{_size(request)} of {title}"
-    title = title or ("a card" if request.budget is None else f"your {_size(request)}")
+    title = title or ("a card" if request.budget is None else f"a budget of {_size(request)}")
     if given is not None:
         fixed: Speeds = given
         source = f"rates {how} for rows of {request.seq_len} tokens"

@@ -488,8 +488,10 @@ def test_a_plan_answers_for_a_card_that_is_not_here(checkpoint: Path) -> None:
 def test_a_plan_that_does_not_fit_says_what_to_change_and_exits_with_1(checkpoint: Path) -> None:
     result = plan(checkpoint, "--vram", "400kB", "--batch", "8")
     words = " ".join(result.stdout.split())
-    assert result.exit_code == 1 and words.startswith("Does not fit your 400kB: the step needs")
-    assert "each alone" in words and "batch_size" in words
+    assert result.exit_code == 1 and words.startswith(
+        "Does not fit a budget of 400kB: the step needs"
+    )
+    assert "each change alone" in words and "batch_size" in words
     values = json.loads(plan(checkpoint, "--vram", "400kB", "--batch", "8", "--json").stdout)
     assert values["fits"] is False and "batch_size=" in values["advice"]
     assert values["total_num_bytes"] == sum(values["terms"].values()) > 400_000
@@ -504,7 +506,7 @@ def test_host_memory_that_is_too_small_is_told(checkpoint: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_card_a_plan_says_what_is_needed(checkpoint: Path) -> None:
     words = " ".join(plan(checkpoint).stdout.split())
-    assert words.startswith("Needs ") and "at the least on the card: 2 of 3 blocks" in words
+    assert words.startswith("Needs at least ") and "on the card: 2 of 3 blocks" in words
     assert "Give --vram or --card" in words and "Time is not forecast" in words
 
 

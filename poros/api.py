@@ -163,7 +163,7 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
         logger.warning(
             "poros: no gate has checked %s; %s",
             inventory.untested,
-            "self_check is off, so Poros refuses to train it"
+            "self_check is off, so training it is refused"
             if is_off
             else "the check of the first step decides whether it trains",
         )

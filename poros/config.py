@@ -37,7 +37,8 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 class StreamingPolicy:
     """How the frozen base streams through the device.
 
-    Only ``loss``, ``lora_paths`` and, with DoRA, ``adapter_kernels`` can change the bits of a run.
+    Only ``loss``, ``lora_paths`` and, with DoRA, ``adapter_kernels`` and ``dora_tier`` can change
+    the bits of a run.
 
     Args:
         block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.

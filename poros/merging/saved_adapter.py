@@ -147,7 +147,7 @@ class _Fitting:
         if isinstance(error, Exception) and not isinstance(error, PorosError):
             raise UnsupportedModelError(
                 f"adapter: expected one that fits the base, found {describe_error(error)}; name "
-                f"its own base with --base, or mend {CONFIG}"
+                f"its own base with --base, or fix {CONFIG}"
             ) from error
 
 

@@ -83,7 +83,7 @@ RIGHT: list[tuple[str, str]] = [
 # Each is wrong by itself.
 WRONG: list[tuple[str, str]] = [
     ("plan model --seq abc", "Invalid value for '--seq'"),
-    ("plan nowhere --seq 16", "MODEL: expected a folder or file that is there, or OWNER/NAME"),
+    ("plan nowhere --seq 16", "MODEL: expected a folder or file that exists, or OWNER/NAME"),
     ("plan ./nowhere --seq 16", "found neither in './nowhere'"),
     ("plan /nowhere --seq 16", "found neither in '/nowhere'"),
     ("plan ~nowhere --seq 16", "found neither in '~nowhere'"),
@@ -121,9 +121,9 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --device cpu", "--device needs --measure"),
     ("plan model --seq 16 --limit apples=3", "--limit: expected NAME=NUMBER"),
     ("plan model --seq 16 --limit num_layers=0", "expected num_layers as a positive whole number"),
-    ("load nowhere --out new", "SOURCE: expected a folder or file that is there"),
+    ("load nowhere --out new", "SOURCE: expected a folder or file that exists"),
     ("load a/b/c --out new", "found neither in 'a/b/c'"),
-    ("load nowhere --verify", "SOURCE: expected a folder or file that is there"),
+    ("load nowhere --verify", "SOURCE: expected a folder or file that exists"),
     ("load model", "give either --out DIR or --verify"),
     ("load model --verify --out new", "give either --out DIR or --verify"),
     ("load model --out new --dtype bfloat", "--dtype: expected one of bf16, fp16, fp32"),

@@ -76,36 +76,36 @@ def load(
 ) -> "PreTrainedModel":
     """Load a causal language model into host memory, for ``get_peft_model`` and ``poros.prepare``.
 
-    The result is an ordinary transformers model on the CPU. The tensors of its decoder layers lie
-    in one slab of host memory per layer, from which ``poros.prepare`` streams them without copying
-    them once more. Weights are quantized in pieces on ``device``; a checkpoint that is 4-bit
-    already is loaded as it is.
+    The result is an ordinary transformers model on the CPU. The tensors of each decoder layer are
+    in one slab of host memory, from which ``poros.prepare`` streams them without another copy.
+    Weights are quantized in pieces on ``device``; a checkpoint that is already 4-bit is loaded as
+    it is.
 
     Args:
-        source: A folder, one ``.safetensors`` file with its ``config.json``, the name of a
-            repository of the hub; or a store on disk, which is opened as it is.
+        source: A folder, one ``.safetensors`` file with its ``config.json``, the name of a hub
+            repository, or a store on disk, which is opened as it is.
         quantization: ``"nf4"`` or ``"fp4"`` (with double quantization and ``dtype`` as the compute
             dtype), a 4-bit ``BitsAndBytesConfig``, or None for dense weights. The default is
-            ``"nf4"``, or what a checkpoint or store has already; another one is refused there.
-        dtype: Of everything that is not quantized. The default is bfloat16, or that of the store;
-            ``"auto"`` is the checkpoint's own.
-        device: Where to quantize; None is the current GPU, or the CPU if there is none.
-        store: A folder for the quantized base on disk. If there is none yet, the checkpoint is
-            quantized into it, which takes little memory; then the model is read from there, and
+            ``"nf4"``, or the format of a 4-bit checkpoint or store; another one is refused there.
+        dtype: Dtype of the tensors that are not quantized. The default is bfloat16, or that of the
+            store; ``"auto"`` is the checkpoint's own.
+        device: Device that quantizes; None is the current GPU, or the CPU if there is none.
+        store: Folder for the quantized base on disk. If it does not exist, the checkpoint is
+            quantized into it, which takes little memory; the model is then read from there, and
             ``source`` is only compared. None keeps nothing on disk.
-        host_budget: Host memory for the layers, in bytes or such as ``"24GiB"``. The first layers
-            lie in memory as far as they fit into it; the others stay in the store's file, from
-            which they are read ahead during training. Needs a store. None is all of them.
-        vision: Of a checkpoint that takes images or sound too, ``"keep"`` its towers, quantized and
-            frozen like the rest; they stay on the device. Or ``"drop"`` them, for text alone; the
-            names of everything else stay. The default is ``"keep"``, or that of the store.
+        host_budget: Host memory for the layers, in bytes or as text such as ``"24GiB"``. As many of
+            the first layers as fit are kept in memory; the others stay in the store's file, from
+            which training reads them ahead. Needs a store. None keeps all layers in memory.
+        vision: For a checkpoint that also takes images or sound: ``"keep"`` its towers, quantized
+            and frozen like the rest, on the device; or ``"drop"`` them, for text alone. The names
+            of all other tensors stay. The default is ``"keep"``, or that of the store.
         allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
-        limits: Bounds on what files may ask for; None are the defaults.
-        **from_pretrained_kwargs: Of ``AutoModelForCausalLM.from_pretrained``: ``revision``,
-            ``cache_dir``, ``token``, ``local_files_only``, ``force_download``, ``subfolder``,
-            ``variant``, ``config``, ``generation_config``, ``key_mapping``,
-            ``attn_implementation`` and other fields of the configuration. What cannot be honoured
-            is refused.
+        limits: Limits on the sizes in files; None takes the defaults.
+        **from_pretrained_kwargs: Arguments of ``AutoModelForCausalLM.from_pretrained``:
+            ``revision``, ``cache_dir``, ``token``, ``local_files_only``, ``force_download``,
+            ``subfolder``, ``variant``, ``config``, ``generation_config``, ``key_mapping``,
+            ``attn_implementation`` and other fields of the configuration. Arguments that cannot be
+            honoured are refused.
 
     Returns:
         The model in evaluation mode, as ``from_pretrained`` returns it.
@@ -121,11 +121,11 @@ def load(
         PolicyError: If an option cannot be honoured, or the store was made with others.
         ParityError: If scales change while a weight is quantized.
         StoreWriteError: If the store cannot be written, or bytes change on their way into it;
-            nothing of it is left.
-        UnsupportedModelError: If it is no causal language model, has no decoder layers that can be
-            streamed, has an adapter beside it, or is quantized in another way.
+            the store is removed.
+        UnsupportedModelError: If the source is no causal language model, has no decoder layers that
+            can be streamed, has an adapter beside it, or is quantized in another way.
 
-    In each case nothing of the model is left.
+    In each case no part of the model remains in memory.
 
     Source:
         Poros technical report, section 4.2.

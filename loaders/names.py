@@ -57,6 +57,6 @@ def require_source(source: str, option: str) -> None:
     if os.path.lexists(source) or ("/" in source and not is_local(source)):
         return
     raise CheckpointFormatError(
-        f"{option}: expected a folder or file that is there, or OWNER/NAME of a repository on the "
+        f"{option}: expected a folder or file that exists, or OWNER/NAME of a repository on the "
         f"hub, found neither in {quoted(source)}; check the path (from {quoted(os.getcwd())})"
     )

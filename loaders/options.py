@@ -278,8 +278,8 @@ def _refuse(options: dict[str, Any]) -> None:
     if refused:
         instead = [_INSTEAD[name] for name in refused if name in _INSTEAD]
         raise PolicyError(
-            f"{', '.join(refused)}: expected options of from_pretrained that poros.load has no "
-            "answer of its own to; leave them out, and "
+            f"{', '.join(refused)}: expected options of from_pretrained that poros.load "
+            "honours; leave these out, and "
             + (", ".join(instead) or "see dtype, device, store and host_budget")
         )
 

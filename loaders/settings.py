@@ -126,7 +126,7 @@ def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationCo
                 path / name,
                 "expected settings of generation that transformers takes, found "
                 f"{describe_error(error)}",
-                remedy="mend the file, or remove it: then its defaults are taken",
+                remedy="fix the file, or remove it to use the defaults",
             ) from error
     return generation
 

@@ -69,7 +69,7 @@ def require_template(tokenizer: "PreTrainedTokenizerBase", where: str | os.PathL
         raise defect(
             Path(where) / _SETTINGS,
             f"expected chat_template as text, found {quoted(template)}",
-            remedy="mend the file",
+            remedy="fix the file",
         )
     if template:
         require_bounded_template(Path(where), template, dict(tokenizer.special_tokens_map))
@@ -126,7 +126,7 @@ def _require_readable(folder: Path) -> None:
                 raise defect(
                     file,
                     f"expected {field} as text, found {quoted(value)}",
-                    remedy="mend the file",
+                    remedy="fix the file",
                 )
     if (folder / _TEMPLATE).is_file():
         try:

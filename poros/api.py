@@ -39,19 +39,19 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: Any) -> ModelT:
-    """Stream the frozen base of ``model`` through a few device slots, from now on.
+    """Stream the frozen base of ``model`` through a few device slots from now on.
 
     Call it after ``prepare_model_for_kbit_training`` (if used) and ``get_peft_model``, and before
-    making the optimizer or the Trainer. The frozen tensors of the decoder layers move to host
-    memory, block by block; adapters, embedding, norms outside the layers and head move to the
-    device. Module tree, parameter names and parameter objects stay. Calling it again with the same
-    policy does nothing.
+    you make the optimizer or the Trainer. The frozen tensors of the decoder layers move to host
+    memory, block by block; adapters and norms outside the layers move to the device, and so do
+    embedding and head unless the policy keeps them in host memory. The module tree, parameter names
+    and parameter objects stay the same. Calling it again with the same policy does nothing.
 
     Args:
         model: A transformers causal language model with PEFT adapters, on the CPU or one GPU.
             Changed in place.
         policy: How to stream; the default policy if None.
-        **overrides: Fields of ``StreamingPolicy`` that replace those of ``policy``.
+        **overrides: Fields of ``StreamingPolicy``; they replace those of ``policy``.
 
     Returns:
         ``model``, the same object.
@@ -59,22 +59,22 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
     Exactness:
         Loss, gradients, adapter weights, optimizer state and random states of a training run are
         bitwise equal, on the same machine and software, to those of a resident run with the same
-        loss and kernels; with ``loss="reference"`` and LoRA that is plain transformers and PEFT.
-        On a CPU with AVX512-BF16 that model needs bitsandbytes' repacking of weights in eval mode
-        switched off, as it is here: repacking rounds the weights.
+        loss and kernels. With ``loss="reference"`` and LoRA, that run is plain transformers and
+        PEFT. On a CPU with AVX512-BF16, bitsandbytes repacks weights in eval mode, which rounds
+        them; it is switched off here and must be switched off for the resident model too.
 
     Raises:
         PolicyError: If a policy field is unknown or cannot work.
-        UnsupportedModelError: If the model cannot be streamed exactly, or its family or a kind of
-            its adapters is refused on record. One that no gate has run is prepared with a warning;
-            with ``self_check="off"`` its first forward with gradients raises
+        UnsupportedModelError: If the model cannot be streamed exactly, or if its family or a kind
+            of its adapters is on record as refused. A family without a record is prepared with a
+            warning; with ``self_check="off"`` its first forward with gradients raises
             ``UnvalidatedArchitectureError``.
-        PreparedModelError: If the model is prepared already, with another policy.
-        HostMemoryError: If host memory for the base cannot be had.
-        ParityError: If a 4-bit weight is not what ``poros.load`` has packed and was not written
-            to; with ``self_check="strict"``.
+        PreparedModelError: If the model is already prepared with another policy.
+        HostMemoryError: If there is not enough host memory for the base.
+        ParityError: If a 4-bit weight differs from what ``poros.load`` packed although nothing has
+            written to it; only with ``self_check="strict"``.
 
-    In each case the model is as it was before the call.
+    In each case the model stays as it was before the call.
 
     Source:
         Poros technical report, section 3.
@@ -146,10 +146,12 @@ def prepare_with(
         type(inventory.base).__name__,
         runtime.num_blocks,
         size(stats["host_num_bytes"]),
-        f"pass through {runtime.num_slots} places on" if runtime.num_slots else "all stay on",
+        f"{runtime.num_slots} at a time on" if runtime.num_slots else "all stay on",
         runtime.device,
         size(stats["device_num_bytes"]),
-        "the first step will be checked" if policy.self_check != "off" else "nothing is checked",
+        "the first step will be checked"
+        if policy.self_check != "off"
+        else "the first step will not be checked",
     )
     return model
 
@@ -159,9 +161,11 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
     is_off = runtime.policy.self_check == "off"
     if inventory.untested:
         logger.warning(
-            "poros: no gate has run %s; %s",
+            "poros: no gate has checked %s; %s",
             inventory.untested,
-            "self_check is off, so training it is refused" if is_off else "the self-check decides",
+            "self_check is off, so training it is refused"
+            if is_off
+            else "the check of the first step decides whether it trains",
         )
     if is_off:
         runtime.unchecked = inventory.untested
@@ -217,22 +221,22 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
 
 
 def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str = "peft") -> ModelT:
-    """Have a resident model run the kernels that ``prepare`` uses, without streaming.
+    """Make a resident model run the kernels that ``prepare`` uses, without streaming.
 
-    In its decoder layers alone, as ``prepare`` does: adapters elsewhere (on the head, say) run as
-    PEFT has them. What LoRA adds becomes one operator per projection, DoRA too, and takes no tensor
-    of the size of the weight but the one dense weight (see ``poros.kernels.dora``); gated
-    activations are made again in backward instead of being kept, and on a GPU 4-bit products are
-    ours. Adapters that are added later need another call. Gradients of gradients are refused, and
-    so is an input that was written to after its projection. Copy such a model by
-    ``copy.deepcopy``; one that is copied shallowly, as ``nn.DataParallel`` does, would run the
-    original's modules. ``restore`` undoes it.
+    Like ``prepare``, this changes the decoder layers alone: adapters elsewhere (for example on the
+    head) run PEFT's modules. The LoRA branch of each projection, and DoRA, becomes one operator,
+    which needs no tensor of the weight's size except the one dense weight (see
+    ``poros.kernels.dora``). Gated activations are recomputed in backward instead of being kept,
+    and on a GPU Poros' own kernels compute 4-bit products. Adapters that you add later need
+    another call. Gradients of gradients are refused, and so is an input that was modified after its
+    projection. Copy such a model with ``copy.deepcopy``: a shallow copy, as ``nn.DataParallel``
+    makes it, would run the original's modules. ``restore`` undoes it.
 
     Args:
-        model: A PEFT model, wherever it is. Changed in place, but for parameters and names.
+        model: A PEFT model on any device. Changed in place, except for parameters and names.
         kernels: ``"fused"``, or ``"exact"`` to leave DoRA to PEFT; as ``adapter_kernels`` of
             ``StreamingPolicy``.
-        lora_paths: In which order the products of LoRA are formed; as in ``StreamingPolicy``.
+        lora_paths: The order of LoRA's matrix products; as in ``StreamingPolicy``.
 
     Returns:
         ``model``, the same object.
@@ -243,9 +247,9 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
         within rounding of them, and bit for bit those of a prepared model.
 
     Raises:
-        PolicyError: If there are no such kernels or orders.
-        PreparedModelError: If the model is prepared: then it runs them already. If it runs kernels
-            with other ``lora_paths``.
+        PolicyError: If ``kernels`` or ``lora_paths`` is unknown.
+        PreparedModelError: If the model is prepared, because it then runs these kernels already; or
+            if it runs kernels with other ``lora_paths``.
         UnsupportedModelError: If the model has no decoder layers that ``prepare`` would find.
     """
     if kernels not in ("fused", "exact"):
@@ -275,14 +279,14 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
 
 
 def kernel_stats(model: nn.Module) -> dict[str, Any]:
-    """Which way the adapted modules of a model ran since ``use_adapter_kernels`` or ``prepare``.
+    """Count how adapted modules ran since ``use_adapter_kernels`` or ``prepare``.
 
     Returns:
         ``num_fused_adapters``, ``num_unfused_adapters``, ``num_left_out_adapters``, ``lora_paths``,
         as ``Runtime.stats`` has them.
 
     Raises:
-        PreparedModelError: If no adapter of the model runs a kernel of ours.
+        PreparedModelError: If no adapter of the model runs one of Poros' kernels.
     """
     tally = tally_of(model)
     if tally is None:
@@ -294,18 +298,17 @@ def kernel_stats(model: nn.Module) -> dict[str, Any]:
 
 
 def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:
-    """``prepare`` with an explicit block size and two slots; nothing is planned."""
+    """Call ``prepare`` with an explicit block size and two slots, without planning."""
     return prepare(model, block_size=block_size, slots=MIN_SLOTS)
 
 
 def restore(model: ModelT) -> ModelT:
-    """Undo ``prepare``: the same object, with its bytes, devices and behaviour from before it.
+    """Undo ``prepare`` or ``use_adapter_kernels``.
 
-    Or undo ``use_adapter_kernels``.
-
-    Adapters keep what they have learnt. If the base does not fit where it was, the error of the
-    failed allocation is raised and the model stays prepared. So it does if layers stay in a file
-    that is no longer what was loaded.
+    The same object gets its bytes, devices and behaviour back. Adapters keep their trained weights.
+    If the base does not fit where it was, the error of the failed allocation is raised and the
+    model stays prepared. It also stays prepared if layers are in a file that has changed since it
+    was loaded.
 
     Raises:
         CheckpointFormatError: If that file was modified.
@@ -324,7 +327,7 @@ def restore(model: ModelT) -> ModelT:
 
 
 def runtime(model: nn.Module) -> Runtime:
-    """The runtime of a prepared model.
+    """Return the runtime of a prepared model: its statistics, plan and self-check.
 
     Raises:
         PreparedModelError: If the model is not prepared.

@@ -35,72 +35,78 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingPolicy:
-    """How the frozen base moves through the device.
+    """How the frozen base streams through the device.
 
-    No field but ``loss`` and ``lora_paths`` changes a bit.
+    Only ``loss``, ``lora_paths`` and, with DoRA, ``adapter_kernels`` and ``dora_tier`` can change
+    the bits of a run.
 
     Args:
         block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.
-        vram_budget: Device memory of training, in bytes or such as ``"8GiB"``. Slots and kept
-            layers are chosen to fill it: on a GPU by measuring the first steps, on a CPU by an
-            estimate (see ``poros.model.sizing``). None, with ``slots`` and ``keep_last`` None as
-            well, takes what is free on a GPU less a margin, and chooses nothing on a CPU.
-        slots: Device slots, at least 2; more than there are blocks means all of them. None is
-            chosen, or 2 where nothing is.
-        keep_last: Layers at the end that keep their graph instead of being recomputed, rounded
-            down to whole blocks; more than there are means all of them. Their blocks stay on the
-            device and count among the slots, of which the others still have at least 2. None is
-            chosen, or 0 where nothing is.
+        vram_budget: Device memory for training, in bytes or as text such as ``"8GiB"``. Poros
+            chooses slots and kept layers to fill it: on a GPU by measuring the first steps, on a
+            CPU by an estimate (see ``poros.model.sizing``). If it is None, and ``slots`` and
+            ``keep_last`` are None as well, Poros takes the free memory of a GPU less a margin, and
+            chooses nothing on a CPU.
+        slots: Device slots, at least 2; a number above that of the blocks means all of them. If it
+            is None, Poros chooses it, or takes 2 where it chooses nothing.
+        keep_last: Layers at the end that keep their activations instead of being recomputed,
+            rounded down to whole blocks; a number above that of the layers means all of them. Their
+            blocks stay on the device and count among the slots, of which the others still have at
+            least 2. If it is None, Poros chooses it, or takes 0 where it chooses nothing.
         offload_boundaries: Keep the inputs of recomputed layers in page-locked host memory between
-            forward and backward, for long sequences. None is chosen (if nothing else makes the
-            step fit), or False where nothing is.
-        stream_embedding: Keep the embedding in host memory and bring only the rows that a batch
-            asks for, where it is frozen, not adapted and not shared with the head. None does so
-            from 16 MiB on.
+            forward and backward, for long sequences. If it is None, Poros does so if nothing else
+            makes the step fit, and not where it chooses nothing.
+        stream_embedding: Keep the embedding in host memory and copy only the rows of the batch's
+            tokens, if it is frozen, not adapted and not shared with the head. None does so from
+            16 MiB on.
         loss: ``"reference"`` keeps the model's own head and loss: bit for bit those of plain
             transformers. ``"chunked"`` computes the loss in slices of the vocabulary, so that the
-            logits of a batch are never there (see ``poros.head.loss``): not the same bits, and in
-            bfloat16 nearer to the exact loss; everything else stays exact against a resident run
-            with it.
-            Applies where the head is a linear module, trained or not, with LoRA or without, and the
-            loss is transformers' own for causal language models; says so if not.
-        stream_head: Keep the head in host memory, and bring it in slices for a chunked loss, where
-            it is frozen and not adapted; an embedding that shares its matrix is then brought by
-            rows. None does so from 16 MiB on if the loss is chunked; once every block has a slot,
-            the head gets a place on the device too. With ``loss="reference"`` each use of the head
-            brings all of it for as long as that takes.
-        adapter_kernels: ``"fused"`` adds what LoRA adds by one operator per projection (see
-            ``poros.kernels.lora``), with the bits of PEFT's modules, in less time and memory; what
-            it does not know runs as PEFT has it. DoRA over linear modules runs in factored form
-            (see ``poros.kernels.dora``): not the bits of PEFT's modules, within rounding of them,
-            and bit for bit those of a resident run with ``poros.use_adapter_kernels``. ``"exact"``
-            takes only operators with the bits of PEFT's modules, so DoRA is PEFT's. ``"peft"``
-            keeps PEFT's modules everywhere.
-        lora_paths: In which order the products of LoRA are formed (see ``poros.kernels.paths``).
-            ``"peft"`` is PEFT's, with its bits. ``"flops"`` takes for each shape the order that
-            costs least by a fixed formula, ``"measured:TABLE.json"`` the one that was fastest when
-            ``poros tune-paths`` wrote that table; a name such as ``"f2:b5"`` takes that order
-            everywhere. All but ``"peft"`` are within rounding of PEFT's modules and bit for bit
-            what ``poros.use_adapter_kernels`` gives with the same ``lora_paths``; they need
-            ``adapter_kernels="fused"``. A Trainer's checkpoint is resumed with its own only.
-        dora_tier: Which kernels compose DoRA: ``"fused"`` has one for forward and one for backward,
-            ``"eager"`` takes PyTorch's operators. None takes the kernels wherever they run.
-        cuda_graphs: Record the visits of layers as CUDA graphs and replay them, where that gives
-            the same bits (see ``poros.replay.captures``): the host then starts a layer by one call
-            instead of hundreds. It takes memory, that of one layer's computation once more. None
-            records on a GPU whatever can be, if the budget has room; False nothing; with True and
-            ``self_check="strict"`` a recording that gives other bits is an error.
-        share_dense: Where micro-batches go through the layers together, make the 4-bit weights of a
-            layer dense once for all of them, forward and again backward, instead of once for each:
-            the same bits, for the memory of one dense layer (0.47 GB at 7B, 0.98 at 32B). None does
-            so on a GPU if the budget has room, before more slots; True on a CPU too.
-        device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
-            of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
+            logits of a batch never exist as a whole (see ``poros.head.loss``). It gives other bits,
+            which in bfloat16 are nearer to the exact loss; everything else stays exact against a
+            resident run with this loss. It needs a head that is a linear module, trained or not,
+            with LoRA or without, and the loss of transformers for causal language models; otherwise
+            a log line says that the reference loss is used.
+        stream_head: Keep the head in host memory and copy it in slices for a chunked loss, if it is
+            frozen and not adapted; rows of an embedding that shares its matrix are then copied one
+            by one. None does so from 16 MiB on if the loss is chunked; once every block has a slot,
+            the head gets a place on the device too. With ``loss="reference"``, each use of the head
+            copies all of it and frees it afterwards.
+        adapter_kernels: ``"fused"`` computes the LoRA branch of each projection by one operator
+            (see ``poros.kernels.lora``), with the bits of PEFT's modules, in less time and memory;
+            adapters that it does not support run PEFT's modules. DoRA over linear modules runs in
+            factored form (see ``poros.kernels.dora``): its bits are within rounding of PEFT's, and
+            equal to those of a resident run with ``poros.use_adapter_kernels``. ``"exact"`` takes
+            only operators with the bits of PEFT's modules, so PEFT computes DoRA. ``"peft"`` keeps
+            PEFT's modules everywhere.
+        lora_paths: The order of LoRA's matrix products (see ``poros.kernels.paths``). ``"peft"`` is
+            PEFT's order, with its bits. ``"flops"`` takes for each shape the order that costs least
+            by a fixed formula, ``"measured:TABLE.json"`` the order that was fastest when ``poros
+            tune-paths`` wrote that table; a name such as ``"f2:b5"`` takes that order everywhere.
+            All but ``"peft"`` are within rounding of PEFT's modules and bit for bit equal to
+            ``poros.use_adapter_kernels`` with the same ``lora_paths``; they need
+            ``adapter_kernels="fused"``. A Trainer's checkpoint resumes only with its own order.
+        dora_tier: Kernels that compose DoRA: ``"fused"`` has one kernel for forward and one for
+            backward, ``"eager"`` takes PyTorch's operators. None takes the kernels wherever they
+            run.
+        cuda_graphs: Record the forward and backward of layers as CUDA graphs and replay them, where
+            that gives the same bits (see ``poros.replay.captures``): the host then starts a layer
+            by one call instead of hundreds. This takes the memory of one layer's computation once
+            more. None records whatever it can on a GPU if the budget has room; False records
+            nothing; with True and ``self_check="strict"``, a recording that gives other bits raises
+            an error.
+        share_dense: Dequantize the 4-bit weights of a layer once for all micro-batches that go
+            through the layers together, in forward and again in backward, instead of once for each.
+            This gives the same bits and takes the memory of one dense layer (0.47 GB at 7B, 0.98 at
+            32B). None does so on a GPU if the budget has room, before it adds slots; True does so
+            on a CPU too.
+        device: Device that the model trains on, such as ``"cuda:1"`` or ``"cpu"``. None takes the
+            device of the adapters if that is a GPU, else the current GPU if there is one, else the
+            CPU.
         self_check: ``"strict"`` checks every layer of the first training step against an ordinary
-            graph and raises ``ParityError`` if a bit differs; ``"warn"`` only logs it; ``"off"``
-            does not check, logs that, and refuses to train an architecture or a kind of adapters
-            that no gate has run.
-        allow_unvalidated: Is gone; raises if it is passed.
+            autograd graph and raises ``ParityError`` if a bit differs; ``"warn"`` only logs it;
+            ``"off"`` does not check, logs that, and refuses to train an architecture or a kind of
+            adapters that no gate has run.
+        allow_unvalidated: Removed; passing it raises.
 
     Raises:
         PolicyError: If a value cannot work; the message names the field.

@@ -30,10 +30,10 @@ _LARGE_NUM_BYTES = 2**26
 def accumulate(
     model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = None
 ) -> list[torch.Tensor]:
-    """Add up the gradients of several micro-batches, each block being loaded once for all of them.
+    """Add up the gradients of several micro-batches that share each load of a block.
 
-    In place of ``loss(model, batch).backward()`` for each of them. Clipping and the optimizer's
-    step come afterwards, as ever::
+    Call it instead of ``loss(model, batch).backward()`` for each micro-batch. Clip and step the
+    optimizer afterwards, as usual::
 
         for batches in groups_of_eight:
             poros.accumulate(model, batches)
@@ -41,44 +41,45 @@ def accumulate(
             optimizer.zero_grad()
 
     Args:
-        model: Prepared, perhaps within ``DistributedDataParallel``; its gradients are exchanged
-            with those of the last micro-batch. A model that is not prepared runs them one after the
-            other.
-        batches: What ``loss`` takes.
-        loss: Called with the model and one of ``batches``, returns what to call ``backward`` of;
-            by default the model's own loss for ``model(**batch)``, over the number of batches. It
-            is called twice for each of them, or three times where the head is in host memory, and
-            stopped on its way but for the last: it must call the model once with gradients, in the
-            same way each time. Before the last call, what the others have done is put back: random
-            states of PyTorch, Python and NumPy; the batch, of which they get a copy; attributes of
-            ``loss`` and of the object it is a method of, variables around it, global variables
-            that it uses, and these of the functions that it calls in its own file: numbers, texts,
-            bools, None, tuples of them, and what is in lists, dicts, sets and deques of up to 1000
-            elements.
+        model: Prepared, and possibly wrapped in ``DistributedDataParallel``, which then exchanges
+            gradients with the last micro-batch. A model that is not prepared runs the micro-batches
+            one after the other.
+        batches: Arguments for ``loss``, one for each micro-batch.
+        loss: Function of the model and one of ``batches`` that returns the tensor to call
+            ``backward`` on; by default the model's own loss for ``model(**batch)``, divided by the
+            number of batches. Poros calls it twice for each batch, or three times if the head is in
+            host memory, and stops all calls but the last one half-way. It must therefore call the
+            model exactly once with gradients, in the same way each time. Before the last call,
+            Poros restores what the earlier calls changed: random states of PyTorch, Python and
+            NumPy; the batch, of which they get a copy; attributes of ``loss`` and of the object it
+            is a method of, variables around it, global variables that it uses, and these of the
+            functions that it calls in its own file. This covers numbers, texts, bools, None, tuples
+            of them, and the elements of lists, dicts, sets and deques of up to 1000 elements.
 
     Returns:
-        The losses, detached, in order: what ``loss`` has returned.
+        The losses that ``loss`` returned, detached, in order.
 
     Note: How many go together
-        As many go through the layers together as fit, all of them, half of them, and so on. Where
-        room is measured and chosen for the run (see ``StreamingPolicy.vram_budget``) and lets most
-        layers keep their graph, they go one after the other: nothing has to be loaded then, and
-        each has a recomputation less.
+        As many micro-batches go through the layers together as fit: all of them, or half of them,
+        and so on. If Poros measures and chooses the memory (see ``StreamingPolicy.vram_budget``)
+        and most layers can keep their activations, micro-batches run one after the other: there is
+        then little to load, and each saves a recomputation.
 
     Exactness:
         Gradients, random states and losses are bit for bit those of one micro-batch after the
-        other. Where that cannot be had together, they run one after the other, said in a line of
-        log and in ``poros.runtime(model).stats()``: so with a loss that reads or writes gradients
-        of parameters, or takes some by ``torch.autograd.grad``. Not seen are edits that PyTorch
-        does not count (through ``.data`` or NumPy) between micro-batches, gradients that were read
-        before and kept, and what ``loss`` changes elsewhere: in objects that it holds, in files,
-        in iterators. If that decides what the model is called with, it is an error; if it decides
-        the loss alone, ``loss`` finds it changed twice or three times.
+        other. Where grouping cannot give them, micro-batches run one after the other, which a log
+        line and ``poros.runtime(model).stats()`` report: for example with a loss that reads or
+        writes gradients of parameters, or takes some by ``torch.autograd.grad``. Poros does not see
+        edits that PyTorch does not count (through ``.data`` or NumPy) between micro-batches,
+        gradients that were read before and kept, and what ``loss`` changes elsewhere: in objects
+        that it holds, in files, in iterators. If that decides the arguments of the model, it raises
+        an error; if it decides the loss alone, ``loss`` finds it changed twice or three times.
 
     Raises:
-        UnsupportedModelError: If ``loss`` turns out not to suit when there are gradients already.
-        RematerializationError: As any backward of a prepared model; and if the model was called
-            with other values the second time. Gradients are wrong then.
+        UnsupportedModelError: If ``loss`` turns out to be unsuitable when there are already
+            gradients.
+        RematerializationError: As in any backward of a prepared model; and if the model was called
+            with other values the second time. The gradients are then wrong.
     """
     todo = list(batches)
     compute = loss or partial(_own_loss, num_batches=len(todo))

@@ -21,7 +21,7 @@ from poros.model.runtime import Runtime, find_runtime
 
 
 class BlockMajorMixin:
-    """Placed before a trainer class: its accumulation goes through the blocks together.
+    """Groups the micro-batches of a trainer; put it before the trainer class.
 
     ::
 
@@ -29,12 +29,12 @@ class BlockMajorMixin:
 
     Exactness:
         Logged losses, gradients, weights, optimizer states and random states are bit for bit those
-        of the same trainer without the mixin. Where that cannot be had together, micro-batches run
-        one after the other, which a line of log and ``poros.runtime(model).stats()`` say. A
-        ``training_step`` of a class before or behind this, or a callback, that uses gradients
-        between micro-batches gets those of one after the other: each such use ends the backwards
-        of the micro-batches before it, which load their blocks for themselves. See
-        ``poros.accumulate`` for what the code of a loss must be like, and for what is not seen.
+        of the same trainer without the mixin. Where grouping cannot give them, micro-batches run
+        one after the other, which a log line and ``poros.runtime(model).stats()`` report. A
+        ``training_step`` of another class, or a callback, that uses gradients between micro-batches
+        gets those of sequential micro-batches: each such use completes the backwards of the
+        micro-batches before it, which then load their blocks for themselves. See
+        ``poros.accumulate`` for the requirements on a loss, and for what Poros does not see.
     """
 
     _samples: Samples | None = None
@@ -91,9 +91,10 @@ class BlockMajorMixin:
 class PorosTrainer(BlockMajorMixin, Trainer):
     """``transformers.Trainer`` with ``BlockMajorMixin``: the same arguments, the same result.
 
-    With ``gradient_accumulation_steps=G``, each block of a prepared model is loaded once for all G
-    micro-batches. ``label_smoothing_factor`` is computed in slices of the vocabulary where the
-    model's loss is, so not with the bits of the plain Trainer, which makes whole logits for it.
+    With ``gradient_accumulation_steps=G``, all G micro-batches share each load of a block of a
+    prepared model. If the model's loss is computed in slices of the vocabulary, so is
+    ``label_smoothing_factor``; its bits then differ from the plain Trainer's, which computes whole
+    logits for it.
 
     Args:
         z_loss: The weight of the squared logarithm of the softmax's denominator, which keeps

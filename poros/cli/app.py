@@ -7,7 +7,7 @@ import typer
 from poros.cli import chat, check, demo, finetune, load, merge, plan, report, tune_paths
 
 app = typer.Typer(
-    help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
+    help="Fine-tune adapters exactly on models that do not fit on the GPU.",
     no_args_is_help=True,
 )
 

@@ -12,26 +12,27 @@ _OPTIONS = {"vram_budget": "--vram"}
 
 
 def chat(
-    adapter: Annotated[Path, typer.Argument(help="Folder of the adapter, or of its run.")],
+    adapter: Annotated[Path, typer.Argument(help="Folder of the adapter or of its run.")],
     base: Annotated[
         str | None,
         typer.Option(
-            help="Checkpoint or store of the base.", show_default="the one the adapter names"
+            help="Checkpoint or store of the base.", show_default="the one named in the adapter"
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Ask this, and end.")] = None,
-    system: Annotated[str | None, typer.Option(help="What the conversation begins with.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Ask one question and exit.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
     vram: Annotated[
-        str | None, typer.Option(help="Of the GPU, such as 8GiB.", show_default="what is free")
+        str | None,
+        typer.Option(help="GPU memory budget, such as 8GiB.", show_default="the free memory"),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
     allow_untested: AllowUntested = None,
 ) -> None:
-    """Talk to a model and its adapter; a base that does not fit on the GPU is streamed.
+    """Chat with a model and its adapter; a base that does not fit on the GPU is streamed.
 
-    /reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer.
+    /reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer.
     """
     quieten_libraries()
     with readable_errors(_OPTIONS):
@@ -42,7 +43,7 @@ def chat(
         saved = SavedAdapter(adapter_folder(adapter))
         source = base if base is not None else saved.base
         if source is None:
-            raise PolicyError("base: expected the base, found none in the adapter")
+            raise PolicyError("base: expected a base (--base), found none named in the adapter")
         talk = Chat(
             saved,
             source,

@@ -17,7 +17,7 @@ def check(
     model_dir: Annotated[
         Path | None,
         typer.Argument(
-            help="Checkpoint folder to check; with --registered, part of a name.",
+            help="Checkpoint folder to check; with --registered, a part of a name.",
             show_default=False,
         ),
     ] = None,
@@ -27,33 +27,37 @@ def check(
     ] = None,
     adapter: Annotated[
         str | None,
-        typer.Option(help="Check this kind of adapter, such as vera.", show_default="lora"),
+        typer.Option(help="Kind of adapter to check, such as vera.", show_default="lora"),
     ] = None,
     registered: Annotated[
         bool,
         typer.Option(
             "--registered",
-            help="Show what is on record: how many and which are exact, or each whose name has "
-            "MODEL_DIR in it. Checks nothing.",
+            help="List the recorded results of earlier checks, or those whose name contains "
+            "MODEL_DIR. Checks nothing.",
         ),
     ] = False,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Optimizer steps.", show_default="20; 3 for a checkpoint"),
+        typer.Option(
+            min=1, help="Number of optimizer steps.", show_default="20; 3 for a checkpoint"
+        ),
     ] = None,
-    slots: Annotated[int, typer.Option(help="Device slots.")] = _POLICY.slots or MIN_SLOTS,
+    slots: Annotated[
+        int, typer.Option(help="Device slots: blocks on the GPU at a time.")
+    ] = _POLICY.slots or MIN_SLOTS,
     block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = _POLICY.block_size,
-    out: Annotated[Path | None, typer.Option(help="Write the report here as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write the report to.")] = None,
 ) -> None:
-    """Train resident and streamed from the same bytes and compare every bit, on this machine.
+    """Train resident and streamed from the same bytes on this machine and compare every bit.
 
-    Exit code: 0 if no bit differs, 1 if one does (with --registered: if nothing on record has the
-    name), 2 for bad input.
+    Exit code: 0 if no bit differs, 1 if one does (with --registered: if no record has the name), 2
+    for bad input.
     """
     if registered:
         if architecture is not None or adapter is not None:
             raise typer.BadParameter(
-                "--registered shows what is on record, and takes only part of a name"
+                "--registered lists recorded results and takes only a part of a name"
             )
         _list_registered(None if model_dir is None else str(model_dir))
     if (model_dir is None) == (architecture is None):
@@ -99,8 +103,8 @@ def _list_registered(part: str | None) -> NoReturn:
         typer.echo(line)
     if not lines:
         typer.echo(
-            f"nothing on record has {quoted(part)} in its name, so it is untested: it trains "
-            "behind a warning and the self-check; if transformers knows it, `poros check "
-            "--architecture NAME` tries it"
+            f"no record has {quoted(part)} in its name, so it is untested: it trains with a "
+            "warning and the check of the first step; if transformers knows it, `poros check "
+            "--architecture NAME` checks it"
         )
     raise typer.Exit(0 if lines else NOT_HELD)

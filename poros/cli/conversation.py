@@ -72,10 +72,10 @@ class Chat:
         if is_streamed and streaming.device.type != "cpu":
             read = size(streaming.stats()["host_num_bytes"])
             self.notes.append(
-                f"the base does not fit as a whole: each token reads {read} of it over the bus"
+                f"the base does not fit on the GPU: each token reads {read} of it over PCIe"
             )
         if not self._tokenizer.chat_template:
-            self.notes.append("the tokenizer has no chat template: what you write is completed")
+            self.notes.append("the tokenizer has no chat template: the model continues your text")
 
     def reset(self) -> None:
         """Begin anew."""
@@ -114,7 +114,7 @@ class Chat:
                 f"{quoted(self._base)}: generation_config.json",
                 "expected settings that transformers generates with, found "
                 f"{describe_error(error)}",
-                remedy="mend the file",
+                remedy="fix the file",
             ) from error
         found = "".join(parts)
         if self._tokenizer.chat_template:
@@ -139,7 +139,7 @@ class Chat:
                 Path(self._tokenizer_path),
                 f"expected a chat template and a tokenizer for this conversation, found "
                 f"{describe_error(error)}",
-                remedy="take another tokenizer, or begin anew",
+                remedy="use another tokenizer, or /reset the conversation",
             ) from error
         if not found.numel():
             raise defect(Path(self._tokenizer_path), "expected tokens of the question, found none")

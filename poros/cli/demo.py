@@ -14,16 +14,18 @@ from poros.io.writing import require_empty_folder
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option(help="Empty or new folder to write to.", show_default="a temporary folder"),
+        typer.Option(help="New or empty folder to write to.", show_default="a temporary folder"),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Fine-tuning steps.", show_default="90")
+        int | None, typer.Option(min=1, help="Number of fine-tuning steps.", show_default="90")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+        str | None, typer.Option(help="Device: cpu or cuda.", show_default="cuda if available")
     ] = None,
 ) -> None:
-    """Show the whole on real text, offline, in a few minutes: load, check, fine-tune, compare.
+    """Load, check and fine-tune a small model on real text, offline, and compare the runs.
+
+    It takes a few minutes.
 
     Exit code: 0 if no bit differs and the loss fell, 1 if not, 2 for bad input.
     """

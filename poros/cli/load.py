@@ -25,31 +25,40 @@ def load(
         typer.Argument(help="Checkpoint folder, .safetensors file, or OWNER/NAME on the hub."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the store to write; must not exist yet.")
+        Path | None, typer.Option(help="Folder of the store to write; it must not exist yet.")
     ] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="nf4, fp4, or none for dense.", show_default="nf4")
+        str | None,
+        typer.Option(
+            help="4-bit format: nf4, fp4, or none to keep the base dense.", show_default="nf4"
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of what is not quantized: bf16, fp16, fp32, or auto: what SOURCE says.",
+            help="Dtype of the tensors that are not quantized: bf16, fp16, fp32, or auto for "
+            "the dtype of SOURCE.",
             show_default="bf16",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to quantize.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device that quantizes.", show_default="the GPU, or the CPU")
+    ] = None,
     vision: Annotated[
         str | None,
-        typer.Option(help="Of towers for images: keep them, or drop them.", show_default="keep"),
+        typer.Option(help="Vision towers: keep or drop them.", show_default="keep"),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check every byte of the store SOURCE instead.")
+        bool,
+        typer.Option(
+            "--verify", help="Check every byte of the store SOURCE instead of writing one."
+        ),
     ] = False,
     limit: LimitOption = None,
 ) -> None:
-    """Quantize a checkpoint into a store on disk, or verify one.
+    """Quantize a checkpoint into a store on disk, or verify a store.
 
-    `poros.load(STORE)` then opens it without quantizing again.
+    `poros.load(STORE)` opens the store without quantizing again.
     """
     if verify == (out is not None):
         raise typer.BadParameter("give either --out DIR or --verify")
@@ -75,7 +84,7 @@ def load(
 
             with open_store(source, verify=True, limits=chosen) as store:
                 shown = quoted(source, is_bare=True)
-                typer.echo(f"{shown}: {len(store.layouts)} layers, every byte as written")
+                typer.echo(f"{shown}: {len(store.layouts)} layers, every byte is as written")
             return
         from poros.loaders.load import load as load_model
 

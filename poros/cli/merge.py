@@ -9,23 +9,27 @@ from poros.cli.shared import dtype_named, quieten_libraries, readable_errors
 
 
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="Folder of the adapter, or of its run.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; must not exist yet.")],
+    adapter: Annotated[Path, typer.Argument(help="Folder of the adapter or of its run.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist yet.")],
     base: Annotated[
         str | None,
-        typer.Option(help="Checkpoint of the base.", show_default="the one the adapter names"),
+        typer.Option(help="Checkpoint of the base.", show_default="the one named in the adapter"),
     ] = None,
     into: Annotated[
         str,
-        typer.Option(help="original: the base as it is; trained: as training saw it, from NF4."),
+        typer.Option(
+            help="Base to merge into: original (the checkpoint), or trained (the 4-bit weights "
+            "that training used, dequantized)."
+        ),
     ] = "original",
     dtype: Annotated[
-        str | None, typer.Option(help="Of the weights.", show_default="the checkpoint's")
+        str | None,
+        typer.Option(help="Dtype of the merged weights.", show_default="the checkpoint's"),
     ] = None,
 ) -> None:
-    """Write the base as a checkpoint with the adapter in its weights, a shard at a time.
+    """Merge an adapter into its base and write a checkpoint, one shard at a time.
 
-    The result loads with transformers, vLLM and others as any checkpoint.
+    transformers, vLLM and other tools load the result like any checkpoint.
     """
     chosen = dtype_named("--dtype", dtype)
     quieten_libraries()

@@ -47,15 +47,15 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="Folder or OWNER/NAME on the hub; only config.json is read.")
     ],
-    seq: Annotated[int, typer.Option(help="Tokens per row.")] = 2048,
+    seq: Annotated[int, typer.Option(help="Sequence length: tokens per row.")] = 2048,
     vram: Annotated[
         str | None,
-        typer.Option(help=f"Budget, such as 22GiB: {SIZES}.", show_default="the card's"),
+        typer.Option(help=f"GPU memory budget, such as 22GiB: {SIZES}.", show_default="the card's"),
     ] = None,
     card: Annotated[
         str | None,
         typer.Option(
-            help="A card that is not here, such as rtx4090: its memory, link and rates.",
+            help="Card to plan for, such as rtx4090, by its published memory, link and rates.",
             autocompletion=_cards,
             show_default="the GPU of this machine",
         ),
@@ -65,50 +65,51 @@ def plan(
         typer.Option(help="Host memory, such as 64G.", show_default="this machine's"),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens to train on, such as 5M, for the time of all.")
+        str | None, typer.Option(help="Tokens to train on, such as 5M, to forecast the total time.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows per micro-batch.")] = 1,
-    rank: Annotated[int, typer.Option(help="Of LoRA on every linear layer of the blocks.")] = 16,
+    batch: Annotated[int, typer.Option(help="Micro-batch size: rows per micro-batch.")] = 1,
+    rank: Annotated[int, typer.Option(help="LoRA rank, on every linear layer of the blocks.")] = 16,
     adapter_dtype: Annotated[
         str | None,
-        typer.Option(help="Of the adapters: fp32, bf16, fp16.", show_default="what PEFT takes"),
+        typer.Option(help="Dtype of the adapters: fp32, bf16, fp16.", show_default="PEFT's choice"),
     ] = None,
-    vision: Annotated[
-        str, typer.Option(help="Of towers for images: keep them, or drop them.")
-    ] = "keep",
+    vision: Annotated[str, typer.Option(help="Vision towers: keep or drop them.")] = "keep",
     accumulate: Annotated[
-        int, typer.Option(help="Micro-batches per step, going through the blocks together.")
+        int,
+        typer.Option(help="Gradient accumulation: micro-batches per step, which share each block."),
     ] = 1,
     other: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Another field of poros.plan, such as loss=reference, slots=4, "
+            help="Set another field of poros.plan, such as loss=reference, slots=4, "
             "stream_embedding=true, self_check=false; may be repeated.",
         ),
     ] = None,
     copy_gb_per_s: Annotated[
-        float | None, typer.Option(help="Host to device, for the forecast of time.")
+        float | None,
+        typer.Option(help="Host-to-device bandwidth in GB/s, for the forecast of time."),
     ] = None,
     tflop_per_s: Annotated[
-        float | None, typer.Option(help="Of the model's products, for the forecast of time.")
+        float | None,
+        typer.Option(help="Rate of the matrix products in TFLOP/s, for the forecast of time."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure these two here, on the GPU.")
+        bool, typer.Option("--measure", help="Measure both rates on this machine's GPU.")
     ] = False,
     device: Annotated[
-        str | None, typer.Option(help="Where to measure.", show_default="the current GPU")
+        str | None, typer.Option(help="Device for --measure.", show_default="the current GPU")
     ] = None,
     terms: Annotated[
-        bool, typer.Option("--terms", help="Show the plan's memory too, term by term.")
+        bool, typer.Option("--terms", help="Also print the memory term by term.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     limit: LimitOption = None,
 ) -> None:
-    """Say whether a training step fits, how long rows may be, and how long it takes.
+    """Forecast whether a training step fits, the longest rows that fit, and the time of a step.
 
-    Nothing is downloaded but config.json. Every figure is a forecast.
+    Only config.json is downloaded. Every figure is a forecast.
 
     Exit code: 0 if it fits (or no budget was given), 1 if it does not, 2 for bad input.
     """
@@ -117,9 +118,9 @@ def plan(
     if measure and copy_gb_per_s is not None:
         raise typer.BadParameter("give either the rates or --measure")
     if measure and card is not None:
-        raise typer.BadParameter("give either --card, for a card that is not here, or --measure")
+        raise typer.BadParameter("give either --card, to plan for another card, or --measure")
     if device is not None and not measure:
-        raise typer.BadParameter("--device is where to --measure")
+        raise typer.BadParameter("--device needs --measure")
     dtype_name("--adapter-dtype", adapter_dtype)
     with readable_errors(_OPTIONS):
         bounds = limits_from(limit)
@@ -138,7 +139,7 @@ def plan(
             **dict(map(_field, other or ())),
         }
         request = PlanRequest.of(seq_len=seq, batch_size=batch, speeds=given, **fields)
-        optimizer_cost(request, ())  # refused here if nobody knows it
+        optimizer_cost(request, ())  # raises here if the optimizer is unknown
     quieten_libraries()
     from rich.console import Console
 
@@ -206,7 +207,7 @@ def _place(
         title = f"an {card.title}" + ("" if "GB" in card.title else f" ({card.memory_gib} GB)")
         if request.budget != card.budget:
             title = f"{_size(request)} of {title}"
-    title = title or ("a card" if request.budget is None else f"your {_size(request)}")
+    title = title or ("a card" if request.budget is None else f"a budget of {_size(request)}")
     if given is not None:
         fixed: Speeds = given
         source = f"rates {how} for rows of {request.seq_len} tokens"

@@ -9,12 +9,12 @@ from poros.cli.shared import readable_errors
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of the run, with its events.jsonl.")],
+    run: Annotated[Path, typer.Argument(help="Folder of the run, which contains events.jsonl.")],
     out: Annotated[
-        Path | None, typer.Option(help="The page.", show_default="RUN/report.html")
+        Path | None, typer.Option(help="HTML file to write.", show_default="RUN/report.html")
     ] = None,
 ) -> None:
-    """Draw a run as one HTML page: loss, memory, the two streams of a step, the wire, versions."""
+    """Write one HTML page about a run: loss, memory, compute and copies, versions."""
     with readable_errors():
         from poros.io.writing import require_file, write_text
         from poros.reporting.events import read_run

@@ -22,7 +22,7 @@ LimitOption = Annotated[
     typer.Option(
         "--limit",
         metavar="NAME=NUMBER",
-        help="Raise a bound on what files may ask for, by the name that an error gave.",
+        help="Raise a limit on file contents, by the name in the error message.",
     ),
 ]
 

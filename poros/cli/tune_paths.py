@@ -11,17 +11,25 @@ from poros.cli.shared import dtype_named, quieten_libraries, readable_errors
 
 def tune_paths(
     model: Annotated[str, typer.Argument(help="Folder or OWNER/NAME; only config.json is read.")],
-    tokens: Annotated[list[int], typer.Option(help="Of a micro-batch; may be repeated.")],
-    out: Annotated[Path, typer.Option(help="The table, for lora_paths='measured:TABLE'.")],
-    rank: Annotated[int, typer.Option(help="Of LoRA on every linear layer.")] = 16,
-    quantization: Annotated[str, typer.Option(help="nf4, or none.")] = "nf4",
-    dtype: Annotated[str, typer.Option(help="Of the base: bf16, fp16, fp32.")] = "bf16",
-    adapter_dtype: Annotated[str, typer.Option(help="Of the adapters, likewise.")] = "fp32",
+    tokens: Annotated[list[int], typer.Option(help="Tokens of a micro-batch; may be repeated.")],
+    out: Annotated[Path, typer.Option(help="Table to write, for lora_paths='measured:TABLE'.")],
+    rank: Annotated[int, typer.Option(help="LoRA rank, on every linear layer.")] = 16,
+    quantization: Annotated[
+        str, typer.Option(help="Quantization of the base: nf4 or none.")
+    ] = "nf4",
+    dtype: Annotated[str, typer.Option(help="Dtype of the base: bf16, fp16, fp32.")] = "bf16",
+    adapter_dtype: Annotated[
+        str, typer.Option(help="Dtype of the adapters: bf16, fp16, fp32.")
+    ] = "fp32",
     dropout: Annotated[bool, typer.Option(help="Measure with dropout.")] = False,
-    passes: Annotated[int, typer.Option(help="Of which the median counts.", min=1)] = 10,
-    device: Annotated[str | None, typer.Option(show_default="the GPU")] = None,
+    passes: Annotated[
+        int, typer.Option(help="Passes to time; the table has their median.", min=1)
+    ] = 10,
+    device: Annotated[
+        str | None, typer.Option(help="Device to measure on.", show_default="the GPU")
+    ] = None,
 ) -> None:
-    """Measure the orders in which LoRA's products can be formed, for each layer of a model."""
+    """Measure the orders of LoRA's matrix products for each layer shape of a model."""
     base, own = dtype_named("--dtype", dtype), dtype_named("--adapter-dtype", adapter_dtype)
     quieten_libraries()
     with readable_errors():

@@ -228,8 +228,8 @@ def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         if not value._notes.has_warned:
             value._notes.has_warned = True
             logger.warning(
-                "poros: %s (%s) is in host memory; %s needs it whole, so it is copied to the "
-                "device for that",
+                "poros: %s (%s) is in host memory; %s needs all of it, so it is copied to the "
+                "device for as long as that takes",
                 value._name,
                 size(value.host.nbytes),
                 operator,

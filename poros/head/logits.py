@@ -377,7 +377,7 @@ def _require_gradients_there(func: Any, args: Sequence[Any], kwargs: Mapping[str
     for leaf in _pytree.tree_leaves(wanted):
         if isinstance(leaf, LazyLogits) and leaf.origin.is_loss_taken:
             raise PreparedModelError(
-                "logits: expected nobody to ask for their gradient, found a hook on them, or "
+                "logits: expected no use of their gradient, found a hook on them, or "
                 "torch.autograd.grad by them: the loss was computed in slices, without them. "
                 "Prepare with loss='reference'"
             )

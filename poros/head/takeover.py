@@ -113,8 +113,8 @@ class _Head:
         if num_bytes >= _LOUD_NUM_BYTES and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "poros: something other than the model's loss reads the logits, so they are "
-                "computed whole, %s of them (compute_metrics? a loss of one's own?)",
+                "poros: something other than the model's loss reads the logits (compute_metrics or "
+                "a custom loss?), so they are computed as a whole, which takes %s",
                 size(num_bytes),
             )
 

@@ -118,9 +118,9 @@ class HostStore:
             num_bytes = sum(layouts[index].num_bytes for index in copied)
             store.fallbacks.append(f"blocks {copied} copied to new host memory")
             logger.warning(
-                "poros: blocks %s do not lie in one piece where they were loaded (weights replaced "
-                "or written since, or only some layers within the host budget): %s of host "
-                "memory more",
+                "poros: blocks %s are no longer contiguous where they were loaded (weights were "
+                "replaced or written since, or only some layers are within the host budget). They "
+                "are copied, which takes %s more host memory",
                 copied,
                 size(num_bytes),
             )

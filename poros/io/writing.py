@@ -108,8 +108,8 @@ def writing(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
         reason = reason_of(error)
         raise StoreWriteError(
             f"{quoted(str(path), is_bare=True, limit=1000)}: expected to write it, found: "
-            f"{quoted(reason, is_bare=True)}{_free(path)}; make room or mend the permissions, and "
-            "start the same command again"
+            f"{quoted(reason, is_bare=True)}{_free(path)}; make room or fix the permissions, and "
+            "repeat the command"
         ) from error
 
 

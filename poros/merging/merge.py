@@ -78,7 +78,9 @@ def merge(
         raise PolicyError(f"into: expected original or trained, found {quoted(into)}")
     target = Path(out)
     if os.path.lexists(target):
-        raise PolicyError(f"out: expected a folder that is not there yet, found {quoted(str(out))}")
+        raise PolicyError(
+            f"out: expected a folder that does not exist yet, found {quoted(str(out))}"
+        )
     limits = limits or Limits()
     saved = SavedAdapter(adapter_folder(Path(adapter)), limits)
     source = base if base is not None else saved.base

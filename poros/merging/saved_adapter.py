@@ -16,7 +16,7 @@ from poros.loaders.settings import describe_error
 from poros.loaders.shard import Shard
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MEND = "mend the file, or save the adapter again"
+_MEND = "fix the file, or save the adapter again"
 # Fields that PEFT matches with names of modules, as regular expressions.
 _PATTERNS = (
     *("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
@@ -147,7 +147,7 @@ class _Fitting:
         if isinstance(error, Exception) and not isinstance(error, PorosError):
             raise UnsupportedModelError(
                 f"adapter: expected one that fits the base, found {describe_error(error)}; name "
-                f"its own base with --base, or mend {CONFIG}"
+                f"its own base with --base, or fix {CONFIG}"
             ) from error
 
 

@@ -34,8 +34,8 @@ def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
         return adopted, True
     if left is not None and left.slabs:
         logger.warning(
-            "poros: the base does not lie where poros.load put it (weights were replaced or cast "
-            "since): it is copied, and up to %s of host memory are held twice",
+            "poros: the base is no longer where poros.load put it, because weights were replaced "
+            "or cast since. It is copied, so up to %s of host memory are held twice",
             size(left.num_bytes),
         )
     layouts = [BlockLayout.join([BlockLayout.pack(layer) for layer in block]) for block in blocks]

@@ -279,7 +279,8 @@ class Attachment:
         for _, module in ancestors:
             if getattr(module, "gradient_checkpointing", False):
                 logger.info(
-                    "poros: gradient checkpointing switched off: layers are recomputed anyway"
+                    "poros: gradient checkpointing is switched off, because streamed layers are "
+                    "recomputed anyway"
                 )
                 self._set(module, "gradient_checkpointing", False)
         if self._device.type == "cpu":

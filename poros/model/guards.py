@@ -118,7 +118,10 @@ def _skip_checkpointing(module: PreTrainedModel) -> Callable[..., None]:
     # Without a parameter called "value", by which transformers knows an older form.
     def skip(enable: bool = True, *args: Any, **kwargs: Any) -> None:
         if enable:
-            logger.info("poros: checkpointing ignored: every streamed layer is recomputed already")
+            logger.info(
+                "poros: gradient checkpointing is ignored, because streamed layers are recomputed "
+                "anyway"
+            )
         else:
             genuine(reference(), enable, *args, **kwargs)
 

@@ -390,8 +390,9 @@ def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> s
     for (what, key, command), record in zip(found, records, strict=True):
         if record.is_refused:
             raise UnsupportedModelError(
-                f"expected what streams exactly, found {what}, refused on record (`poros check "
-                f"--registered {key}`): {record.reason}. Train it without poros.prepare"
+                f"expected a model and adapters that stream exactly, found {what}, refused on "
+                f"record (`poros check --registered {key}`): {record.reason}. Train it without "
+                "poros.prepare"
             )
         if record.outcome != "exact":
             untested.append(f"{what} ({command} does)")

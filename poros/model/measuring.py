@@ -227,17 +227,17 @@ class MeasuredSizer(Sizer):
             return super().refused(where, error)
         self.decides = False
         self._go_together()
-        logger.warning("poros: going on with %d slots: %s", MIN_SLOTS, self.explain(where, error))
+        logger.warning("poros: continuing with %d slots: %s", MIN_SLOTS, self.explain(where, error))
         return None
 
     def _cannot_measure(self) -> None:
         """Somebody has emptied the allocator's cache within the step: the room stays as it is."""
         self._stage = Stage.SETTLED
         logger.warning(
-            "poros: memory was returned to the device within a step (torch.cuda.empty_cache, "
-            "TrainingArguments(torch_empty_cache_steps=...), or a lack of it), so what a step "
-            "takes cannot be measured; going on with the room there is. Fix it by slots= and "
-            "keep_last="
+            "poros: PyTorch returned cached memory to the device within a step "
+            "(torch.cuda.empty_cache, TrainingArguments(torch_empty_cache_steps=...), or a lack of "
+            "memory), so the memory of a step cannot be measured; the number of blocks on the "
+            "device stays as it is. Set it yourself by slots= and keep_last="
         )
 
     def _restart(self, model: nn.Module) -> None:
@@ -278,7 +278,7 @@ class MeasuredSizer(Sizer):
         self._measure(Stage.MEASURING)
         smaller = self._affordable(needs, room) or self._floor(shape, is_checking)
         logger.info(
-            "poros: %d x %d tokens, %d together, are more than any before: %s",
+            "poros: %d x %d tokens, %d micro-batches together, are more than any before; now %s",
             *shape,
             _words(smaller),
         )
@@ -317,8 +317,8 @@ class MeasuredSizer(Sizer):
 
     def _warn(self, error: Exception) -> None:
         logger.warning(
-            "poros: the step could not be estimated for a budget of %s; going on with "
-            "the least room (%s: %s)",
+            "poros: the memory of a step could not be estimated for a budget of %s; continuing "
+            "with the fewest blocks on the device (%s: %s)",
             size(self.budget or 0),
             type(error).__name__,
             error,
@@ -351,7 +351,7 @@ class MeasuredSizer(Sizer):
         self._seen = []
         if chosen != room or self._rounds == 1:
             logger.info(
-                "poros: a step took %s of a budget of %s: %s",
+                "poros: a step took %s of a budget of %s; from now on %s",
                 size(step),
                 size(self.budget or 0),
                 _words(chosen),
@@ -411,8 +411,8 @@ class MeasuredSizer(Sizer):
         least = self._least(self.wanted.offload_inputs is not False)
         if room == least:
             logger.warning(
-                "poros: a step takes %s with the least room there is, more than the budget of "
-                "%s; use a smaller batch or shorter sequences",
+                "poros: a step takes %s with the fewest blocks on the device, more than the budget "
+                "of %s; use a smaller batch or shorter sequences",
                 size(step),
                 size(self.budget or 0),
             )
@@ -429,5 +429,6 @@ def _are_together(shapes: Iterable[Shape]) -> bool:
 
 
 def _words(room: ResidencyPlan) -> str:
-    inputs = ", inputs of layers on the host" if room.offload_inputs else ""
-    return f"{room.num_slots} slots, {room.keep_last} layers keep their graph{inputs}"
+    inputs = ", inputs of layers in host memory" if room.offload_inputs else ""
+    kept = f", {room.keep_last} layers are not recomputed" if room.keep_last else ""
+    return f"{room.num_slots} blocks on the device at a time{kept}{inputs}"

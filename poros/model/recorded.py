@@ -77,8 +77,8 @@ def share_dense(dense: DenseLayer | None, sizer: Sizer, captures: Captures | Non
     except torch.OutOfMemoryError:
         sizer.shares_dense = False
         logger.warning(
-            "poros: no memory for the dense weights of a layer, so each micro-batch makes them for "
-            "itself. The result is the same"
+            "poros: there is no memory to share a layer's dense weights, so each micro-batch "
+            "dequantizes them for itself. The result is the same"
         )
     dense.free()
     if had and captures is not None:

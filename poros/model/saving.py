@@ -122,8 +122,8 @@ class _Watch:
             state.update(zip(names, self._store.at_rest(tensors), strict=True))
             return
         logger.warning(
-            "poros: %s of layers do not fit in host memory (%s): they are checked, and saved "
-            "out of %s; nothing may write to it meanwhile",
+            "poros: %s of layers do not fit in host memory (%s), so they are checked and saved "
+            "from %s; do not write to that file meanwhile",
             size(num_bytes),
             room.limit,
             self._store.file,

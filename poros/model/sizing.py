@@ -310,7 +310,7 @@ class Sizer:
             return plan
         except VRAMBudgetError as error:
             raise VRAMBudgetError(
-                f"{error}\nRefused before it could end in a CUDA out of memory."
+                f"{error}\nRefused before CUDA could run out of memory."
             ) from None
 
     def explain(self, where: str, error: torch.OutOfMemoryError) -> VRAMBudgetError:

@@ -17,8 +17,8 @@ class FloraCallback(TrainerCallback):
         Trainer(model, args, optimizers=(Flora(...), None), callbacks=[FloraCallback()])
 
     Raises:
-        OptimizerError: From ``trainer.train()``, before the first step: if the optimizer is another
-            one or was given other values than the arguments have, or if they ask for fp16.
+        OptimizerError: From ``trainer.train()``, before the first step: if the optimizer is not a
+            ``Flora``, if its values differ from the arguments', or if these ask for fp16.
     """
 
     def on_train_begin(

@@ -52,9 +52,9 @@ class _Matrix:
 class Flora(torch.optim.Optimizer):
     """An optimizer that holds accumulated gradients and momentum in projected form.
 
-    Each gradient is compressed and freed in a hook as soon as backward has made it, so ``.grad`` is
-    None outside of backward, and clipping or logging that reads it sees nothing. ``step`` is called
-    once per cycle of micro-batches.
+    A hook compresses and frees each gradient as soon as backward has computed it, so ``.grad`` is
+    None outside of backward, and clipping or logging that reads it sees nothing. Call ``step`` once
+    per cycle of micro-batches.
 
     Memory: ``rank / m`` of the gradient buffer for each projected matrix [n, m] (``rank / n`` with
     ``side="left"``), the same again with momentum, in the parameter's dtype, and the state of the
@@ -75,24 +75,24 @@ class Flora(torch.optim.Optimizer):
         momentum: Decay of the compressed momentum (Algorithm 2), or None. No bias correction.
         kappa: Updates between two resamplings of the momentum's projection. Without momentum each
             update has a new projection.
-        seed: Of all random numbers, 0 to 2**63 - 1.
-        projected: Names of matrices to project. None: two-dimensional weights of numbered layers
-            but no embeddings, heads or position biases. Everything else is accumulated whole.
+        seed: Seed of all random numbers, 0 to 2**63 - 1.
+        projected: Names of matrices to project. None takes the two-dimensional weights of numbered
+            layers, without embeddings, heads and position biases. All others are accumulated whole.
         side: ``"right"``: G A', as in the paper. ``"left"``: A G.
         loss_is_averaged: Whether the loss was divided by the number of micro-batches, as the
             Trainer does. If not, the sum is divided here, by the length of the cycle.
         max_grad_norm: Clips the norm of the compressed gradient, whose square is an unbiased
             estimate of the whole one's (decompressed norms are too large by a factor of
             sqrt(1 + (m + 1) / rank)). None or 0: no clipping.
-        weight_decay: Of the base optimizer.
+        weight_decay: Weight decay of the base optimizer.
         stochastic_rounding: Rounds updates of bfloat16 weights to either neighbour at random;
             rounded to the nearest, updates below 1/512 of a weight are lost.
-        allow_divergence: Take a ``kappa`` at which momentum is expected to diverge.
+        allow_divergence: Accept a ``kappa`` at which momentum is expected to diverge.
 
     Raises:
-        OptimizerError: For settings that cannot work; from hooks and ``step`` in a loop they cannot
-            serve: several ranks, a GradScaler, a closure, sparse gradients, more micro-batches than
-            ``accumulation``. Weights are as they were.
+        OptimizerError: For settings that cannot work; and from hooks and ``step`` in a loop that is
+            not supported: several ranks, a GradScaler, a closure, sparse gradients, more
+            micro-batches than ``accumulation``. Weights stay as they were.
     """
 
     # A GradScaler hands its factor to optimizers with this mark instead of reading gradients.

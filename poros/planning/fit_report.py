@@ -143,22 +143,22 @@ class FitReport:
     def verdict(self) -> str:
         """One sentence: whether it fits, with what on the card and the host, and how fast it is."""
         plan, title, budget = self.plan, self.device.title, self.request.budget
-        needed = f"{size(plan.total_num_bytes)} at the least"
+        needed = f"at least {size(plan.total_num_bytes)}"
         if budget is None:
             begin = f"Needs {needed} on the card"
         elif not self.fits_device:
             return (
-                f"Does not fit {title}: the step needs {needed}, and training may have "
+                f"Does not fit {title}: the step needs {needed}, and the budget for training is "
                 f"{size(budget)}."
             )
         else:
             begin = f"Fits {title}" + ("" if self.fits_host else ", but not the host memory")
         whole = self.host.whole
-        host = "" if whole is None else f" of {size(whole)}"
+        host = "" if whole is None else f" (of {size(whole)})"
         parts = [
             f"{plan.num_slots} of {plan.num_blocks} blocks stay on the card",
             f"{plan.keep_last} layers are not recomputed" if plan.keep_last else "",
-            f"{size(plan.host_num_bytes)}{host} of host memory",
+            f"{size(plan.host_num_bytes)} of host memory{host}",
         ]
         if self.scenario.tokens_per_s is not None:
             parts += [
@@ -175,27 +175,28 @@ class FitReport:
     def _advice(self) -> Iterator[str]:
         plan, wanted, together = self.plan, self.request.micro_batches, self.together
         if self.request.budget is None:
-            yield "Give --vram or --card to hear what fits."
+            yield "Give --vram or --card to see what fits."
         if not self.fits_device:
             yield format_remedies(self.remedies)
             return
         if not self.fits_host:
             if plan.offload_boundaries:
-                yield "Shorter and fewer rows, and fewer micro-batches, leave less of it waiting."
-            yield "The base can be on a disk in part: poros.load(..., store=DIR, host_budget=...)."
+                yield "Shorter rows, fewer rows or fewer micro-batches need less host memory."
+            yield "Part of the base can stay on disk: poros.load(..., store=DIR, host_budget=...)."
         if self.scenario.tokens_per_s is None:
-            yield "Time is not forecast: give --card, or --measure on the machine of the card."
+            yield "Time is not forecast: give --card, or --measure on the machine with the card."
         if plan.micro_batches == 1 < wanted and plan.keep_last:
             yield (
-                f"The {wanted} micro-batches of a step go one after the other: they have no load "
-                "to share, and layers that keep their graph save each of them a recomputation."
+                f"The {wanted} micro-batches of a step run one after the other, which is faster "
+                "here: most layers keep their activations, so that nothing is recomputed for them."
             )
         elif plan.micro_batches < wanted:
-            yield f"Of {wanted} micro-batches {plan.micro_batches} go together; more do not fit."
+            number = plan.micro_batches
+            yield f"{number} of {wanted} micro-batches share each block; more do not fit."
         if together is not None and together.plan is not None:
             yield (
-                f"The link is what a step waits for: --accumulate {together.plan.micro_batches} "
-                f"would make about {two_digits(together.tokens_per_s or 0.0)} tokens/s of it."
+                f"PCIe copies limit the step: --accumulate {together.plan.micro_batches} would "
+                f"reach about {two_digits(together.tokens_per_s or 0.0)} tokens/s."
             )
 
     def as_dict(self) -> dict[str, Any]:

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 _FIGURES = {
     "longest_seq_len": "longest rows that fit, in tokens",
-    "max_seq_len": "longest that the model takes",
-    "step_ms": "a micro-batch, in ms",
-    "times_checkpointed": "x a resident run that checkpoints",
-    "hours": "all tokens",
-    "resident_num_bytes": "with all of it on the card",
-    "ram_left_num_bytes": "host memory that is free now",
-    "forecast": "forecast with",
-    "copy_gb_per_s": "copies, in GB/s",
-    "tflop_per_s": "products, in TFLOP/s",
+    "max_seq_len": "longest rows of the model, in tokens",
+    "step_ms": "time of a micro-batch, in ms",
+    "times_checkpointed": "x the time with gradient checkpointing",
+    "hours": "time for all tokens",
+    "resident_num_bytes": "a resident run needs",
+    "ram_left_num_bytes": "free host memory",
+    "forecast": "forecast from",
+    "copy_gb_per_s": "PCIe copies, in GB/s",
+    "tflop_per_s": "matrix products, in TFLOP/s",
 }
 _OF_SCENARIOS = {
     "total_num_bytes": "peak GB",
     "num_slots": "blocks",
-    "keep_last": "kept",
+    "keep_last": "not recomputed",
     "host_num_bytes": "host GB",
     "tokens_per_s": "tokens/s",
     "times_resident": "x resident",
@@ -53,11 +53,11 @@ def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
     parts: list[Any] = [
         Text(report.verdict, style=f"bold {color}"),
         *map(Text, report.advice.splitlines()),
-        "\nAll of this is a forecast:\n",
+        "\nAll figures are forecasts:\n",
         _figures(figures),
-        "\nOver lengths of rows:",
+        "\nBy row length:",
         _comparison("tokens", "seq_len", values["lengths"]),
-        f"Over cards, with rows of {report.scenario.seq_len:,} tokens:",
+        f"By card memory, with rows of {report.scenario.seq_len:,} tokens:",
         _comparison("card GiB", "card_gib", values["cards"]),
     ]
     if with_terms:

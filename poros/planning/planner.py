@@ -47,34 +47,34 @@ def plan(
 ) -> MemoryPlan:
     """Plan a training step: memory term by term, slots and kept layers, bytes moved.
 
-    The model is built without memory and one micro-batch is run on the meta device, so only a
-    configuration is needed, a few seconds for 72B, and no GPU. ``Planner`` makes several plans of
-    one model.
+    Poros builds the model on the meta device, without memory, and runs one micro-batch there. It
+    needs only a configuration and no GPU, and takes a few seconds for 72B. ``Planner`` makes
+    several plans of one model.
 
     Args:
         source: A folder or hub name with a ``config.json``, a configuration, or a transformers or
-            PEFT model (then its own adapters and quantization count, not ``rank`` and ``lora``).
-        seq_len: Tokens per row; rows are planned full.
+            PEFT model (whose own adapters and quantization replace ``rank`` and ``lora``).
+        seq_len: Tokens per row; the plan assumes full rows.
         batch_size: Rows per micro-batch.
-        rank: Of LoRA on every linear layer of the language model, without routers.
-        lora: Other adapters, as given to ``get_peft_model``.
+        rank: LoRA rank on every linear layer of the language model except routers.
+        lora: Other adapters, as passed to ``get_peft_model``.
         quantization: ``"nf4"``, ``"fp4"``, or None for a dense base.
-        dtype: Of everything that is not quantized.
-        vision: As in ``poros.load``: whether towers for images and sound are there.
-        adapter_dtype: Of the adapters; None is PEFT's choice, float32. A model has its own.
-        limits: Bounds on what a ``config.json`` may ask for; None are the defaults.
+        dtype: Dtype of the tensors that are not quantized.
+        vision: As in ``poros.load``: whether to count towers for images and sound.
+        adapter_dtype: Dtype of the adapters; None is PEFT's choice, float32. A model has its own.
+        limits: Limits on the sizes in a ``config.json``; None takes the defaults.
         accumulation: Micro-batches per optimizer step.
-        micro_batches: Of these, how many are to go through the blocks together.
+        micro_batches: Number of these that go through the blocks together.
         **others: Fields of ``StreamingPolicy``, such as ``vram_budget``, with ``slots`` as
-            ``num_slots``; or ``policy``, one of these whole. Further fields of
-            ``poros.planning.request.PlanRequest``, which has a line on each: ``self_check`` (True
-            plans for the first step too), ``optimizer``, ``optimizer_num_bytes``,
+            ``num_slots``; or a whole ``policy``. Further fields of
+            ``poros.planning.request.PlanRequest``, which documents each: ``self_check`` (True plans
+            for the first step too), ``optimizer``, ``optimizer_num_bytes``,
             ``library_num_bytes``, ``speeds``.
 
     Raises:
-        PolicyError: If a number makes no sense, or there is no such field.
+        PolicyError: If a value is invalid or a field is unknown.
         UnsupportedModelError: If the model has no decoder layers that can be streamed.
-        VRAMBudgetError: If the budget is below the floor; the message holds the terms, and what
+        VRAMBudgetError: If the budget is below the floor; the message lists the terms and what
             would make it fit.
     """
     planner = Planner(

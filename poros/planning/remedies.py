@@ -122,7 +122,7 @@ def format_remedies(remedies: Sequence[Remedy]) -> str:
         for found in remedies
         if not found.fits
     ]
-    line = f"What would make it fit, each alone: {'; '.join(fitting) or 'only more memory'}"
+    line = f"What would make it fit, each change alone: {'; '.join(fitting) or 'only more memory'}"
     if not saving:
         return line
-    return f"{line}\nWhat would save some, but too little alone: {'; '.join(saving)}"
+    return f"{line}\nWhat would save memory, but not enough alone: {'; '.join(saving)}"

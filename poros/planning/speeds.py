@@ -71,7 +71,7 @@ def _copy_ms(streams: StreamContext, num_bytes: int) -> float:
     slab = HostSlab(BlockLayout((), num_bytes))
     slab.bytes.fill_(1)  # memory that nobody has written to is not there yet
     if streams.device.type == "cuda" and not slab.pin(streams.device):
-        logger.warning("poros: the driver refused page-locked memory; copies from pageable memory")
+        logger.warning("poros: the driver refused page-locked memory; copying from pageable memory")
     target = streams.allocate(num_bytes)
     try:
         return _median_ms(

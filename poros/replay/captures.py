@@ -379,7 +379,9 @@ class Captures:
             took = (time.perf_counter() - begun) * 1000
             self.recording_ms += took
             made = self.num_recorded - num_before
-            logger.info("poros: recorded %d visits of layers in %.1f s", made, took / 1000)
+            logger.info(
+                "poros: recorded %d calls of layers as CUDA graphs in %.1f s", made, took / 1000
+            )
         return self.num_recorded > num_before
 
     def _wanted(self, layers: Sequence[LayerBody]) -> list[tuple[LayerBody, Form]]:
@@ -436,14 +438,14 @@ class Captures:
             raise ParityError(
                 f"{call.layer.name}: expected a recorded visit (cuda_graphs=True) to give the bits "
                 f"of the visit that it replaces, found others: {different}. Nothing was trained "
-                "with it. Use cuda_graphs=None, which runs such layers as always, or False"
+                "with it. Use cuda_graphs=None, which runs such layers without recordings, or False"
             )
         self._refuse(call.layer, form, reason, different)
 
     def _refuse(self, layer: LayerBody, form: Form, reason: str, about: str = "") -> None:
         if reason not in self.eager:
             more = f" ({about})" if about else ""
-            logger.warning("poros: %s runs as always, not replayed: %s%s", layer.name, reason, more)
+            logger.warning("poros: %s runs without a CUDA graph: %s%s", layer.name, reason, more)
         form.refuse(reason)
         self.eager[reason] += 1
 

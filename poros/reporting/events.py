@@ -84,7 +84,7 @@ def read_run(path: Path) -> Run:
     except (OSError, ValueError) as error:
         reason = reason_of(error)
         raise RunFolderError(
-            f"RUN: expected the folder of a run, with events.jsonl, found "
+            f"RUN: expected the folder of a run, which contains events.jsonl, found "
             f"{quoted(str(path), is_bare=True)}: {quoted(reason, is_bare=True)}"
         ) from error
     run = Run(path.resolve().name)
@@ -98,8 +98,8 @@ def read_run(path: Path) -> Run:
             run.is_cut = number == len(lines)
     if not run.starts:
         raise RunFolderError(
-            f"{quoted(str(file), is_bare=True)}: expected the events of a run, found none that "
-            f"begins it and {len(run.damaged)} damaged lines"
+            f"{quoted(str(file), is_bare=True)}: expected the event log of a run, found no start "
+            f"and {len(run.damaged)} damaged lines"
         )
     try:
         with open_regular(path / "recipe.yaml") as stream:

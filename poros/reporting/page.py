@@ -82,10 +82,10 @@ _KINDS = [("forward", "a"), ("backward", "c"), ("inference", "d"), ("copy", "b")
 _TERMS = {
     "slots": "blocks",
     "kept blocks": "blocks that stay",
-    "kept graphs": "graphs of layers",
+    "kept graphs": "kept activations",
     "boundaries": "inputs of layers",
-    "workspace": "one layer at work",
-    "recordings": "recorded layers",
+    "workspace": "workspace of a layer",
+    "recordings": "CUDA graphs",
     "dense layer": "a layer's dense weights",
     "dense weight": "one dense weight",
 }
@@ -114,8 +114,8 @@ def verdict(run: Run) -> str:
     parts = []
     if run.logs:
         first, last = run.logs[0], run.logs[-1]
-        state = "ended" if run.end is not None else "is at"
-        parts.append(f"The run {state} {'after ' if run.end else 'step '}{last['step']} steps.")
+        state = "ended after" if run.end is not None else "has done"
+        parts.append(f"The run {state} {last['step']} steps.")
         parts.append(f"Its loss went from {first['loss']:.3f} to {last['loss']:.3f}.")
         num_lost = len(run.logs) - len(run.values("loss"))
         if num_lost:
@@ -126,26 +126,26 @@ def verdict(run: Run) -> str:
             parts.append(f"It took {duration(seconds)}.")
         rates = _tokens_per_s(run)
         if rates:
-            parts.append(f"A step trained on {statistics.median(rates):,.0f} tokens a second.")
+            parts.append(f"It trained on {statistics.median(rates):,.0f} tokens per second.")
     else:
         parts.append("The run has logged no step yet.")
     peaks = run.values("poros/peak_gb")
     if peaks:
-        parts.append(f"The GPU held {max(y for _, y in peaks):.2f} GB at most.")
+        parts.append(f"The peak of GPU memory was {max(y for _, y in peaks):.2f} GB.")
     if len(run.starts) > 1:
         parts.append(f"It was started {len(run.starts)} times.")
     check = (run.end or {}).get("check") or {}
     if check.get("status") == "passed":
         parts.append("Its first step was checked and gave the bits of a resident run.")
     elif check.get("status"):
-        parts.append(f"The check of its first step says: {check['status']}.")
+        parts.append(f"The status of its first step's check is {check['status']}.")
     damaged = [str(number) for number in run.damaged]
     if run.is_cut:
         damaged.pop()
-        parts.append("The last line of its events was cut off, and is left out.")
+        parts.append("The last line of its event log was cut off and is skipped.")
     if damaged:
         lines = ", ".join(damaged[:10]) + (" and others" if len(damaged) > 10 else "")
-        parts.append(f"Lines of its events that are damaged, and are left out: {lines}.")
+        parts.append(f"Damaged lines of its event log that are skipped: {lines}.")
     return " ".join(parts)
 
 
@@ -166,22 +166,26 @@ def _sections(run: Run) -> list[tuple[str, str, str]]:
         memory = bars(rows, budget, named="budget")
     over_steps = lines({"peak so far": peaks}, "GB", limit=budget, named="budget") if peaks else ""
     rate = lines({"copies": run.values("poros/h2d_gb_per_s")}, "GB/s")
-    waits = lines({"waited for copies": run.values("poros/stall_ms")}, "ms a log")
+    waits = lines({"waited for copies": run.values("poros/stall_ms")}, "ms per log")
     spans = (run.step or {}).get("spans", [])
     last = run.end or run.starts[-1]
     return [
         ("Loss", lines(curves, "loss"), _without_losses(run)),
-        ("Memory, planned and measured", memory, "The run was not planned: it had no budget."),
-        ("Memory over the run", over_steps, "The device does not say: there was no GPU."),
+        (
+            "Memory, planned and measured",
+            memory,
+            "There is no plan, because the run had no budget.",
+        ),
+        ("Memory over the run", over_steps, "This was not measured, because there was no GPU."),
         (
             f"The two streams in step {(run.step or {}).get('step', '')}",
             streams(spans),
             "No step was recorded. Train with --trace-step 3 (log_streaming(trace_step=3)).",
         ),
-        ("Wire", rate, "Nothing was copied."),
-        ("Waiting for the wire", waits, "Nothing was logged."),
+        ("PCIe transfers", rate, "Nothing was copied."),
+        ("Waiting for copies", waits, "Nothing was logged."),
         ("Counters", _table(_counters(last)), ""),
-        ("What was not as usual", _list(last.get("fallbacks", [])), "Nothing."),
+        ("Fallbacks", _list(last.get("fallbacks", [])), "There were none."),
         ("Versions", _table(run.starts[-1].get("versions", {})), ""),
     ]
 
@@ -192,7 +196,7 @@ def _largest(terms: Mapping[str, float]) -> dict[str, float]:
     shown = {name: size for name, size in terms.items() if size and name in falling[:MOST_TERMS]}
     rest = sum(terms.values()) - sum(shown.values())
     named = {_TERMS.get(name, name): size for name, size in shown.items()}
-    return {**named, "all else": rest} if rest > 0 else named
+    return {**named, "everything else": rest} if rest > 0 else named
 
 
 def _budget(run: Run) -> float | None:
@@ -236,18 +240,18 @@ def _counters(last: Mapping[str, Any]) -> dict[str, object]:
     known = {
         "device": "device",
         "num_loads": "copies of blocks",
-        "num_hits": "visits of blocks that were there",
-        "num_groups": "groups of micro-batches together",
-        "num_replayed_visits": "replayed visits of layers",
-        "num_eager_visits": "visits that ran",
-        "num_resizes": "changes of room",
+        "num_hits": "blocks found in a slot",
+        "num_groups": "groups of micro-batches",
+        "num_replayed_visits": "layer calls replayed as CUDA graphs",
+        "num_eager_visits": "layer calls without a CUDA graph",
+        "num_resizes": "changes of the blocks on the GPU",
     }
     found: dict[str, object] = {text: last[key] for key, text in known.items() if key in last}
     for key, text in (("h2d_num_bytes", "copied"), ("host_num_bytes", "in host memory")):
         if key in last:
             found[text] = f"{last[key] / GB:.2f} GB"
     if "time" in last:
-        found["written"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(last["time"])))
+        found["last event"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(last["time"])))
     return found
 
 

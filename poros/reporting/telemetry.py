@@ -33,21 +33,21 @@ def log_streaming(
     *,
     trace_step: int | None = None,
 ) -> None:
-    """Have a Trainer log what streaming has done since its last log.
+    """Add what streaming has done since the last log to a Trainer's logs.
 
-    With the Trainer's own values, so wherever those go (TensorBoard, the progress bar, the log
-    history): ``poros/h2d_gb`` and ``poros/h2d_gb_per_s`` (moved to the device, and the rate of the
-    copies that are complete), ``poros/stall_ms`` (for how long the device waited for them),
-    ``poros/num_loads``, ``poros/num_hits``, ``poros/disk_stall_ms``, ``poros/peak_gb`` (allocated
-    on the device so far; GPUs only). GB is 1e9 bytes.
+    The values go wherever the Trainer's own values go (TensorBoard, the progress bar, the log
+    history): ``poros/h2d_gb`` and ``poros/h2d_gb_per_s`` (copied to the device, and the rate of the
+    completed copies), ``poros/stall_ms`` (time for which the device waited for them),
+    ``poros/num_loads``, ``poros/num_hits``, ``poros/disk_stall_ms``, ``poros/peak_gb`` (peak of the
+    allocated device memory so far; GPUs only). GB is 1e9 bytes.
 
     Args:
-        trainer: Of a prepared model.
-        events: A file to which one JSON object per line is appended: first versions, policy and
-            sizes, then what was logged at each step, with the plan where it is new, evaluations,
-            and at the end all counters and what was checked. ``poros report`` draws it.
-        trace_step: An optimizer step of this start that ``torch.profiler`` records, into
-            ``step_trace.json`` beside ``events``; needs them. It takes longer than others.
+        trainer: A Trainer of a prepared model.
+        events: File to which one JSON object per line is appended: first versions, policy and
+            sizes, then the log of each step, with the plan if it is new, evaluations, and at the
+            end all counters and the result of the self-check. ``poros report`` draws it.
+        trace_step: Optimizer step, counted from this start, that ``torch.profiler`` records into
+            ``step_trace.json`` beside ``events``, which it needs. This step takes longer.
 
     Streams:
         Reads counters on the host, and events; waits for nothing.

@@ -273,9 +273,9 @@ class SelfCheck:
                 raise ParityError(
                     f"self-check failed in {self.message}. The streamed step is not the resident "
                     "step on this machine; nothing has been trained on it. Please report it with "
-                    "this message; poros.restore(model) gives the model back"
+                    "this message; poros.restore(model) undoes poros.prepare"
                 )
-            logger.warning("poros: self-check failed in %s; training goes on", self.message)
+            logger.warning("poros: self-check failed in %s; training continues", self.message)
         elif not self._is_complete:
             if self._progress is not None:
                 self._progress.step(self.num_layers - len(self.unchecked), self.num_layers)
@@ -287,7 +287,8 @@ class SelfCheck:
     def _report(self) -> None:
         if self.status == "passed":
             logger.info(
-                "poros: the first step is checked: %d layers give the bits of an ordinary graph",
+                "poros: the first step passed its check: %d layers give the bits of an ordinary "
+                "autograd graph",
                 self.num_layers,
             )
             if self._sizer.check_kernels != "peft":
@@ -424,8 +425,9 @@ class SelfCheck:
         name = evidence.name
         self.not_provable.append(name)
         logger.warning(
-            "poros: the self-check cannot prove %s: run twice from one state, resident, it gives "
-            "different bits, %s. Nothing can be said about streaming it; training goes on",
+            "poros: the self-check cannot prove %s, because two resident runs from the same state "
+            "give different bits: %s. It cannot tell whether streaming changes them; training "
+            "continues",
             name,
             why,
         )
@@ -437,7 +439,7 @@ class SelfCheck:
             "poros: the attention kernels in use do not repeat themselves in backward: in %d of %d "
             "layers (%s) the streamed gradients differed from those of a resident run, and in %d "
             "of these a second resident run was seen to differ as well. With deterministic "
-            "attention on both sides all of them are equal, bit for bit; training goes on with "
+            "attention on both sides all of them are equal, bit for bit; training continues with "
             "your kernels",
             len(names),
             self.num_layers,

@@ -162,7 +162,7 @@ def test_a_batch_that_grows_is_planned_again() -> None:
     model(**short).loss.backward()
     assert runtime.plan is second
     huge = tiny.make_batches(1, batch_size=16, num_tokens=64, padded=False)[0]
-    with pytest.raises(VRAMBudgetError, match="fit, each alone: batch_size="):
+    with pytest.raises(VRAMBudgetError, match="fit, each change alone: batch_size="):
         model(**huge)
     model(**short).loss.backward()
 

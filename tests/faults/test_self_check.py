@@ -131,7 +131,7 @@ def test_it_is_strict_by_default_and_pending_until_the_first_forward_with_gradie
     with caplog.at_level(logging.INFO, logger="poros"):
         model.train()(**batches()[1])
     assert status(model) == "passed"
-    assert caplog.text.count("the first step is checked: 3 layers") == 1
+    assert caplog.text.count("the first step passed its check: 3 layers") == 1
 
 
 def test_it_is_said_once_though_slices_of_the_head_go_on_to_be_checked(
@@ -145,7 +145,7 @@ def test_it_is_said_once_though_slices_of_the_head_go_on_to_be_checked(
         for batch in batches()[:3]:
             model(**batch).loss.backward()
     assert status(model) == "passed"
-    assert caplog.text.count("first step is checked") == 1
+    assert caplog.text.count("first step passed its check") == 1
 
 
 def test_layers_below_the_lowest_adapter_are_checked_too() -> None:

@@ -196,7 +196,7 @@ def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:
         base=other or tmp_path / "other",
     )
     (tmp_path / "there").mkdir()
-    with pytest.raises(PolicyError, match="not there yet"):
+    with pytest.raises(PolicyError, match="does not exist yet"):
         merge(adapter, tmp_path / "there")
 
 

@@ -63,7 +63,7 @@ def test_what_fits_is_said_first_with_the_figures_of_the_plan(planner: Planner) 
     text = found.verdict
     assert text.startswith("Fits your card: 4 of 6 blocks stay on the card, ")
     assert "tokens/s" in text and "x the time of a resident run." in text
-    assert "forecast with rates given" in said(found)
+    assert "forecast from rates given" in said(found)
 
 
 def test_a_resident_run_is_the_same_model_with_everything_on_the_device(planner: Planner) -> None:
@@ -169,7 +169,7 @@ def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Pla
 def test_micro_batches_that_are_quicker_alone_are_said_to_go_so(planner: Planner) -> None:
     together = {"micro_batches": 8, "accumulation": 8}
     ample = ask(planner, "1GiB", speeds=FAST_LINK, **together)
-    assert ample.plan.micro_batches == 1 and "go one after the other" in said(ample)
+    assert ample.plan.micro_batches == 1 and "run one after the other" in said(ample)
     needs = needed(planner, 256, num_slots=2, keep_last=0, **together)
     tight = ask(planner, needs.total_num_bytes + 1000, speeds=FAST_LINK, **together)
     assert tight.plan.micro_batches == 8 and "one after the other" not in said(tight)

@@ -204,7 +204,7 @@ def test_offloading_is_advised_where_it_was_ruled_out() -> None:
         assert first.saved_num_bytes == kept - offloaded
         with pytest.raises(VRAMBudgetError) as caught:
             planner.plan(request)
-        assert "each alone: offload_boundaries=True" in str(caught.value) or not fits
+        assert "each change alone: offload_boundaries=True" in str(caught.value) or not fits
 
 
 def test_advice_at_real_shapes_is_short_and_no_row_too_short_to_train_on() -> None:

@@ -46,11 +46,16 @@ def test_the_page_of_a_real_run(run: Path) -> None:
     result = poros_command("report", str(run))
     assert result.exit_code == 0 and "report.html" in result.output
     text = (run / "report.html").read_text()
-    for title in ("Loss", "Memory, planned and measured", "The two streams in step 3", "Wire"):
+    for title in (
+        "Loss",
+        "Memory, planned and measured",
+        "The two streams in step 3",
+        "PCIe transfers",
+    ):
         assert f"<h2>{title}</h2>" in text
     assert "validation" in text and "backward layers.2" in text and "copy block" in text
     assert "bits of a resident run" in verdict(read_run(run))
-    assert re.search(r"trained on [\d,]+ tokens a second", verdict(read_run(run)))
+    assert re.search(r"trained on [\d,]+ tokens per second", verdict(read_run(run)))
     assert not re.search(r"(src|href)=|url\(|@import|<script", text)
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
 
@@ -91,7 +96,9 @@ def test_damage_elsewhere_is_left_out_and_the_lines_are_named(run: Path, tmp_pat
     folder = write(tmp_path / "run", [whole[0], "{garbage", *whole[1:], whole[-1][:9]])
     found = read_run(folder)
     assert found.damaged == [2, len(whole) + 2] and found.logs == read_run(run).logs
-    assert "damaged, and are left out: 2." in verdict(found) and "cut off" in verdict(found)
+    assert "Damaged lines of its event log that are skipped: 2." in verdict(
+        found
+    ) and "cut off" in verdict(found)
     assert poros_command("report", str(folder)).exit_code == 0
 
 
@@ -149,10 +156,10 @@ def test_what_comes_before_a_restart_is_no_rate(run: Path, tmp_path: Path) -> No
     ]
     later = {**logs[2], "num_tokens": 250.0, "time": 1000.0}
     found = [{**first, "time": 0.0}, *steps, {**first, "time": 998.0}, later]
-    assert "100 tokens a second" in verdict(read_run(write(tmp_path / "run", found)))
+    assert "100 tokens per second" in verdict(read_run(write(tmp_path / "run", found)))
     # Control: without the second start the pause counts as training.
     found = [found[0], steps[1], later]
-    assert "0 tokens a second" in verdict(read_run(write(tmp_path / "other", found)))
+    assert "0 tokens per second" in verdict(read_run(write(tmp_path / "other", found)))
     odd = [{**each, "num_tokens": None} for each in steps]
     assert "tokens" not in verdict(read_run(write(tmp_path / "odd", [found[0], *odd])))
 

@@ -83,7 +83,7 @@ RIGHT: list[tuple[str, str]] = [
 # Each is wrong by itself.
 WRONG: list[tuple[str, str]] = [
     ("plan model --seq abc", "Invalid value for '--seq'"),
-    ("plan nowhere --seq 16", "MODEL: expected a folder or file that is there, or OWNER/NAME"),
+    ("plan nowhere --seq 16", "MODEL: expected a folder or file that exists, or OWNER/NAME"),
     ("plan ./nowhere --seq 16", "found neither in './nowhere'"),
     ("plan /nowhere --seq 16", "found neither in '/nowhere'"),
     ("plan ~nowhere --seq 16", "found neither in '~nowhere'"),
@@ -118,12 +118,12 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --set apples", "--set: expected FIELD=VALUE"),
     ("plan model --seq 16 --copy-gb-per-s 25", "or neither"),
     ("plan model --seq 16 --copy-gb-per-s 0 --tflop-per-s 1", "copy_gb_per_s: expected a rate"),
-    ("plan model --seq 16 --device cpu", "--device is where to --measure"),
+    ("plan model --seq 16 --device cpu", "--device needs --measure"),
     ("plan model --seq 16 --limit apples=3", "--limit: expected NAME=NUMBER"),
     ("plan model --seq 16 --limit num_layers=0", "expected num_layers as a positive whole number"),
-    ("load nowhere --out new", "SOURCE: expected a folder or file that is there"),
+    ("load nowhere --out new", "SOURCE: expected a folder or file that exists"),
     ("load a/b/c --out new", "found neither in 'a/b/c'"),
-    ("load nowhere --verify", "SOURCE: expected a folder or file that is there"),
+    ("load nowhere --verify", "SOURCE: expected a folder or file that exists"),
     ("load model", "give either --out DIR or --verify"),
     ("load model --verify --out new", "give either --out DIR or --verify"),
     ("load model --out new --dtype bfloat", "--dtype: expected one of bf16, fp16, fp32"),
@@ -137,8 +137,8 @@ WRONG: list[tuple[str, str]] = [
     ("check base --architecture qwen2", "either MODEL_DIR or --architecture NAME"),
     ("check --architecture qwen2 --steps 0", "Invalid value"),
     ("check model", "MODEL_DIR: expected a checkpoint folder with a config.json"),
-    ("check --registered --adapter vera", "--registered shows what is on record"),
-    ("check --registered --architecture qwen2", "--registered shows what is on record"),
+    ("check --registered --adapter vera", "--registered lists recorded results"),
+    ("check --registered --architecture qwen2", "--registered lists recorded results"),
     ("demo --device abacus", "--device: expected cpu or cuda"),
     ("demo --out model", "--out: expected an empty or new folder"),
     ("finetune base rows.jsonl", "rows.jsonl:1:"),
@@ -488,8 +488,10 @@ def test_a_plan_answers_for_a_card_that_is_not_here(checkpoint: Path) -> None:
 def test_a_plan_that_does_not_fit_says_what_to_change_and_exits_with_1(checkpoint: Path) -> None:
     result = plan(checkpoint, "--vram", "400kB", "--batch", "8")
     words = " ".join(result.stdout.split())
-    assert result.exit_code == 1 and words.startswith("Does not fit your 400kB: the step needs")
-    assert "each alone" in words and "batch_size" in words
+    assert result.exit_code == 1 and words.startswith(
+        "Does not fit a budget of 400kB: the step needs"
+    )
+    assert "each change alone" in words and "batch_size" in words
     values = json.loads(plan(checkpoint, "--vram", "400kB", "--batch", "8", "--json").stdout)
     assert values["fits"] is False and "batch_size=" in values["advice"]
     assert values["total_num_bytes"] == sum(values["terms"].values()) > 400_000
@@ -504,7 +506,7 @@ def test_host_memory_that_is_too_small_is_told(checkpoint: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_card_a_plan_says_what_is_needed(checkpoint: Path) -> None:
     words = " ".join(plan(checkpoint).stdout.split())
-    assert words.startswith("Needs ") and "at the least on the card: 2 of 3 blocks" in words
+    assert words.startswith("Needs at least ") and "on the card: 2 of 3 blocks" in words
     assert "Give --vram or --card" in words and "Time is not forecast" in words
 
 

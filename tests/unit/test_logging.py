@@ -69,14 +69,14 @@ def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(
 ) -> None:
     prepared, checked = said[SETUPS[0]]
     assert "PeftModel" in prepared or "Qwen2" in prepared
-    assert "3 blocks" in prepared and "2 places on cpu" in prepared
+    assert "3 blocks" in prepared and "2 at a time on cpu" in prepared
     assert "3 layers give the bits" in checked
 
 
 def test_a_runtime_describes_itself_and_nothing_is_rounded_away(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not "0 places", nor "0.0 GB"; and what stays is not counted in places."""
+    """Not "0 at a time", nor "0.0 GB"; and what stays is not counted in places."""
 
     def prepared(**policy: int) -> object:
         base = tiny.load_base(folder, dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def test_a_runtime_describes_itself_and_nothing_is_rounded_away(
     with caplog.at_level("INFO", "poros"):
         said = f"{caplog.text}{prepared(slots=3, keep_last=3)!r}{caplog.text}"
     assert "all stay on cpu" in said and "3 blocks, 3 on the device at a time" in said
-    assert not re.search(r"\b0 places|\b0\.0+ ?GB\b", said)
+    assert not re.search(r"\b0 at a time|\b0\.0+ ?GB\b", said)
     sizes = {0: "0 bytes", 99: "99 bytes", 1234: "1.2 kB", 10**6: "1.0 MB", 10**8: "0.10 GB"}
     assert {number: size(number) for number in sizes} == sizes
 

@@ -251,7 +251,7 @@ def test_what_cannot_be_planned_is_measured_within_a_given_budget(
 
     loop.sizer._estimate = estimate
     assert loop.run(16)[0] == ResidencyPlan(2, 0)
-    assert "going on with the least room" in caplog.text and "found other" in caplog.text
+    assert "continuing with the fewest blocks" in caplog.text and "found other" in caplog.text
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -270,7 +270,7 @@ def test_what_cannot_fit_is_refused_before_it_trains(
         assert all(parameter.grad is None for parameter in loop.model.parameters())
     else:
         assert loop.run(16) == [ResidencyPlan(2, 0)]
-        assert "going on with the least room" in caplog.text
+        assert "continuing with the fewest blocks" in caplog.text
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -296,7 +296,7 @@ def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
         assert isinstance(caught.value, torch.OutOfMemoryError)
     else:
         assert loop.run(16, 16) == [ResidencyPlan(2, 0)] * 2
-        assert "going on with 2 slots" in caplog.text
+        assert "continuing with 2 slots" in caplog.text
 
 
 def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:

@@ -197,7 +197,7 @@ def test_the_registry_is_listed(path: Path) -> None:
         assert all(word.lower() in each.split()[0] for each in lines)
     assert command("check", "--registered", "vera").output == "vera  untested  no\n"
     nothing = command("check", "--registered", "apple")
-    assert nothing.exit_code == 1 and "nothing on record has 'apple'" in nothing.output
+    assert nothing.exit_code == 1 and "no record has 'apple'" in nothing.output
 
 
 # The sweep.

@@ -97,9 +97,9 @@ def _alone(operators: Sequence[Event]) -> Iterator[tuple[Event, float]]:
         around: list[list[Any]] = []  # operators that have not ended, and what is left of each
         for event in sorted(own, key=lambda each: (each["ts"], -each["dur"])):
             while around and around[-1][0]["ts"] + around[-1][0]["dur"] <= event["ts"]:
-                yield tuple(around.pop())  # type: ignore[misc]
+                yield tuple(around.pop())
             if around:
                 around[-1][1] -= event["dur"]
             around.append([event, event["dur"]])
         for left in reversed(around):
-            yield tuple(left)  # type: ignore[misc]
+            yield tuple(left)

@@ -27,6 +27,7 @@ class Chat:
     Args:
         adapter: Its files.
         base: The checkpoint or store it was trained on.
+        revision: Of the base, if that is a repository of the hub.
         vram: What the model may take on the GPU; None is what is free.
         system: What the conversation begins with.
         max_new_tokens: Of an answer.
@@ -46,6 +47,7 @@ class Chat:
         adapter: SavedAdapter,
         base: str,
         *,
+        revision: str | None = None,
         vram: str | None = None,
         system: str | None = None,
         max_new_tokens: int = 512,
@@ -58,7 +60,7 @@ class Chat:
         self._tokenizer_path = _with_tokenizer(adapter.folder, base)
         self._tokenizer: Any = read_tokenizer(self._tokenizer_path, [system] if system else [])
         require_template(self._tokenizer, self._tokenizer_path)
-        model = adapter.attach(load(base))
+        model = adapter.attach(load(base, **({"revision": revision} if revision else {})))
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._model = prepare(model, vram_budget=vram, self_check="off")
         self._temperature = temperature

@@ -22,6 +22,7 @@ from poros.loaders.partial import partial_folder, put_in_place, writing_to
 from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings
 from poros.merging.adapter import Adapter
+from poros.merging.base import open_base
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder
 from poros.planning.meta_model import meta_model
 from poros.utils.formatting import size
@@ -50,7 +51,9 @@ def merge(
     Args:
         adapter: Its folder, or that of a run of ``poros finetune``.
         out: A folder that is not there yet.
-        base: The checkpoint it was trained on; None is the one that it names.
+        base: The checkpoint it was trained on, which is taken as it is, or the store made of it;
+            None is the one that the adapter names. If Poros has noted which bytes that had
+            (training from a store), they are compared, as they are with a store.
         into: ``"original"``: the base as it is; ``"trained"``: the base as training has seen it,
             its matrices quantized to NF4 and made dense again.
         dtype: Of the weights that are written; None is that of each tensor of the checkpoint, with
@@ -66,7 +69,8 @@ def merge(
         The bits of PEFT's ``merge_and_unload`` on the same dense base in the same dtypes.
 
     Raises:
-        CheckpointFormatError: If adapter or base are malformed, or what comes out is not finite.
+        CheckpointFormatError: If adapter or base are malformed, the base is no longer there or has
+            other bytes than were trained on, or what comes out is not finite.
         PolicyError: If an argument makes no sense, or ``out`` is there.
         StoreWriteError: If there is not enough room on the disk, or it cannot be written to.
         UnsupportedModelError: If the adapter does not fit the base, or is of a kind that cannot be
@@ -81,10 +85,7 @@ def merge(
         raise PolicyError(f"out: expected a folder that is not there yet, found {quoted(str(out))}")
     limits = limits or Limits()
     saved = SavedAdapter(adapter_folder(Path(adapter)), limits)
-    source = base if base is not None else saved.base
-    if source is None:
-        raise PolicyError("base: expected the checkpoint of the base, found none in the adapter")
-    with Checkpoint.open(source, limits=limits) as checkpoint:
+    with open_base(saved, base, limits) as checkpoint:
         config: Any = configuration(checkpoint.path, checkpoint.texts, {}, limits=limits)
         if getattr(config, "quantization_config", None):
             raise UnsupportedModelError(

@@ -10,10 +10,11 @@ import torch
 
 from poros.errors import PorosError, UnsupportedModelError, quoted
 from poros.loaders.bounded import require_bounded_patterns
-from poros.loaders.header import defect, parse_json
+from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import Limits
 from poros.loaders.settings import describe_error
 from poros.loaders.shard import Shard
+from poros.model.origin import RECORD, Origin
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MEND = "mend the file, or save the adapter again"
@@ -36,6 +37,8 @@ class SavedAdapter:
         config: PEFT's configuration.
         weights: By the names of the file, finite, in memory.
         base: The base that its configuration names.
+        revision: Of the base, if that is a repository of the hub.
+        origin: Which bytes of the base it was trained on, if Poros has noted that beside it.
 
     Raises:
         CheckpointFormatError: If a file is malformed; it names the file, and the field or tensor.
@@ -49,6 +52,9 @@ class SavedAdapter:
         limits.require_config(fields, file)
         base = fields.get("base_model_name_or_path")
         self.base = base if isinstance(base, str) and base else None
+        revision = fields.get("revision")
+        self.revision = revision if isinstance(revision, str) and revision else None
+        self.origin = _origin(folder / RECORD, limits)
         self.weights = _weights(folder / WEIGHTS)
         self.config: Any = _config(fields, file)
         self._require_ranks(fields, file)
@@ -165,6 +171,13 @@ def adapter_folder(path: Path) -> Path:
         f"expected a folder with {CONFIG} and {WEIGHTS}, or a run's, found none",
         remedy="give the folder that training has written",
     )
+
+
+def _origin(file: Path, limits: Limits) -> Origin | None:
+    if not os.path.lexists(file):
+        return None
+    found = parse_json(limits.read(file, "config_num_bytes"), file)
+    return Origin.of(found, shown(file))
 
 
 def _config(fields: dict[str, Any], file: Path) -> Any:

@@ -177,7 +177,7 @@ def described(model: Any) -> Described:
     found["generation_config"] = model.generation_config.to_dict()
     # A reopened model has no record of what was converted, which save_pretrained then finds itself.
     # Of layers in a file, save_pretrained reads and checks what it saves.
-    ours = {"_poros_store", "_weight_conversions", "save_pretrained"}
+    ours = {"_poros_store", "_poros_origin", "_weight_conversions", "save_pretrained"}
     found["attributes"] = sorted(model.__dict__.keys() - ours)
     for name in ("quantization_method", "is_loaded_in_4bit", "is_quantized", "name_or_path"):
         found[name] = getattr(model, name, None)

@@ -37,6 +37,7 @@ from poros.loaders.quantize import Quantizer
 from poros.loaders.renaming import without_towers
 from poros.loaders.resolved import ResolvedLoad, resolve, set_generation
 from poros.loaders.settings import (
+    AUTO_CLASSES,
     configuration,
     generation_settings,
     model_class_of,
@@ -72,11 +73,12 @@ def load(
     store: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
     vision: str | Unset = UNSET,
+    auto_class: type | str | Unset = UNSET,
     allow_nonfinite: bool = False,
     limits: Limits | None = None,
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
-    """Load a causal language model into host memory, for ``get_peft_model`` and ``poros.prepare``.
+    """Load a language model into host memory, for ``get_peft_model`` and ``poros.prepare``.
 
     The result is an ordinary transformers model on the CPU. The tensors of its decoder layers lie
     in one slab of host memory per layer, from which ``poros.prepare`` streams them without copying
@@ -101,9 +103,14 @@ def load(
         vision: Of a checkpoint that takes images or sound too, ``"keep"`` its towers, quantized and
             frozen like the rest; they stay on the device. Or ``"drop"`` them, for text alone; the
             names of everything else stay. The default is ``"keep"``, or that of the store.
+        auto_class: The class of transformers, or its name, whose ``from_pretrained`` this call
+            replaces: ``AutoModelForSequenceClassification`` for reward models (``num_labels=1``)
+            and classifiers, whose head is drawn anew if the checkpoint has none; ``AutoModel`` for
+            hidden states alone, as embedding models need. The default is a language model, or what
+            the store was made for.
         allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
         limits: Bounds on what files may ask for; None are the defaults.
-        **from_pretrained_kwargs: Of ``AutoModelForCausalLM.from_pretrained``: ``revision``,
+        **from_pretrained_kwargs: Of ``from_pretrained``: ``revision``,
             ``cache_dir``, ``token``, ``local_files_only``, ``force_download``, ``subfolder``,
             ``variant``, ``config``, ``generation_config``, ``key_mapping``,
             ``attn_implementation`` and other fields of the configuration. What cannot be honoured
@@ -126,8 +133,9 @@ def load(
         ParityError: If scales change while a weight is quantized.
         StoreWriteError: If the store cannot be written, or bytes change on their way into it;
             nothing of it is left.
-        UnsupportedModelError: If it is no causal language model, has no decoder layers that can be
-            streamed, has an adapter beside it, or is quantized in another way.
+        UnsupportedModelError: If it is no causal language model, transformers has no model of the
+            class that was asked for, it has no decoder layers that can be streamed, has an adapter
+            beside it, or is quantized in another way.
 
     In each case nothing of the model is left.
 
@@ -135,7 +143,8 @@ def load(
         Poros technical report, section 4.2.
     """
     show_info_by_default()
-    options = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs, vision)
+    others = from_pretrained_kwargs
+    options = LoadOptions.of(quantization, dtype, device, others, vision, auto_class)
     options.refuse_for_a_folder(source)
     bounds = checked_limits(limits)
     budget = (
@@ -242,6 +251,7 @@ class _CheckpointLoader:
                 "dtype": dtype_name(resolved.dtype),
                 "allow_nonfinite": self._quantizer.allow_nonfinite,
                 "vision": self._options.about_vision,
+                "auto_class": self._options.about_class,
                 **names,
                 **provenance(self._quantizer.device),
             }
@@ -345,7 +355,7 @@ def _open(
             opened.path, texts, options.fields, given=options.config, limits=limits
         )
         stored_quantization(opened.path, config)
-        model_class, config = model_class_of(config)
+        model_class, config = model_class_of(config, _auto_class(opened))
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
         leave_out = drop_towers if about.get("vision") == "drop" else _nothing
@@ -386,6 +396,18 @@ def _in_store(
 
 def _nothing(model: Any) -> None:
     """Leave out nothing."""
+
+
+def _auto_class(opened: OpenStore) -> str | None:
+    """Return the class that chooses the model's class; stores of earlier releases have none."""
+    found = opened.manifest.about.get("auto_class")
+    if found is not None and found not in AUTO_CLASSES:
+        raise defect(
+            opened.path,
+            f"expected one of {', '.join(AUTO_CLASSES)} as its auto_class, found {quoted(found)}",
+            remedy="write the store again",
+        )
+    return found
 
 
 def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":

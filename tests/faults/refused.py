@@ -214,7 +214,6 @@ CASES = {
     "classifier of an encoder": Case(
         bert("BertForSequenceClassification"), "BertForSequenceClassification", "CausalLM"
     ),
-    "encoder": Case(bert("BertModel"), "BertModel", "CausalLM"),
     "classifier of tokens": Case(
         classifier, "Qwen2ForTokenClassification", "CausalLM", works=False
     ),

@@ -214,14 +214,26 @@ def _shrunk(config_class: Any, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_checkpoint(
-    config: "PreTrainedConfig", directory: Path, *, dtype: torch.dtype, seed: int = 0
+    config: "PreTrainedConfig",
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+    auto_class: str | None = None,
 ) -> None:
     """Save a random model of ``config`` to ``directory`` as safetensors.
 
     Equal arguments write equal bytes. The caller's random state is left as it was.
 
+    Args:
+        config: Of the model.
+        directory: To write to.
+        dtype: Of the weights.
+        seed: Of the weights.
+        auto_class: As in ``poros.load``, by name; None is a language model.
+
     Raises:
-        UnsupportedModelError: If transformers has no causal language model for the configuration.
+        UnsupportedModelError: If transformers has no such model for the configuration.
     """
     from poros.loaders.build import quiet
     from poros.loaders.settings import model_class_of
@@ -229,7 +241,7 @@ def write_checkpoint(
     with torch.random.fork_rng(devices=[]), quiet():
         torch.default_generator.manual_seed(seed)
         try:
-            model_class, config = model_class_of(config)
+            model_class, config = model_class_of(config, auto_class)
             model = model_class._from_config(config, dtype=dtype)
         except Exception as error:
             raise UnsupportedModelError(
@@ -269,6 +281,7 @@ def load_base(
     device: str = "cpu",
     quantize: bool = True,
     attn_implementation: str | None = None,
+    auto_class: str | None = None,
 ) -> "PreTrainedModel":
     """Load a checkpoint with transformers, as NF4 with double quantization or as it is.
 
@@ -278,6 +291,7 @@ def load_base(
         device: Device of the whole model.
         quantize: False loads dense weights.
         attn_implementation: As in ``from_pretrained``; None is its default.
+        auto_class: As in ``write_checkpoint``.
     """
     from transformers import AutoConfig
 
@@ -292,7 +306,7 @@ def load_base(
         options["attn_implementation"] = attn_implementation
     with quiet():
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        model_class, _ = model_class_of(config)
+        model_class, _ = model_class_of(config, auto_class)
         model = model_class.from_pretrained(directory, local_files_only=True, **options)
     return without_repacking(model)
 

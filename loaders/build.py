@@ -1,7 +1,8 @@
 """Builds a model through transformers, with a slab writer for its tensors."""
 
+import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from poros.loaders.slab_writer import SlabWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 _MAX_NAMED = 5
 _REMEDY = "check that config.json and weights belong together"
@@ -57,8 +60,31 @@ def fill(
         raise
     except Exception as error:
         raise _unfit(writer, error) from error
+    info["missing_keys"] = set(info["missing_keys"]) - _drawn(model, info["missing_keys"])
     _require_complete(writer.path, info, writer.layers_name)
     return model
+
+
+def _drawn(model: "PreTrainedModel", missing: Iterable[str]) -> set[str]:
+    """Return what is missing because it is to be learnt: the head of a classifier.
+
+    transformers has drawn it from torch's random state.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    if type(model).__name__ not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
+        return set()
+    inner = f"{model.base_model_prefix}."
+    drawn = {name for name in missing if not name.startswith(inner)}
+    if drawn:
+        logger.warning(
+            "poros: the checkpoint has no %s: drawn from torch's random state, as from_pretrained "
+            'does. Train it: LoraConfig(task_type="SEQ_CLS") does',
+            ", ".join(sorted(drawn)),
+        )
+    return drawn
 
 
 def _unfit(writer: SlabWriter, error: Exception) -> PorosError:

@@ -3,9 +3,10 @@
 import copy
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,17 +37,19 @@ from poros.loaders.quantize import Quantizer
 from poros.loaders.renaming import without_towers
 from poros.loaders.resolved import ResolvedLoad, resolve, set_generation
 from poros.loaders.settings import (
+    AUTO_CLASSES,
     configuration,
     generation_settings,
     model_class_of,
     stored_quantization,
 )
 from poros.loaders.slab_writer import Allocate, SlabWriter
-from poros.loaders.source import CONFIG, GENERATION
-from poros.loaders.store import OpenStore, is_store, open_store
+from poros.loaders.source import CONFIG, GENERATION, commit_of
+from poros.loaders.store import PLACE, OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents, small_files
 from poros.loaders.validation import require_floats, require_whole_experts
 from poros.model.inspect import find_layers
+from poros.model.origin import Origin, put_origin
 from poros.model.saving import watch_saving
 from poros.model.vision import drop_towers
 from poros.utils.formatting import size
@@ -70,11 +73,12 @@ def load(
     store: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
     vision: str | Unset = UNSET,
+    auto_class: type | str | Unset = UNSET,
     allow_nonfinite: bool = False,
     limits: Limits | None = None,
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
-    """Load a causal language model into host memory, for ``get_peft_model`` and ``poros.prepare``.
+    """Load a language model into host memory, for ``get_peft_model`` and ``poros.prepare``.
 
     The result is an ordinary transformers model on the CPU. The tensors of each decoder layer are
     in one slab of host memory, from which ``poros.prepare`` streams them without another copy.
@@ -99,16 +103,22 @@ def load(
         vision: For a checkpoint that also takes images or sound: ``"keep"`` its towers, quantized
             and frozen like the rest, on the device; or ``"drop"`` them, for text alone. The names
             of all other tensors stay. The default is ``"keep"``, or that of the store.
+        auto_class: The class of transformers, or its name, whose ``from_pretrained`` this call
+            replaces: ``AutoModelForSequenceClassification`` for reward models (``num_labels=1``)
+            and classifiers, whose head is drawn anew if the checkpoint has none; ``AutoModel`` for
+            hidden states alone, as embedding models need. The default is a language model, or what
+            the store was made for.
         allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
         limits: Limits on the sizes in files; None takes the defaults.
-        **from_pretrained_kwargs: Arguments of ``AutoModelForCausalLM.from_pretrained``:
-            ``revision``, ``cache_dir``, ``token``, ``local_files_only``, ``force_download``,
-            ``subfolder``, ``variant``, ``config``, ``generation_config``, ``key_mapping``,
-            ``attn_implementation`` and other fields of the configuration. Arguments that cannot be
-            honoured are refused.
+        **from_pretrained_kwargs: Arguments of ``from_pretrained``: ``revision``, ``cache_dir``,
+            ``token``, ``local_files_only``, ``force_download``, ``subfolder``, ``variant``,
+            ``config``, ``generation_config``, ``key_mapping``, ``attn_implementation`` and other
+            fields of the configuration. Arguments that cannot be honoured are refused.
 
     Returns:
-        The model in evaluation mode, as ``from_pretrained`` returns it.
+        The model in evaluation mode, as ``from_pretrained`` returns it. One that was opened from a
+        store has the name (``name_or_path``) of the checkpoint which that was made from, so that
+        adapters name a base that PEFT, vLLM and ``poros merge`` can open.
 
     Exactness:
         Every byte of every tensor equals that of ``from_pretrained`` with the same options and a
@@ -122,8 +132,9 @@ def load(
         ParityError: If scales change while a weight is quantized.
         StoreWriteError: If the store cannot be written, or bytes change on their way into it;
             the store is removed.
-        UnsupportedModelError: If the source is no causal language model, has no decoder layers that
-            can be streamed, has an adapter beside it, or is quantized in another way.
+        UnsupportedModelError: If the source is no causal language model, transformers has no model
+            of the class that was asked for, it has no decoder layers that can be streamed, has an
+            adapter beside it, or is quantized in another way.
 
     In each case no part of the model remains in memory.
 
@@ -131,7 +142,8 @@ def load(
         Poros technical report, section 4.2.
     """
     show_info_by_default()
-    options = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs, vision)
+    others = from_pretrained_kwargs
+    options = LoadOptions.of(quantization, dtype, device, others, vision, auto_class)
     options.refuse_for_a_folder(source)
     bounds = checked_limits(limits)
     budget = (
@@ -156,9 +168,10 @@ def load(
         )
         if store is None:
             return loader.into_memory()
-        loader.into_store_unless_there(store)
+        origin = loader.into_store_unless_there(store)
         model = _open(store, budget, options, bounds, False, allow_nonfinite)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
+    put_origin(model, origin)
     return model
 
 
@@ -183,28 +196,33 @@ class _CheckpointLoader:
         with self._checkpoint() as checkpoint:
             resolved = resolve(checkpoint, self._options, self._limits)
             model, slab_writer, _ = self._read(checkpoint, resolved)
+            origin = self._origin(checkpoint)
         store = slab_writer.finished
         store.fallbacks += slab_writer.fallbacks
         model.name_or_path = model.config.name_or_path = os.fspath(self._source)
+        put_origin(model, origin)
         attach_store(model, store)
         return model
 
-    def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> None:
-        """Write the store unless it exists; refuse a store of something else."""
+    def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> Origin:
+        """Write the store unless it exists; refuse a store of something else.
+
+        Returns:
+            What it was made from: this checkpoint.
+        """
         from poros.loaders.partial import remove_stale
 
         remove_stale(Path(directory).resolve())
         if not is_store(directory):
             try:
-                self.into_store(directory)
-                return
+                return self.into_store(directory)
             except StoreWriteError:
                 if not is_store(directory):
                     raise
                 # Another process has written it meanwhile.
-        self.require_made_of_it(directory)
+        return self.require_made_of_it(directory)
 
-    def into_store(self, directory: "str | os.PathLike[str]") -> Path:
+    def into_store(self, directory: "str | os.PathLike[str]") -> Origin:
         """Write the layers to a store on disk; only the rest of the model is in memory."""
         from poros.loaders.store_writer import StoreWriter, provenance
 
@@ -222,31 +240,45 @@ class _CheckpointLoader:
             resolved = resolve(checkpoint, self._options, self._limits)
             model, slab_writer, used = self._read(checkpoint, resolved, allocate)
             rest, names = contents(model, slab_writer)
+            origin = self._origin(checkpoint)
             about = {
                 "source": fingerprint.result(),
                 "source_seen": checkpoint.seen(),
+                PLACE: {"source": origin.source, "revision": origin.revision},
                 "quantization": used and used.to_dict(),
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
                 "dtype": dtype_name(resolved.dtype),
                 "allow_nonfinite": self._quantizer.allow_nonfinite,
                 "vision": self._options.about_vision,
+                "auto_class": self._options.about_class,
                 **names,
                 **provenance(self._quantizer.device),
             }
-            return writers[0].commit(rest, about, small_files(checkpoint, self._limits))
+            writers[0].commit(rest, about, small_files(checkpoint, self._limits))
+            return _in_store(origin, about, directory)
 
-    def require_made_of_it(self, directory: "str | os.PathLike[str]") -> None:
+    def require_made_of_it(self, directory: "str | os.PathLike[str]") -> Origin:
         """Refuse a store of another checkpoint, or one made with other options."""
         with self._checkpoint() as checkpoint, open_store(directory, limits=self._limits) as opened:
             about = opened.manifest.about
             if about.get("source_seen") != checkpoint.seen():
                 opened.require_source(checkpoint.fingerprint())
             dtype = resolve(checkpoint, self._options, self._limits).dtype
+            origin = self._origin(checkpoint)
         options = self._options.of_dtype(dtype)
         options.require_store(about, quoted(os.fspath(directory)), is_source=False)
+        return _in_store(origin, about, directory)
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint.open(self._source, self._options.place, self._limits)
+
+    def _origin(self, checkpoint: Checkpoint) -> Origin:
+        """Say where the checkpoint lies; nothing is hashed."""
+        place, source = self._options.place, os.fspath(self._source)
+        if os.path.lexists(source):
+            return Origin(os.path.join(os.path.abspath(source), place.subfolder).rstrip(os.sep))
+        asked = place.hub.get("revision")
+        return Origin(source, commit_of(checkpoint.path, place) or asked)
 
     def _read(
         self, checkpoint: Checkpoint, resolved: ResolvedLoad, allocate: "Allocate | None" = None
@@ -322,7 +354,7 @@ def _open(
             opened.path, texts, options.fields, given=options.config, limits=limits
         )
         stored_quantization(opened.path, config)
-        model_class, config = model_class_of(config)
+        model_class, config = model_class_of(config, _auto_class(opened))
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
         leave_out = drop_towers if about.get("vision") == "drop" else _nothing
@@ -337,14 +369,44 @@ def _open(
         reader.finish(model)
         set_generation(model, generation, options)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
+    origin = opened.origin
+    if origin is not None:
+        # What PEFT takes for the base of an adapter. The tokenizer, which others look for by the
+        # name in the configuration, lies in the store.
+        model.name_or_path = origin.source
+        put_origin(model, origin)
     attach_store(model, host)
     if isinstance(host, DiskStore):
         watch_saving(model, host)
     return model
 
 
+def _in_store(
+    origin: Origin, about: Mapping[str, Any], directory: "str | os.PathLike[str]"
+) -> Origin:
+    """Add to where a checkpoint lies what its store, made or opened, says of its bytes."""
+    return replace(
+        origin,
+        fingerprint=about.get("source"),
+        seen=about.get("source_seen"),
+        store=os.path.abspath(directory),
+    )
+
+
 def _nothing(model: Any) -> None:
     """Leave out nothing."""
+
+
+def _auto_class(opened: OpenStore) -> str | None:
+    """Return the class that chooses the model's class; stores of earlier releases have none."""
+    found = opened.manifest.about.get("auto_class")
+    if found is not None and found not in AUTO_CLASSES:
+        raise defect(
+            opened.path,
+            f"expected one of {', '.join(AUTO_CLASSES)} as its auto_class, found {quoted(found)}",
+            remedy="write the store again",
+        )
+    return found
 
 
 def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":

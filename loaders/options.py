@@ -15,6 +15,7 @@ import torch
 
 from poros.errors import PolicyError, quoted
 from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization
+from poros.loaders.settings import AUTO_CLASSES
 from poros.loaders.source import Place
 from poros.utils.devices import default_device, usable_device
 
@@ -62,6 +63,8 @@ class LoadOptions:
     config: "PreTrainedConfig | None"
     vision: str | Unset = UNSET
     """``"keep"`` or ``"drop"``."""
+    auto_class: str | Unset = UNSET
+    """A name of ``AUTO_CLASSES``."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the configuration to change."""
     handed_on: Mapping[str, Any] = field(default_factory=dict)
@@ -75,6 +78,7 @@ class LoadOptions:
         device: torch.device | str | None,
         others: Mapping[str, Any],
         vision: Any = UNSET,
+        auto_class: Any = UNSET,
     ) -> "LoadOptions":
         """Parse the arguments of ``poros.load``.
 
@@ -100,7 +104,10 @@ class LoadOptions:
         config = left.pop("config", None)
         handed_on = {key: left.pop(key) for key in _HANDED_ON if left.get(key) is not None}
         _require_generation_config(handed_on.get("generation_config"))
-        options = cls(quantization, _dtype(dtype), device, place, config, vision, left, handed_on)
+        chosen = _auto_class(auto_class)
+        options = cls(
+            *(quantization, _dtype(dtype), device, place, config, vision, chosen, left, handed_on)
+        )
         if quantization is not UNSET:
             options.wanted(torch.bfloat16)  # refused here if it makes no sense
         return options
@@ -127,6 +134,11 @@ class LoadOptions:
     def about_vision(self) -> str | None:
         """The same as a store records it."""
         return "drop" if self.drops_vision else None
+
+    @property
+    def about_class(self) -> str | None:
+        """The name of the class that chooses, if it was given."""
+        return None if isinstance(self.auto_class, Unset) else self.auto_class
 
     def wanted(self, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
         """The quantization for a dense checkpoint."""
@@ -175,6 +187,8 @@ class LoadOptions:
         expected: dict[str, Any] = {}
         if self.vision is not UNSET or not is_source:
             expected["vision"] = self.about_vision
+        if self.auto_class is not UNSET or not is_source:
+            expected["auto_class"] = self.about_class
         if has_dtype or not is_source:
             expected["dtype"] = dtype
         if is_given and (self.quantization is not UNSET or not is_source):
@@ -332,6 +346,18 @@ def _dtype(value: Any) -> "torch.dtype | str | Unset":
         return dtype
     names = ", ".join(map(dtype_name, DTYPES))
     raise PolicyError(f"dtype: expected {names} or 'auto', found {quoted(value)}")
+
+
+def _auto_class(value: Any) -> str | Unset:
+    if value is UNSET or value is None:
+        return UNSET
+    name = getattr(value, "__name__", value)
+    if not isinstance(name, str) or name not in AUTO_CLASSES:
+        raise PolicyError(
+            f"auto_class: expected transformers' {' or '.join(AUTO_CLASSES)}, found "
+            f"{quoted(name)}; leave it out for a language model"
+        )
+    return name
 
 
 def _require_generation_config(value: Any) -> None:

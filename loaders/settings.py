@@ -21,6 +21,12 @@ from poros.loaders.source import CONFIG, GENERATION
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig
 
+AUTO_CLASSES = {
+    "AutoModel": "MODEL_MAPPING",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+}
+"""What chooses other classes than those of language models, with the mapping that it chooses by."""
+
 _MAX_SAID = 10_000  # characters that are looked at
 
 # transformers takes these for any configuration, whether it has such a field or not.
@@ -28,6 +34,7 @@ _ALWAYS_FIELDS = frozenset(
     (
         "attn_implementation",
         "experts_implementation",
+        "num_labels",
         "output_attentions",
         "output_hidden_states",
         "tie_word_embeddings",
@@ -178,27 +185,36 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
     return quantization
 
 
-def model_class_of(config: Any) -> tuple[Any, Any]:
+def model_class_of(config: Any, auto_class: str | None = None) -> tuple[Any, Any]:
     """Choose the model class of a checkpoint, and return it with its configuration.
 
     That is the one with a vision tower if ``architectures`` names it, else what
     ``AutoModelForCausalLM`` chooses, else what ``AutoModelForImageTextToText`` does.
 
+    Args:
+        config: Of the checkpoint.
+        auto_class: A name of ``AUTO_CLASSES``, which chooses instead.
+
     Raises:
         UnsupportedModelError: If transformers has none.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers.models.auto import modeling_auto
 
-    text_classes = _classes(MODEL_FOR_CAUSAL_LM_MAPPING, config)
-    classes = [*_classes(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config), *text_classes]
+    named: list[Any] = []
+    if auto_class is not None:
+        classes = _classes(getattr(modeling_auto, AUTO_CLASSES[auto_class]), config)
+    else:
+        text_classes = _classes(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, config)
+        with_towers = _classes(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
+        every, names = [*with_towers, *text_classes], config.architectures or ()
+        named = [candidate for candidate in every if candidate.__name__ in names]
+        classes = text_classes or every
     if not classes:
+        wanted = "a causal language model of transformers" if auto_class is None else auto_class
         raise UnsupportedModelError(
-            "expected a causal language model of transformers, found model_type "
-            f"{quoted(config.model_type)}, which has none"
+            f"expected {wanted}, found model_type {quoted(config.model_type)}, which has none"
         )
-    names = config.architectures or ()
-    named = [candidate for candidate in classes if candidate.__name__ in names]
-    chosen = (named or text_classes or classes)[0]
+    chosen = (named or classes)[0]
     text_class = getattr(config, "sub_configs", {}).get("text_config")
     if text_class is not None and chosen.config_class == text_class:
         config = config.get_text_config()

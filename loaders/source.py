@@ -150,6 +150,13 @@ def fetch(repository: str, patterns: Sequence[str], **hub: Any) -> Path:
         ) from error
 
 
+def commit_of(path: Path, place: Place) -> str | None:
+    """Return the commit of a checkpoint in the hub's cache, as the names of its folders say."""
+    if place.subfolder:
+        path = path.parents[len(PurePosixPath(place.subfolder).parts) - 1]
+    return path.name if path.parent.name == "snapshots" else None
+
+
 def _existing(source: str | os.PathLike[str]) -> Path | None:
     """Return the path if it exists, else None."""
     path = Path(source)

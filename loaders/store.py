@@ -32,7 +32,7 @@ from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.store import HostStore
 from poros.io.digests import Identity, as_bytes, identity_of, sha256
 from poros.loaders.checked_reader import Run, new_bytes, read_checked, require_digest
-from poros.loaders.header import Header, defect, open_regular, read_at, read_header
+from poros.loaders.header import Header, defect, open_regular, read_at, read_header, shown
 from poros.loaders.limits import Limits
 from poros.loaders.manifest import (
     REMEDY,
@@ -45,6 +45,10 @@ from poros.loaders.manifest import (
     slabs_header,
 )
 from poros.loaders.partial import PARTIAL
+from poros.model.origin import Origin
+
+PLACE = "source_place"
+"""The key of where the checkpoint lay. Stores of earlier releases lack it."""
 
 
 @dataclass
@@ -119,6 +123,25 @@ class OpenStore:
             for index, slab in enumerate(host.slabs, first)
         ]
         read_checked(self._files[0], self.slabs, runs)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The checkpoint that it was made from; None if an earlier release has written it.
+
+        Raises:
+            CheckpointFormatError: If the manifest says nothing that makes sense.
+        """
+        about = self.manifest.about
+        if PLACE not in about:
+            return None
+        place = about[PLACE] if isinstance(about[PLACE], dict) else {}
+        told = {
+            **place,
+            "fingerprint": about.get("source"),
+            "seen": about.get("source_seen"),
+            "store": str(self.path),
+        }
+        return Origin.of(told, f"{shown(self.path)}: {PLACE}")
 
     def require_source(self, fingerprint: str) -> None:
         """Raise ``CheckpointFormatError`` unless the store was made from that checkpoint."""

@@ -48,8 +48,8 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
     and parameter objects stay the same. Calling it again with the same policy does nothing.
 
     Args:
-        model: A transformers causal language model with PEFT adapters, on the CPU or one GPU.
-            Changed in place.
+        model: A transformers causal language model, or such a decoder with a head for classes or
+            without one, with PEFT adapters, on the CPU or one GPU. Changed in place.
         policy: How to stream; the default policy if None.
         **overrides: Fields of ``StreamingPolicy``; they replace those of ``policy``.
 

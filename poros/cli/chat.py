@@ -37,16 +37,15 @@ def chat(
     quieten_libraries()
     with readable_errors(_OPTIONS):
         from poros.cli.conversation import Chat, questions
-        from poros.errors import PolicyError
+        from poros.merging.base import base_to_load
         from poros.merging.saved_adapter import SavedAdapter, adapter_folder
 
         saved = SavedAdapter(adapter_folder(adapter))
-        source = base if base is not None else saved.base
-        if source is None:
-            raise PolicyError("base: expected a base (--base), found none named in the adapter")
+        source, revision = (base, None) if base is not None else base_to_load(saved)
         talk = Chat(
             saved,
             source,
+            revision=revision,
             vram=vram,
             system=system,
             max_new_tokens=max_new_tokens,

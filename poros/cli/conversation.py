@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from poros.api import prepare, runtime
-from poros.errors import PolicyError, PorosError, quoted
+from poros.errors import PolicyError, PorosError, UnsupportedModelError, quoted
 from poros.loaders.header import defect
 from poros.loaders.load import load
 from poros.loaders.settings import describe_error
@@ -27,6 +27,7 @@ class Chat:
     Args:
         adapter: Its files.
         base: The checkpoint or store it was trained on.
+        revision: Of the base, if that is a repository of the hub.
         vram: What the model may take on the GPU; None is what is free.
         system: What the conversation begins with.
         max_new_tokens: Of an answer.
@@ -46,6 +47,7 @@ class Chat:
         adapter: SavedAdapter,
         base: str,
         *,
+        revision: str | None = None,
         vram: str | None = None,
         system: str | None = None,
         max_new_tokens: int = 512,
@@ -54,11 +56,17 @@ class Chat:
     ) -> None:
         if not 0 <= temperature < float("inf"):
             raise PolicyError(f"temperature: expected 0 or above, found {temperature}")
+        if adapter.auto_class is not None:
+            raise UnsupportedModelError(
+                "adapter: expected one of a language model, found one of a model that writes no "
+                f"text ({adapter.auto_class}); use it from a script"
+            )
         self._base = base
         self._tokenizer_path = _with_tokenizer(adapter.folder, base)
         self._tokenizer: Any = read_tokenizer(self._tokenizer_path, [system] if system else [])
         require_template(self._tokenizer, self._tokenizer_path)
-        model = adapter.attach(load(base))
+        options: dict[str, Any] = {} if revision is None else {"revision": revision}
+        model = adapter.attach(load(base, **options))
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._model = prepare(model, vram_budget=vram, self_check="off")
         self._temperature = temperature

@@ -1,6 +1,8 @@
 """``poros finetune``: from a data set to an adapter."""
 
 import inspect
+import json
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -82,14 +84,34 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     if adapter is None:
         console.print("dry run: nothing was loaded or written")
         return
-    for line in (
-        f"adapter: {adapter}",
-        f"try it:  poros chat {adapter}",
-        f"merge:   poros merge {adapter} --out FOLDER",
-        f'Python:  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("'
-        f'{recipe.model.source}"), "{adapter}")',
-    ):
+    for line in _what_to_do(adapter):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _what_to_do(adapter: Path) -> list[str]:
+    """Say how to use an adapter: each line runs as it is printed.
+
+    The base is the one that the adapter names: of a store the checkpoint that it was made from. A
+    store that does not say that is no base for others; then the user has to fill it in.
+    """
+    from poros.loaders.store import is_store
+
+    config = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
+    base, option = config["base_model_name_or_path"], ""
+    if is_store(base):
+        base, option = "CHECKPOINT", " --base CHECKPOINT"
+    arguments = json.dumps(base, ensure_ascii=False)
+    if config.get("revision"):
+        arguments += f", revision={json.dumps(config['revision'])}"
+    folder = json.dumps(str(adapter), ensure_ascii=False)
+    quoted_folder = shlex.quote(str(adapter))
+    return [
+        f"adapter: {adapter}",
+        f"try it:  poros chat {quoted_folder}",
+        f"merge:   poros merge {quoted_folder} --out FOLDER{option}",
+        f"Python:  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({arguments}), "
+        f"{folder})",
+    ]
 
 
 def _flags(given: dict[str, str | bool | None]) -> dict[str, str]:

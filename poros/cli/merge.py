@@ -13,7 +13,10 @@ def merge(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist yet.")],
     base: Annotated[
         str | None,
-        typer.Option(help="Checkpoint of the base.", show_default="the one named in the adapter"),
+        typer.Option(
+            help="Checkpoint of the base, or the store made of it.",
+            show_default="the one the adapter names",
+        ),
     ] = None,
     into: Annotated[
         str,

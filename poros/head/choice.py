@@ -70,6 +70,9 @@ def find_head(
     if loss == "reference" and not wanted:
         return None, []
     head = base.get_output_embeddings()
+    if head is None:
+        # Of a classifier or a decoder alone, which have no loss over tokens either.
+        return None, ["stream_head=True, but the model has no head for tokens"] * bool(wanted)
     adapted = adapted_modules(model)
     modules = _linear_modules(head)
     added = list(head.lora_B.values()) if type(head) is lora.Linear else []

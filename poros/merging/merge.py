@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ from poros.loaders.header import defect
 from poros.loaders.limits import Limits
 from poros.loaders.partial import partial_folder, put_in_place, writing_to
 from poros.loaders.renaming import OwnName, own_names
-from poros.loaders.settings import configuration, generation_settings
+from poros.loaders.settings import configuration, generation_settings, model_class_of
 from poros.merging.adapter import Adapter
+from poros.merging.base import open_base
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder
 from poros.planning.meta_model import meta_model
 from poros.utils.formatting import size
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARD_NUM_BYTES = 4 * 10**9
+_PEFT = "base_model.model."
+"""What names of the model begin with in an adapter's file."""
 _INDEX = "model.safetensors.index.json"
 _REMEDY = "check that configuration and weights belong together"
 
@@ -50,7 +53,9 @@ def merge(
     Args:
         adapter: Its folder, or that of a run of ``poros finetune``.
         out: A folder that is not there yet.
-        base: The checkpoint it was trained on; None is the one that it names.
+        base: The checkpoint it was trained on, which is taken as it is, or the store made of it;
+            None is the one that the adapter names. If Poros has noted which bytes that had
+            (training from a store), they are compared, as they are with a store.
         into: ``"original"``: the base as it is; ``"trained"``: the base as training has seen it,
             its matrices quantized to NF4 and made dense again.
         dtype: Of the weights that are written; None is that of each tensor of the checkpoint, with
@@ -66,7 +71,8 @@ def merge(
         The bits of PEFT's ``merge_and_unload`` on the same dense base in the same dtypes.
 
     Raises:
-        CheckpointFormatError: If adapter or base are malformed, or what comes out is not finite.
+        CheckpointFormatError: If adapter or base are malformed, the base is no longer there or has
+            other bytes than were trained on, or what comes out is not finite.
         PolicyError: If an argument makes no sense, or ``out`` is there.
         StoreWriteError: If there is not enough room on the disk, or it cannot be written to.
         UnsupportedModelError: If the adapter does not fit the base, or is of a kind that cannot be
@@ -83,10 +89,7 @@ def merge(
         )
     limits = limits or Limits()
     saved = SavedAdapter(adapter_folder(Path(adapter)), limits)
-    source = base if base is not None else saved.base
-    if source is None:
-        raise PolicyError("base: expected the checkpoint of the base, found none in the adapter")
-    with Checkpoint.open(source, limits=limits) as checkpoint:
+    with open_base(saved, base, limits) as checkpoint:
         config: Any = configuration(checkpoint.path, checkpoint.texts, {}, limits=limits)
         if getattr(config, "quantization_config", None):
             raise UnsupportedModelError(
@@ -96,11 +99,17 @@ def merge(
         if dtype is None and into == "trained":
             dtype = torch.bfloat16
         config.dtype = dtype or config.dtype or checkpoint.float_dtype()
-        model = meta_model(config, None, config.dtype)
+        model_class, config = _class_of(config, saved)
+        model = meta_model(config, None, config.dtype, model_class=model_class)
         own = own_names(model, checkpoint.names)
-        _require_like(checkpoint, own, model)
-        quantized = _quantized(config, model, config.dtype) if into == "trained" else {}
-        plan = _Plan(checkpoint, own, Adapter(saved, model), quantized, dtype)
+        if saved.is_classifier:  # which has no head for tokens
+            known = model.state_dict().keys()
+            own = {name: each for name, each in own.items() if each.is_part or each.name in known}
+        added = _head(saved, own, model)
+        _require_like(checkpoint, own, model, added)
+        is_as_trained = into == "trained"
+        quantized = _quantized(config, model, model_class) if is_as_trained else {}
+        plan = _Plan(checkpoint, own, Adapter(saved, model), quantized, dtype, added)
         require_folder(target.parent, "out")
         with writing_to(f"out: {quoted(str(target))}"), partial_folder(target) as partial:
             _require_room(target, plan.num_bytes)
@@ -120,9 +129,12 @@ class _Plan:
         adapter: Adapter,
         quantized: dict[str, bool],
         dtype: torch.dtype | None,
+        added: dict[str, torch.Tensor],
     ) -> None:
         self.checkpoint, self.adapter, self._dtype = checkpoint, adapter, dtype
         self._own = {name: name if each.is_part else each.name for name, each in own.items()}
+        self._own |= {name: name for name in added}
+        self._added = added
         self._quantized = quantized
         missing = adapter.touched - set(self._own.values())
         if missing:
@@ -131,19 +143,21 @@ class _Plan:
                 f"{quoted(min(missing))} (stacked, renamed or tied to another?); merge it with "
                 "PEFT's merge_and_unload"
             )
-        self.num_bytes = sum(self.size(name) for name in checkpoint.names)
+        self.num_bytes = sum(map(self.size, self._own))
 
     def groups(self) -> Iterator[list[str]]:
         """List the names that are merged together, in the checkpoint's order."""
         found: dict[str, list[str]] = {}
-        for name in self.checkpoint.names:
-            own = self._own[name]
+        for name, own in self._own.items():
             touched = own in self.adapter.touched
             found.setdefault(self.adapter.group_of(own) if touched else own, []).append(name)
         yield from found.values()
 
     def size(self, name: str) -> int:
         """The bytes of the written tensor."""
+        if name in self._added:
+            value = self._added[name]
+            return value.numel() * self._written(value.dtype).itemsize
         entry = self.checkpoint.entry(name)
         return entry.num_bytes // entry.dtype.itemsize * self._written(entry.dtype).itemsize
 
@@ -155,7 +169,8 @@ class _Plan:
         """Make the written tensors of one group, by the names of the checkpoint."""
         base = {}
         for name in names:
-            own, value = self._own[name], self.checkpoint.fetch(name)
+            own, value = self._own[name], self._added.get(name)
+            value = self.checkpoint.fetch(name) if value is None else value
             value = value.to(self._written(value.dtype))
             if own in self._quantized:
                 value = _as_trained(value, is_transposed=self._quantized[own])
@@ -176,13 +191,43 @@ class _Plan:
         return found
 
 
+def _class_of(config: Any, saved: SavedAdapter) -> tuple[Any, Any]:
+    """Choose the class of the model that was trained, and its configuration."""
+    model_class, config = model_class_of(config, saved.auto_class)
+    if saved.is_classifier:
+        config.architectures = [model_class.__name__]
+        if saved.num_labels is not None and saved.num_labels != config.num_labels:
+            config.num_labels = saved.num_labels
+    return model_class, config
+
+
+def _head(
+    saved: SavedAdapter, own: dict[str, OwnName], model: "PreTrainedModel"
+) -> dict[str, torch.Tensor]:
+    """Return a classifier's trained head, by its names in the model, if the base has none."""
+    if not saved.is_classifier:
+        return {}
+    inner, there = f"{model.base_model_prefix}.", {each.name for each in own.values()}
+    return {
+        name: saved.weights[f"{_PEFT}{name}"].to(model.config.dtype)
+        for name, _ in model.named_parameters()
+        if not name.startswith(inner) and name not in there and f"{_PEFT}{name}" in saved.weights
+    }
+
+
 def _require_like(
-    checkpoint: Checkpoint, own: dict[str, OwnName], model: "PreTrainedModel"
+    checkpoint: Checkpoint,
+    own: dict[str, OwnName],
+    model: "PreTrainedModel",
+    added: Collection[str],
 ) -> None:
-    """Refuse tensors of other shapes than the model's, whole numbers for weights, and a gap."""
+    """Refuse tensors of other shapes than the model's, whole numbers for weights, and a gap.
+
+    ``added`` are names of what the checkpoint need not have.
+    """
     weights = dict(model.named_parameters(remove_duplicate=False))
     expected = {**weights, **dict(model.named_buffers())}
-    for name in checkpoint.names:
+    for name in own:
         entry, like = checkpoint.entry(name), expected.get(own[name].name)
         if like is None or own[name].is_part:
             continue
@@ -200,6 +245,8 @@ def _require_like(
     found = {id(weights.get(each.name)) for each in own.values()}
     optional = model._keys_to_ignore_on_load_missing or ()
     for name, like in weights.items():
+        if name in added:
+            continue
         if id(like) not in found and not any(re.search(each, name) for each in optional):
             raise defect(
                 checkpoint.path,
@@ -209,7 +256,7 @@ def _require_like(
             )
 
 
-def _quantized(config: Any, dense: "PreTrainedModel", dtype: torch.dtype) -> dict[str, bool]:
+def _quantized(config: Any, dense: "PreTrainedModel", model_class: Any) -> dict[str, bool]:
     """Return the weights that ``poros.load`` quantizes, and whether it transposes them.
 
     Vision towers are left as they are: training may have left them away.
@@ -217,7 +264,8 @@ def _quantized(config: Any, dense: "PreTrainedModel", dtype: torch.dtype) -> dic
     from bitsandbytes.nn import Linear4bit
     from transformers.pytorch_utils import Conv1D
 
-    model = meta_model(config, double_quantization(dtype), dtype, vision="drop")
+    dtype = config.dtype
+    model = meta_model(config, double_quantization(dtype), dtype, "drop", model_class)
     return {
         f"{name}.weight": isinstance(dense.get_submodule(name), Conv1D)
         for name, module in model.named_modules()

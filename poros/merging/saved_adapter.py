@@ -10,12 +10,16 @@ import torch
 
 from poros.errors import PorosError, UnsupportedModelError, quoted
 from poros.loaders.bounded import require_bounded_patterns
-from poros.loaders.header import defect, parse_json
+from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import Limits
-from poros.loaders.settings import describe_error
+from poros.loaders.settings import AUTO_CLASSES, describe_error
 from poros.loaders.shard import Shard
+from poros.model.origin import RECORD, Origin
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TASKS = {"SEQ_CLS": "AutoModelForSequenceClassification", "FEATURE_EXTRACTION": "AutoModel"}
+_HEADS = (".score.weight", ".classifier.weight")
+"""The ends of the names of heads for classes, in a decoder of transformers."""
 _MEND = "fix the file, or save the adapter again"
 # Fields that PEFT matches with names of modules, as regular expressions.
 _PATTERNS = (
@@ -36,6 +40,10 @@ class SavedAdapter:
         config: PEFT's configuration.
         weights: By the names of the file, finite, in memory.
         base: The base that its configuration names.
+        auto_class: What chose the class of the model that it was trained on, as in ``poros.load``;
+            None is a language model.
+        revision: Of the base, if that is a repository of the hub.
+        origin: Which bytes of the base it was trained on, if Poros has noted that beside it.
 
     Raises:
         CheckpointFormatError: If a file is malformed; it names the file, and the field or tensor.
@@ -49,9 +57,28 @@ class SavedAdapter:
         limits.require_config(fields, file)
         base = fields.get("base_model_name_or_path")
         self.base = base if isinstance(base, str) and base else None
+        revision = fields.get("revision")
+        self.revision = revision if isinstance(revision, str) and revision else None
+        self.origin = _origin(folder / RECORD, limits)
         self.weights = _weights(folder / WEIGHTS)
         self.config: Any = _config(fields, file)
+        self.auto_class = _auto_class(self.config)
         self._require_ranks(fields, file)
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether it was trained on a model with a head for classes."""
+        return self.auto_class == "AutoModelForSequenceClassification"
+
+    @property
+    def num_labels(self) -> int | None:
+        """The classes of the head that was trained as a whole, if one was."""
+        heads = [
+            value
+            for name, value in self.weights.items()
+            if name.endswith(_HEADS) and value.dim() == 2
+        ]
+        return len(heads[0]) if len(heads) == 1 else None
 
     def attach(self, model: Any) -> Any:
         """Attach the adapter to ``model``, as ``PeftModel.from_pretrained`` does.
@@ -165,6 +192,26 @@ def adapter_folder(path: Path) -> Path:
         f"expected a folder with {CONFIG} and {WEIGHTS}, or a run's, found none",
         remedy="give the folder that training has written",
     )
+
+
+def _auto_class(config: Any) -> str | None:
+    from transformers.models.auto import modeling_auto
+
+    task, mapping = getattr(config.task_type, "value", config.task_type), config.auto_mapping
+    if task is not None:
+        return _TASKS.get(task)
+    found = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    for name, each in AUTO_CLASSES.items():
+        if found in getattr(modeling_auto, f"{each}_NAMES").values():
+            return name
+    return None
+
+
+def _origin(file: Path, limits: Limits) -> Origin | None:
+    if not os.path.lexists(file):
+        return None
+    found = parse_json(limits.read(file, "config_num_bytes"), file)
+    return Origin.of(found, shown(file))
 
 
 def _config(fields: dict[str, Any], file: Path) -> Any:

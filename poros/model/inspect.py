@@ -19,6 +19,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from poros.config import StreamingPolicy
@@ -44,14 +46,9 @@ _WRAPPERS = (
 )
 
 
-_LANGUAGE_MODELS = {
-    name
-    for names in (
-        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
-        *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
-    )
-    for name in ((names,) if isinstance(names, str) else names)
-}
+_WRITING = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+_READING = (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, MODEL_MAPPING_NAMES)
+"""Decoders with a head for classes, and without a head. Their types are those of ``_WRITING``."""
 
 
 @dataclass(frozen=True)
@@ -150,14 +147,18 @@ def _base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def require_language_model(class_name: str, config: Any) -> None:
-    """Refuse a class of transformers whose layers do not write text from left to right.
+    """Refuse a class of transformers whose layers are not those of a language model.
 
     Raises:
-        UnsupportedModelError: If it is none of a decoder, with or without a vision tower.
+        UnsupportedModelError: If it is none of a decoder, with or without a vision tower; with the
+            head of a language model, one for classes, or none.
     """
+    is_known = _is_in(_WRITING, class_name)
+    if not is_known and any(config.model_type in names for names in _WRITING):
+        is_known = _is_in(_READING, class_name)
     if (
         config.is_encoder_decoder
-        or class_name not in _LANGUAGE_MODELS
+        or not is_known
         # Only where a model type is both: GPT-NeoX says is_decoder=False and means nothing by it.
         or (
             config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -166,8 +167,18 @@ def require_language_model(class_name: str, config: Any) -> None:
     ):
         raise UnsupportedModelError(
             "expected a decoder-only causal language model (AutoModelForCausalLM, or "
-            f"AutoModelForImageTextToText), found {class_name} (model_type {config.model_type!r})"
+            "AutoModelForImageTextToText), or such a decoder with a head for classes or without "
+            "one (AutoModelForSequenceClassification, AutoModel), found "
+            f"{class_name} (model_type {config.model_type!r})"
         )
+
+
+def _is_in(mappings: Sequence[Mapping[str, Any]], class_name: str) -> bool:
+    return any(
+        class_name in ((names,) if isinstance(names, str) else names)
+        for mapping in mappings
+        for names in mapping.values()
+    )
 
 
 def _refuse_placement(model: nn.Module) -> None:

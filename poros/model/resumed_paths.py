@@ -1,7 +1,8 @@
 """Orders of LoRA's products in checkpoints: a run resumes with those that it was begun with.
 
 A Trainer saves a PEFT model by its ``save_pretrained`` and resumes by its ``load_adapter``. The
-first writes a file beside the adapter if the order is not PEFT's, the second compares.
+first writes a file beside the adapter if the order is not PEFT's, the second compares. The first
+also writes where the base comes from (``poros.model.origin``).
 """
 
 import json
@@ -17,6 +18,7 @@ from poros.errors import CheckpointFormatError, PolicyError
 from poros.io.writing import write_json
 from poros.kernels.adapters import tally_of
 from poros.kernels.paths import PEFT
+from poros.model.origin import naming_source, write_origin
 
 RECORD = "poros_lora_paths.json"
 _CHECKPOINT = "trainer_state.json"
@@ -36,8 +38,10 @@ class _Method:
 class _SavePretrained(_Method):
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         model, file = self._model(), Path(save_directory) / RECORD
-        type(model).save_pretrained(model, save_directory, *args, **kwargs)
+        with naming_source(model):
+            type(model).save_pretrained(model, save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
+            write_origin(model, Path(save_directory))
             file.unlink(missing_ok=True)
             if _paths_of(model) != PEFT:
                 write_json(file, {"lora_paths": _paths_of(model)})

@@ -315,10 +315,14 @@ class Walk:
         self._have_run: set[object] = set()
 
     def run(self, model: nn.Module, tokens: torch.Tensor) -> None:
-        """Run forward and backward, labels included."""
+        """Run forward and backward, labels included; without a head for tokens, of the output."""
         with FusedKernels(), _folding_without_autocast(), self._live, self._taking_over():
             self._live.know(tokens, *model.parameters(), *model.buffers())
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            if base_of(model).get_output_embeddings() is not None:
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            else:
+                loss = model(input_ids=tokens, use_cache=False)[0].float().sum()
+            loss.backward()
         for parameter in model.parameters():
             parameter.grad = None
 

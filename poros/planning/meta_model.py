@@ -73,6 +73,8 @@ class Recipe:
     """As in ``poros.load``."""
     on_language_model: bool = False
     """Whether the adapters leave out what is not for them (``poros.model.targets``)."""
+    model_class: Any = None
+    """Of the model; None is the one that the configuration chooses."""
 
     @classmethod
     def of(
@@ -139,6 +141,7 @@ class Recipe:
                 if not is_4bit(parameter)
             },
             vision="drop" if are_dropped(base) else "keep",
+            model_class=type(base),
         )
 
     @property
@@ -166,7 +169,7 @@ class Recipe:
 
     def make_short(self, *, is_whole: bool = False) -> tuple[Any, int]:
         """Build the model with four layers if all are alike; return it and the number left out."""
-        base = _plain(self.config, self.dtype, self.vision)
+        base = _plain(self.config, self.dtype, self.vision, self.model_class)
         left_out = 0 if is_whole or self.is_whole else shorten(base)
         _quantize(base, self.quantization, self.dtype)
         if left_out and not are_alike(find_layers(base)[1]):
@@ -233,20 +236,27 @@ def meta_model(
     quantization: "BitsAndBytesConfig | None",
     dtype: torch.dtype,
     vision: str = "keep",
+    model_class: Any = None,
 ) -> "PreTrainedModel":
     """The model of ``config``, which is left as it is, on the meta device; ``vision`` as in load.
+
+    ``model_class`` is its class; None is the one that the configuration chooses.
 
     Raises:
         UnsupportedModelError: If there is none.
     """
-    model = _plain(config, dtype, vision)
+    model = _plain(config, dtype, vision, model_class)
     _quantize(model, quantization, dtype)
     return model
 
 
-def _plain(config: "PreTrainedConfig", dtype: torch.dtype, vision: str) -> "PreTrainedModel":
+def _plain(
+    config: "PreTrainedConfig", dtype: torch.dtype, vision: str, model_class: Any = None
+) -> "PreTrainedModel":
     # The model keeps what it is made from, and notes its quantization there.
-    model_class, config = model_class_of(copy.deepcopy(config))
+    config = copy.deepcopy(config)
+    if model_class is None:
+        model_class, config = model_class_of(config)
     require_language_model(model_class.__name__, config)
     with one_at_a_time(), _META, _Unfilled():
         try:
@@ -258,6 +268,9 @@ def _plain(config: "PreTrainedConfig", dtype: torch.dtype, vision: str) -> "PreT
             ) from error
         if vision == "drop":
             drop_towers(model)
+    text: Any = model.config.get_text_config(decoder=True)
+    if getattr(text, "pad_token_id", None) is None and model.get_output_embeddings() is None:
+        text.pad_token_id = 0  # a classifier of several rows asks for one, when it runs
     return model
 
 

@@ -34,6 +34,8 @@ _LEFT_OUT = frozenset(
         "in_features",
         "out_features",
         "use_cache",
+        # Written to a classifier's configuration by its own loss, in the first forward.
+        "problem_type",
         # The guards of ``poros.model.guards``.
         "merge",
         "unmerge",

@@ -48,15 +48,19 @@ class Bases:
         hidden_size: int = 64,
         dropout: float = 0.05,
         dtype: torch.dtype = torch.bfloat16,
+        auto_class: str | None = None,
         **loading: Any,
     ) -> Model:
-        """Without adapters; NF4 unless ``quantize=False``."""
-        where = self._folder / f"{architecture}-{num_layers}-{hidden_size}-{dropout}-{dtype}"
+        """Without adapters; NF4 unless ``quantize=False``. A head for classes has one."""
+        key = f"{architecture}-{num_layers}-{hidden_size}-{dropout}-{dtype}-{auto_class}"
+        where = self._folder / key
         if not where.exists():
             sizes = {"num_layers": num_layers, "hidden_size": hidden_size}
             config = tiny.small_config(architecture, **sizes, dropout=dropout)
-            tiny.write_checkpoint(config, where, dtype=dtype)
-        return loaded(str(where), dtype, **loading)
+            if auto_class is not None:
+                config.num_labels = 1
+            tiny.write_checkpoint(config, where, dtype=dtype, auto_class=auto_class)
+        return loaded(str(where), dtype, auto_class=auto_class, **loading)
 
     def build(
         self, architecture: str = "qwen2", *, adapter: str = "lora", rank: int = 8, **of_base: Any

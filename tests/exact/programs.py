@@ -215,6 +215,70 @@ def train_below_the_layers(model: Model) -> object:
     return trajectory
 
 
+# Models without the head of a language model.
+
+
+def _steps(model: Model, loss_of_step: Callable[[int], torch.Tensor], accumulation: int) -> object:
+    """Two steps of an optimizer: losses, gradients and weights of each."""
+    found: list[object] = []
+    optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
+    for step in range(2):
+        for part in range(accumulation):
+            loss = loss_of_step(step * accumulation + part)
+            loss.backward()
+            found.append(loss.detach().clone())
+        gradients = gradients_now(model)
+        assert gradients.keys() == trained(model).keys()
+        assert all(bool(each.any()) for each in gradients.values())
+        found.append(gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: each.detach().clone() for name, each in trained(model).items()})
+    return found
+
+
+def _rows(number: int) -> dict[str, torch.Tensor]:
+    return {key: each for key, each in batches()[number % 2].items() if key != "labels"}
+
+
+def prefer(model: Model) -> object:
+    """The loss of a reward model, of pairs: the first row of each batch is the chosen one."""
+    model.train()
+
+    def loss(number: int) -> torch.Tensor:
+        chosen, rejected = model(**_rows(number)).logits.squeeze(-1).chunk(2)
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+    found = _steps(model, loss, accumulation=2)
+    heads = [name for name in trained(model) if "score" in name]
+    assert len(heads) == 1 and "modules_to_save" in heads[0]
+    return found
+
+
+def classify(model: Model) -> object:
+    """The model's own loss, of labels: a regression, with one class."""
+    model.train()
+    labels = torch.tensor([0.5, -1.0])
+    return _steps(model, lambda number: model(**_rows(number), labels=labels).loss, accumulation=1)
+
+
+def contrast(model: Model) -> object:
+    """Mean pooling, and a loss between the rows of two forwards."""
+    model.train()
+
+    def embedded(number: int) -> torch.Tensor:
+        rows = _rows(number)
+        states, mask = model(**rows).last_hidden_state, rows["attention_mask"][..., None]
+        pooled = (states * mask).sum(1) / mask.sum(1)
+        return torch.nn.functional.normalize(pooled.float(), dim=-1)
+
+    def loss(number: int) -> torch.Tensor:
+        similarities = embedded(number) @ embedded(number + 1).T / 0.1
+        return torch.nn.functional.cross_entropy(similarities, torch.arange(len(similarities)))
+
+    return _steps(model, loss, accumulation=2)
+
+
 # Hooks on parameters.
 
 

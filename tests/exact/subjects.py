@@ -72,6 +72,22 @@ def partly_frozen(bases: Bases) -> Model:
     return model
 
 
+def reading(auto_class: str, architecture: str = "qwen2", **options: Any) -> Subject:
+    """A model without the head of a language model: one for a score, which is trained, or none."""
+    task_type = "SEQ_CLS" if "Sequence" in auto_class else "FEATURE_EXTRACTION"
+
+    def make(bases: Bases) -> Model:
+        base = bases.base(architecture, auto_class=auto_class, **options)
+        torch.manual_seed(2)
+        settings: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.05}
+        if task_type == "SEQ_CLS":
+            settings["exclude_modules"] = ["score"]  # which is trained as a whole
+        config = LoraConfig(**settings, init_lora_weights=False, task_type=task_type)
+        return get_peft_model(base, config)
+
+    return make
+
+
 def tied_within(bases: Bases) -> Model:
     """One matrix for two adapters of a layer."""
     model = bases.build(dropout=0.0)

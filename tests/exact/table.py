@@ -101,6 +101,12 @@ SHARING = {  # adapters, or casts of them
     "called twice": S.called_twice,
     "one for two projections": S.shared_within,
 }
+READERS = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
+READING = (
+    ("AutoModelForSequenceClassification", P.prefer),
+    ("AutoModelForSequenceClassification", P.classify),
+    ("AutoModel", P.contrast),
+)
 MATH_STEP = P.one_step(forward=P.only_math)
 STEP_WITHOUT_CACHE = P.one_step(forward=R.uncached)
 
@@ -259,6 +265,15 @@ def adapters() -> Iterator[Row]:
         yield row._replace(name=f"{name}, {which}", is_slow=is_slow, is_of_order=which == "dense")
 
 
+def readers() -> Iterator[Row]:
+    """Without the head of a language model: reward models, classifiers, embedding models."""
+    for place, name in enumerate(READERS):
+        for auto_class, program in READING:
+            subject = S.reading(auto_class, name)
+            is_slow = place > 0 and program is not P.contrast and name != "gemma3"
+            yield Row(f"{program.__name__}, {name}", subject, program, is_slow=is_slow)
+
+
 def hooked() -> Iterator[Row]:
     yield Row("hooks on parameters", S.PLAIN, P.double_and_count)
     yield Row("hooks on a layer", S.with_hooks_on_a_layer, P.STEP)
@@ -288,5 +303,5 @@ def hooked() -> Iterator[Row]:
     yield Row("bitsandbytes beside a layer", subject, H.bitsandbytes_beside)
 
 
-EACH = (*backwards(), *losses(), *surroundings(), *adapters(), *hooked())
+EACH = (*backwards(), *losses(), *surroundings(), *adapters(), *readers(), *hooked())
 ROWS = [row._replace(num_times=row.num_times or 2 + row.replays) for row in EACH]

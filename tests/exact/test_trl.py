@@ -25,6 +25,8 @@ from tests.support import prepare_plain
 
 SFT = (trl.SFTTrainer, trl.SFTConfig, TEXTS)
 DPO = (trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
+REWARD = (trl.RewardTrainer, trl.RewardConfig, PREFERENCES)
+OF_REWARDS = {"auto_class": "AutoModelForSequenceClassification"}
 KINDS = {"sft": SFT, "dpo": DPO}
 HEAD_ON_HOST = {"loss": "chunked", "stream_head": True, "stream_embedding": True}
 DPO_LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
@@ -45,6 +47,10 @@ class GroupedSft(poros.BlockMajorMixin, trl.SFTTrainer):  # type: ignore[misc, n
 
 
 class GroupedDpo(poros.BlockMajorMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+class GroupedReward(poros.BlockMajorMixin, trl.RewardTrainer):  # type: ignore[misc, name-defined]
     pass
 
 
@@ -83,6 +89,10 @@ ROWS = {
     "sft, dft, grouped": Row(SFT, {**THREE, "loss_type": "dft"}, SLICED, grouped=GroupedSft),
     "dpo, grouped": Row(DPO, THREE, grouped=GroupedDpo),
     "dpo, on the host, grouped": Row(DPO, THREE, SLICED, grouped=GroupedDpo),
+    "reward": Row(REWARD, of_arms=OF_REWARDS),
+    "reward, accumulation": Row(REWARD, THREE, of_arms=OF_REWARDS),
+    "reward, an adapter made by the trainer": Row(REWARD, BY_TRAINER, of_arms=OF_REWARDS),
+    "reward, grouped": Row(REWARD, THREE, of_arms=OF_REWARDS, grouped=GroupedReward),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast
 
 import poros
@@ -76,6 +76,7 @@ class Arms:
         quantize: Whether the base is NF4.
         device: Where both arms run.
         num_steps: Of a run.
+        auto_class: As in ``poros.load``; with a head for one class.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Arms:
         quantize: bool = True,
         device: str = "cpu",
         num_steps: int = NUM_STEPS,
+        auto_class: str | None = None,
     ) -> None:
         self.folder = folder
         self.trainer_class = trainer_class
@@ -98,16 +100,32 @@ class Arms:
         self.quantize = quantize
         self.device = device
         self.num_steps = num_steps
+        self.auto_class = auto_class
         self.trainer: Any = None
         """The trainer of the latest run."""
         self.eval_rows: list[dict[str, str]] | None = None
         config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
-        tiny.write_checkpoint(config, folder / "base", dtype=dtype)
+        if auto_class is not None:
+            config.num_labels = 1
+        tiny.write_checkpoint(config, folder / "base", dtype=dtype, auto_class=auto_class)
 
     def base(self) -> Any:
         return tiny.load_base(
-            self.folder / "base", dtype=self.dtype, quantize=self.quantize, device=self.device
+            self.folder / "base",
+            dtype=self.dtype,
+            quantize=self.quantize,
+            device=self.device,
+            auto_class=self.auto_class,
         )
+
+    def adapter(self) -> LoraConfig:
+        """As users attach it to a base; the head of a reward model is trained as a whole."""
+        config = LoraConfig(
+            r=4, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        if self.auto_class is not None:
+            config.task_type, config.exclude_modules = "SEQ_CLS", ["score"]
+        return config
 
     def run(
         self, prepare: Prepare | None = None, *, attach_in_trainer: bool = False, **options: Any
@@ -118,11 +136,13 @@ class Arms:
         extra: dict[str, Any] = {}
         if attach_in_trainer:
             model = self.base()
-            extra["peft_config"] = LoraConfig(
-                r=4, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM"
-            )
+            extra["peft_config"] = self.adapter()
         else:
-            model = tiny.attach_lora(self.base(), dropout=0.05)
+            if self.auto_class is None:
+                model = tiny.attach_lora(self.base(), dropout=0.05)
+            else:
+                torch.manual_seed(1)
+                model = get_peft_model(self.base(), self.adapter())
             model = model if prepare is None else prepare(model)
         arguments = self.arguments_class(
             output_dir=str(self.folder / "run"),
@@ -183,7 +203,8 @@ def check(
     assert len(found.steps) == arms.num_steps
     for step in found.steps:
         assert step.losses and all(bool(each.isfinite()) for each in step.losses)
-        assert len(step.gradients) == len(step.exp_avg) == 2 * 7 * NUM_LAYERS
+        num_trained = 2 * 7 * NUM_LAYERS + (arms.auto_class is not None)
+        assert len(step.gradients) == len(step.exp_avg) == num_trained
     assert all(bool(each.any()) for each in found.steps[-1].gradients.values())
     losses = [float(each) for step in found.steps for each in step.losses]
     assert len(set(losses)) == len(losses)

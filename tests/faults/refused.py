@@ -61,7 +61,7 @@ def t5() -> Any:
 
 
 def classifier() -> Any:
-    return with_lora(transformers.Qwen2ForSequenceClassification(small_config()))
+    return with_lora(transformers.Qwen2ForTokenClassification(small_config()))
 
 
 def not_transformers() -> Any:
@@ -211,7 +211,12 @@ CASES = {
     "masked LM": Case(bert("BertForMaskedLM"), "BertForMaskedLM", "AutoModelForCausalLM"),
     "encoder with an LM head": Case(bert("BertLMHeadModel"), "BertLMHeadModel", "CausalLM"),
     "encoder-decoder": Case(t5, "T5ForConditionalGeneration", "CausalLM", works=False),
-    "classifier": Case(classifier, "Qwen2ForSequenceClassification", "CausalLM", works=False),
+    "classifier of an encoder": Case(
+        bert("BertForSequenceClassification"), "BertForSequenceClassification", "CausalLM"
+    ),
+    "classifier of tokens": Case(
+        classifier, "Qwen2ForTokenClassification", "CausalLM", works=False
+    ),
     "not transformers": Case(not_transformers, "Sequential", "transformers model", works=False),
     "not a module": Case(lambda: {"model": 1}, "dict", "module", works=False),
     "no adapters": Case(base, "none", "get_peft_model", "layers"),

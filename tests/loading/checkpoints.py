@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,16 @@ def read(opened: OpenStore) -> HostStore:
 def assert_same_store(left: HostStore, right: HostStore) -> None:
     for one, other in zip(left.slabs, right.slabs, strict=True):
         assert one.layout == other.layout and same_bits(one.bytes, other.bytes)
+
+
+def as_hub_cache(source: Path, cache: Path) -> Path:
+    """The snapshot folder of a hub cache: links into a folder of blobs."""
+    repository = cache / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
+    for folder in (snapshot, blobs, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    for number, file in enumerate(sorted(source.iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    return snapshot

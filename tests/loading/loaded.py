@@ -174,10 +174,11 @@ def described(model: Any) -> Described:
     for name, module in model.named_modules():
         found[f"{name} class"] = (type(module), module.training)
     found["config"] = json.loads(model.config.to_json_string(use_diff=False))
-    found["generation_config"] = model.generation_config.to_dict()
+    if model.can_generate():
+        found["generation_config"] = model.generation_config.to_dict()
     # A reopened model has no record of what was converted, which save_pretrained then finds itself.
     # Of layers in a file, save_pretrained reads and checks what it saves.
-    ours = {"_poros_store", "_weight_conversions", "save_pretrained"}
+    ours = {"_poros_store", "_poros_origin", "_weight_conversions", "save_pretrained"}
     found["attributes"] = sorted(model.__dict__.keys() - ours)
     for name in ("quantization_method", "is_loaded_in_4bit", "is_quantized", "name_or_path"):
         found[name] = getattr(model, name, None)

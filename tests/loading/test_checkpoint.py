@@ -33,6 +33,7 @@ from tests.loading.checkpoints import (
     MIB,
     SECOND,
     SINGLE,
+    as_hub_cache,
     big_checkpoint,
     entry,
     file_bytes,
@@ -104,19 +105,6 @@ def test_what_transformers_takes_in_a_configuration_is_taken_here(tmp_path: Path
     (tmp_path / CONFIG).write_text('{"limit": [0.0, Infinity], "a": 1, "a": 2}')
     with Checkpoint.open(tmp_path) as checkpoint:
         assert checkpoint.config == {"limit": [0.0, float("inf")], "a": 2}
-
-
-def as_hub_cache(source: Path, cache: Path) -> Path:
-    """The snapshot folder of a hub cache: links into a folder of blobs."""
-    repository = cache / "models--org--name"
-    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
-    for folder in (snapshot, blobs, repository / "refs"):
-        folder.mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0" * 40)
-    for number, file in enumerate(sorted(source.iterdir())):
-        shutil.copy(file, blobs / str(number))
-        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    return snapshot
 
 
 def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(tmp_path: Path) -> None:

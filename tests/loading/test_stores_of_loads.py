@@ -66,8 +66,9 @@ def test_a_reopened_store_is_the_model(
     for model in (load(path, quantization=ours, store=store) for _ in range(2)):
         assert differences(model, expected) == [] and unplaced(model) == []
     model = load(store)
-    assert differences(model, expected) == ["config", "name_or_path"]  # its own name
-    model.name_or_path = model.config.name_or_path = str(path)
+    assert model.name_or_path == str(path) and model.config.name_or_path == str(store)
+    assert differences(model, expected) == ["config"]  # where its tokenizer lies
+    model.config.name_or_path = str(path)
     assert differences(model, expected) == [] and unplaced(model) == []
     gc.collect()
     assert str(store) not in Path("/proc/self/maps").read_text()
@@ -113,6 +114,7 @@ def test_what_a_store_remembers(kinds: Kinds) -> None:
     assert about["device"] == "cpu" and about["num_threads"] == torch.get_num_threads()
     assert about["quantization"] == quantization().to_dict() and about["dtype"] == "bfloat16"
     assert about["source"].startswith("xxh3:")
+    assert about["source_place"] == {"source": str(kinds.dense()), "revision": None}
 
 
 def test_options_of_a_reopened_model(kinds: Kinds) -> None:

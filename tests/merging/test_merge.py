@@ -23,9 +23,15 @@ from peft import (
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 from transformers.pytorch_utils import Conv1D
 
+import poros
 from poros.errors import (
     CheckpointFormatError,
     PolicyError,
@@ -95,8 +101,10 @@ def merged_by_peft(base: Path, adapter: Path, model: Any) -> dict[str, torch.Ten
 
 def as_trained(base: Path) -> Any:
     """Dense, with the matrices that ``poros.load`` has quantized."""
-    quantized: Any = load(base)
-    model = dense(base)
+    return with_matrices_of(dense(base), load(base))
+
+
+def with_matrices_of(model: Any, quantized: Any) -> Any:
     for name, module in quantized.named_modules():
         if isinstance(module, Linear4bit):
             weight: Any = module.weight
@@ -146,6 +154,65 @@ def test_families(family: str, into: str, tmp_path: Path) -> None:
     expected = merged_by_peft(base, adapter, model)
     assert found.keys() == expected.keys()
     assert [name for name in found if not same_bits(found[name], expected[name])] == []
+
+
+READERS = {
+    "a reward model": (AutoModelForSequenceClassification, {"num_labels": 1}, "SEQ_CLS"),
+    "a classifier": (AutoModelForSequenceClassification, {"num_labels": 3}, "SEQ_CLS"),
+    "an embedding model": (AutoModel, {}, "FEATURE_EXTRACTION"),
+    "an embedding model, no task": (AutoModel, {}, None),
+}
+
+
+@pytest.mark.parametrize("into", ["original", "trained"])
+@pytest.mark.parametrize("is_of_its_class", [False, True])
+@pytest.mark.parametrize("which", READERS)
+def test_models_without_a_head_for_tokens(
+    which: str, is_of_its_class: bool, into: str, base: Path, tmp_path: Path
+) -> None:
+    """Of a language model's checkpoint, which has no head for classes, or of their own."""
+    auto_class, fields, task = READERS[which]
+    options = {"dtype": torch.bfloat16, **fields}
+    if is_of_its_class:
+        torch.manual_seed(7)
+        own = auto_class.from_pretrained(base, **options)
+        base = tmp_path / "base"
+        own.save_pretrained(base)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], task_type=task, init_lora_weights=False
+    )
+    torch.manual_seed(0)
+    adapted = get_peft_model(load(base, auto_class=auto_class, **fields), config)
+    with torch.no_grad():
+        for name, each in adapted.named_parameters():
+            if "score.modules_to_save" in name:
+                each += 0.1
+    poros.prepare(adapted, slots=2).save_pretrained(tmp_path / "adapter")
+    out = merge(tmp_path / "adapter", tmp_path / "merged", into=into, shard_num_bytes=50_000)
+
+    found = auto_class.from_pretrained(out, dtype=torch.bfloat16)
+    assert getattr(found.config, "num_labels", None) == fields.get("num_labels", 2)
+    plain = auto_class.from_pretrained(base, **options)
+    if into == "trained":
+        plain = with_matrices_of(plain, load(base, auto_class=auto_class, **fields))
+    expected = merged_by_peft(base, tmp_path / "adapter", plain)
+    merged = dict(found.state_dict())
+    assert merged.keys() == expected.keys()
+    assert [name for name in merged if not same_bits(merged[name], expected[name])] == []
+    before = auto_class.from_pretrained(base, **options).state_dict()
+    assert any(not same_bits(merged[name], before[name]) for name in merged if "q_proj" in name)
+    assert all(not same_bits(merged[name], before[name]) for name in merged if "score" in name)
+    # The rest of a base that is a language model stays there, but for a classifier.
+    keeps_head = auto_class is AutoModel and not is_of_its_class
+    assert ("lm_head.weight" in weights(out)) == keeps_head
+
+
+def test_a_head_that_nobody_trained_is_missed(base: Path, tmp_path: Path) -> None:
+    model = load(base, auto_class=AutoModelForSequenceClassification, num_labels=1)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    match = r"score\.weight.*expected the tensors"
+    refused(tmp_path, tmp_path / "adapter", CheckpointFormatError, match)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

@@ -1,0 +1,121 @@
+"""Where a base comes from: on a loaded model, in its store, and beside a saved adapter.
+
+PEFT writes the name of the base into ``adapter_config.json``, which says neither which bytes were
+trained on nor where they lie quantized. That goes into a file beside it, for ``poros merge`` and
+``poros chat``; nothing else reads it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from poros.errors import CheckpointFormatError, quoted
+from poros.io.writing import write_json
+from poros.model.vision import base_of
+
+RECORD = "poros_base.json"
+ADAPTER_CONFIG = "adapter_config.json"
+_ATTACHED = "_poros_origin"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a base was made from."""
+
+    source: str
+    """An absolute path, or the name of a repository of the hub."""
+    revision: str | None = None
+    """Of a repository: the commit, or what was asked for if that is not known."""
+    fingerprint: str | None = None
+    """Of its bytes (``Checkpoint.fingerprint``); None if they were not hashed."""
+    seen: Mapping[str, Any] | None = None
+    """``Checkpoint.seen``, by which unchanged files need not be hashed again."""
+    store: str | None = None
+    """The folder of the quantized base, if there is one."""
+
+    @classmethod
+    def of(cls, found: Any, where: str) -> "Origin":
+        """Parse what ``asdict`` gave.
+
+        Args:
+            found: Plain JSON values.
+            where: They come from, for the message.
+
+        Raises:
+            CheckpointFormatError: If it is nothing of the kind.
+        """
+        names = {each.name for each in fields(cls)}
+        known = {name: found[name] for name in names & found.keys()} if _is_record(found) else {}
+        texts = [known.get(name) for name in names - {"source", "seen"}]
+        is_sound = isinstance(known.get("source"), str) and known["source"]
+        is_sound = is_sound and all(each is None or isinstance(each, str) for each in texts)
+        if not is_sound or not (known.get("seen") is None or _is_record(known["seen"])):
+            raise CheckpointFormatError(
+                f"{where}: expected the checkpoint that a base was made from, found "
+                f"{quoted(found)}; write it again, or name the base with --base"
+            )
+        return cls(**known)
+
+
+def put_origin(model: nn.Module, origin: Origin) -> None:
+    """Note on a loaded model where it comes from; copies of the model keep the note."""
+    model.__dict__[_ATTACHED] = origin
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """The note of ``put_origin`` on a model, or on the base of a PEFT model."""
+    found = base_of(model).__dict__.get(_ATTACHED)
+    return found if isinstance(found, Origin) else None
+
+
+@contextmanager
+def naming_source(model: Any) -> Iterator[None]:
+    """Have PEFT name the checkpoint that the base was made from while it saves, not a store.
+
+    Its model card takes the name from the configuration, of which a store is the place. The
+    revision is written into the adapters' configurations, where there is none, and stays there.
+    """
+    origin = origin_of(model)
+    if origin is None:
+        yield
+        return
+    base = base_of(model)
+    for each in model.peft_config.values():
+        if each.revision is None and each.base_model_name_or_path == origin.source:
+            each.revision = origin.revision
+    name, base.config.name_or_path = base.config.name_or_path, base.name_or_path
+    try:
+        yield
+    finally:
+        base.config.name_or_path = name
+
+
+def write_origin(model: nn.Module, folder: Path) -> None:
+    """Write the record of the base's bytes beside each adapter in a folder, or remove an old one.
+
+    There is one where the bytes are known: of a base that has a store.
+
+    Args:
+        model: A PEFT model.
+        folder: What ``save_pretrained`` has written to.
+
+    Raises:
+        StoreWriteError: If it cannot be written.
+    """
+    origin = origin_of(model)
+    names: Any = getattr(model, "peft_config", {})
+    for place in (folder, *(folder / name for name in names)):
+        if not (place / ADAPTER_CONFIG).is_file():
+            continue
+        if origin is None or origin.fingerprint is None:
+            (place / RECORD).unlink(missing_ok=True)
+        else:
+            write_json(place / RECORD, asdict(origin))
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(each, str) for each in value)

@@ -1,0 +1,178 @@
+"""``poros.load`` for reward models, classifiers and embedding models: ``from_pretrained``'s bytes.
+
+How they train is in tests/exact (rows of table.py, test_trl.py), how their adapters are merged in
+tests/merging.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+)
+
+import poros
+from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError
+from poros.gates import tiny
+from poros.loaders.load import load
+from tests.loading.loaded import Kinds, differences, quantization, unplaced
+from tests.support import prepare_plain, same_bits
+
+SCORE, BARE = AutoModelForSequenceClassification, AutoModel
+FAMILIES = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
+FIELDS: dict[Any, dict[str, Any]] = {SCORE: {"num_labels": 1}, BARE: {}}
+
+
+def plain(path: Path, auto_class: Any, seed: int = 0, **options: Any) -> Any:
+    """What a user loads without Poros; a new head is drawn from torch's random state."""
+    torch.manual_seed(seed)
+    options = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}, **options}
+    return auto_class.from_pretrained(path, quantization_config=quantization(), **options)
+
+
+def ours(path: Path, auto_class: Any, seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return load(path, auto_class=auto_class, **options)
+
+
+def of_its_class(path: Path, auto_class: Any, to: Path, **fields: Any) -> Path:
+    """A checkpoint that such a model has saved, by its own names."""
+    auto_class.from_pretrained(path, dtype=torch.bfloat16, **fields).save_pretrained(to)
+    return to
+
+
+@pytest.mark.parametrize("auto_class", FIELDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_and_random_states_are_those_of_from_pretrained(
+    kinds: Kinds, tmp_path: Path, family: str, auto_class: Any
+) -> None:
+    """Of a language model's checkpoint, and of one of its own class; from memory and a store."""
+    fields = FIELDS[auto_class]
+    whole = kinds.dense(family, num_layers=2)
+    for path in (whole, of_its_class(whole, auto_class, tmp_path / "own", **fields)):
+        expected = plain(path, auto_class, **fields)
+        state = torch.get_rng_state()
+        model = ours(path, auto_class, **fields)
+        assert same_bits(torch.get_rng_state(), state)
+        assert differences(model, expected) == [] and unplaced(model) == []
+        store = tmp_path / f"store of {path.name}"
+        made = ours(path, auto_class, store=store, **fields)
+        assert differences(made, expected) == []
+        # The head that was drawn is the store's, whatever the random state is now.
+        again = ours(path, auto_class, seed=1, store=store, **fields)
+        assert differences(again, expected) == []
+        torch.manual_seed(2)
+        opened = load(store, **fields)
+        assert type(opened) is type(expected)
+        assert set(differences(opened, expected)) <= {"config"}
+    if auto_class is SCORE:
+        other = plain(whole, auto_class, seed=1, **fields)
+        assert "score.weight" in differences(other, ours(whole, auto_class, **fields))
+
+
+def test_a_class_may_be_given_by_its_name(kinds: Kinds) -> None:
+    assert type(load(kinds.dense(), auto_class="AutoModel")).__name__ == "Qwen2Model"
+
+
+@pytest.mark.parametrize("value", [AutoModelForCausalLM, "AutoModelForCausalLM", AutoConfig, 3])
+def test_other_classes_are_refused(kinds: Kinds, value: Any) -> None:
+    with pytest.raises(PolicyError, match=r"auto_class: expected .*leave it out for a language"):
+        load(kinds.dense(), auto_class=value)
+
+
+def test_a_store_of_another_class_is_refused(kinds: Kinds, tmp_path: Path) -> None:
+    path, store = kinds.dense(num_layers=2), tmp_path / "store"
+    load(path, store=store)
+    with pytest.raises(PolicyError, match=r"auto_class 'AutoModel', found .* with None"):
+        load(path, store=store, auto_class=BARE)
+    with pytest.raises(PolicyError, match="auto_class 'AutoModelForSequenceClassification'"):
+        load(store, auto_class=SCORE)
+    load(path, store=tmp_path / "bare", auto_class=BARE)
+    with pytest.raises(PolicyError, match=r"auto_class None, found .* with 'AutoModel'"):
+        load(path, store=tmp_path / "bare")
+
+
+def test_what_is_no_such_decoder_is_refused(kinds: Kinds, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"AutoModelForSequenceClassification, found"):
+        load(kinds.dense("gemma4", num_layers=2), auto_class=SCORE)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertModel(BertConfig(**small, intermediate_size=64)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(UnsupportedModelError, match=r"such a decoder.*found BertModel"):
+        load(tmp_path / "bert", auto_class=BARE)
+    # A reward model is no language model, whose head would be missing and whose own be lost.
+    reward = of_its_class(kinds.dense(num_layers=2), SCORE, tmp_path / "reward", num_labels=1)
+    with pytest.raises(UnsupportedModelError, match="pass auto_class=AutoModelForSequenceClass"):
+        load(reward)
+    with pytest.raises(CheckpointFormatError, match=r"score\.weight.*expected shape \(3, 64\)"):
+        load(reward, auto_class=SCORE, num_labels=3)
+
+
+def test_only_a_head_is_drawn(kinds: Kinds, tmp_path: Path) -> None:
+    """Every other tensor that is missing is an error, as for a language model."""
+    path = of_its_class(kinds.dense(num_layers=2), BARE, tmp_path / "base")
+    found = load_file(path / "model.safetensors")
+    del found["norm.weight"]
+    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    for auto_class in (SCORE, BARE):
+        with pytest.raises(CheckpointFormatError, match=r"none of (model\.)?norm\.weight"):
+            load(path, auto_class=auto_class)
+
+
+def train(model: Any, auto_class: Any) -> torch.Tensor:
+    ids = torch.arange(5, 29).reshape(2, 12)
+    found = model.train()(input_ids=ids)
+    output = found.logits if auto_class is SCORE else found.last_hidden_state
+    loss: torch.Tensor = output.float().square().mean()
+    loss.backward()
+    torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1).step()
+    return loss.detach()
+
+
+def outputs(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.arange(7, 15)[None])[0]
+    return found
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("how", ["slots", "a budget"])
+@pytest.mark.parametrize("auto_class", FIELDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loaded_trained_planned_and_read_back(
+    kinds: Kinds, tmp_path: Path, family: str, auto_class: Any, how: str
+) -> None:
+    """The adapter of a streamed model, in plain transformers and PEFT; and one by itself."""
+    fields, path = FIELDS[auto_class], kinds.dense(family, num_layers=4)
+    task = "SEQ_CLS" if auto_class is SCORE else "FEATURE_EXTRACTION"
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type=task, init_lora_weights=False
+    )
+    losses, saved = [], []
+    for load_it in (plain, ours):
+        model = tiny.without_repacking(load_it(path, auto_class, **fields))
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, config)
+        if load_it is ours:
+            plan = poros.plan(adapted, seq_len=12, batch_size=2)
+            assert plan.total_num_bytes > plan.terms["head"] == 0
+            most = f"{plan.total_num_bytes}B"
+            prepare_plain(adapted, **({"slots": 2} if how == "slots" else {"vram_budget": most}))
+        losses.append(train(adapted, auto_class))
+        adapted.save_pretrained(tmp_path / load_it.__name__)
+        saved.append(load_file(tmp_path / load_it.__name__ / "adapter_model.safetensors"))
+    assert same_bits(*losses) and saved[0].keys() == saved[1].keys()
+    assert [name for name in saved[0] if not same_bits(saved[0][name], saved[1][name])] == []
+    assert any("score" in name for name in saved[0]) == (auto_class is SCORE)
+    assert poros.runtime(adapted).self_check["status"] == "passed"
+    base = tiny.without_repacking(plain(path, auto_class, **fields))
+    again = PeftModel.from_pretrained(base, tmp_path / "ours")
+    assert same_bits(outputs(again), outputs(poros.restore(adapted)))

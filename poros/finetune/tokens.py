@@ -97,7 +97,7 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
                 f"for {name}, found none; take another template, or a .jinja file of your own"
             )
         tokenizer.chat_template = template.text
-        if form.is_chat:
+        if form.is_chat or form.name == "instructions":
             tokenizer.eos_token = template.end_of_turn  # so that generation ends there
     elif name != "model":
         tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
@@ -165,6 +165,8 @@ class _Work:
         loss_on = recipe.data.loss_on
         if loss_on == "auto":
             loss_on = {"messages": "assistant", "completions": "completion"}.get(form.name, "all")
+        elif loss_on == "completion" and form.name == "messages":
+            loss_on = "assistant"  # of an instruction, whose completion it is
         self._loss_on = loss_on
         self._marked = _marked_template(tokenizer) if loss_on == "assistant" else None
 

@@ -58,12 +58,6 @@ _WANTED = (
     '"content": "..."}]}, {"prompt": "...", "completion": "..."}, {"text": "..."} or {"prompt": '
     '"...", "chosen": "...", "rejected": "..."}'
 )
-# Other tools' keys, and what to make of them.
-_ELSEWHERE = {
-    "query": "rename query to question, and what answers it to answer",
-    "response": "rename response to completion, and what it answers to prompt",
-    "content": "rename content to text",
-}
 
 
 class Format(NamedTuple):
@@ -89,6 +83,7 @@ FORMATS = (
     Format("Alpaca instructions", "instructions", ("instruction", "output"), ("input", "system")),
     Format("Dolly instructions", "instructions", ("instruction", "response"), ("context",)),
     Format("questions and answers", "instructions", ("question", "answer"), ("context",)),
+    Format("questions and answers", "instructions", ("query", "response"), ("context",)),
 )
 
 
@@ -141,7 +136,7 @@ def _no_form(keys: set[str]) -> str:
         if len(each.keys) > 1:
             beside = next(key for key in each.keys if key != name)
             return f"expected the key {name!r} beside {beside!r}, found {shown}; add it"
-    remedy = next((hint for key, hint in _ELSEWHERE.items() if key in keys), _WANTED)
+    remedy = "rename content to text" if "content" in keys else _WANTED
     return f"expected the keys of a row, found {shown}; {remedy}"
 
 

@@ -58,7 +58,7 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "missing key": ([GOOD, '{"prompt": "a"}'], 2, "the key 'completion'", "add it"),
     "no key of any form": ([GOOD, '{"id": 3}'], 2, "found 'id'", "write rows such as"),
     "misspelt key": ([GOOD, '{"prompt": "a", "completions": "b"}'], 2, "'completions'", "rename"),
-    "other tool's keys": (['{"query": "a", "response": "b"}'], 1, "'query'", "rename"),
+    "other tool's keys": (['{"content": "a"}'], 1, "'content'", "rename"),
     "number for a text": ([GOOD, '{"prompt": "a", "completion": 3}'], 2, "a number", "quotes"),
     "null": ([GOOD, '{"prompt": "a", "completion": null}'], 2, "the key 'completion'", "add it"),
     "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "an empty one", "fill it in"),

@@ -22,6 +22,7 @@ from poros.errors import quoted, reason_of
 from poros.finetune.forms import FORMATS, form_of
 from poros.io import strict_json
 from poros.io.reading import open_regular
+from poros.loaders.names import is_local
 from poros.recipes.recipe import DataPart
 from poros.recipes.sources import Kind, files_of, kind_of, suffix_of
 
@@ -227,7 +228,8 @@ def _tables(source: str, kind: Kind, data: DataPart, digest: Any, note: Note) ->
                     "parquet", data_files=glob.escape(path), split="train", streaming=True
                 )
             elif kind is Kind.NAMED:
-                found = load_dataset(path, data.config, split=split)
+                # What is cached of a folder may be older than its files.
+                found = load_dataset(path, data.config, split=split, streaming=is_local(source))
             else:
                 found = load_from_disk(path)
                 if isinstance(found, dict):

@@ -34,8 +34,7 @@ Note = Callable[[str, str], None]
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _OPENING = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[\s*')
 _COMMA = re.compile(r"\s*,\s*")
-_CLOSING = (re.compile(r"\s*\]\s*"), re.compile(r"\s*\]\s*\}\s*"))
-"""The end of a list of rows, and of one in an object."""
+_END = re.compile(r"\s*\]\s*")
 _READ = frozenset(key for each in FORMATS for key in (*each.keys, *each.others))
 # What datasets reads, and what to do where it cannot.
 _TABLES = {
@@ -158,10 +157,10 @@ def _elements(text: str, opening: re.Match[str], shown: str, note: Note) -> Iter
 
     Nothing behind an error can be read.
     """
-    closing = _CLOSING[1 if opening[1] else 0]
     position, counted, number = opening.end(), 0, 1
     try:
-        while not closing.fullmatch(text, position):
+        end = _END.match(text, position)
+        while end is None:
             if counted:
                 comma = _COMMA.match(text, position)
                 if comma is None:
@@ -171,6 +170,9 @@ def _elements(text: str, opening: re.Match[str], shown: str, note: Note) -> Iter
             counted = position
             row, position = strict_json.parse_at(text, position)
             yield f"{shown}:", number, row
+            end = _END.match(text, position)
+        if text[end.end() :].strip() != ("}" if opening[1] else ""):
+            raise json.JSONDecodeError("more behind the list", text, end.end())
     except json.JSONDecodeError as error:
         what = f"expected a list of rows, found: {error.msg}; look at this column"
         note(f"{shown}:{error.lineno}:{error.colno}", what)

@@ -214,8 +214,9 @@ def _row_length(recipe: Recipe, tokens: Tokens) -> int:
 
 
 def _dataset(recipe: Recipe, tokens: Tokens, row_length: int) -> "Dataset":
-    dataset = tokens.dataset()
-    return pack(dataset, row_length) if recipe.is_packed else dataset
+    if recipe.is_packed:
+        return pack(tokens.dataset(), row_length)
+    return tokens.dataset(has_lengths=True)
 
 
 def _train(

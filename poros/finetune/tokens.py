@@ -66,14 +66,17 @@ class Tokens:
     num_cut: int = 0
     num_dropped: int = 0
 
-    def dataset(self) -> "Dataset":
-        """Convert to a dataset for TRL's trainers."""
+    def dataset(self, *, has_lengths: bool = False) -> "Dataset":
+        """Convert to a dataset for TRL's trainers, with a column ``length`` if asked for."""
         import numpy
         from datasets import Dataset
 
-        return Dataset.from_dict(
-            {name: [numpy.asarray(row) for row in rows] for name, rows in self.columns.items()}
-        )
+        found: dict[str, Any] = {
+            name: [numpy.asarray(row) for row in rows] for name, rows in self.columns.items()
+        }
+        if has_lengths:
+            found["length"] = self.lengths
+        return Dataset.from_dict(found)
 
     def add(self, made: Mapping[str, Any], number: int) -> None:
         """Add what has been made of the row of that number."""

@@ -307,6 +307,20 @@ def test_the_digest_is_of_all_files(model: Path, tmp_path: Path) -> None:
     assert len(digests) == 7
 
 
+@pytest.mark.parametrize("write", [saved_splits, repository, lambda path, content: "no/data-set"])
+def test_splits_and_configurations_that_are_not_there(
+    write: Write, model: Path, tmp_path: Path
+) -> None:
+    said: dict[str, Any] = {"data__source": write(tmp_path / "rows", CHATS)}
+    with pytest.raises(DataFormatError) as error:
+        read_data(recipe_of(model__source=model, **said, data__split="validation"))
+    told = str(error.value)
+    assert "[validation], row 1: expected" in told and "data.split (--split)" in told
+    if write is repository:
+        with pytest.raises(DataFormatError, match=r"main.*other.*data\.config"):
+            read_data(recipe_of(model__source=model, **said, data__config="third"))
+
+
 @pytest.mark.parametrize("form", ["messages", "preferences"])
 def test_several_processes_make_the_same_tokens(form: str, model: Path, tmp_path: Path) -> None:
     content = rows(form, 40)

@@ -83,7 +83,7 @@ def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
     """
     reader = _Reader(recipe)
     parts = [reader.read(source, "data.source") for source in recipe.data.sources]
-    validation, seed = recipe.data.validation, recipe.training.seed
+    validation, weights = recipe.data.validation, recipe.data.weights
     num_sources = len(parts)
     if isinstance(validation, str):
         parts.append(reader.read(validation, "data.validation"))
@@ -91,12 +91,11 @@ def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
     parts = reader.alike(parts)
     reader.refuse()
     parts, held_out = parts[:num_sources], parts[num_sources:]
-    if validation and not held_out:
-        parts, held_out = _split(parts, validation, seed)
+    if not isinstance(validation, str) and validation:
+        parts, held_out = _split(parts, validation, recipe.training.seed)
     train = _joined(parts)
-    if recipe.data.weights:
-        numbers = _drawn([len(part.rows) for part in parts], recipe.data.weights, seed)
-        train = train.chosen(numbers)
+    if isinstance(weights, tuple):
+        train = train.chosen(_drawn(parts, weights, recipe.training.seed))
     return train, _joined(held_out) if held_out else None
 
 
@@ -250,14 +249,25 @@ def _joined(parts: Sequence[Rows]) -> Rows:
     return found
 
 
-def _drawn(sizes: Sequence[int], weights: Sequence[float], seed: int) -> list[int]:
-    """Draw from sources of these sizes, one behind the other, until each has been drawn whole."""
+def _drawn(parts: Sequence[Rows], weights: Sequence[float], seed: int) -> list[int]:
+    """Draw from sources, one behind the other, until all rows of each have been drawn.
+
+    Raises:
+        DataFormatError: If a source has none.
+    """
     from datasets import Dataset, interleave_datasets
 
     tables, start = [], 0
-    for size in sizes:
-        tables.append(Dataset.from_dict({"row": list(range(start, start + size))}))
-        start += size
+    for part in parts:
+        if not part.rows:
+            raise DataFormatError(
+                "data.weights: expected rows of every source to draw from, found all "
+                f"{part.read[0][1]} of one held out; hold out fewer (data.validation), or leave "
+                "the source out"
+            )
+        numbers = range(start, start + len(part.rows))
+        tables.append(Dataset.from_dict({"row": list(numbers)}))
+        start = numbers.stop
     shares = [weight / sum(weights) for weight in weights]
     drawn = interleave_datasets(tables, shares, seed=seed, stopping_strategy="all_exhausted")
-    return list(drawn["row"])
+    return list(drawn[:]["row"])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from poros.errors import quoted, reason_of
 from poros.finetune.forms import FORMATS, form_of
@@ -69,7 +69,7 @@ def rows_of(source: str, key: str, data: DataPart, digest: Any, note: Note) -> I
             if file.is_dir():
                 continue
             with open_regular(file) as stream:
-                file_digest(stream, lambda: digest)
+                file_digest(cast(Any, stream), lambda: digest)
             if kind is Kind.FILES and suffix_of(file) == ".parquet":
                 yield from _tables(str(file), kind, data, digest, note)
             elif kind is Kind.FILES:

@@ -207,7 +207,7 @@ class _Work:
             loss_on = "assistant"  # of an instruction, whose completion it is
         self._loss_on = loss_on
         self._marked = _marked_template(tokenizer) if loss_on == "assistant" else None
-        self.columns = ("input_ids", "labels")
+        self.columns: tuple[str, ...] = ("input_ids", "labels")
         if form.name == "preferences":
             self.columns = ("prompt_ids", "chosen_ids", "rejected_ids")
 

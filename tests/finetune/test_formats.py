@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,11 @@ def test_weights_are_probabilities(model: Path, tmp_path: Path) -> None:
     for changed in ({"weights": [3, 1]}, {"weights": [1, 4]}):
         other, _ = read_data(mixed(tmp_path, model, **said | changed))
         assert other.rows != train.rows and other.digest != train.digest
+    one = lines(tmp_path / "one", SHARED[:1])
+    with pytest.raises(DataFormatError, match=r"found all 1 of one held out.*data\.validation"):
+        for seed in range(9):
+            recipe = mixed(tmp_path, model, **said | {"source": [one, few], "validation": 0.5})
+            read_data(replace(recipe, training=replace(recipe.training, seed=seed)))
     other, _ = read_data(mixed(tmp_path, model, **said | {"weights": None}))
     assert len(other.rows) == 298
 

@@ -112,7 +112,7 @@ class _Reader:
         from xxhash import xxh3_128
 
         digest = xxh3_128()
-        data = self._recipe.data
+        data, method = self._recipe.data, self._recipe.training.method
         chosen = (data.config, data.split, data.weights)
         if any(chosen):
             digest.update(repr(chosen).encode())
@@ -129,13 +129,13 @@ class _Reader:
                 self._note(where, f"expected an object in braces, found {shown}; write one a line")
                 continue
             if form is None:
-                first = form_of(row)
+                first = form_of(row, method)
                 if isinstance(first, str):
                     self._note(where, first)
                     continue
                 form = first
                 self._check_form(where, form)
-            wrong = list(problems(row, form))
+            wrong = list(problems(row, form, method))
             for each in wrong:
                 self._note(where, each)
             if not wrong:

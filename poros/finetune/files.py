@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from poros.errors import quoted, reason_of
-from poros.finetune.forms import FORMATS, form_of
+from poros.finetune.forms import FORMATS, no_form
 from poros.io import strict_json
 from poros.io.reading import open_regular
 from poros.loaders.names import is_local
@@ -190,12 +190,9 @@ def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iter
         for cells in reader:
             if not names:
                 names = cells
-                form = form_of(dict.fromkeys(names, "a"))
-                twice = sorted({quoted(each) for each in names if names.count(each) > 1})
-                if twice:
-                    form = f"expected every column once, found {', '.join(twice)} twice; remove one"
-                if isinstance(form, str):
-                    note(f"{shown}:1", f"{form}; the first line of the file names its columns")
+                wrong = _header_problem(names)
+                if wrong:
+                    note(f"{shown}:1", f"{wrong}; the first line of the file names its columns")
                     return
             elif len(cells) == len(names):
                 yield f"{shown}:", number, dict(zip(names, cells, strict=True))
@@ -212,6 +209,15 @@ def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iter
         note(f"{shown}:{number}", what)
     finally:
         csv.field_size_limit(before)
+
+
+def _header_problem(names: list[str]) -> str:
+    twice = sorted({quoted(each) for each in names if names.count(each) > 1})
+    if twice:
+        return f"expected every column once, found {', '.join(twice)} twice; remove one"
+    if not any(set(each.keys) <= set(names) for each in FORMATS):
+        return no_form(set(names))
+    return ""
 
 
 def _tables(source: str, kind: Kind, data: DataPart, digest: Any, note: Note) -> Iterator[Row]:
@@ -236,6 +242,8 @@ def _tables(source: str, kind: Kind, data: DataPart, digest: Any, note: Note) ->
                 found = load_from_disk(path)
                 if isinstance(found, dict):
                     found = found[split]
+                elif data.split:
+                    raise ValueError("one data set without splits")
             for row in found:
                 number += 1
                 if kind is Kind.NAMED:

@@ -101,29 +101,36 @@ class Form(NamedTuple):
         return self.format.form
 
 
-def form_of(row: Mapping[str, Any]) -> Form | str:
-    """Return the form of a row, or the problem with its keys."""
+def form_of(row: Mapping[str, Any], method: str) -> Form | str:
+    """Return the form of a row, or the problem with its keys.
+
+    Args:
+        row: One that may have keys of several forms: published preferences often hold the better
+            conversation too, and instructions their own rendering as text.
+        method: That decides among them.
+    """
     keys = {key for key, value in row.items() if value is not None}
     found = [each for each in FORMATS if keys.issuperset(each.keys)]
-    if any(each.form == "instructions" for each in found):
-        # Published instructions have their own rendering beside them.
-        found = [each for each in found if each.form != "text"]
-    if len(found) > 1:
-        titles = " and of ".join(each.title for each in found)
-        used = {key for each in found for key in (*each.keys, *each.others)}
+    fitting = [each for each in found if each.form in METHODS[method]] or found
+    if any(each.form == "instructions" for each in fitting):
+        fitting = [each for each in fitting if each is not TEXT]
+    if len(fitting) > 1:
+        titles = " and of ".join(each.title for each in fitting)
+        used = {key for each in fitting for key in (*each.keys, *each.others)}
         return (
             f"expected one kind of row, found keys of {titles} ({', '.join(sorted(used & keys))}); "
             "remove those of all but one"
         )
-    if not found:
-        return _no_form(keys)
-    chosen = found[0]
+    if not fitting:
+        return no_form(keys)
+    chosen = fitting[0]
     may_be_chat = chosen.form in ("completions", "preferences")
     is_list = may_be_chat and isinstance(row[chosen.keys[-1]], list)
     return Form(chosen, is_chat=is_list or chosen.form == "messages")
 
 
-def _no_form(keys: set[str]) -> str:
+def no_form(keys: set[str]) -> str:
+    """Describe the problem with the keys of a row that are those of no form."""
     shown = ", ".join(quoted(key, limit=40) for key in sorted(keys)[:12]) or "none"
     for each in FORMATS:
         missing = set(each.keys) - keys
@@ -140,9 +147,9 @@ def _no_form(keys: set[str]) -> str:
     return f"expected the keys of a row, found {shown}; {remedy}"
 
 
-def problems(row: Mapping[str, Any], form: Form) -> Iterator[str]:
-    """List the problems of a row that should have a form."""
-    found = form_of(row)
+def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
+    """List the problems of a row that should have a form, and be trained on by a method."""
+    found = form_of(row, method)
     if isinstance(found, str):
         yield found
         return

@@ -116,6 +116,10 @@ def repository(path: Path, content: list[dict[str, Any]]) -> Path:
     return path
 
 
+def nowhere(path: Path, content: list[dict[str, Any]]) -> Path:
+    return Path("no/data-set")
+
+
 WAYS: dict[str, tuple[Write, list[dict[str, Any]], str, dict[str, str]]] = {
     "messages in JSONL": (lines, CHATS, "messages", {}),
     "ShareGPT": (lines, SHARED, "ShareGPT conversations", {}),
@@ -219,6 +223,15 @@ def test_instructions_follow_the_model_and_the_rows_beside_them(
     assert validation is not None and train.rows == validation.rows
 
 
+def test_the_method_decides_where_rows_have_keys_of_two_forms(model: Path, tmp_path: Path) -> None:
+    row = {**CHATS[0], "prompt": "a", "chosen": "b", "rejected": "c"}
+    source = lines(tmp_path / "rows", [row])
+    for method, form in (("sft", "messages"), ("dpo", "preferences")):
+        said = {"data__source": source, "training__method": method}
+        found, _ = read_data(recipe_of(model__source=model, **said))
+        assert found.form.name == form and set(found.unused) < row.keys()
+
+
 def test_all_who_speak_in_a_conversation(model: Path, tmp_path: Path) -> None:
     spoken = [("human", "a"), ("gpt", "b"), ("observation", "c"), ("model", "d"), ("user", "e")]
     turns = [{"from": name, "value": text, "weight": None} for name, text in spoken]
@@ -313,7 +326,7 @@ def test_the_digest_is_of_all_files(model: Path, tmp_path: Path) -> None:
     assert len(digests) == 7
 
 
-@pytest.mark.parametrize("write", [saved_splits, repository, lambda path, content: "no/data-set"])
+@pytest.mark.parametrize("write", [saved, saved_splits, repository, nowhere])
 def test_splits_and_configurations_that_are_not_there(
     write: Write, model: Path, tmp_path: Path
 ) -> None:

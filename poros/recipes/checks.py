@@ -34,7 +34,8 @@ def checked(draft: Draft) -> Recipe:
             )
     recipe = draft.recipe()
     if recipe.output.folder is None:
-        data = "+".join(Path(source).stem for source in recipe.data.sources)
+        first, *others = recipe.data.sources
+        data = Path(first).stem + (f"+{len(others)}" if others else "")
         names = (Path(recipe.model.source).name, data)
         folder = Path("runs") / "-".join((*names, recipe.training.method))
         recipe = replace(recipe, output=replace(recipe.output, folder=str(folder)))

@@ -266,7 +266,11 @@ def test_several_sources_one_after_the_other(model: Path, tmp_path: Path, expect
         parquet(tmp_path / "b", CHATS[9:14]),
         cells(tmp_path / "c", ALPACA[14:]),
     ]
-    found, _ = read_data(mixed(tmp_path, model, source=sources))
+    recipe = mixed(tmp_path, model, source=sources)
+    (tmp_path / "written.yaml").write_text(recipe.as_yaml())
+    assert checked(read_recipe(tmp_path / "written.yaml", {})) == recipe
+    assert str(recipe.output.folder).endswith("-a+2-sft")
+    found, _ = read_data(recipe)
     assert found.rows == CHATS
     assert [number for _, number in found.read] == [9, 5, 10]
     assert found.place(2).endswith("a.jsonl:3")

@@ -10,7 +10,7 @@ from poros.errors import CheckpointFormatError, quoted
 
 # "name" or "owner/name"; the hub refuses the rest, after a request for each attempt.
 _REPOSITORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,95})?")
-_FILES = (".safetensors", ".json", ".jsonl", ".parquet", ".csv", ".txt", ".yaml")
+_FILES = (".safetensors", ".json", ".jsonl", ".parquet", ".csv", ".tsv", ".gz", ".txt", ".yaml")
 
 
 def is_repository(name: str) -> bool:

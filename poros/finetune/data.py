@@ -1,21 +1,29 @@
 """Reads rows to train on, and checks every one of them before anything is loaded.
 
-Rows come from JSONL (one object a line), from a folder of such files, from a Parquet file, or by
-name from the hub through ``datasets``. Nothing here imports torch.
+Rows come from one source or several: files, folders, data sets by name. All rows of a source are
+written alike, and those of all sources become the same form. Nothing here imports torch.
 """
 
-import json
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from poros.errors import DataFormatError, PorosError, quoted, reason_of
-from poros.finetune.forms import FORMS, METHODS, Form, form_of, problems
-from poros.io import strict_json
-from poros.loaders.names import is_local
+from poros.errors import DataFormatError, quoted
+from poros.finetune.files import rows_of
+from poros.finetune.forms import (
+    FORMS,
+    METHODS,
+    TEXT,
+    Form,
+    as_completion,
+    as_messages,
+    form_of,
+    normalised,
+    problems,
+    said,
+)
 from poros.recipes.recipe import Recipe
 
 _MOST_SHOWN = 30
@@ -28,10 +36,11 @@ class Rows:
     Attributes:
         form: Of all of them.
         rows: What is used of each: the keys of the form, and tools.
-        files: Where they come from.
+        files: What stands before the number of a row in its place: ``rows.jsonl:``.
         places: Number of the file and of the line of each row, one after the other.
-        digest: Of the bytes they were read from.
+        digest: Of what they were read from.
         unused: Keys that nothing reads.
+        read: How the rows of each source are written, and how many there are.
     """
 
     form: Form
@@ -40,10 +49,11 @@ class Rows:
     places: "array[int]" = field(default_factory=lambda: array("q"))
     digest: str = ""
     unused: tuple[str, ...] = ()
+    read: tuple[tuple[str, int], ...] = ()
 
     def place(self, number: int) -> str:
-        """Return the file and line of a row: ``rows.jsonl:12``."""
-        return f"{self.files[self.places[2 * number]]}:{self.places[2 * number + 1]}"
+        """Return the place of a row: ``rows.jsonl:12``, or ``rows.parquet, row 12``."""
+        return f"{self.files[self.places[2 * number]]}{self.places[2 * number + 1]}"
 
     def chosen(self, numbers: Sequence[int]) -> "Rows":
         """Select rows, in that order."""
@@ -52,81 +62,116 @@ class Rows:
             places.extend(self.places[2 * number : 2 * number + 2])
         return replace(self, rows=[self.rows[number] for number in numbers], places=places)
 
+    def settled(self, *, has_template: bool) -> "Rows":
+        """Make of instructions what the model is trained on: messages if it has a template."""
+        if self.form.name != "instructions":
+            return self
+        name, write = ("messages", as_messages) if has_template else ("completions", as_completion)
+        form = Form(self.form.format._replace(form=name), is_chat=has_template)
+        return replace(self, form=form, rows=[write(row) for row in self.rows])
+
 
 def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
     """Read the rows to train on, and those to validate on, if any.
+
+    With weights, rows to train on are drawn from their sources with these probabilities, until all
+    of each have been drawn; those of the other sources come several times.
 
     Raises:
         DataFormatError: If a row is not what it should be: file, line, what was expected and found,
             and what to do, for the first rows of which that is so.
     """
     reader = _Reader(recipe)
-    train = reader.read(recipe.data.source, "data.source")
-    validation = recipe.data.validation
+    parts = [reader.read(source, "data.source") for source in recipe.data.sources]
+    validation, weights = recipe.data.validation, recipe.data.weights
+    num_sources = len(parts)
     if isinstance(validation, str):
-        held_out = reader.read(validation, "data.validation")
-        reader.refuse()
-        return train, held_out
+        parts.append(reader.read(validation, "data.validation"))
     reader.refuse()
-    if not validation:
-        return train, None
-    if len(train.rows) < 2:
-        raise DataFormatError(
-            f"{train.place(0)}: expected at least two rows to hold some out for validation, found "
-            "one; leave out data.validation (--validation)"
-        )
-    numbers = list(range(len(train.rows)))
-    num_held_out = min(max(1, round(validation * len(numbers))), len(numbers) - 1)
-    chosen = set(random.Random(recipe.training.seed).sample(numbers, num_held_out))
-    return (
-        train.chosen([each for each in numbers if each not in chosen]),
-        train.chosen(sorted(chosen)),
-    )
+    parts = reader.alike(parts)
+    reader.refuse()
+    parts, held_out = parts[:num_sources], parts[num_sources:]
+    if not isinstance(validation, str) and validation:
+        parts, held_out = _split(parts, validation, recipe.training.seed)
+    train = _joined(parts)
+    if isinstance(weights, tuple):
+        train = train.chosen(_drawn(parts, weights, recipe.training.seed))
+    return train, _joined(held_out) if held_out else None
 
 
 class _Reader:
+    """Reads sources, and collects what is wrong with them."""
+
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._form: Form | None = None
         self._problems: list[str] = []
         self._num_problems = 0
 
     def read(self, source: str, key: str) -> Rows:
+        """Read a source; its first row with a form decides the form of all."""
         from xxhash import xxh3_128
 
         digest = xxh3_128()
-        files: list[str] = []
-        places = array("q")
-        rows: list[dict[str, Any]] = []
+        data, method = self._recipe.data, self._recipe.training.method
+        chosen = (data.config, data.split, data.weights)
+        if any(chosen):
+            digest.update(repr(chosen).encode())
+        found = Rows(Form(TEXT, is_chat=False))
+        form: Form | None = None
         unused: set[str] = set()
-        for file, number, row in self._rows(source, key, digest):
-            if not files or files[-1] != file:
-                files.append(file)
-            where = f"{file}:{number}"
+        before_problems = self._num_problems
+        for prefix, number, row in rows_of(source, key, data, digest, self._note):
+            if not found.files or found.files[-1] != prefix:
+                found.files.append(prefix)
+            where = f"{prefix}{number}"
             if not isinstance(row, dict):
-                found = "a list" if isinstance(row, list) else quoted(row, limit=40)
-                self._note(where, f"expected an object in braces, found {found}; write one a line")
+                shown = "a list" if isinstance(row, list) else quoted(row, limit=40)
+                self._note(where, f"expected an object in braces, found {shown}; write one a line")
                 continue
-            form = form_of(row)
-            if self._form is None and isinstance(form, Form):
-                self._form = form
+            if form is None:
+                first = form_of(row, method)
+                if isinstance(first, str):
+                    self._note(where, first)
+                    continue
+                form = first
                 self._check_form(where, form)
-            wrong = list(problems(row, self._form)) if self._form else [str(form)]
+            wrong = list(problems(row, form, method))
             for each in wrong:
                 self._note(where, each)
-            if self._form is not None and not wrong:
-                used = (*FORMS[self._form.name], "tools")
-                unused.update(row.keys() - set(used))
-                rows.append({name: row[name] for name in used if row.get(name) is not None})
-                places.extend((len(files) - 1, number))
-        if not rows and not self._num_problems:
+            if not wrong:
+                unused.update(row.keys() - {*form.format.keys, *form.format.others})
+                found.rows.append(normalised(row, form))
+                found.places.extend((len(found.files) - 1, number))
+        if not found.rows and self._num_problems == before_problems:
             shown = quoted(source, is_bare=True)
-            self._note(f"{shown}:1", "expected rows, found none; write one JSON object a line")
-        names = tuple(sorted(quoted(name, is_bare=True, limit=40) for name in unused))
-        form = self._form or Form("text", is_chat=False)
-        return Rows(form, rows, files, places, digest.hexdigest(), names)
+            what = "expected rows, found none; write some, in .jsonl one JSON object a line"
+            self._note(f"{shown}:1", what)
+        found.form = form or found.form
+        found.digest = digest.hexdigest()
+        found.unused = tuple(sorted(quoted(name, is_bare=True, limit=40) for name in unused))
+        found.read = ((found.form.format.title, len(found.rows)),)
+        return found
+
+    def alike(self, every: Sequence[Rows]) -> list[Rows]:
+        """Make rows of one form of those of all sources, as far as they mean the same."""
+        first = next((each for each in every if each.form.name != "instructions"), every[0])
+        is_open = first.form.name == "instructions"
+        if is_open and self._recipe.data.loss_on == "assistant":
+            is_open, first = False, first.settled(has_template=True)
+        if is_open:
+            return list(every)
+        settled = [each.settled(has_template=first.form.name == "messages") for each in every]
+        for each in settled:
+            if (each.form.name, each.form.is_chat) != (first.form.name, first.form.is_chat):
+                self._note(
+                    each.place(0),
+                    f"expected rows of one form in all sources, found {said(each.form)} beside "
+                    f"{said(first.form)}; write them all alike, or train on them in two runs",
+                )
+        return settled
 
     def refuse(self) -> None:
+        """Raise if something is wrong."""
         if not self._num_problems:
             return
         shown = self._problems
@@ -142,124 +187,87 @@ class _Reader:
     def _check_form(self, where: str, form: Form) -> None:
         """Check that the recipe can train on rows of that form."""
         method, loss_on = self._recipe.training.method, self._recipe.data.loss_on
-        keys = ", ".join(FORMS[form.name])
         if form.name not in METHODS[method]:
             other = "dpo" if method == "sft" else "sft"
-            wanted = " or ".join(f"({', '.join(FORMS[name])})" for name in METHODS[method])
+            keys = dict.fromkeys(FORMS[name] for name in METHODS[method])
+            wanted = " or ".join(f"({', '.join(each)})" for each in keys)
             self._note(
                 where,
-                f"expected rows for {method} {wanted}, found {keys}; train with --method {other} "
-                f"(training.method: {other}), or give other rows",
+                f"expected rows for {method} {wanted}, found {said(form)}; train with --method "
+                f"{other} (training.method: {other}), or give other rows",
             )
-        elif (loss_on == "assistant" and not form.is_chat) or (
-            loss_on == "completion" and form.name not in ("completions", "preferences")
+        elif (loss_on == "assistant" and not (form.is_chat or form.name == "instructions")) or (
+            loss_on == "completion" and form.name in ("messages", "text")
         ):
             wanted = "messages" if loss_on == "assistant" else "prompt and completion"
             self._note(
                 where,
                 f"expected rows with {wanted} for data.loss_on: {loss_on} (--loss-on), found "
-                f"{keys}; leave it out",
+                f"{said(form)}; leave it out",
             )
 
-    def _rows(self, source: str, key: str, digest: Any) -> Iterator[tuple[str, int, Any]]:
-        """Yield file, line number and row."""
-        if not is_local(source):
-            yield from self._hub_rows(source, digest)
-            return
-        path = Path(source).expanduser()
-        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        for file in files:
-            try:
-                if file.suffix == ".parquet":
-                    yield from self._parquet_rows(file, digest)
-                else:
-                    yield from self._lines(file, digest)
-            except OSError as error:
-                reason = quoted(reason_of(error), is_bare=True)
-                self._note(f"{_shown(file)}:1", f"{key}: expected a file to read, found: {reason}; "
-                    "check its permissions")  # fmt: skip
 
-    def _lines(self, file: Path, digest: Any) -> Iterator[tuple[str, int, Any]]:
-        shown = _shown(file)
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                digest.update(line)
-                if number == 1 and line.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
-                    kind = "UTF-8" if line.startswith(b"\xef") else "UTF-16"
-                    self._note(
-                        f"{shown}:1",
-                        f"expected plain UTF-8, found the byte order mark of {kind}; save the file "
-                        "as UTF-8 without BOM",
-                    )
-                    if kind == "UTF-16":
-                        return
-                    line = line[3:]
-                if not line.strip():
-                    continue
-                try:
-                    yield shown, number, strict_json.parse(line.decode())
-                except UnicodeDecodeError as error:
-                    found = f"the byte 0x{line[error.start]:02x} in column {error.start + 1}"
-                    self._note(
-                        f"{shown}:{number}",
-                        f"expected UTF-8, found {found}; save it as UTF-8",
-                    )
-                except json.JSONDecodeError as error:
-                    what = f"expected JSON, found: {error.msg}; {_json_remedy(line)}"
-                    self._note(f"{shown}:{number}:{error.colno}", what)
-                except (ValueError, RecursionError) as error:
-                    reason = quoted(str(error), is_bare=True)
-                    self._note(f"{shown}:{number}", f"expected JSON, found {reason}")
+def _split(parts: Sequence[Rows], share: float, seed: int) -> tuple[list[Rows], list[Rows]]:
+    """Hold out a share of all rows.
 
-    def _parquet_rows(self, file: Path, digest: Any) -> Iterator[tuple[str, int, Any]]:
-        try:
-            from pyarrow import ArrowException, parquet
-        except ImportError as error:
+    Raises:
+        DataFormatError: If none would be left.
+    """
+    num_rows = sum(len(part.rows) for part in parts)
+    if num_rows < 2:
+        raise DataFormatError(
+            f"{parts[0].place(0)}: expected at least two rows to hold some out for validation, "
+            "found one; leave out data.validation (--validation)"
+        )
+    num_held_out = min(max(1, round(share * num_rows)), num_rows - 1)
+    chosen = set(random.Random(seed).sample(range(num_rows), num_held_out))
+    left, held_out, start = [], [], 0
+    for part in parts:
+        numbers = range(len(part.rows))
+        left.append(part.chosen([each for each in numbers if start + each not in chosen]))
+        held_out.append(part.chosen([each for each in numbers if start + each in chosen]))
+        start += len(numbers)
+    return left, held_out
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """Put the rows of several sources one behind the other."""
+    from xxhash import xxh3_128
+
+    if len(parts) == 1:
+        return parts[0]
+    found = Rows(parts[0].form)
+    for part in parts:
+        for number, file in enumerate(part.places):
+            is_file = number % 2 == 0
+            found.places.append(file + len(found.files) if is_file else file)
+        found.rows += part.rows
+        found.files += part.files
+        found.read += part.read
+    found.unused = tuple(sorted({name for part in parts for name in part.unused}))
+    found.digest = xxh3_128("".join(part.digest for part in parts).encode()).hexdigest()
+    return found
+
+
+def _drawn(parts: Sequence[Rows], weights: Sequence[float], seed: int) -> list[int]:
+    """Draw from sources, one behind the other, until all rows of each have been drawn.
+
+    Raises:
+        DataFormatError: If a source has none.
+    """
+    from datasets import Dataset, interleave_datasets
+
+    tables, start = [], 0
+    for part in parts:
+        if not part.rows:
             raise DataFormatError(
-                f"{_shown(file)}:1: expected the package pyarrow to read it, found none; pip "
-                "install '.[finetune]' in a clone of Poros, or write JSONL"
-            ) from error
-        digest.update(file.read_bytes())
-        try:
-            table = parquet.ParquetFile(file)
-            number = 0
-            for batch in table.iter_batches(1000):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield _shown(file), number, row
-        except (ArrowException, ValueError) as error:
-            reason = quoted(str(error), is_bare=True)
-            self._note(
-                f"{_shown(file)}:1", f"expected a Parquet file, found: {reason}; write it anew"
+                "data.weights: expected rows of every source to draw from, found all "
+                f"{part.read[0][1]} of one held out; hold out fewer (data.validation), or leave "
+                "the source out"
             )
-
-    def _hub_rows(self, name: str, digest: Any) -> Iterator[tuple[str, int, Any]]:
-        from datasets import load_dataset
-
-        split = self._recipe.data.split or "train"
-        try:
-            found = load_dataset(name, split=split)
-        except PorosError:
-            raise
-        except Exception as error:  # of the network, the hub, the data set, and its builder
-            reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
-            raise DataFormatError(
-                f"data.source: expected a file, a folder or a data set on the hub, found "
-                f"{quoted(name)}: {reason}; check the name, and data.split (--split)"
-            ) from error
-        digest.update(str(found._fingerprint).encode())
-        for number, row in enumerate(found, start=1):
-            yield f"{quoted(name, is_bare=True)}[{split}]", number, row
-
-
-def _shown(file: Path) -> str:
-    return quoted(str(file), is_bare=True)
-
-
-def _json_remedy(line: bytes) -> str:
-    start = line.strip()[:2]
-    if start.startswith(b"["):
-        return "a list has to be one object a line: jq -c '.[]' FILE > FILE.jsonl"
-    if start == b"{" or not line.strip().endswith(b"}"):
-        return "each object has to stand on one line: jq -c . FILE > FILE.jsonl"
-    return "look at this column: quotes, commas and braces"
+        numbers = range(start, start + len(part.rows))
+        tables.append(Dataset.from_dict({"row": list(numbers)}))
+        start = numbers.stop
+    shares = [weight / sum(weights) for weight in weights]
+    drawn = interleave_datasets(tables, shares, seed=seed, stopping_strategy="all_exhausted")
+    return list(drawn[:]["row"])

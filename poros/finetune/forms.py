@@ -7,6 +7,12 @@
 
 A prompt, completion, chosen or rejected is a text, or a list of messages in all rows; a preference
 of messages may do without a prompt: it is what both begin with. Rows of messages may have tools.
+
+Other ways to write them are read as well, and become one of these:
+
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+    {"instruction": "...", "input": "...", "output": "..."}
+    {"question": "...", "answer": "..."}
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,10 +26,24 @@ FORMS: dict[str, tuple[str, ...]] = {
     "completions": ("prompt", "completion"),
     "preferences": ("prompt", "chosen", "rejected"),
     "text": ("text",),
+    "instructions": ("prompt", "completion"),
 }
-"""The keys of each form."""
-METHODS = {"sft": ("messages", "completions", "text"), "dpo": ("preferences",)}
+"""The keys of each form. Instructions become messages if the model has a template for them, and
+completions otherwise; they may have a system prompt."""
+METHODS = {"sft": ("messages", "completions", "text", "instructions"), "dpo": ("preferences",)}
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Who speaks in a message of ShareGPT, and the role that it is."""
 _MESSAGE_KEYS = (
     "role",
     "content",
@@ -38,77 +58,120 @@ _WANTED = (
     '"content": "..."}]}, {"prompt": "...", "completion": "..."}, {"text": "..."} or {"prompt": '
     '"...", "chosen": "...", "rejected": "..."}'
 )
-# Other tools' forms, and what to make of them.
-_ELSEWHERE = {
-    "instruction": "rename instruction (with input behind it) to prompt, and output to completion",
-    "conversations": "rename conversations to messages, from to role (human is user, gpt is "
-    "assistant) and value to content",
-    "question": "rename question to prompt and answer to completion",
-    "response": "rename response to completion, and what it answers to prompt",
-    "content": "rename content to text",
-}
+
+
+class Format(NamedTuple):
+    """One way to write rows."""
+
+    title: str
+    form: str
+    """Of ``FORMS``: what they become."""
+    keys: tuple[str, ...]
+    """All of them are in each row."""
+    others: tuple[str, ...] = ()
+    """What else is read, if it is there."""
+
+
+TEXT = Format("text", "text", ("text",))
+FORMATS = (
+    Format("messages", "messages", ("messages",), ("tools",)),
+    Format("prompts and completions", "completions", ("prompt", "completion"), ("tools",)),
+    Format("preferences", "preferences", ("chosen", "rejected"), ("prompt", "tools")),
+    TEXT,
+    Format("ShareGPT conversations", "messages", ("conversations",), ("system", "tools")),
+    Format("ShareGPT conversations", "messages", ("conversation",), ("system", "tools")),
+    Format("Alpaca instructions", "instructions", ("instruction", "output"), ("input", "system")),
+    Format("Dolly instructions", "instructions", ("instruction", "response"), ("context",)),
+    Format("questions and answers", "instructions", ("question", "answer"), ("context",)),
+    Format("questions and answers", "instructions", ("query", "response"), ("context",)),
+)
 
 
 class Form(NamedTuple):
-    """The form of all rows of a run."""
+    """The form of all rows of a source."""
 
-    name: str
-    """One of ``FORMS``."""
+    format: Format
+    """How they are written."""
     is_chat: bool
     """Whether the values are lists of messages."""
 
+    @property
+    def name(self) -> str:
+        """One of ``FORMS``: what they become."""
+        return self.format.form
 
-def form_of(row: Mapping[str, Any]) -> Form | str:
-    """Return the form of a row, or the problem with its keys."""
+
+def form_of(row: Mapping[str, Any], method: str) -> Form | str:
+    """Return the form of a row, or the problem with its keys.
+
+    Args:
+        row: One that may have keys of several forms: published preferences often hold the better
+            conversation too, and instructions their own rendering as text.
+        method: That decides among them.
+    """
     keys = {key for key, value in row.items() if value is not None}
-    found = [name for name, wanted in FORMS.items() if set(wanted) <= keys]
-    if {"chosen", "rejected"} <= keys and "prompt" not in keys:
-        found.append("preferences")
-    if len(found) > 1:
-        all_keys = sorted({key for name in found for key in FORMS[name] if key in keys})
+    found = [each for each in FORMATS if keys.issuperset(each.keys)]
+    fitting = [each for each in found if each.form in METHODS[method]] or found
+    if any(each.form == "instructions" for each in fitting):
+        fitting = [each for each in fitting if each is not TEXT]
+    if len(fitting) > 1:
+        titles = " and of ".join(each.title for each in fitting)
+        used = {key for each in fitting for key in (*each.keys, *each.others)}
         return (
-            f"expected one kind of row, found keys of {' and of '.join(found)} "
-            f"({', '.join(all_keys)}); remove those of all but one"
+            f"expected one kind of row, found keys of {titles} ({', '.join(sorted(used & keys))}); "
+            "remove those of all but one"
         )
-    if not found:
-        return _no_form(keys)
-    name = found[0]
-    first = row[FORMS[name][-1]]
-    return Form(name, is_chat=isinstance(first, list))
+    if not fitting:
+        return no_form(keys)
+    chosen = fitting[0]
+    may_be_chat = chosen.form in ("completions", "preferences")
+    is_list = may_be_chat and isinstance(row[chosen.keys[-1]], list)
+    return Form(chosen, is_chat=is_list or chosen.form == "messages")
 
 
-def _no_form(keys: set[str]) -> str:
+def no_form(keys: set[str]) -> str:
+    """Describe the problem with the keys of a row that are those of no form."""
     shown = ", ".join(quoted(key, limit=40) for key in sorted(keys)[:12]) or "none"
-    for name, wanted in FORMS.items():
-        for missing in wanted:
-            others = [key for key in wanted if key != missing]
-            near = get_close_matches(missing, sorted(keys - set(wanted)), n=1, cutoff=0.75)
-            if near and set(others) <= keys:
-                return f"expected the key {missing!r}, found {quoted(near[0])}; rename it"
-            if others and set(others) <= keys and name == "completions" and missing != "prompt":
-                return f"expected the key {missing!r} beside {others[0]!r}, found {shown}; add it"
-            if len(others) == 2 and set(others) <= keys:
-                return f"expected the key {missing!r} beside the others, found {shown}; add it"
-    remedy = next((hint for key, hint in _ELSEWHERE.items() if key in keys), _WANTED)
+    for each in FORMATS:
+        missing = set(each.keys) - keys
+        if len(missing) > 1:
+            continue
+        (name,) = missing
+        near = get_close_matches(name, sorted(keys - set(each.keys)), n=1, cutoff=0.75)
+        if near:
+            return f"expected the key {name!r}, found {quoted(near[0])}; rename it"
+        if len(each.keys) > 1:
+            beside = next(key for key in each.keys if key != name)
+            return f"expected the key {name!r} beside {beside!r}, found {shown}; add it"
+    remedy = "rename content to text" if "content" in keys else _WANTED
     return f"expected the keys of a row, found {shown}; {remedy}"
 
 
-def problems(row: Mapping[str, Any], form: Form) -> Iterator[str]:
-    """List the problems of a row that should have a form."""
-    found = form_of(row)
+def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
+    """List the problems of a row that should have a form, and be trained on by a method."""
+    found = form_of(row, method)
     if isinstance(found, str):
         yield found
         return
     if found != form:
         yield (
-            f"expected rows of one form, found {_said(found)} after {_said(form)}; write them all "
+            f"expected rows of one form, found {said(found)} after {said(form)}; write them all "
             "alike, or train on them in two runs"
         )
         return
-    for key in FORMS[form.name]:
-        if key == "prompt" and row.get(key) is None:
-            continue  # a preference whose chosen and rejected begin with it
+    for key in form.format.keys:
         yield from _value_problems(key, row[key], form)
+    for key in form.format.others:
+        value = row.get(key)
+        if value is None:
+            continue
+        if key == "prompt":
+            yield from _value_problems(key, value, form)
+        elif key == "tools":
+            if not isinstance(value, str | list):
+                yield f"tools: expected a list, found {_type(value)}; remove it"
+        elif value != "":
+            yield from _text_problems(key, value)
     label = row.get("label")
     if label is not None and (form.name in ("completions", "messages") or isinstance(label, bool)):
         yield (
@@ -116,32 +179,71 @@ def problems(row: Mapping[str, Any], form: Form) -> Iterator[str]:
             f"{quoted(label, limit=40)}, good or bad; rows for KTO cannot be trained on yet: keep "
             "the good ones without their label, or write pairs (prompt, chosen, rejected) for --dpo"
         )
-    if "tools" in row and row["tools"] is not None and not isinstance(row["tools"], str | list):
-        yield f"tools: expected a list, found {_type(row['tools'])}; remove it"
     if form.name == "preferences" and row["chosen"] == row["rejected"]:
         yield "chosen, rejected: expected two answers that differ, found the same; remove the row"
 
 
+def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
+    """Return what is used of a row without problems, under the keys of its form, and tools."""
+    names = (*form.format.keys, *form.format.others)
+    used = {name: row[name] for name in names if row.get(name) is not None}
+    system = used.pop("system", "")
+    if form.name == "instructions":
+        question, answer = form.format.keys
+        parts = (used[question], used.get(form.format.others[0]))
+        used = {"prompt": "\n\n".join(filter(None, parts)), "completion": used[answer]}
+        return {**used, "system": system} if system else used
+    if form.name == "messages" and "messages" not in used:
+        spoken = used.pop(form.format.keys[0])
+        used["messages"] = _opened(system, [_as_message(each) for each in spoken])
+    return used
+
+
+def as_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Write an instruction as a conversation."""
+    messages = [
+        {"role": "user", "content": row["prompt"]},
+        {"role": "assistant", "content": row["completion"]},
+    ]
+    return {"messages": _opened(row.get("system", ""), messages)}
+
+
+def as_completion(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Write an instruction as a text that goes on with its answer behind a blank line."""
+    parts = filter(None, (row.get("system"), row["prompt"]))
+    return {"prompt": "\n\n".join([*parts, ""]), "completion": row["completion"]}
+
+
+def _opened(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put a system prompt in front of a conversation, if there is one."""
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message.get("from") is None:
+        return dict(message)
+    return {"role": SPEAKERS[message["from"]], "content": message["value"]}
+
+
 def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
-    if form.is_chat:
-        if not isinstance(value, list):
-            yield (
-                f"{key}: expected a list of messages as in the row before, found {_type(value)}; "
-                "write all rows alike"
-            )
-            return
+    if not form.is_chat:
+        yield from _text_problems(key, value)
+    elif isinstance(value, list):
         yield from _message_problems(key, value, form)
-        return
-    if not isinstance(value, str):
-        yield f"{key}: expected a text, found {_type(value)}; put it in quotes"
-        return
-    yield from _text_problems(key, value)
+    elif form.name == "messages":
+        yield f"{key}: expected a list of messages, found {_type(value)}; write one"
+    else:
+        yield (
+            f"{key}: expected a list of messages as in the row before, found {_type(value)}; "
+            "write all rows alike"
+        )
 
 
 def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str]:
     if not messages:
         yield f"{key}: expected messages, found an empty list; remove the row"
         return
+    roles = []
     for number, message in enumerate(messages):
         where = f"{key}[{number}]"
         if not isinstance(message, dict):
@@ -150,19 +252,38 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
                 f'{{"role": "user", "content": "..."}}, found {_type(message)}; write one'
             )
             continue
-        yield from _one_message(where, message)
-    answers = key in ("messages", "completion", "chosen", "rejected")
-    if answers and not any(
-        isinstance(each, dict) and each.get("role") == "assistant" for each in messages
-    ):
+        given = {name: value for name, value in message.items() if value is not None}
+        roles.append(given.get("role", SPEAKERS.get(str(given.get("from")))))
+        if key.startswith("conversation") and not {"role", "content"} & given.keys():
+            yield from _spoken_problems(where, given)
+        else:
+            yield from _one_message(where, given)
+    if key != "prompt" and "assistant" not in roles:
         yield (
             f"{key}: expected a message of the assistant to learn from, found none; add one, or "
             "remove the row"
         )
 
 
-def _one_message(where: str, message: dict[str, Any]) -> Iterator[str]:
-    given = {name: value for name, value in message.items() if value is not None}
+def _spoken_problems(where: str, given: dict[str, Any]) -> Iterator[str]:
+    """List the problems of a message of ShareGPT."""
+    for name in ("from", "value"):
+        if name not in given:
+            shown = ", ".join(quoted(each, limit=40) for each in sorted(given)) or "none"
+            yield f"{where}: expected the key {name!r}, found {shown}; add it"
+    for name in sorted(given.keys() - {"from", "value"}):
+        shown = quoted(name, is_bare=True, limit=40)
+        yield f"{where}.{shown}: expected only from and value, found it; remove it"
+    if "from" in given and str(given["from"]) not in SPEAKERS:
+        yield (
+            f"{where}.from: expected one of {', '.join(SPEAKERS)}, found "
+            f"{quoted(given['from'], limit=40)}; write one of them"
+        )
+    if "value" in given:
+        yield from _text_problems(f"{where}.value", given["value"])
+
+
+def _one_message(where: str, given: dict[str, Any]) -> Iterator[str]:
     for name in sorted(given.keys() - set(_MESSAGE_KEYS)):
         shown = quoted(name, is_bare=True, limit=40)
         near = get_close_matches(name, ("role", "content"), n=1, cutoff=0.6)
@@ -173,25 +294,23 @@ def _one_message(where: str, message: dict[str, Any]) -> Iterator[str]:
     if role is None:
         yield f"{where}: expected the key 'role', found none; add one of {', '.join(ROLES)}"
     elif role not in ROLES:
-        known = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-        remedy = known.get(str(role).lower()) or "one of them"
         yield (
             f"{where}.role: expected one of {', '.join(ROLES)}, found {quoted(role, limit=40)}; "
-            f"write {remedy}"
+            f"write {SPEAKERS.get(str(role).lower(), 'one of them')}"
         )
     content = given.get("content")
     if content is None and not given.get("tool_calls"):
         yield f"{where}: expected the key 'content', found none; add a text"
     elif isinstance(content, list):
         yield f"{where}.content: expected a text, found a list; only text can be trained on"
-    elif content is not None and not isinstance(content, str):
-        yield f"{where}.content: expected a text, found {_type(content)}; put it in quotes"
-    elif content is not None and not given.get("tool_calls"):
+    elif content is not None and not (isinstance(content, str) and given.get("tool_calls")):
         yield from _text_problems(f"{where}.content", content)
 
 
-def _text_problems(key: str, value: str) -> Iterator[str]:
-    if not value.strip():
+def _text_problems(key: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, str):
+        yield f"{key}: expected a text, found {_type(value)}; put it in quotes"
+    elif not value.strip():
         found = "an empty one" if not value else "blanks alone"
         yield f"{key}: expected a text, found {found}; fill it in, or remove the row"
     elif not value.isascii():
@@ -201,8 +320,9 @@ def _text_problems(key: str, value: str) -> Iterator[str]:
             yield f"{key}: expected a text, found half of a surrogate pair (\\ud8..); remove it"
 
 
-def _said(form: Form) -> str:
-    shape = ", ".join(FORMS[form.name])
+def said(form: Form) -> str:
+    """Return the keys of rows of a form, for an error."""
+    shape = ", ".join(form.format.keys)
     return f"{shape} as messages" if form.is_chat and form.name != "messages" else shape
 
 

@@ -101,14 +101,17 @@ def finetune(
     recipe, notes, vocab_size = _fit_to_model(recipe, _configuration(recipe))
     with _quiet_datasets():
         tokenizer = load_tokenizer(recipe, data.train.form)
-        if data.train.form.is_chat:
+        has_template = bool(tokenizer.chat_template)
+        rows = data.train.settled(has_template=has_template)
+        others = data.validation and data.validation.settled(has_template=has_template)
+        if rows.form.is_chat:
             require_template(tokenizer, recipe.model.source)
         with tokenizer_errors(recipe.model.source):
-            tokens = tokenize(data.train, tokenizer, recipe)
-            held_out = tokenize(data.validation, tokenizer, recipe) if data.validation else None
+            tokens = tokenize(rows, tokenizer, recipe)
+            held_out = tokenize(others, tokenizer, recipe) if others else None
         require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
         if num_shown:
-            summary.show_rows(console, num_shown, data.train, tokens, tokenizer)
+            summary.show_rows(console, num_shown, rows, tokens, tokenizer)
             if not is_dry:
                 return None
         row_length = _row_length(recipe, tokens)
@@ -131,7 +134,7 @@ def finetune(
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
     plan = summary.planned(recipe, size, adapter_config(recipe), device)
-    summary.show(console, recipe, plan, size, tokens, tokenizer, notes)
+    summary.show(console, recipe, plan, size, rows, tokens, tokenizer, notes)
     if is_dry:
         return None
     with lock_run_dir(original, made_of, machine(device), run) as run:
@@ -211,8 +214,9 @@ def _row_length(recipe: Recipe, tokens: Tokens) -> int:
 
 
 def _dataset(recipe: Recipe, tokens: Tokens, row_length: int) -> "Dataset":
-    dataset = tokens.dataset()
-    return pack(dataset, row_length) if recipe.is_packed else dataset
+    if recipe.is_packed:
+        return pack(tokens.dataset(), row_length)
+    return tokens.dataset(has_lengths=True)
 
 
 def _train(

@@ -122,6 +122,7 @@ def show(
     recipe: Recipe,
     plan: "MemoryPlan | str",
     size: Size,
+    rows: Rows,
     tokens: Tokens,
     tokenizer: "PreTrainedTokenizerBase",
     notes: list[str],
@@ -142,13 +143,14 @@ def show(
         "adapter",
         f"{adapter.kind}, rank {adapter.rank}, alpha {recipe.alpha:g}, on {_targets(recipe)}",
     )
+    table.add_row("rows", _rows_line(recipe, rows))
     table.add_row("data", _data_line(recipe, size, tokens))
     for name, text in _marked(tokens, 0, tokenizer, console.encoding, _SHORT):
         table.add_row(name, text)
-    rows = training.batch_size * training.accumulation
+    per_step = training.batch_size * training.accumulation
     table.add_row(
         "training",
-        f"{training.method}, {size.num_steps} steps of {rows} rows, {training.optimizer}, "
+        f"{training.method}, {size.num_steps} steps of {per_step} rows, {training.optimizer}, "
         f"learning rate {training.learning_rate:g}",
     )
     for name, line in _memory_lines(recipe, plan, size):
@@ -230,6 +232,17 @@ def _targets(recipe: Recipe) -> str:
     if targets == "all-linear":
         return "all linear layers"
     return targets if isinstance(targets, str) else ", ".join(targets)
+
+
+def _rows_line(recipe: Recipe, rows: Rows) -> str:
+    """Describe how the rows of each source are written."""
+    line = "; ".join(f"{title}, {number:,}" for title, number in rows.read)
+    weights = recipe.data.weights
+    if isinstance(weights, tuple):
+        line += (
+            f"; drawn {' : '.join(f'{weight:g}' for weight in weights)}, {len(rows.rows):,} in all"
+        )
+    return line
 
 
 def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:

@@ -10,11 +10,14 @@ before the base is loaded.
 """
 
 import json
+import pickle
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trl.data_utils import common_prefix_length
 
 from poros.errors import DataFormatError, quoted
 from poros.finetune.data import Rows
@@ -30,6 +33,14 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that is not learnt."""
 _MOST_SHOWN = 30
+_COUNTS = {
+    "length": "int32",
+    "num_tokens": "int32",
+    "num_learnt": "int32",
+    "is_cut": "bool",
+    "problem": "string",
+}
+"""What is said of a row beside its columns, and the type of it."""
 
 
 @dataclass
@@ -55,24 +66,31 @@ class Tokens:
     num_cut: int = 0
     num_dropped: int = 0
 
-    def dataset(self) -> "Dataset":
-        """Convert to a dataset for TRL's trainers."""
+    def dataset(self, *, has_lengths: bool = False) -> "Dataset":
+        """Convert to a dataset for TRL's trainers, with a column ``length`` if asked for."""
         import numpy
         from datasets import Dataset
 
-        return Dataset.from_dict(
-            {name: [numpy.asarray(row) for row in rows] for name, rows in self.columns.items()}
-        )
+        found: dict[str, Any] = {
+            name: [numpy.asarray(row) for row in rows] for name, rows in self.columns.items()
+        }
+        if has_lengths:
+            found["length"] = self.lengths
+        return Dataset.from_dict(found)
 
-    def add(
-        self, row: Mapping[str, Sequence[int]], length: int, num_tokens: int, num_learnt: int
-    ) -> None:
-        """Add a row."""
-        for name, ids in row.items():
-            self.columns.setdefault(name, []).append(array("i", ids))
-        self.lengths.append(length)
-        self.num_tokens += num_tokens
-        self.num_learnt += num_learnt
+    def add(self, made: Mapping[str, Any], number: int) -> None:
+        """Add what has been made of the row of that number."""
+        self.num_cut += made["is_cut"]
+        if not made["num_learnt"]:
+            self.num_dropped += 1
+            return
+        for name, ids in made.items():
+            if name not in _COUNTS:
+                self.columns.setdefault(name, []).append(array("i", ids))
+        self.lengths.append(made["length"])
+        self.numbers.append(number)
+        self.num_tokens += made["num_tokens"]
+        self.num_learnt += made["num_learnt"]
 
 
 def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
@@ -97,7 +115,7 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
                 f"for {name}, found none; take another template, or a .jinja file of your own"
             )
         tokenizer.chat_template = template.text
-        if form.is_chat:
+        if form.is_chat or form.name == "instructions":
             tokenizer.eos_token = template.end_of_turn  # so that generation ends there
     elif name != "model":
         tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
@@ -121,30 +139,36 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -> Tokens:
+def tokenize(
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    recipe: Recipe,
+    num_proc: int | None = None,
+) -> Tokens:
     """Tokenize rows and make their labels.
+
+    Args:
+        rows: Of a form that is settled.
+        tokenizer: With the template for messages.
+        recipe: What is learnt, and the length at which rows are cut.
+        num_proc: Processes that share the work; with fewer than two it is done here.
 
     Raises:
         DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,
             and what to do.
     """
     work = _Work(tokenizer, recipe, rows.form)
-    make = work.pair if rows.form.name == "preferences" else work.example
+    all_made: Iterable[dict[str, Any]] = map(work.made, rows.rows)
+    if num_proc is not None and num_proc > 1:
+        all_made = _made_in_processes(work, rows.rows, num_proc)
     tokens, wrong = Tokens(), []
-    for number, row in enumerate(rows.rows):
-        try:
-            make(tokens, row)
-        except DataFormatError as error:
-            wrong.append(f"{rows.place(number)}: {error}")
-        except Exception as error:  # of a template, which may raise whatever it likes
-            reason = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
-            wrong.append(
-                f"{rows.place(number)}: expected a row that the chat template can render, found: "
-                f"{reason}; mend the row, or take another template (--chat-template)"
-            )
+    for number, made in enumerate(all_made):
+        if made["problem"] is None:
+            tokens.add(made, number)
+            continue
+        wrong.append(f"{rows.place(number)}: {made['problem']}")
         if len(wrong) == _MOST_SHOWN:
             break
-        tokens.numbers += [number] * (len(tokens.lengths) - len(tokens.numbers))
     if wrong:
         raise DataFormatError("\n".join(wrong))
     if not tokens.lengths:
@@ -153,6 +177,20 @@ def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -
             f"found none in {len(rows.rows)}; raise data.max_length (--max-length)"
         )
     return tokens
+
+
+def _made_in_processes(work: "_Work", rows: list[dict[str, Any]], num_proc: int) -> "Dataset":
+    """As ``map(work.made, rows)``, in several processes."""
+    from datasets import Dataset, Features, List, Value
+
+    columns = dict.fromkeys(work.columns, List(Value("int32")))
+    features = Features({**columns, **{name: Value(kind) for name, kind in _COUNTS.items()}})
+    # Pickled, since Arrow would give all rows the same keys.
+    packed = Dataset.from_dict({"row": [pickle.dumps(row) for row in rows]})
+    return packed.map(
+        work.made_of_packed, input_columns="row", remove_columns="row", features=features,
+        num_proc=num_proc, load_from_cache_file=False,
+    )  # fmt: skip
 
 
 class _Work:
@@ -165,10 +203,37 @@ class _Work:
         loss_on = recipe.data.loss_on
         if loss_on == "auto":
             loss_on = {"messages": "assistant", "completions": "completion"}.get(form.name, "all")
+        elif loss_on == "completion" and form.name == "messages":
+            loss_on = "assistant"  # of an instruction, whose completion it is
         self._loss_on = loss_on
         self._marked = _marked_template(tokenizer) if loss_on == "assistant" else None
+        self.columns: tuple[str, ...] = ("input_ids", "labels")
+        if form.name == "preferences":
+            self.columns = ("prompt_ids", "chosen_ids", "rejected_ids")
 
-    def example(self, tokens: Tokens, row: dict[str, Any]) -> None:
+    def made_of_packed(self, row: bytes) -> dict[str, Any]:
+        """As ``made``, of a row that is pickled."""
+        return self.made(pickle.loads(row))
+
+    def made(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Tokenize a row: its columns, and what is counted; or the problem with it."""
+        made: dict[str, Any] = dict.fromkeys(self.columns, ())
+        made |= {"length": 0, "num_tokens": 0, "num_learnt": 0, "is_cut": False, "problem": None}
+        try:
+            if self._form.name == "preferences":
+                return made | self._pair(row)
+            return made | self._example(row)
+        except DataFormatError as error:
+            return made | {"problem": str(error)}
+        except Exception as error:  # of a template, which may raise whatever it likes
+            reason = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
+            problem = (
+                f"expected a row that the chat template can render, found: {reason}; mend the row, "
+                "or take another template (--chat-template)"
+            )
+            return made | {"problem": problem}
+
+    def _example(self, row: dict[str, Any]) -> dict[str, Any]:
         """Tokenize a row of SFT."""
         if self._form.name == "messages":
             ids, mask = self._conversation(row["messages"], row)
@@ -182,20 +247,22 @@ class _Work:
             else:
                 mask = [1] * len(ids)
             if self._loss_on != "all":
-                start = _common_length(prompt, ids)
+                start = common_prefix_length(prompt, ids)
                 mask[:start] = [0] * start
-        if len(ids) > self._most:
-            tokens.num_cut += 1
-            ids, mask = ids[: self._most], mask[: self._most]
-        # The first token has nothing before it to be predicted from.
-        num_learnt = sum(mask[1:])
-        if not num_learnt:
-            tokens.num_dropped += 1
-            return
+        is_cut = len(ids) > self._most
+        ids, mask = ids[: self._most], mask[: self._most]
         labels = [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
-        tokens.add({"input_ids": ids, "labels": labels}, len(ids), len(ids), num_learnt)
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "length": len(ids),
+            "num_tokens": len(ids),
+            # The first token has nothing before it to be predicted from.
+            "num_learnt": sum(mask[1:]),
+            "is_cut": is_cut,
+        }
 
-    def pair(self, tokens: Tokens, row: dict[str, Any]) -> None:
+    def _pair(self, row: dict[str, Any]) -> dict[str, Any]:
         """Tokenize a row of DPO."""
         if "prompt" not in row:
             from trl import extract_prompt
@@ -203,20 +270,20 @@ class _Work:
             row = {**row, **extract_prompt(row)}
         prompt, chosen = self._prompt_and_whole(row, "chosen")
         _, rejected = self._prompt_and_whole(row, "rejected")
-        start = min(_common_length(prompt, chosen), _common_length(prompt, rejected))
+        start = min(common_prefix_length(prompt, chosen), common_prefix_length(prompt, rejected))
         length = max(len(chosen), len(rejected))
-        tokens.num_cut += length > self._most
         chosen, rejected = chosen[: self._most], rejected[: self._most]
-        if start >= min(len(chosen), len(rejected)):
-            tokens.num_dropped += 1
-            return
-        found = {
+        num_tokens = len(chosen) + len(rejected)
+        has_answers = start < min(len(chosen), len(rejected))
+        return {
             "prompt_ids": prompt[:start],
             "chosen_ids": chosen[start:],
             "rejected_ids": rejected[start:],
+            "length": min(length, self._most),
+            "num_tokens": num_tokens,
+            "num_learnt": num_tokens - 2 * start if has_answers else 0,
+            "is_cut": length > self._most,
         }
-        num_tokens = len(chosen) + len(rejected)
-        tokens.add(found, min(length, self._most), num_tokens, num_tokens - 2 * start)
 
     def _prompt_and_whole(self, row: dict[str, Any], answer: str) -> tuple[list[int], list[int]]:
         """Tokenize the prompt alone, and with the answer."""
@@ -325,10 +392,3 @@ def _marked_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     except ValueError:
         return None
     return found
-
-
-def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Count the tokens that two rows begin with in common."""
-    pairs = zip(left, right, strict=False)
-    length = min(len(left), len(right))
-    return next((number for number, (one, other) in enumerate(pairs) if one != other), length)

@@ -75,6 +75,13 @@ class _Own(StagedCheckpoints):
             )
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """As the trainer's own; with the lengths of rows, by which batches may be made."""
+        trainer: Any = self
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        if trainer.args.length_column_name not in trainer._signature_columns:
+            trainer._signature_columns.append(trainer.args.length_column_name)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card: PEFT writes one beside the adapter, and checkpoints need none."""
 

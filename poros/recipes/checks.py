@@ -9,10 +9,10 @@ from poros.io.writing import why_not_writable
 from poros.loaders.names import is_local
 from poros.recipes.reading import Draft
 from poros.recipes.recipe import Recipe
+from poros.recipes.sources import SUFFIXES, Kind, files_of, kind_of, suffix_of
 
 TEMPLATES = ("chatml", "llama3")
 """Chat templates of our own, by name."""
-DATA_SUFFIXES = (".jsonl", ".parquet")
 _DPO_LEARNING_RATE = 2e-5
 """Where none is given: preferences want smaller steps than examples."""
 
@@ -34,7 +34,9 @@ def checked(draft: Draft) -> Recipe:
             )
     recipe = draft.recipe()
     if recipe.output.folder is None:
-        names = (Path(recipe.model.source).name, Path(recipe.data.source).stem)
+        first, *others = recipe.data.sources
+        data = Path(first).stem + (f"+{len(others)}" if others else "")
+        names = (Path(recipe.model.source).name, data)
         folder = Path("runs") / "-".join((*names, recipe.training.method))
         recipe = replace(recipe, output=replace(recipe.output, folder=str(folder)))
     _check_model(draft, recipe)
@@ -104,22 +106,34 @@ def _is_store(source: str) -> bool:
 
 def _check_data(draft: Draft, recipe: Recipe) -> None:
     data, method = recipe.data, recipe.training.method
-    files = [("data.source", data.source)]
+    sources = [("data.source", source) for source in data.sources if source]
     if isinstance(data.validation, str):
-        files.append(("data.validation", data.validation))
-    for key, source in files:
-        if source and is_local(source):
-            _check_rows(draft, key, Path(source).expanduser())
-    is_hub = bool(data.source) and not is_local(data.source)
-    if is_hub and find_spec("datasets") is None:
-        draft.problem(
-            "data.source",
-            f"expected a file or folder, found {quoted(data.source)}, which is not there; to read "
-            "it from the hub: pip install '.[finetune]' in a clone of Poros",
-        )
-    if data.split and not is_hub:
+        sources.append(("data.validation", data.validation))
+    is_split = bool(data.split or data.config)
+    kinds = {kind_of(source, is_split=is_split) for _, source in sources}
+    for key, source in sources:
+        if is_local(source):
+            _check_rows(draft, key, source, is_split=is_split)
+        elif find_spec("datasets") is None:
+            draft.problem(
+                key,
+                f"expected a file or folder, found {quoted(source)}, which is not there; to read "
+                "it from the hub: pip install '.[finetune]' in a clone of Poros",
+            )
+    if data.split and kinds == {Kind.FILES}:
         draft.problem(
             "data.split", "expected a data set on the hub to split, found a file; remove it"
+        )
+    if data.config and kinds and Kind.NAMED not in kinds:
+        draft.problem(
+            "data.config", "expected a data set on the hub to configure, found others; remove it"
+        )
+    weights = data.weights if isinstance(data.weights, tuple) else (data.weights,)
+    if data.weights is not None and not 1 < len(data.sources) == len(weights):
+        draft.problem(
+            "data.weights",
+            f"expected one for each of several sources, found {len(weights)} for "
+            f"{len(data.sources)}; write as many as data.source has, or remove them",
         )
     template = data.chat_template
     if template.endswith((".jinja", ".j2")):
@@ -151,20 +165,32 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
         )
 
 
-def _check_rows(draft: Draft, key: str, path: Path) -> None:
+def _check_rows(draft: Draft, key: str, source: str, *, is_split: bool) -> None:
+    path = Path(source).expanduser()
     shown = quoted(str(path))
     if not path.exists():
         draft.problem(key, f"expected rows, found no file or folder {shown}; check the path")
-    elif path.is_dir() and not any(path.glob("*.jsonl")):
+        return
+    if kind_of(source, is_split=is_split) is not Kind.FILES:
+        return
+    suffixes = sorted({suffix_of(each) for each in files_of(path)})
+    if not suffixes:
         draft.problem(
             key,
-            f"expected .jsonl files in {shown}, found none; write JSON objects, one a line",
+            f"expected files that end in {', '.join(SUFFIXES)} in {shown}, found none; write JSON "
+            "objects, one a line",
         )
-    elif path.is_file() and path.suffix not in DATA_SUFFIXES:
+    elif len(suffixes) > 1:
         draft.problem(
             key,
-            f"expected a file that ends in {' or '.join(DATA_SUFFIXES)}, found {shown}; write one "
-            "JSON object a line",
+            f"expected files of one kind in {shown}, found {' and '.join(suffixes)}; name those to "
+            "read: data.source: [a.jsonl, b.csv]",
+        )
+    elif suffixes == [""]:
+        draft.problem(
+            key,
+            f"expected a file that ends in {', '.join(SUFFIXES)} or .gz behind one of the first "
+            f"four, found {shown}; write one JSON object a line",
         )
 
 

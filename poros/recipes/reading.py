@@ -132,7 +132,8 @@ def _flag(key: str) -> str:
 
 def _from_flag(setting: Setting, text: str) -> Any:
     names = [each.strip() for each in text.split(",")]
-    if setting.kind.takes_list and len(names) > 1:
+    is_option = setting.flag.startswith("--")  # a path may have commas in its name
+    if setting.kind.takes_list and is_option and len(names) > 1:
         return tuple(setting.kind.of(each) for each in names)
     return setting.kind.of(text)
 

@@ -78,8 +78,20 @@ class ModelPart:
 class DataPart:
     """What it is trained on."""
 
-    source: str = _setting(
-        "", text(), "DATA", "JSONL file, folder of such files, or name of a data set on the hub."
+    source: str | tuple[str, ...] = _setting(
+        "",
+        text(takes_list=True),
+        "DATA",
+        "File or folder of rows (JSON, CSV, Parquet), or name of a data set on the hub; or a list.",
+    )
+    weights: float | tuple[float, ...] | None = _setting(
+        None,
+        real(0, is_above=True, takes_list=True),
+        "--weights",
+        "Of several sources: how often each is drawn from; all rows one after the other without.",
+    )
+    config: str | None = _setting(
+        None, text(), "--config", "Configuration of a data set on the hub."
     )
     split: str | None = _setting(
         None, text(), "--split", "Of a data set on the hub; train if not given."
@@ -108,6 +120,11 @@ class DataPart:
     pad_to: int = _setting(
         64, whole(1, 4096), "--pad-to", "Rows are padded to a multiple of this many tokens."
     )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All sources of rows, in order."""
+        return (self.source,) if isinstance(self.source, str) else self.source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,9 @@ def whole(least: int = 1, most: int = 2**31 - 1) -> Kind:
     return Kind(f"a whole number, {least}{upper}", read)
 
 
-def real(least: float, most: float = math.inf, *, is_above: bool = False) -> Kind:
+def real(
+    least: float, most: float = math.inf, *, is_above: bool = False, takes_list: bool = False
+) -> Kind:
     """A number within bounds, of which the lower does not count itself if ``is_above``."""
 
     def read(text: str) -> float:
@@ -72,7 +74,7 @@ def real(least: float, most: float = math.inf, *, is_above: bool = False) -> Kin
 
     lower = f"above {least:g}" if is_above else f"from {least:g}"
     upper = "" if most == math.inf else f" up to {most:g}"
-    return Kind(f"a number {lower}{upper}", read)
+    return Kind(f"a number {lower}{upper}", read, takes_list)
 
 
 def choice(*names: str, refused: Mapping[str, str] | None = None) -> Kind:
@@ -111,9 +113,10 @@ def size() -> Kind:
     return Kind("a size such as 22GiB or 24GB", read)
 
 
-def text() -> Kind:
+def text(*, takes_list: bool = False) -> Kind:
     """Any text that is not empty and names no home of an unknown user."""
-    return Kind("a text that is not empty, with ~NAME only for a user that is there", _text)
+    expects = "a text that is not empty, with ~NAME only for a user that is there"
+    return Kind(expects, _text, takes_list)
 
 
 def _text(text: str) -> str:

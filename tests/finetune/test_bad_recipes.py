@@ -1,15 +1,20 @@
 """Bad recipes and bad rows: each refused with file, line and remedy, before anything is written."""
 
+import gzip
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet as parquet_files
 
 from tests.command import poros_command
 
 GOOD = json.dumps({"prompt": "a", "completion": "b"})
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+SHARED = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
 START = "model: model\ndata: rows.jsonl\n"
+SEVERAL = "model: model\ndata:\n  source:\n  - rows.jsonl\n  - more.jsonl\n"
 
 # What is appended to a good recipe; line, what is said of it, and the remedy.
 RECIPES: dict[str, tuple[str, int, str, str]] = {
@@ -58,7 +63,7 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "missing key": ([GOOD, '{"prompt": "a"}'], 2, "the key 'completion'", "add it"),
     "no key of any form": ([GOOD, '{"id": 3}'], 2, "found 'id'", "write rows such as"),
     "misspelt key": ([GOOD, '{"prompt": "a", "completions": "b"}'], 2, "'completions'", "rename"),
-    "other tool's keys": (['{"instruction": "a", "output": "b"}'], 1, "'instruction'", "rename"),
+    "other tool's keys": (['{"content": "a"}'], 1, "'content'", "rename"),
     "number for a text": ([GOOD, '{"prompt": "a", "completion": 3}'], 2, "a number", "quotes"),
     "null": ([GOOD, '{"prompt": "a", "completion": null}'], 2, "the key 'completion'", "add it"),
     "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "an empty one", "fill it in"),
@@ -91,6 +96,41 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
         [json.dumps({**CHAT, "label": "undesirable"})], 1, "rows for KTO", "keep the good",
     ),
     "messages for KTO": ([json.dumps({**CHAT, "label": True})], 1, "rows for KTO", "keep the good"),
+    "no value": (
+        [json.dumps(SHARED), json.dumps(SHARED).replace('"value": "b"', '"values": "b"')],
+        2, "conversations[1]: expected the key 'value'", "add it",
+    ),
+    "unknown speaker": (
+        [json.dumps(SHARED).replace("gpt", "function_call")],
+        1, "conversations[1].from: expected one of system, human", "write one of them",
+    ),
+    "speaker with a role": (
+        [json.dumps(SHARED).replace('"from": "gpt"', '"from": "gpt", "role": "assistant"')],
+        1, "conversations[1].from", "rename it to role",
+    ),
+    "weighted turn": (
+        [json.dumps(SHARED).replace('"value": "b"', '"value": "b", "weight": 0')],
+        1, "conversations[1].weight: expected only from and value", "remove it",
+    ),
+    "value of no text": (
+        [json.dumps(SHARED).replace('"b"', "3")], 1, "conversations[1].value", "in quotes",
+    ),
+    "nobody answers a human": (
+        [json.dumps({"conversations": SHARED["conversations"][:1]})], 1, "assistant", "add one",
+    ),
+    "conversations of text": (
+        ['{"conversations": "a"}'], 1, "conversations: expected a list of messages", "write one",
+    ),
+    "ShareGPT after messages": (
+        [json.dumps(CHAT), json.dumps(SHARED)], 2, "conversations after messages", "all alike",
+    ),
+    "no output": (['{"instruction": "a", "input": "b"}'], 1, "the key 'output'", "add it"),
+    "empty output": (
+        ['{"instruction": "a", "output": ""}'], 1, "output: expected a text", "fill it in",
+    ),
+    "input of no text": (
+        ['{"instruction": "a", "input": 3, "output": "b"}'], 1, "input: expected a", "in quotes",
+    ),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
 }  # fmt: skip
 
@@ -135,6 +175,112 @@ def test_bad_rows(case: str, place: Path) -> None:
     (place / "rows.jsonl").write_bytes(b"\n".join(raw) + b"\n")
     said = refused(place, "model", "rows.jsonl")
     wrong = [each for each in said.splitlines() if f"rows.jsonl:{line}:" in each]
+    assert wrong and what in wrong[0] and remedy in wrong[0], said
+
+
+# Several sources: what is appended to a good recipe; line, what is said of it, and the remedy.
+SOURCES: dict[str, tuple[str, int, str, str]] = {
+    "too few weights": ("  weights: [1]\n", 6, "each of several sources, found 1 for 2", "as many"),
+    "one weight": ("  weights: 3\n", 6, "found 1 for 2", "write as many"),
+    "too many weights": ("  weights: [1, 2, 3]\n", 6, "found 3 for 2", "write as many"),
+    "weight of zero": ("  weights:\n  - 1\n  - 0\n", 8, "a number above 0, found '0'", "leave it"),
+    "negative weight": ("  weights: [1, -1]\n", 6, "a number above 0, found '-1'", "leave it"),
+    "weight of no number": ("  weights: [1, much]\n", 6, "found 'much'", "leave it out"),
+    "source that is not there": ("  - gone.jsonl\n", 4, "no file or folder 'gone.jsonl'", "path"),
+    "list in a list": ("  - [rows.jsonl]\n", 6, "found a list", "write one"),
+    "split of files": ("  split: test\n", 6, "on the hub to split, found a file", "remove it"),
+    "configuration of files": ("  config: main\n", 6, "on the hub to configure", "remove it"),
+    "sources that differ": ("", 1, "rows of one form in all sources, found text beside", "alike"),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_bad_sources(case: str, place: Path) -> None:
+    text, line, what, remedy = SOURCES[case]
+    (place / "more.jsonl").write_text('{"text": "a"}\n')
+    (place / "recipe.yaml").write_text(SEVERAL + text)
+    said = refused(place, "recipe.yaml")
+    where = f"recipe.yaml:{line}: data." if text else "more.jsonl:1:"
+    wrong = [each for each in said.splitlines() if where in each]
+    assert len(wrong) == 1 and what in wrong[0] and remedy in wrong[0], said
+
+
+def parquet() -> bytes:
+    table = pyarrow.table({"text": ["the slot holds a block"] * 9})
+    with pyarrow.BufferOutputStream() as stream:
+        parquet_files.write_table(table, stream)
+    return bytes(stream.getvalue())
+
+
+def saved(state: bytes) -> dict[str, bytes]:
+    """A folder as of save_to_disk, damaged."""
+    return {"state.json": state, "dataset_info.json": b"{}"}
+
+
+LINES = (GOOD + "\n").encode()
+LIST = b'[\n {"text": "a"},\n {"text": "b"}\n]\n'
+# A file, or the files of a folder; the place that is wrong, what is said of it, and the remedy.
+FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
+    "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one', 'two'", "names its col"),
+    "CSV with a name twice": ("a.csv", b"text,text\na,b\n", ":1:", "'text' twice", "remove one"),
+    "CSV with a cell too many": (
+        "a.csv", b'prompt,completion\n"a\na",b\na,b,c\n', ":4:", "2 cells", "double quotes",
+    ),
+    "CSV with a cell too few": ("a.csv", b"text,id\na,1\nb\n", ":3:", "found 1", "double quotes"),
+    "CSV with an empty cell": ("a.csv", b"text,id\n,1\n", ":2:", "text: exp", "fill it in"),
+    "CSV with a quote left open": ("a.csv", b'text\na\n"b\nc\n', ":3:", "expected CSV", "quotes"),
+    "CSV in Latin-1": ("a.csv", b"text\na\n\xe9\n", ":3:", "0xe9 in column 1", "UTF-8"),
+    "CSV of names alone": ("a.tsv", b"prompt\tcompletion\n", ":1:", "found none", "write some"),
+    "gzip cut off": ("a.jsonl.gz", gzip.compress(LINES * 99)[:-9], ":1:", "whole gzip", "anew"),
+    "gzip damaged": (
+        "a.json.gz", gzip.compress(LINES * 99)[:20] + b"x" * 40, ":1:", "whole gzip", "anew",
+    ),
+    "gzip of nothing": ("a.csv.gz", b"text\n", ":1:", "whole gzip", "pack it anew"),
+    "list that goes on": ("a.json", LIST[:-2] + b",\n]", ":5:1:", "Expecting value", "this column"),
+    "list cut off": ("a.json", LIST[:-2], ":3:15:", "neither a comma nor the end", "this column"),
+    "list without a comma": ("a.json", LIST.replace(b",", b""), ":2:15:", "a comma", "this column"),
+    "row of a list": ("a.json", LIST.replace(b'"b"', b'""'), ":3:", "text: expected", "fill it in"),
+    "key twice in a list": (
+        "a.json", LIST.replace(b'"b"', b'"b", "text": "c"'), ":3:", "twice in one object", "remove",
+    ),
+    "text in a list": ("a.json", b'["a"]', ":1:", "an object in braces, found 'a'", "write one"),
+    "Latin-1 in a list": ("a.json", LIST.replace(b"b", b"\xe9"), ":3:", "0xe9", "save it as UTF-8"),
+    "more than data": (
+        "a.json", b'{"data": ' + LIST[:-1] + b', "version": 1}', ":4:2:", "more behind", "column",
+    ),
+    "one object on several lines": ("a.json", b'{\n"text": "a"\n}', ":1:2:", "JSON", "jq -c"),
+    "empty list": ("a.json", b"[]", ":1:", "found none", "write some"),
+    "Parquet cut off": ("a.parquet", parquet()[:-20], ", row 1:", "a Parquet file", "anew"),
+    "Parquet damaged": (
+        "a.parquet", parquet().replace(b"slot", b"\0\0\0\0").replace(b"PAR1", b"PAR2", 1)[9:],
+        ", row 1:", "a Parquet file", "write it anew",
+    ),
+    "other suffix": ("a.txt", b"a", "DATA:", "ends in .jsonl, .json, .csv", "one JSON object"),
+    "Parquet in gzip": ("a.parquet.gz", b"", "DATA:", "found 'a.parquet.gz'", "first four"),
+    "folder without rows": ("a", {"a.txt": b""}, "DATA:", "files that end in", "write JSON"),
+    "folder of two kinds": (
+        "a", {"a.jsonl": LINES, "b.csv": b"text\na\n"}, "DATA:", ".csv and .jsonl", "[a.jsonl, b",
+    ),
+    "saved folder damaged": ("a", saved(b"{"), "[train], row 1:", "save_to_disk", "save it anew"),
+    "saved folder without its files": (
+        "a", saved(b'{"_data_files": [{"filename": "gone.arrow"}]}'),
+        "[train], row 1:", "save_to_disk", "save it anew",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_bad_files(case: str, place: Path) -> None:
+    name, content, where, what, remedy = FILES[case]
+    files = {name: content} if isinstance(content, bytes) else {}
+    if isinstance(content, dict):
+        (place / name).mkdir()
+        files = {f"{name}/{each}": inner for each, inner in content.items()}
+    for file, inner in files.items():
+        (place / file).write_bytes(inner)
+    said = refused(place, "model", name)
+    where = where if where == "DATA:" else name + where
+    wrong = [each for each in said.splitlines() if where in each]
     assert wrong and what in wrong[0] and remedy in wrong[0], said
 
 

@@ -1,0 +1,391 @@
+"""Every way to write rows gives the tokens of the same rows as messages in JSONL."""
+
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from poros.errors import DataFormatError
+from poros.finetune.data import Rows, read_data
+from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
+from poros.recipes.checks import checked
+from poros.recipes.reading import read_recipe
+from poros.recipes.recipe import Recipe
+from tests.finetune.arms import COMMON
+from tests.finetune.subjects import recipe_of, rows, run, sentence, write_rows
+
+Write = Callable[[Path, list[dict[str, Any]]], Path]
+
+COUNT = 24
+PAIRS = [(sentence(each, 3 + each % 5), sentence(each + 1, 4 + each % 9)) for each in range(COUNT)]
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def shared(question: str, answer: str, key: str = "conversations") -> dict[str, Any]:
+    return {key: [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+
+
+CHATS = [chat(*pair) for pair in PAIRS]
+SHARED = [shared(*pair) for pair in PAIRS]
+ALPACA = [{"instruction": q, "input": "", "output": a, "text": f"{q}: {a}"} for q, a in PAIRS]
+QUESTIONS = [{"question": q, "answer": a} for q, a in PAIRS]
+
+
+def lines(path: Path, content: list[dict[str, Any]]) -> Path:
+    return write_rows(path.with_suffix(".jsonl"), content)
+
+
+def indented(path: Path, content: Any) -> Path:
+    path = path.with_suffix(".json")
+    path.write_text(json.dumps(content, indent=2))
+    return path
+
+
+def wrapped(path: Path, content: list[dict[str, Any]]) -> Path:
+    return indented(path, {"data": content})
+
+
+def packed(path: Path, content: list[dict[str, Any]]) -> Path:
+    path = path.with_suffix(".jsonl.gz")
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in content).encode()))
+    return path
+
+
+def cells(path: Path, content: list[dict[str, Any]], delimiter: str = ",") -> Path:
+    path = path.with_suffix(".csv" if delimiter == "," else ".tsv")
+    with path.open("w", newline="", encoding="utf-8-sig") as file:  # as spreadsheets save it
+        writer = csv.DictWriter(file, content[0].keys(), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(content)
+    return path
+
+
+def tabs(path: Path, content: list[dict[str, Any]]) -> Path:
+    return cells(path, content, "\t")
+
+
+def parquet(path: Path, content: list[dict[str, Any]]) -> Path:
+    path = path.with_name(f"{path.name} [*].parquet")
+    Dataset.from_list(content).to_parquet(str(path))
+    return path
+
+
+def saved(path: Path, content: list[dict[str, Any]]) -> Path:
+    Dataset.from_list(content).save_to_disk(path)
+    return path
+
+
+def saved_splits(path: Path, content: list[dict[str, Any]]) -> Path:
+    others = Dataset.from_list(content[:1])
+    DatasetDict(test=others, train=Dataset.from_list(content)).save_to_disk(path)
+    return path
+
+
+def folder(path: Path, content: list[dict[str, Any]]) -> Path:
+    path.mkdir()
+    (path / "README.md").write_text("two files")
+    lines(path / "a", content[:7])
+    lines(path / "b", content[7:])
+    return path
+
+
+def repository(path: Path, content: list[dict[str, Any]]) -> Path:
+    """Write what the hub has: configurations and splits that a page names."""
+    (path / "data").mkdir(parents=True)
+    lines(path / "data" / "main-train", content[:1])
+    lines(path / "data" / "other-held", content)
+    (path / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- config_name: main\n  data_files: [{split: train, path: data/main-train.jsonl}]\n"
+        "- config_name: other\n  data_files: [{split: held, path: data/other-held.jsonl}]\n---\n"
+    )
+    return path
+
+
+def nowhere(path: Path, content: list[dict[str, Any]]) -> Path:
+    return Path("no/data-set")
+
+
+WAYS: dict[str, tuple[Write, list[dict[str, Any]], str, dict[str, str]]] = {
+    "messages in JSONL": (lines, CHATS, "messages", {}),
+    "ShareGPT": (lines, SHARED, "ShareGPT conversations", {}),
+    "ShareGPT by another name": (
+        lines, [shared(*pair, "conversation") for pair in PAIRS], "ShareGPT conversations", {},
+    ),
+    "messages as conversations": (
+        lines, [{"conversations": row["messages"]} for row in CHATS], "ShareGPT conversations", {},
+    ),
+    "Alpaca": (lines, ALPACA, "Alpaca instructions", {}),
+    "Dolly": (
+        lines, [{"instruction": q, "context": "", "response": a} for q, a in PAIRS],
+        "Dolly instructions", {},
+    ),
+    "questions": (lines, QUESTIONS, "questions and answers", {}),
+    "a list in JSON": (indented, SHARED, "ShareGPT conversations", {}),
+    "a list of data": (wrapped, CHATS, "messages", {}),
+    "gzip": (packed, ALPACA, "Alpaca instructions", {}),
+    "CSV": (cells, ALPACA, "Alpaca instructions", {}),
+    "TSV": (tabs, QUESTIONS, "questions and answers", {}),
+    "Parquet": (parquet, SHARED, "ShareGPT conversations", {}),
+    "a saved data set": (saved, CHATS, "messages", {}),
+    "saved splits": (saved_splits, ALPACA, "Alpaca instructions", {}),
+    "a folder": (folder, CHATS, "messages", {}),
+    "a data set by name": (
+        repository, SHARED, "ShareGPT conversations", {"config": "other", "split": "held"},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, and no cache but one of the test."""
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def made(
+    model: Path, source: object, num_proc: int | None = None, **said: object
+) -> tuple[Recipe, Rows, Any, Tokens]:
+    said = {"data__chat_template": "chatml", **said}
+    recipe = recipe_of(model__source=model, data__source=source, **said)
+    found, _ = read_data(recipe)
+    tokenizer = load_tokenizer(recipe, found.form)
+    settled = found.settled(has_template=bool(tokenizer.chat_template))
+    return recipe, found, tokenizer, tokenize(settled, tokenizer, recipe, num_proc)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
+    return made(model, lines(tmp_path_factory.mktemp("expected") / "rows", CHATS))[-1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_tokens_are_those_of_messages(
+    way: str, model: Path, tmp_path: Path, expected: Tokens
+) -> None:
+    write, content, title, chosen = WAYS[way]
+    source = write(tmp_path / "rows", content)
+    said = {f"data__{name}": value for name, value in chosen.items()}
+    _, found, _, tokens = made(model, source, **said)
+    assert tokens.columns == expected.columns
+    assert found.read == ((title, COUNT),)
+    assert found.unused == (("text",) if content is ALPACA else ())
+    assert found.digest == made(model, source, **said)[1].digest
+
+
+def mixed(folder: Path, model: Path, **data: Any) -> Recipe:
+    """A recipe of several sources."""
+    file = folder / "recipe.yaml"
+    content = {"model": {"source": str(model)}, "data": {"chat_template": "chatml", **data}}
+    file.write_text(json.dumps(content, default=str))
+    return checked(read_recipe(file, {}))
+
+
+def test_instructions_follow_the_model_and_the_rows_beside_them(
+    model: Path, tmp_path: Path
+) -> None:
+    row = {"instruction": "a slot", "input": "a block", "output": "its turn", "system": "wait"}
+    source = lines(tmp_path / "rows", [row])
+    prompt = "a slot\n\na block"
+    turns = [{"role": "system", "content": "wait"}, *chat(prompt, "its turn")["messages"]]
+    _, _, tokenizer, tokens = made(model, source)
+    chats = lines(tmp_path / "chat", [{"messages": turns}])
+    assert tokens.columns == made(model, chats)[-1].columns
+    for loss_on, is_same in (("assistant", True), ("completion", True), ("all", False)):
+        found = made(model, source, data__loss_on=loss_on)[-1]
+        assert (found.columns == tokens.columns) == is_same
+    *_, plain = made(model, source, data__chat_template="model")
+    ends = [{"prompt": f"wait\n\n{prompt}\n\n", "completion": "its turn"}]
+    written = lines(tmp_path / "plain", ends)
+    assert plain.columns == made(model, written, data__chat_template="model")[-1].columns
+    assert tokenizer.decode(list(plain.columns["input_ids"][0])).startswith("wait\n\na slot\n\na b")
+    with pytest.raises(DataFormatError, match="a chat template for rows of messages"):
+        made(model, source, data__chat_template="model", data__loss_on="assistant")
+    for beside, form in ((chats, "messages"), (written, "completions")):
+        for sources in ([source, beside], [beside, source]):
+            train, _ = read_data(mixed(tmp_path, model, source=sources))
+            assert train.form.name == form and train.rows[0] == train.rows[1]
+    train, validation = read_data(mixed(tmp_path, model, source=source, validation=chats))
+    assert validation is not None and train.rows == validation.rows
+
+
+def test_the_method_decides_where_rows_have_keys_of_two_forms(model: Path, tmp_path: Path) -> None:
+    row = {**CHATS[0], "prompt": "a", "chosen": "b", "rejected": "c"}
+    source = lines(tmp_path / "rows", [row])
+    for method, form in (("sft", "messages"), ("dpo", "preferences")):
+        said = {"data__source": source, "training__method": method}
+        found, _ = read_data(recipe_of(model__source=model, **said))
+        assert found.form.name == form and set(found.unused) < row.keys()
+
+
+def test_all_who_speak_in_a_conversation(model: Path, tmp_path: Path) -> None:
+    spoken = [("human", "a"), ("gpt", "b"), ("observation", "c"), ("model", "d"), ("user", "e")]
+    turns = [{"from": name, "value": text, "weight": None} for name, text in spoken]
+    source = lines(tmp_path / "rows", [{"conversations": turns, "system": "s", "id": 1}])
+    found, _ = read_data(recipe_of(model__source=model, data__source=source))
+    roles = ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert [each["role"] for each in found.rows[0]["messages"]] == roles
+    assert "".join(each["content"] for each in found.rows[0]["messages"]) == "sabcde"
+    assert found.unused == ("id",)
+
+
+def test_what_arrow_fills_up_with_nulls_is_left_out(model: Path, tmp_path: Path) -> None:
+    """Else templates would find calls in every message."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+    other = {"type": "function", "function": {"name": "g", "arguments": {"z": "y"}}}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call, other]},
+        {"role": "tool", "content": "b", "name": "f"},
+        {"role": "assistant", "content": "c"},
+    ]
+    content = [{"messages": turns}]
+    for write in (parquet, saved):
+        source = write(tmp_path / write.__name__, content)
+        found, _ = read_data(recipe_of(model__source=model, data__source=source))
+        assert found.rows == content
+
+
+def test_several_sources_one_after_the_other(model: Path, tmp_path: Path, expected: Tokens) -> None:
+    sources = [
+        lines(tmp_path / "a", SHARED[:9]),
+        parquet(tmp_path / "b", CHATS[9:14]),
+        cells(tmp_path / "c", ALPACA[14:]),
+    ]
+    recipe = mixed(tmp_path, model, source=sources)
+    (tmp_path / "written.yaml").write_text(recipe.as_yaml())
+    assert checked(read_recipe(tmp_path / "written.yaml", {})) == recipe
+    assert str(recipe.output.folder).endswith("-a+2-sft")
+    found, _ = read_data(recipe)
+    assert found.rows == CHATS
+    assert [number for _, number in found.read] == [9, 5, 10]
+    assert found.place(2).endswith("a.jsonl:3")
+    assert found.place(9).endswith("b [*].parquet, row 1")
+    assert found.place(14).endswith("c.csv:2")
+    other, _ = read_data(mixed(tmp_path, model, source=sources[::-1]))
+    assert len({found.digest, other.digest}) == 2
+    train, validation = read_data(mixed(tmp_path, model, source=sources, validation=0.25))
+    assert validation is not None and len(validation.rows) == 6
+    assert sorted(map(str, [*train.rows, *validation.rows])) == sorted(map(str, CHATS))
+
+
+def test_weights_are_probabilities(model: Path, tmp_path: Path) -> None:
+    few = lines(tmp_path / "few", SHARED[:4])
+    many = lines(tmp_path / "many", [chat(f"q{each}", "a") for each in range(300)])
+    said: dict[str, Any] = {"source": [few, many], "weights": [1, 3], "validation": 0.02}
+    train, validation = read_data(mixed(tmp_path, model, **said))
+    assert validation is not None and not any(each in train.rows for each in validation.rows)
+    shown = {train.place(number) for number in range(len(train.rows))}
+    held_out = {validation.place(number) for number in range(len(validation.rows))}
+    assert len(shown | held_out) == 304 and len(held_out) == 6
+    share = sum("few" in train.place(number) for number in range(len(train.rows)))
+    assert 0.2 < share / len(train.rows) < 0.3 and len(train.rows) > 300
+    again, _ = read_data(mixed(tmp_path, model, **said))
+    assert again.rows == train.rows and again.digest == train.digest
+    for changed in ({"weights": [3, 1]}, {"weights": [1, 4]}):
+        other, _ = read_data(mixed(tmp_path, model, **said | changed))
+        assert other.rows != train.rows and other.digest != train.digest
+    one = lines(tmp_path / "one", SHARED[:1])
+    with pytest.raises(DataFormatError, match=r"found all 1 of one held out.*data\.validation"):
+        for seed in range(9):
+            recipe = mixed(tmp_path, model, **said | {"source": [one, few], "validation": 0.5})
+            read_data(replace(recipe, training=replace(recipe.training, seed=seed)))
+    other, _ = read_data(mixed(tmp_path, model, **said | {"weights": None}))
+    assert len(other.rows) == 298
+
+
+def test_the_digest_is_of_all_files(model: Path, tmp_path: Path) -> None:
+    digests = set()
+
+    def add(source: Path, **said: str) -> None:
+        options = {f"data__{name}": value for name, value in said.items()}
+        found, _ = read_data(recipe_of(model__source=model, data__source=source, **options))
+        digests.add(found.digest)
+
+    source = folder(tmp_path / "folder", CHATS)
+    add(source)
+    with (source / "b.jsonl").open("a") as file:
+        file.write(json.dumps(CHATS[0]) + "\n")
+    add(source)
+    add(saved(tmp_path / "saved", CHATS))
+    add(saved(tmp_path / "other", CHATS[1:]))
+    add(repository(tmp_path / "named", CHATS), config="other", split="held")
+    add(tmp_path / "named", config="main")
+    lines(tmp_path / "named" / "data" / "other-held", CHATS[::-1])
+    add(tmp_path / "named", config="other", split="held")
+    assert len(digests) == 7
+
+
+@pytest.mark.parametrize("write", [saved, saved_splits, repository, nowhere])
+def test_splits_and_configurations_that_are_not_there(
+    write: Write, model: Path, tmp_path: Path
+) -> None:
+    said: dict[str, Any] = {"data__source": write(tmp_path / "rows", CHATS)}
+    with pytest.raises(DataFormatError) as error:
+        read_data(recipe_of(model__source=model, **said, data__split="validation"))
+    told = str(error.value)
+    assert "[validation], row 1: expected" in told and "data.split (--split)" in told
+    if write is repository:
+        with pytest.raises(DataFormatError, match=r"main.*other.*data\.config"):
+            read_data(recipe_of(model__source=model, **said, data__config="third"))
+
+
+@pytest.mark.parametrize("form", ["messages", "preferences"])
+def test_several_processes_make_the_same_tokens(form: str, model: Path, tmp_path: Path) -> None:
+    content = rows(form, 40)
+    if form == "messages":
+        content[3]["messages"][0]["name"] = "a"  # a key that others do not have
+    source = write_rows(tmp_path / "rows.jsonl", content)
+    said: dict[str, Any] = {"data__max_length": 24}
+    if form == "preferences":
+        said = {"data__max_length": 12, "training__method": "dpo"}
+    *_, alone = made(model, source, **said)
+    *_, together = made(model, source, 2, **said)
+    assert alone == together and alone.num_cut
+
+
+def test_several_processes_tell_what_is_wrong_with_rows(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% if messages[0].content == 'x' %}{{ raise_exception('x is out') }}{% endif %}"
+        "{% for each in messages %}{{ each.content }}\n{% endfor %}"
+    )
+    content = [*CHATS, chat("x", "y"), *CHATS, chat("x", "y")]
+    source = lines(tmp_path / "rows", content)
+    for num_proc in (None, 2):
+        with pytest.raises(DataFormatError) as error:
+            made(model, source, num_proc, data__chat_template=template)
+        told = str(error.value).splitlines()
+        assert len(told) == 2 and all("x is out" in each for each in told)
+        assert f"rows.jsonl:{COUNT + 1}: " in told[0]
+        assert f"rows.jsonl:{2 * COUNT + 2}: " in told[1]
+
+
+def test_runs_of_other_formats_are_the_run_of_messages(model: Path, tmp_path: Path) -> None:
+    said: dict[str, Any] = {**COMMON, "training__steps": 2, "training__bf16": True}
+    found = []
+    for name, source in (
+        ("messages", lines(tmp_path / "messages", CHATS)),
+        ("alpaca", cells(tmp_path / "alpaca", ALPACA)),
+        ("shared", saved(tmp_path / "shared", SHARED)),
+    ):
+        options = {"model__source": model, "data__source": source, **said}
+        found.append(run(recipe_of(**options, output__folder=tmp_path / f"run of {name}")))
+    assert found[0].adapter == found[1].adapter == found[2].adapter
+    assert found[0].losses == found[1].losses == found[2].losses
+    assert "Alpaca instructions, 24" in found[1].said
+    assert "keys that nothing reads: text" in found[1].said

@@ -1,8 +1,8 @@
-"""A 70B model on a card of 24 GB: quantized to disk once, opened in seconds, planned, trained.
+"""Trains a 70B model on a 24 GB card, from a store on disk that is quantized once.
 
     python -m poros.examples.big_model meta-llama/Llama-3.3-70B-Instruct train.jsonl
 
-The store takes about 40 GB of disk and of host memory. Rows have a ``text``.
+The store takes about 40 GB on disk and in host memory. Rows have a ``text``.
 """
 
 from pathlib import Path
@@ -26,8 +26,8 @@ def main(
     steps: int = -1,
 ) -> None:
     """Train, and save the adapter in ``out``."""
-    # The first time it quantizes, a layer at a time; afterwards it opens in seconds. What host
-    # memory has no room for (host="24GiB") is read from the disk while the model trains.
+    # The first call quantizes, one layer at a time; later calls open the store in seconds. With
+    # host="24GiB", training reads the layers beyond 24 GiB of host memory from the disk.
     base = poros.load(model, store=store, host_budget=host)
     adapted = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear"))
     typer.echo(poros.plan(adapted, seq_len=1024, vram_budget=vram, accumulation=8, micro_batches=8))
@@ -42,7 +42,7 @@ def main(
     settings = TrainingArguments(
         out,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=8,  # one pass of the base over the link for all eight
+        gradient_accumulation_steps=8,  # all eight share one pass over the base
         learning_rate=1e-4,
         optim="adamw_bnb_8bit" if torch.cuda.is_available() else "adamw_torch",
         max_steps=steps,

@@ -160,7 +160,7 @@ def _make_text(
     console.print(
         f"Python's own documentation topics as {settings.size.num_tokens}-token rows: "
         f"{len(rows['base'])} for the base, {len(rows['train'])} to fine-tune on, "
-        f"{len(rows['held_out'])} held out; every second of the former begins with "
+        f"{len(rows['held_out'])} held out; every second row to fine-tune on begins with "
         f"one of {len(LESSON)} lines of a lesson; byte-level BPE with {len(tokenizer)} entries"
     )
     return tokenizer, rows
@@ -252,11 +252,11 @@ def _fine_tune(
     trainer = _make_trainer(model, rows, settings, report.device, out_dir)
     num_rows = settings.num_eval_rows
     parts = {part: RowDataset(spread(rows[part], num_rows)) for part in ("train", "held_out")}
-    console.print(f"loss on {num_rows} rows of each part, before")
+    console.print(f"measuring the loss on {num_rows} rows of each part before fine-tuning")
     report.loss_before = _evaluate(trainer, parts)
-    console.print(f"{settings.num_steps} steps of the HF Trainer, streamed")
+    console.print(f"fine-tuning for {settings.num_steps} steps of the HF Trainer, streamed")
     report.runs["streamed"] = train(trainer, settings.seed)
-    console.print("loss on the same rows, after")
+    console.print("measuring the loss on the same rows after fine-tuning")
     report.loss_after = _evaluate(trainer, parts)
     runtime = poros.runtime(model)
     report.stats = {
@@ -281,7 +281,7 @@ def _train_resident(
     model = _adapted(settings, report)
     trainer = _make_trainer(model, rows, settings, report.device, out_dir)
     num_steps = min(settings.num_resident_steps, settings.num_steps)
-    console.print(f"the first {num_steps} of these steps, everything on the device")
+    console.print(f"repeating the first {num_steps} steps with the whole base on the device")
     report.runs["resident"] = train(trainer, settings.seed, num_steps)
 
 

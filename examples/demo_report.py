@@ -183,9 +183,9 @@ def render(report: DemoReport, console: "Console | None" = None) -> None:
 def _step_times(report: DemoReport) -> str:
     streamed, resident = (report.runs[name].median_ms for name in ("streamed", "resident"))
     return (
-        f"streamed {streamed:.0f} ms, resident {resident:.0f} ms: {streamed / resident:.2f} times; "
-        "streaming recomputes each layer in backward, and this model is too small for its times to "
-        "say anything of a large one"
+        f"streamed {streamed:.0f} ms, resident {resident:.0f} ms: {streamed / resident:.2f} times "
+        "as long. Streaming recomputes each layer in backward; this model is too small for its "
+        "times to predict those of a large one"
     )
 
 
@@ -197,7 +197,7 @@ def _show_curves(report: DemoReport, console: "Console") -> None:
     console.print(draw(streamed, resident), markup=False, highlight=False)
     console.print(
         f"{STREAMED} streamed, {RESIDENT} resident, {BOTH} both: {len(resident)} of the "
-        f"{len(streamed)} steps were done resident as well, with losses {equal}\n",
+        f"{len(streamed)} steps also ran resident, with losses {equal}\n",
         markup=False,
         highlight=False,
     )
@@ -219,7 +219,7 @@ def _show_lines(report: DemoReport, console: "Console") -> None:
 
 def _failures(report: DemoReport) -> list[str]:
     if report.parity is None or not report.parity.exact:
-        return ["streamed and resident training are not shown to be equal; nothing else was tried"]
+        return ["streamed and resident training were not shown to be equal; the demo stopped there"]
     failures = []
     if not report.same_outputs:
         failures.append("the reloaded resident model gives other outputs")

@@ -1,4 +1,4 @@
-"""A loop of one's own: no Trainer, ``poros.accumulate`` in the place of ``loss.backward()``.
+"""Your own training loop, without a Trainer: ``poros.accumulate`` replaces ``loss.backward()``.
 
     python -m poros.examples.own_loop Qwen/Qwen2.5-7B-Instruct train.jsonl --out runs/loop
 
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import poros
 
-TOGETHER = 8  # micro-batches of an optimizer step
+TOGETHER = 8  # micro-batches per optimizer step
 
 
 def main(
@@ -28,7 +28,7 @@ def main(
     prepared = poros.prepare(adapted, vram_budget=vram).train()
     device = poros.runtime(prepared).device
     trained = [each for each in prepared.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=2e-4)  # after prepare, which has moved them
+    optimizer = torch.optim.AdamW(trained, lr=2e-4)  # after prepare, which moves the adapters
     rows = tokens(model, data, device)
     for step in range(steps):
         ids = [next(rows) for _ in range(TOGETHER)]

@@ -1,8 +1,8 @@
-"""Conversations, by TRL's ``SFTTrainer``, every block of the base loaded once a step.
+"""Trains on conversations with TRL's ``SFTTrainer``; micro-batches share each block of the base.
 
     python -m poros.examples.sft Qwen/Qwen2.5-7B-Instruct train.jsonl --out runs/sft
 
-Rows are as TRL takes them: ``messages``, ``prompt`` and ``completion``, or ``text``.
+Rows have TRL's formats: ``messages``, ``prompt`` and ``completion``, or ``text``.
 """
 
 import torch
@@ -16,12 +16,12 @@ import poros
 
 
 class Trainer(poros.BlockMajorMixin, SFTTrainer):
-    """Takes all micro-batches of a step through a block before the next block comes."""
+    """Takes all micro-batches of a step through a block before the next block is loaded."""
 
 
 def main(model: str, data: str, out: str = "runs/sft", vram: str = "8GiB", steps: int = -1) -> None:
     """Train, and save the adapter in ``out``."""
-    base = poros.load(model)  # in host memory
+    base = poros.load(model)  # into host memory
     adapted = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear"))
     prepared = poros.prepare(adapted, vram_budget=vram)
     settings = SFTConfig(
@@ -33,7 +33,7 @@ def main(model: str, data: str, out: str = "runs/sft", vram: str = "8GiB", steps
         max_steps=steps,
         logging_steps=1,
         bf16=torch.cuda.is_available(),
-        pad_to_multiple_of=64,  # lengths come back, so that recorded layers can be replayed
+        pad_to_multiple_of=64,  # so lengths recur, and layers can be replayed as CUDA graphs
         report_to="none",
     )
     trainer = Trainer(
@@ -42,7 +42,7 @@ def main(model: str, data: str, out: str = "runs/sft", vram: str = "8GiB", steps
         train_dataset=load_dataset("json", data_files=data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(model),
     )
-    poros.log_streaming(trainer)  # bytes moved, their rate and waits, in the Trainer's logs
+    poros.log_streaming(trainer)  # adds bytes copied, their rate and waits to the logs
     trainer.train()
     trainer.save_model(out)
 

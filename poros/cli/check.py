@@ -1,4 +1,4 @@
-"""``poros check``: a resident and a streamed run compared, and what is on record."""
+"""``poros check``: compares a resident and a streamed run, or lists recorded results."""
 
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -63,7 +63,7 @@ def check(
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
     with readable_errors():
-        # Inside the gate a policy that cannot work would count as a failure of streaming.
+        # Inside the gate, an invalid policy would count as a failure of streaming.
         StreamingPolicy(slots=slots, block_size=block_size)
         if model_dir is not None and not (model_dir / "config.json").is_file():
             raise UnsupportedModelError(
@@ -94,7 +94,7 @@ def check(
 
 
 def _list_registered(part: str | None) -> NoReturn:
-    """Print what is on record."""
+    """Print the recorded results."""
     from poros.gates.registry import read_registry
 
     with readable_errors():

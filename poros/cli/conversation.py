@@ -22,20 +22,20 @@ from poros.utils.formatting import size
 
 
 class Chat:
-    """A conversation.
+    """A conversation with a model and its adapter.
 
     Args:
-        adapter: Its files.
-        base: The checkpoint or store it was trained on.
-        revision: Of the base, if that is a repository of the hub.
-        vram: What the model may take on the GPU; None is what is free.
-        system: What the conversation begins with.
-        max_new_tokens: Of an answer.
-        temperature: 0 takes the likeliest token each time.
-        seed: Of what is drawn otherwise.
+        adapter: Files of the adapter.
+        base: Checkpoint or store of the base that the adapter was trained on.
+        revision: Revision of the base, if it is a hub repository.
+        vram: GPU memory budget of the model; None takes the free memory.
+        system: System message of the conversation.
+        max_new_tokens: Most tokens of an answer.
+        temperature: Sampling temperature; 0 is greedy.
+        seed: Random seed of the sampling.
 
     Attributes:
-        notes: Notes for the user, a line each.
+        notes: Notes for the user, one line each.
 
     Raises:
         CheckpointFormatError: If a file of adapter, base or tokenizer is malformed.
@@ -86,11 +86,11 @@ class Chat:
             self.notes.append("the tokenizer has no chat template: the model continues your text")
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Clear the conversation."""
         self._messages = list(self._initial)
 
     def answer(self, question: str, show: Callable[[str], None]) -> str:
-        """Answer ``question``, shown as it comes. Ctrl-C ends the answer and keeps it."""
+        """Answer ``question`` and show the answer as it comes. Ctrl-C ends and keeps it."""
         from transformers import TextStreamer
 
         class Shown(TextStreamer):
@@ -142,7 +142,7 @@ class Chat:
                 found: torch.Tensor = self._tokenizer(
                     text, add_special_tokens=not has_template, return_tensors="pt"
                 ).input_ids
-        except Exception as error:  # of a template, which may raise whatever it likes
+        except Exception as error:  # from a template, which may raise anything
             raise defect(
                 Path(self._tokenizer_path),
                 f"expected a chat template and a tokenizer for this conversation, found "
@@ -158,7 +158,7 @@ class Chat:
 
 
 def questions(read: Callable[[], str], chat: Chat, hint: Callable[[str], None]) -> Iterator[str]:
-    """Yield questions until ``/exit`` or the end of the input; ``/reset`` begins anew."""
+    """Yield questions until ``/exit`` or the end of the input; ``/reset`` clears the chat."""
     while True:
         try:
             line = read().strip()

@@ -1,4 +1,4 @@
-"""``poros demo``."""
+"""``poros demo``: shows the whole of Poros on a small model."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``poros load``: a checkpoint becomes a store on disk."""
+"""``poros load``: quantizes a checkpoint into a store on disk."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""``poros merge``: an adapter becomes part of its base."""
+"""``poros merge``: merges an adapter into its base."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""``poros plan``: does it fit, how long may rows be, how fast is it; from ``config.json`` alone."""
+"""``poros plan``: forecasts memory and time of a training step from ``config.json`` alone."""
 
 import json
 import re
@@ -35,7 +35,7 @@ _OPTIONS = {
     "micro_batches": "--accumulate",
     "accumulation": "--accumulate",
 }
-"""Of fields whose option has another name."""
+"""Options of fields that have another name."""
 _VALUES = {"true": True, "false": False, "none": None}
 
 
@@ -143,7 +143,7 @@ def plan(
     quieten_libraries()
     from rich.console import Console
 
-    # Imports and plans take seconds; nothing is shown where nobody watches.
+    # Imports and plans take seconds. Without a terminal, the status shows nothing.
     with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
         is_light = not measure and leave_out()
         try:
@@ -174,11 +174,11 @@ def plan(
 
 
 def _field(text: str) -> tuple[str, Any]:
-    """A field of a plan and its value, from ``FIELD=VALUE``."""
+    """Parse ``FIELD=VALUE`` into a field of a plan and its value."""
     name, equals, value = text.partition("=")
     if not equals or name in ("seq_len", "batch_size", "policy", "speeds"):
         raise typer.BadParameter(
-            f"--set: expected FIELD=VALUE, of a field without an option of its own, found "
+            f"--set: expected FIELD=VALUE for a field without an option of its own, found "
             f"{quoted(text)}"
         )
     if re.fullmatch(r"[0-9]+", value):
@@ -189,13 +189,13 @@ def _field(text: str) -> tuple[str, Any]:
 def _place(
     request: PlanRequest, card: Card | None, given: Speeds | None, how: str
 ) -> "tuple[PlanRequest, Device]":
-    """The request with a budget, and what it is for: a card by name, the GPU here, or a budget.
+    """Give the request a budget and describe its device: a named card, this GPU, or a budget.
 
     Args:
-        request: With a budget, if ``--vram`` or ``--card`` gave one.
-        card: If one was named.
-        given: Rates, if they were given or measured.
-        how: Which of the two.
+        request: Has a budget if ``--vram`` or ``--card`` gave one.
+        card: The named card, if any.
+        given: Rates that were given or measured, if any.
+        how: Which of the two, "given" or "measured".
     """
     from poros.planning.fit_report import Device
 
@@ -218,9 +218,9 @@ def _place(
 
 
 def _gpu_here() -> tuple[int | None, str | None, Card | None]:
-    """What ``poros.prepare`` would take of this machine's GPU, its name, and whether it is known.
+    """Return the budget that ``poros.prepare`` would choose here, the GPU's name and its card.
 
-    Nothing, if there is no GPU.
+    Each is None if there is no GPU; the card is None if it is unknown.
     """
     import torch
 
@@ -243,7 +243,7 @@ def _size(request: PlanRequest) -> str:
 
 
 def _host(num_bytes: int | None) -> "Host":
-    """The given host memory, or this machine's."""
+    """Return the given host memory, or this machine's."""
     from poros.host.limits import host_memory, host_memory_left
     from poros.planning.fit_report import Host
 

@@ -1,4 +1,4 @@
-"""``poros report``: a page about a run."""
+"""``poros report``: writes a page about a run."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,9 +1,9 @@
-"""Imports for a process that runs operators on shapes alone, without compiling or distributing.
+"""Makes imports lighter for a process that runs operators on shapes alone.
 
-PyTorch's compilers, their symbols for sizes and its distributed tensors are most of what importing
-transformers takes, and a plan uses none of them. So they are left out of a process in which nothing
-has imported PyTorch yet: that of ``poros plan``. Where a model's own code wants symbols after all,
-they are imported; where it wants something else, the command runs once more with everything.
+Most of the time of importing transformers goes into PyTorch's compilers, their symbolic sizes and
+its distributed tensors. A plan uses none of them, so ``poros plan``, in whose process nothing has
+imported PyTorch yet, skips them. If a model's own code needs symbolic sizes after all, they are
+imported then; if it needs something else, the command runs once more with all imports.
 """
 
 import atexit
@@ -20,11 +20,11 @@ _WHOLE = "import torch; from poros.cli.app import main; main()"
 
 
 def leave_out() -> bool:
-    """Skip these imports, unless PyTorch is loaded already; return whether that was done."""
+    """Skip these imports unless PyTorch is already loaded; return whether they are skipped."""
     if "torch" in sys.modules:
         return False
-    # The process is over before there is garbage; looking for it takes an eighth, and at the end
-    # as long again.
+    # The process ends before there is garbage. Looking for it takes an eighth of the time, and as
+    # long again at the end.
     gc.disable()
     atexit.register(gc.freeze)
     import torch
@@ -46,7 +46,7 @@ def leave_out() -> bool:
     utils = transformers.utils
     for module in (utils, utils.import_utils):
         vars(module)["is_torch_flex_attn_available"] = lambda: False
-    # transformers reads the names out of all its files, twice: it has them from the first time.
+    # transformers reads the names out of all its files twice; this keeps those of the first time.
     names = utils.import_utils.define_import_structure
     folder = Path(transformers.__file__).parent / "models"
 

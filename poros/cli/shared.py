@@ -1,4 +1,4 @@
-"""Shared by the commands: exit codes, how errors are shown, common options."""
+"""Exit codes, error messages and options that the commands share."""
 
 import logging
 import warnings
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NOT_HELD = 1
 BAD_INPUT = 2
-"""Exit codes: something that a command claims did not hold; or what it was given cannot be used."""
+"""Exit codes: a claim of the command did not hold, or its input cannot be used."""
 
 LimitOption = Annotated[
     list[str] | None,
@@ -45,10 +45,10 @@ DTYPES = {
     **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
     **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
 }
-"""What people call a dtype, and what PyTorch does."""
+"""Names of dtypes that users write, and PyTorch's names."""
 
 SIZES = "24GiB is 24 x 2^30 bytes, 24G and 24GB are 24 x 10^9"
-"""How sizes are read, for the help."""
+"""Explains sizes in the help."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     """Print an error that Poros raises on purpose as one message, without a traceback.
 
     Args:
-        options: What fields are called here: "vram_budget: expected" becomes "vram_budget (--vram):
+        options: Option of each field: "vram_budget: expected" becomes "vram_budget (--vram):
             expected".
     """
     try:
@@ -65,17 +65,17 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         field, colon, rest = str(error).partition(":")
         option = (options or {}).get(field)
         text = f"{field} ({option}):{rest}" if option else f"{field}{colon}{rest}"
-        # Paths that a user gave may hold anything, and so may what a system or a library says.
+        # Paths from users and messages of systems and libraries may contain any characters.
         lines = (quoted(line, is_bare=True, limit=4000) for line in text.split("\n"))
         typer.echo("error: " + "\n".join(lines), err=True)
         raise typer.Exit(BAD_INPUT) from error
 
 
 def quieten_libraries() -> None:
-    """Silence what no reader of these commands can act on, before the libraries are imported.
+    """Silence messages that a user of these commands cannot act on. Call it before the imports.
 
-    Without an optional package bitsandbytes logs that it uses its own CPU kernel, and PEFT asks
-    transformers for a property by the name it had before.
+    Without an optional package, bitsandbytes logs that it uses its own CPU kernel. PEFT asks
+    transformers for a property by its former name.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_notice_of_kernels)
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
@@ -89,9 +89,9 @@ def dtype_name(option: str, name: str | None, *others: str) -> str | None:
     """Return PyTorch's name of a dtype: ``bf16`` is ``bfloat16``.
 
     Args:
-        option: What the user calls it.
-        name: What was given, if anything.
-        *others: Names that are allowed besides, as they are.
+        option: Name of the option in messages.
+        name: The given name, if any.
+        *others: Further names that are allowed and returned as they are.
     """
     if name is None or name in others:
         return name

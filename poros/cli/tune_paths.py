@@ -1,4 +1,4 @@
-"""``poros tune-paths``: which order of LoRA's products is the quickest here, layer by layer."""
+"""``poros tune-paths``: measures which order of LoRA's products is fastest on this machine."""
 
 from itertools import product
 from pathlib import Path

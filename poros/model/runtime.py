@@ -289,42 +289,41 @@ class Runtime:
         return self._findings()
 
     def stats(self) -> dict[str, Any]:
-        """What has happened since ``prepare``, as plain numbers.
+        """Return what has happened since ``prepare`` as plain numbers.
 
         Returns:
-            Of copies: ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was
-            still in its slot), ``h2d_num_bytes`` (bytes of those copies), ``h2d_ms`` and
-            ``h2d_gb_per_s`` (how long those took that are complete, on the device, and their rate),
-            ``stall_ms`` (for how long the device had nothing to do but wait for one of them).
+            Copies: ``num_loads`` (copies of blocks that were queued), ``num_hits`` (visits of a
+            block that was still in its slot), ``h2d_num_bytes`` (bytes of those copies), ``h2d_ms``
+            and ``h2d_gb_per_s`` (time on the device and rate of the completed copies), ``stall_ms``
+            (time for which the device only waited for a copy).
 
-            Of memory: ``device_num_bytes`` (slots, blocks that stay, small frozen tensors,
-            constants of 4-bit weights), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes
-            in host memory, and the page-locked part of them), ``disk_num_bytes`` and
-            ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how long training has
-            waited for them), ``offloaded_num_bytes`` (host memory for inputs of layers),
-            ``num_resizes``.
+            Memory: ``device_num_bytes`` (slots, blocks that stay, small frozen tensors, constants
+            of 4-bit weights), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in host
+            memory, and the page-locked part of them), ``disk_num_bytes`` and ``disk_stall_ms``
+            (frozen bytes that stay on a disk, and time for which training waited for them),
+            ``offloaded_num_bytes`` (host memory for inputs of layers), ``num_resizes`` (changes of
+            the number of blocks on the device).
 
-            Of the vocabulary: ``num_index_transfers`` and ``rows_num_bytes`` (tensors of token
-            numbers that came to the host, and bytes of the rows of matrices in host memory that
-            went to the device for them, or for what needs a part or all of one), ``head_num_bytes``
-            (bytes of the slices of the head that went there for the loss).
+            Vocabulary: ``num_index_transfers`` (tensors of token ids that were copied to the host),
+            ``rows_num_bytes`` (bytes of rows of matrices in host memory that were copied to the
+            device, for these tokens or for code that needs a part or all of a matrix),
+            ``head_num_bytes`` (bytes of the slices of the head that were copied for the loss).
 
-            Of adapters: ``num_fused_adapters`` and ``num_unfused_adapters`` (calls of LoRA modules
-            that took ``poros.kernels.lora`` or ``.dora``, and that ran as PEFT has them),
-            ``num_left_out_adapters`` (those in recomputations whose result nobody needed, and which
-            was not computed). ``lora_paths``: which orders of products were taken (see
+            Adapters: ``num_fused_adapters`` and ``num_unfused_adapters`` (calls of LoRA modules
+            that ran ``poros.kernels.lora`` or ``.dora``, and calls that ran PEFT's modules),
+            ``num_left_out_adapters`` (calls in recomputations whose result was not needed and not
+            computed), ``lora_paths`` (the orders of products: see
             ``poros.model.stats.adapter_counts``).
 
-            ``num_replayed_visits`` and ``num_eager_visits``: visits of layers, forwards and
-            backwards, that were replayed from a recording, and that ran although visits are
-            recorded.
+            ``num_replayed_visits`` and ``num_eager_visits``: forwards and backwards of layers that
+            were replayed from a recording, and that ran without one although recording is on.
 
             ``num_groups``: groups of micro-batches that went through the blocks together.
 
             ``attention``: the attention implementation of transformers that the layers call, such
             as ``sdpa`` or ``flash_attention_2``.
 
-            ``fallbacks``: one line each.
+            ``fallbacks``: one line for each thing that ran in another way than usual.
 
         Streams:
             Reads counters on the host, and events; waits for nothing.
@@ -361,16 +360,16 @@ class Runtime:
             + self.offloader.fallbacks
             + self.context.fallbacks
             + rows.fallbacks
-            + [f"adapters ran as PEFT has them: {reason}" for reason in unfused]
+            + [f"adapters ran PEFT's modules: {reason}" for reason in unfused]
             + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]
             + [f"micro-batches ran one after the other: {reason}" for reason in alone],
         }
 
     def __repr__(self) -> str:
-        """Where the blocks are, what has happened, what was checked, in a few lines."""
+        """Describe in a few lines where the blocks are, what happened and what was checked."""
         model, stats, room = self._model(), self.stats(), self.room
         name = "a model that is gone" if model is None else type(model).__name__
-        kept = f", {room.keep_last} layers keep their graph" if room.keep_last else ""
+        kept = f", {room.keep_last} layers are not recomputed" if room.keep_last else ""
         inputs = ", inputs of layers in host memory" if room.offload_inputs else ""
         locked = "page-locked" if stats["pinned_num_bytes"] else "pageable"
         number = self.num_blocks if self.num_slots == 0 else room.num_slots

@@ -209,7 +209,7 @@ def test_compiled_layers_run_peft_s_modules_and_stats_say_so(use_dora: bool, bas
     stats = poros.runtime(model).stats()
     # Of two layers, two projections, in forward and recomputation; the check is not counted.
     assert (stats["num_fused_adapters"], stats["num_unfused_adapters"]) == (0, 2 * 2 * 2 * 2)
-    assert stats["fallbacks"] == ["adapters ran as PEFT has them: compiled layers"]
+    assert stats["fallbacks"] == ["adapters ran PEFT's modules: compiled layers"]
 
 
 def test_adapter_kernels_do_not_make_a_compiled_layer_compile_anew(bases: Bases) -> None:

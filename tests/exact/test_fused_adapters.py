@@ -347,7 +347,7 @@ def test_stats_count_calls_and_say_why_not(kernels: str, bases: Bases) -> None:
     # Forward and recomputation; the check runs PEFT's own.
     counts = stats["num_fused_adapters"], stats["num_unfused_adapters"]
     assert counts == {"fused": (28, 0), "peft": (0, 0), "several adapters": (0, 28)}[kernels]
-    said = ["adapters ran as PEFT has them: several active adapters"]
+    said = ["adapters ran PEFT's modules: several active adapters"]
     assert stats["fallbacks"] == said * (kernels == "several adapters")
 
 

@@ -57,7 +57,8 @@ MULTIMODAL = {
         *("llama4", "llama4_text"),
         {
             **{**_VIT, "image_size": 56, "vision_output_dim": 64, "projector_input_dim": 64},
-            **{"projector_output_dim": 64, "pixel_shuffle_ratio": 0.5},
+            # Four patches side by side are the input of the projector.
+            **{"projector_output_dim": 64, "pixel_shuffle_ratio": 0.5, "intermediate_size": 256},
         },
         {"image_token_index": 505},
     ),

@@ -17,6 +17,7 @@ from poros.errors import UnsupportedModelError
 from poros.gates.kinds import attach
 from poros.gates.multimodal import MULTIMODAL, with_tower
 from poros.kernels.nf4 import double_quantization
+from poros.model.vision import find_towers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -252,6 +253,10 @@ def write_checkpoint(
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.1 * torch.randn(parameter.shape).to(dtype))
+            for tower in find_towers(model).values():
+                for parameter in tower.parameters():
+                    if not parameter.any():  # a projector that begins with zeros hides the images
+                        parameter.add_(0.1 * torch.randn(parameter.shape).to(dtype))
         model.save_pretrained(directory)
 
 

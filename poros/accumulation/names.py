@@ -15,6 +15,12 @@ _MOST_ELEMENTS = 1000
 _ABSENT = object()
 _LOOKED_AT_OTHERWISE = frozenset({"_parameters", "_buffers", "_modules", "training"})
 """Entries of a module's ``__dict__``; the last is set by trainers each step."""
+_HOOKS = frozenset(
+    f"_{kind}_hooks{which}"
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    for which in ("", "_with_kwargs", "_always_called")
+)
+"""Tables of a module's hooks."""
 
 
 class Space(NamedTuple):
@@ -83,7 +89,8 @@ class Names:
 
     Seen are numbers, texts, bools, None, tuples of them, and what is in small containers. Objects
     stay, whatever was there before, and so does a bool that nobody had declared: a note that
-    something was registered has to stay with it.
+    something was registered has to stay with it, and with the note the hooks that it is about
+    (transformers registers some in the first forward that records states of a tower).
 
     Args:
         spaces: The places; see ``attributes`` and ``of_code``.
@@ -120,12 +127,19 @@ class Names:
 
     def put_back(self) -> None:
         """Have the values that were there before the code ran."""
+        notes = {place for place in self._changed if self._is_note(place)}
         for (place, name), (old, new) in self._changed.items():
-            space = self._spaces[place]
-            is_new = old.value is _ABSENT and not hasattr(type(space.owner), name)
-            if old.is_seen and new.is_seen and not (is_new and type(new.value) is bool):
-                old.write(space, name)
+            if (place, name) in notes or (notes and name in _HOOKS):
+                continue
+            if old.is_seen and new.is_seen:
+                old.write(self._spaces[place], name)
         self.keep()
+
+    def _is_note(self, changed: tuple[int, str]) -> bool:
+        """Whether a bool has come that nobody had declared."""
+        (old, new), (place, name) = self._changed[changed], changed
+        owner = type(self._spaces[place].owner)
+        return old.value is _ABSENT and type(new.value) is bool and not hasattr(owner, name)
 
     def keep(self) -> None:
         """Have what code has bound as that to begin from."""

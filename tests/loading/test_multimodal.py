@@ -1,4 +1,8 @@
-"""Checkpoints with a vision tower, as the hub has them: text rows, with and without the tower."""
+"""Checkpoints with a vision tower, as the hub has them: rows of text, with and without the tower.
+
+And rows with images, adapters on the language model or on all of it. What TRL's collator makes of
+image rows is in test_image_rows.py.
+"""
 
 import json
 import warnings
@@ -24,6 +28,7 @@ from poros.merging.merge import merge
 from poros.model.targets import excluded_modules
 from tests.covers import with_slow
 from tests.exact.together import num_groups, own_loss, reasons, same, train
+from tests.loading.images import with_images
 from tests.loading.loaded import tensors
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 from tools.tape import TapeRecorder
@@ -45,6 +50,7 @@ class Family:
     types: dict[str, str] = field(default_factory=dict)
     """What its processor gives for text besides."""
     goes_together: bool = True
+    images_go_together: bool = False
 
 
 TEXT, INNER = "model.language_model.layers", "language_model.model.layers"
@@ -55,6 +61,7 @@ FAMILIES = {
         INNER,
         ("vision_tower.vision_model.", PROJECTOR),
         types={"token_type_ids": "input_ids"},
+        images_go_together=True,
     ),
     "gemma4": Family(
         "gemma4_multimodal",
@@ -66,10 +73,15 @@ FAMILIES = {
     "qwen2_5_vl": Family("qwen2_5_vl", "model.layers", ("visual.",), types=TYPES),
     "qwen3_vl": Family("qwen3_vl", TEXT, ("model.visual.",), types=TYPES),
     "mistral3": Family("mistral3", INNER, ("vision_tower.", PROJECTOR)),
-    "llama4": Family("llama4", INNER, ("vision_model.", PROJECTOR), own_layers=INNER),
+    "llama4": Family(
+        *("llama4", INNER, ("vision_model.", PROJECTOR)),
+        own_layers=INNER,
+        images_go_together=True,
+    ),
+    "qwen3_5": Family("qwen3_5", TEXT, ("model.visual.",), types=TYPES),
 }
 
-FEW = with_slow(FAMILIES, ("qwen2_5_vl", "mistral3", "llama4"))
+FEW = with_slow(FAMILIES, ("qwen2_5_vl", "mistral3", "llama4", "qwen3_5"))
 """With a tower before the model, states that layers share, and a model within another."""
 
 Checkpoints = Callable[[str], Path]
@@ -311,3 +323,102 @@ def test_adapters_on_routers_are_refused(checkpoints: Checkpoints) -> None:
     model = prepare_plain(all_linear(load(checkpoints("llama4")), exclude_modules=["router"]))
     (batch,) = tiny.make_batches(1)
     model(**batch, use_cache=False).loss.backward()
+
+
+# Rows with images.
+
+IMAGES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "2 slots": (False, {"slots": 2}),
+    "kept": (False, {"slots": NUM_LAYERS, "keep_last": 2}),
+    "together": (True, {"slots": 2}),
+}
+
+
+def image_run(name: str, seed: int = 0) -> dict[str, Any]:
+    form = partial(with_images, name, FAMILIES[name].types, seed=seed)
+    return {**RUN, "padded": False, "form": form}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_images_streamed_equal_resident(name: str, checkpoints: Checkpoints) -> None:
+    """Adapters on the language model. Control: with other images the losses are others."""
+    family, path = FAMILIES[name], checkpoints(name)
+    expected = train(resident(path), together=False, **image_run(name))
+    other = train(resident(path), together=False, **image_run(name, seed=1))
+    assert not any(map(same_bits, other[:2], expected[:2]))
+    for together, policy in IMAGES.values():
+        model = prepare_plain(loaded(path, "keep"), **policy)
+        assert same(train(model, together=together, **image_run(name)), expected)
+        assert poros.runtime(model).self_check["status"] == "passed"
+        # Others note something in their first forward, or add states between the layers.
+        assert num_groups(model) == (1 if together and family.images_go_together else 0)
+        assert bool(reasons(model)) == (together and not family.images_go_together)
+
+
+def test_images_recorded_equal_resident(checkpoints: Checkpoints) -> None:
+    """Layers after which the tower's states are added, too."""
+    run: Any = {**image_run("qwen3_vl"), "sizes": (2, 2, 2), "lengths": (12,)}
+    expected = train(resident(checkpoints("qwen3_vl")), together=False, **run)
+    model = loaded(checkpoints("qwen3_vl"), "keep")
+    policy = poros.StreamingPolicy(**AS_PLAIN, slots=2, device="cpu")
+    prepare_with(model, policy, recorder=TapeRecorder())
+    assert same(train(model, together=False, **run), expected)
+    assert poros.runtime(model).context.captures.num_replays > 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_images_with_the_head_in_slices(name: str, checkpoints: Checkpoints) -> None:
+    """And the embedding on the host, into whose rows the images are put."""
+    policy: Any = {"stream_head": True, "stream_embedding": True}
+    results = []
+    for budget in ({"slots": 2}, {"slots": NUM_LAYERS, "keep_last": NUM_LAYERS}):
+        model = poros.prepare(loaded(checkpoints(name), "keep"), **policy, **budget)
+        assert poros.runtime(model).stats()["fallbacks"] == []
+        results.append(train(model, together=False, **image_run(name)))
+    assert same(*results)
+    plain = train(resident(checkpoints(name)), together=False, **image_run(name))
+    torch.testing.assert_close(results[0][0], plain[0], rtol=1e-3, atol=0)
+
+
+def everywhere(base: Model) -> Model:
+    """On language model, projector and tower; no routers."""
+    return all_linear(base, exclude_modules=["router"], lora_dropout=0.05)
+
+
+def with_trained_projector(base: Model) -> Model:
+    """Trained as a whole, beside adapters on the language model; it has no 4-bit matrices."""
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "down_proj"],
+        exclude_modules=excluded_modules(base),
+        modules_to_save=["multi_modal_projector"],
+        init_lora_weights=False,
+    )
+    return get_peft_model(base, config).train()
+
+
+@pytest.mark.parametrize(
+    ("name", "adapt"),
+    [*((name, everywhere) for name in FAMILIES), ("gemma3", with_trained_projector)],
+)
+def test_images_train_what_stays(
+    name: str, adapt: Callable[[Model], Model], checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Projector and tower stay on the device: their gradients come through the first layer."""
+    path = checkpoints(name)
+    models = [adapt(tiny.load_base(path, dtype=torch.bfloat16)), adapt(load(path))]
+    prepare_plain(models[1], slots=2)
+    results = [train(model, together=False, **image_run(name)) for model in models]
+    assert same(*results)
+    before = dict(adapt(load(path)).named_parameters())
+    trained = {key: each for key, each in models[1].named_parameters() if each.requires_grad}
+    beside = [key for key in trained if FAMILIES[name].own_layers not in key]
+    assert beside and len(beside) < len(trained)
+    # SigLIP pools by a head that language models do not read.
+    unmoved = [key for key in beside if same_bits(before[key], trained[key])]
+    assert [key for key in unmoved if ".head." not in key] == []
+    for model, place in zip(models, ("resident", "streamed"), strict=True):
+        model.save_pretrained(tmp_path / place)
+    files = [tmp_path / place / "adapter_model.safetensors" for place in ("resident", "streamed")]
+    assert files[0].read_bytes() == files[1].read_bytes()

@@ -144,7 +144,7 @@ class _Reader:
         method, loss_on = self._recipe.training.method, self._recipe.data.loss_on
         keys = ", ".join(FORMS[form.name])
         if form.name not in METHODS[method]:
-            other = "dpo" if method == "sft" else "sft"
+            other = next(name for name, forms in METHODS.items() if form.name in forms)
             wanted = " or ".join(f"({', '.join(FORMS[name])})" for name in METHODS[method])
             self._note(
                 where,

@@ -4,6 +4,7 @@
     {"prompt": "...", "completion": "..."}
     {"text": "..."}
     {"prompt": "...", "chosen": "...", "rejected": "..."}
+    {"prompt": "...", "completion": "...", "label": true}
 
 A prompt, completion, chosen or rejected is a text, or a list of messages in all rows; a preference
 of messages may do without a prompt: it is what both begin with. Rows of messages may have tools.
@@ -19,10 +20,15 @@ FORMS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "completions": ("prompt", "completion"),
     "preferences": ("prompt", "chosen", "rejected"),
+    "labelled": ("prompt", "completion", "label"),
     "text": ("text",),
 }
 """The keys of each form."""
-METHODS = {"sft": ("messages", "completions", "text"), "dpo": ("preferences",)}
+METHODS = {
+    "sft": ("messages", "completions", "text"),
+    "dpo": ("preferences",),
+    "kto": ("labelled",),
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_KEYS = (
     "role",
@@ -62,6 +68,8 @@ def form_of(row: Mapping[str, Any]) -> Form | str:
     """Return the form of a row, or the problem with its keys."""
     keys = {key for key, value in row.items() if value is not None}
     found = [name for name, wanted in FORMS.items() if set(wanted) <= keys]
+    if "labelled" in found:
+        found.remove("completions")
     if {"chosen", "rejected"} <= keys and "prompt" not in keys:
         found.append("preferences")
     if len(found) > 1:
@@ -73,7 +81,7 @@ def form_of(row: Mapping[str, Any]) -> Form | str:
     if not found:
         return _no_form(keys)
     name = found[0]
-    first = row[FORMS[name][-1]]
+    first = row[FORMS[name][1 if name == "labelled" else -1]]
     return Form(name, is_chat=isinstance(first, list))
 
 
@@ -106,20 +114,31 @@ def problems(row: Mapping[str, Any], form: Form) -> Iterator[str]:
         )
         return
     for key in FORMS[form.name]:
+        if key == "label":
+            yield from _label_problems(row[key])
+            continue
         if key == "prompt" and row.get(key) is None:
             continue  # a preference whose chosen and rejected begin with it
         yield from _value_problems(key, row[key], form)
     label = row.get("label")
-    if label is not None and (form.name in ("completions", "messages") or isinstance(label, bool)):
+    if form.name != "labelled" and (isinstance(label, bool) or (label and form.name == "messages")):
         yield (
             f"label: expected answers to learn from, found one that is labelled "
-            f"{quoted(label, limit=40)}, good or bad; rows for KTO cannot be trained on yet: keep "
-            "the good ones without their label, or write pairs (prompt, chosen, rejected) for --dpo"
+            f"{quoted(label, limit=40)}, good or bad; write rows of prompt, completion and label "
+            "for --method kto"
         )
     if "tools" in row and row["tools"] is not None and not isinstance(row["tools"], str | list):
         yield f"tools: expected a list, found {_type(row['tools'])}; remove it"
     if form.name == "preferences" and row["chosen"] == row["rejected"]:
         yield "chosen, rejected: expected two answers that differ, found the same; remove the row"
+
+
+def _label_problems(label: Any) -> Iterator[str]:
+    if not isinstance(label, bool):
+        yield (
+            f"label: expected true for a good answer or false for a bad one, found "
+            f"{quoted(label, limit=40)}; write one of them, for --method kto"
+        )
 
 
 def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:

@@ -38,7 +38,8 @@ class Tokens:
 
     Attributes:
         columns: For SFT ``input_ids`` and ``labels``, for DPO ``prompt_ids``, ``chosen_ids`` and
-            ``rejected_ids``; each a list of rows.
+            ``rejected_ids``, for KTO ``prompt_ids``, ``completion_ids`` and ``label``, of one
+            number; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
         numbers: Of the rows of data that they were made of.
         num_tokens: Of all rows, without padding.
@@ -129,7 +130,8 @@ def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -
             and what to do.
     """
     work = _Work(tokenizer, recipe, rows.form)
-    make = work.pair if rows.form.name == "preferences" else work.example
+    makers = {"preferences": work.pair, "labelled": work.labelled}
+    make = makers.get(rows.form.name, work.example)
     tokens, wrong = Tokens(), []
     for number, row in enumerate(rows.rows):
         try:
@@ -148,9 +150,10 @@ def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -
     if wrong:
         raise DataFormatError("\n".join(wrong))
     if not tokens.lengths:
+        most = recipe.training.max_length
         raise DataFormatError(
-            f"{rows.place(0)}: expected rows with tokens to learn within {recipe.data.max_length}, "
-            f"found none in {len(rows.rows)}; raise data.max_length (--max-length)"
+            f"{rows.place(0)}: expected rows with tokens to learn within {most}, found none in "
+            f"{len(rows.rows)}; raise training.max_length (--max-length)"
         )
     return tokens
 
@@ -161,7 +164,7 @@ class _Work:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe, form: Form) -> None:
         self._tokenizer = tokenizer
         self._form = form
-        self._most = recipe.data.max_length
+        self._most = recipe.training.max_length
         loss_on = recipe.data.loss_on
         if loss_on == "auto":
             loss_on = {"messages": "assistant", "completions": "completion"}.get(form.name, "all")
@@ -217,6 +220,19 @@ class _Work:
         }
         num_tokens = len(chosen) + len(rejected)
         tokens.add(found, min(length, self._most), num_tokens, num_tokens - 2 * start)
+
+    def labelled(self, tokens: Tokens, row: dict[str, Any]) -> None:
+        """Tokenize a row of KTO."""
+        prompt, whole = self._prompt_and_whole(row, "completion")
+        start = _common_length(prompt, whole)
+        tokens.num_cut += len(whole) > self._most
+        whole = whole[: self._most]
+        if start >= len(whole):
+            tokens.num_dropped += 1
+            return
+        found = {"prompt_ids": whole[:start], "completion_ids": whole[start:]}
+        found["label"] = [int(row["label"])]
+        tokens.add(found, len(whole), len(whole), len(whole) - start)
 
     def _prompt_and_whole(self, row: dict[str, Any], answer: str) -> tuple[list[int], list[int]]:
         """Tokenize the prompt alone, and with the answer."""

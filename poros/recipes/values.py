@@ -1,11 +1,16 @@
-"""The kinds of values that a recipe holds: each parses a text and describes what it expects."""
+"""Kinds of values: each parses what was written, and describes what it expects.
 
+What was written is a text, or a list or a mapping of such: no type that YAML has guessed.
+"""
+
+import enum
 import math
 import re
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 from poros.config import LEAST_BUDGET, parse_num_bytes
 from poros.errors import PolicyError, quoted
@@ -15,7 +20,7 @@ FALSE = ("false", "no", "off")
 
 
 class UnexpectedValueError(ValueError):
-    """A text is not what a kind expects; the message describes what it expects."""
+    """A value is not what a kind expects; the message describes what it expects."""
 
 
 @dataclass(frozen=True)
@@ -24,39 +29,52 @@ class Kind:
 
     Args:
         expects: In words, for people: "a number above 0".
-        read: From a text; raises ``ValueError`` if it is none of these.
-        takes_list: Whether it is given as a list of texts too.
+        read: From what was written; raises ``ValueError`` or ``TypeError`` if it is none of these.
+        takes_list: Whether it may be a list or a mapping.
     """
 
     expects: str
-    read: Callable[[str], Any]
+    read: Callable[[Any], Any]
     takes_list: bool = False
 
-    def of(self, text: str) -> Any:
-        """The value that ``text`` stands for.
+    def of(self, written: Any) -> Any:
+        """The value of a text, a list or a mapping.
 
         Raises:
-            UnexpectedValueError: If it stands for none.
+            UnexpectedValueError: If there is none.
         """
         try:
-            return self.read(text)
+            if isinstance(written, str) or (written and self.takes_list):
+                return self.read(written)
         except UnexpectedValueError:
             raise
-        except (ValueError, OverflowError, RuntimeError, PolicyError):
-            raise UnexpectedValueError(f"expected {self.expects}, found {quoted(text)}") from None
+        except (ValueError, TypeError, OverflowError, RuntimeError, PolicyError):
+            pass
+        raise UnexpectedValueError(f"expected {self.expects}, found {described(written)}")
 
 
-def whole(least: int = 1, most: int = 2**31 - 1) -> Kind:
-    """Make a kind of whole numbers within bounds; it reads ``1_000`` and ``1e3``."""
+def described(written: Any) -> str:
+    """What was written, for a message."""
+    if isinstance(written, list):
+        return "a list" if written else "an empty list"
+    if isinstance(written, dict):
+        return "a mapping"
+    return "nothing" if written is None else quoted(written, limit=60)
 
-    def read(text: str) -> int:
+
+def whole(least: int = 1, most: int = 2**31 - 1, *others: str) -> Kind:
+    """Make a kind of whole numbers within bounds, or some names; it reads ``1_000`` and ``1e3``."""
+
+    def read(text: str) -> int | str:
+        if text in others:
+            return text
         number = float(text) if re.fullmatch(r"[0-9.]+[eE][+]?[0-9]+", text) else int(text)
         if number != int(number) or not least <= number <= most:
             raise ValueError
         return int(number)
 
     upper = f" to {most}" if most < 2**31 - 1 else " or more"
-    return Kind(f"a whole number, {least}{upper}", read)
+    return Kind(" or ".join((f"a whole number, {least}{upper}", *others)), read)
 
 
 def real(least: float, most: float = math.inf, *, is_above: bool = False) -> Kind:
@@ -126,13 +144,19 @@ def _text(text: str) -> str:
 def words(*alone: str) -> Kind:
     """A name that stands alone, or a list of names."""
 
-    def read(text: str) -> str:
-        if not re.fullmatch(r"[A-Za-z_][\w.-]*", text):
-            raise ValueError
-        return text
+    def read(written: str | list[str]) -> str | tuple[str, ...]:
+        if isinstance(written, str):
+            if not re.fullmatch(r"[A-Za-z_][\w.-]*", written):
+                raise ValueError
+            return written
+        return tuple(read(each) for each in written if isinstance(each, str) or _fail())  # type: ignore[misc]
 
     hint = f"{', '.join(alone)} or " if alone else ""
     return Kind(f"{hint}a list of names of modules such as [q_proj, v_proj]", read, takes_list=True)
+
+
+def _fail() -> bool:
+    raise ValueError
 
 
 def share_or_source() -> Kind:
@@ -148,3 +172,89 @@ def share_or_source() -> Kind:
         return number
 
     return Kind("a share of the rows from 0 up to 0.5, or a file of rows", read)
+
+
+def kind_of(hint: Any, choices: Iterable[str] = ()) -> Kind:
+    """The kind of a field, from its type hint: numbers are finite and not negative.
+
+    Args:
+        hint: ``bool``, ``int``, ``float``, ``str``, an ``Enum``, ``Literal``, ``list``, ``dict``,
+            or a union of them; a text beside an ``Enum`` is one of its values.
+        choices: The only values there are, if the field's metadata lists them.
+    """
+    members = _members(hint)
+    if choices:
+        members = [Literal[tuple(choices)]]
+    elif any(_is_enum(each) or (get_origin(each) or each) is dict for each in members):
+        members = [each for each in members if each is not str]  # one of its values, or JSON
+    readers = [_member_kind(each) for each in sorted(members, key=_rank)]
+
+    def read(written: Any) -> Any:
+        for each in readers:
+            try:
+                return each.of(written)
+            except UnexpectedValueError:
+                continue
+        raise ValueError
+
+    expects = " or ".join(dict.fromkeys(each.expects for each in readers))
+    return Kind(expects, read, any(each.takes_list for each in readers))
+
+
+def _members(hint: Any) -> list[Any]:
+    if get_origin(hint) in (Union, types.UnionType):
+        return [each for part in get_args(hint) for each in _members(part)]
+    return [] if hint is type(None) else [hint]
+
+
+def _is_enum(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, enum.Enum)
+
+
+def _rank(member: Any) -> int:
+    """Order in which kinds are tried: a text may be anything."""
+    return 2 if member is str else 1 if get_origin(member) is list else 0
+
+
+def _member_kind(member: Any) -> Kind:
+    origin = get_origin(member) or member
+    if origin is Literal:
+        names = [str(each).lower() if isinstance(each, bool) else each for each in get_args(member)]
+        return choice(*names) if names != ["false"] else switch()
+    if origin is list:
+        item = kind_of(get_args(member)[0])
+
+        def read(written: Any) -> list[Any]:
+            return [item.of(each) for each in (written if isinstance(written, list) else [written])]
+
+        return Kind(f"a list of {item.expects}", read, takes_list=True)
+    if origin is dict:
+        return Kind("a mapping such as {name: value}", _mapping, takes_list=True)
+    if _is_enum(origin):
+        return choice(*(str(each.value) for each in origin))
+    simple = {bool: switch(), int: whole(0), float: real(0), str: text()}
+    return simple.get(origin, Kind("nothing", lambda written: _fail()))
+
+
+def _mapping(written: Any) -> dict[str, Any]:
+    if not isinstance(written, dict):
+        raise ValueError
+    return {name: _plain(each) for name, each in written.items()}
+
+
+def _plain(written: Any) -> Any:
+    """A value of no particular kind."""
+    if isinstance(written, list):
+        return [_plain(each) for each in written]
+    if isinstance(written, dict):
+        return _mapping(written)
+    if written is None or written.lower() in ("null", "none"):
+        return None
+    if written.lower() in TRUE + FALSE:
+        return written.lower() in TRUE
+    for number in (int, float):
+        try:
+            return number(written)
+        except ValueError:
+            pass
+    return written

@@ -25,7 +25,7 @@ UNMARKED = NAMED["chatml"].text.replace("{%- generation %}", "").replace("{%- en
 
 
 def made(model: Path, data: Path, form: str, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
-    said = {"data__chat_template": "chatml", "data__pad_to": 16, **said}
+    said = {"data__chat_template": "chatml", "training__pad_to_multiple_of": 16, **said}
     if form == "preferences":
         said["training__method"] = "dpo"
     recipe = recipe_of(model__source=model, data__source=data / f"{form}.jsonl", **said)
@@ -50,7 +50,7 @@ def base(model: Path) -> Any:
 @pytest.mark.parametrize("packing", [False, True])
 def test_padding_is_never_learnt(packing: bool, model: Path, data: Path, base: Any) -> None:
     """The padding token is the end of text, which is learnt where a document ends with it."""
-    said: dict[str, Any] = {"data__packing": packing, "data__max_length": 80}
+    said: dict[str, Any] = {"training__packing": packing, "training__max_length": 80}
     recipe, _, tokenizer, tokens = made(
         model, data, "completions", data__chat_template="model", **said
     )
@@ -74,7 +74,7 @@ def test_padding_is_never_learnt(packing: bool, model: Path, data: Path, base: A
 
 def test_what_padding_is_made_of_changes_no_loss(model: Path, data: Path, base: Any) -> None:
     """And the control: with labels on padding, which the published system had, it does."""
-    recipe, _, tokenizer, tokens = made(model, data, "text", data__packing=False)
+    recipe, _, tokenizer, tokens = made(model, data, "text", training__packing=False)
     losses, contaminated = [], []
     for pad in (tokenizer.pad_token_id, 17):
         batch = _collator(recipe, base, pad, 0)(list(tokens.dataset().select(range(4))))
@@ -182,12 +182,12 @@ def test_rows_without_anything_to_learn_are_left_out_and_counted(
     content[1]["prompt"] = "the slot " * 40
     content[2]["completion"] = "the slot " * 40
     write_rows(tmp_path / "completions.jsonl", content)
-    _, _, _, tokens = made(model, tmp_path, "completions", data__max_length=32)
+    _, _, _, tokens = made(model, tmp_path, "completions", training__max_length=32)
     assert (len(tokens.lengths), tokens.num_cut, tokens.num_dropped) == (3, 2, 1)
     assert max(tokens.lengths) == 32
     with pytest.raises(DataFormatError, match="--max-length"):
         write_rows(tmp_path / "completions.jsonl", content[1:2])
-        made(model, tmp_path, "completions", data__max_length=32)
+        made(model, tmp_path, "completions", training__max_length=32)
 
 
 def test_a_template_that_the_tokenizer_has_no_tokens_for(model: Path, data: Path) -> None:

@@ -19,9 +19,9 @@ from tests.support import AS_PLAIN
 COMMON = {
     **SHORT,
     "data__chat_template": "chatml",
-    "training__accumulation": 2,
+    "training__gradient_accumulation_steps": 2,
     "training__learning_rate": 1e-3,
-    "training__steps": 3,
+    "training__max_steps": 3,
 }
 
 
@@ -48,7 +48,7 @@ def test_streamed_equals_plain(
     form = "preferences" if kind == "dpo" else "messages"
     more: dict[str, Any] = {"training__method": "dpo"} if kind == "dpo" else {}
     if kind != "dpo":
-        more["data__packing"] = more["training__bf16"] = kind == "packed"
+        more["training__packing"] = more["training__bf16"] = kind == "packed"
     source = {"model__source": model, "data__source": data / f"{form}.jsonl"}
     found = []
     for name, make in (("plain", plain), ("streamed", streamed)):

@@ -39,11 +39,11 @@ def options_for(model: Path, data: Path, out: Path) -> dict[str, Any]:
         "model__source": model,
         "data__source": data / "completions.jsonl",
         **SHORT,
-        "training__steps": NUM_STEPS,
-        "training__accumulation": 2,
-        "training__optimizer": "schedule_free_adamw",
+        "training__max_steps": NUM_STEPS,
+        "training__gradient_accumulation_steps": 2,
+        "training__optim": "schedule_free_adamw",
         "memory__slots": 2,
-        "output__save_every": SAVE_EVERY,
+        "training__save_steps": SAVE_EVERY,
         "output__folder": out,
     }
 
@@ -151,7 +151,7 @@ def test_what_may_change_between_and_what_may_not(
     folder = Path(options["output__folder"])
     for change, what in (
         ({"training__learning_rate": 1e-3}, "training.learning_rate: 0.0002 then, 0.001 now"),
-        ({"adapter__rank": 8, "training__seed": 1}, "adapter.rank: 4 then, 8 now"),
+        ({"adapter__r": 8, "training__seed": 1}, "adapter.r: 4 then, 8 now"),
     ):
         with pytest.raises(RunFolderError, match="give another folder") as caught:
             run(recipe_of(**{**options, **change}))
@@ -216,8 +216,8 @@ def begun(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     options = options_for(model, data, folder / "run") | {
         "data__source": data / "messages.jsonl",
         "data__chat_template": folder / "own.jinja",
-        "training__steps": 4,
-        "training__accumulation": 1,
+        "training__max_steps": 4,
+        "training__gradient_accumulation_steps": 1,
     }
     recipe = recipe_of(**options)
     with pytest.MonkeyPatch.context() as patch:

@@ -296,12 +296,13 @@ def lock_run_dir(
         if run.adapter.exists():
             with writing(run.adapter):
                 run.adapter.rename(run.path / f"{_ADAPTER}-{run.step}")
-        if (run.path / _RUN).exists():
-            began = _read(run.path)
-        else:
-            began = {"format": _FORMAT, "digests": dict(digests)}
-            began["versions"] = {**library_versions(), **machine}
-        write_json(run.path / _RUN, began | {"recipe": recipe.as_dict()})
+        asked = recipe.as_dict()
+        if not (run.path / _RUN).exists():
+            versions = {**library_versions(), **machine}
+            began = {"format": _FORMAT, "digests": dict(digests), "versions": versions}
+            write_json(run.path / _RUN, began | {"recipe": asked})
+        elif _is_longer(_flat(_read(run.path)["recipe"]), _flat(asked)):
+            write_json(run.path / _RUN, _read(run.path) | {"recipe": asked})
         write_text(run.path / _RECIPE, recipe.as_yaml())
         for checkpoint, why in run.damaged:
             aside = set_aside(checkpoint).name

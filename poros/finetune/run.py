@@ -143,9 +143,10 @@ def finetune(
         return None
     with lock_run_dir(original, made_of, machine(device), run) as run:
         model = _model(recipe, device, run)
-        trainer = make_trainer(
-            recipe, arguments, model, tokenizer, train, validation, row_length=row_length
-        )
+        with _quiet_datasets():
+            trainer = make_trainer(
+                recipe, arguments, model, tokenizer, train, validation, row_length=row_length
+            )
         return _train(recipe, run, console, trainer, tokenizer, size.num_steps)
 
 

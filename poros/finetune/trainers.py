@@ -116,7 +116,7 @@ class Dpo(_Own, BlockMajorMixin, DPOTrainer):
 class Kto(_Own, BlockMajorMixin, KTOTrainer):
     """TRL's trainer of answers that are good or bad; its reference is that of ``Dpo``."""
 
-    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_dataset(self, dataset: Any, tokenizer: Any, args: Any, name: str) -> Any:
         """As TRL's own of rows that are tokens: an answer for the KL term beside each row."""
 
         def finish(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -126,8 +126,7 @@ class Kto(_Own, BlockMajorMixin, KTOTrainer):
                 rows["KL_completion_ids"] = answers[-1:] + answers[:-1]
             return rows
 
-        size = self.args.per_device_train_batch_size
-        return dataset.map(finish, batched=True, batch_size=size)
+        return dataset.map(finish, batched=True, batch_size=args.per_device_train_batch_size)
 
 
 class _NoModel(nn.Module):

@@ -206,6 +206,13 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             "expected at least 2 with kto, whose KL term pairs rows of a micro-batch, found 1; "
             "remove it, or set training.loss_type to apo_zero_unpaired",
         )
+    is_orthogonal = recipe.adapter.more.get("init_lora_weights") == "orthogonal"
+    if is_orthogonal and recipe.model.quantization != "none":
+        draft.problem(
+            "adapter.init_lora_weights",
+            "expected gaussian, true or false with a base in 4 bit, found orthogonal, which has to "
+            "read its weights; choose another, or set model.quantization to none (--quantization)",
+        )
     for name in ("eval_steps", "eval_strategy", "eval_on_start", "load_best_model_at_end"):
         is_asked = given.get(f"training.{name}") not in (None, False, "no")
         if is_asked and not recipe.data.validation:

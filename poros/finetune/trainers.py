@@ -369,6 +369,8 @@ def fit_accumulation(
     given, chosen = training.gradient_accumulation_steps, before
     if given != "auto":
         chosen = int(given)
+    elif chosen is None and training.max_steps is not None:
+        chosen = MOST_ACCUMULATED
     elif chosen is None:
         tried = range(MOST_ACCUMULATED, 1, -1)
         enough = (each for each in tried if num_steps(num_rows, recipe, each) >= FEWEST_UPDATES)

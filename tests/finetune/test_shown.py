@@ -1,6 +1,7 @@
 """What is shown: the summary before a run, the progress while it trains, the recipes."""
 
 import io
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -190,6 +191,57 @@ def test_the_steps_that_are_announced_are_those_that_are_trained(
             )
         )
         assert f" {len(found.losses)} steps of {8 * batch} rows" in found.said
+
+
+UPDATES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "as many as wanted": ({}, 400, ("50 steps of 8 rows",)),
+    "accumulating less": ({}, 160, ("54 steps of 3 rows", "3 instead of 8, for 54 updates")),
+    "as many as there are": ({}, 12, ("12 steps of 1 rows", "1 instead of 8, for 12 updates")),
+    "one": ({}, 1, ("1 steps of 1 rows", "for 1 updates")),
+    "asked for": (
+        {"gradient_accumulation_steps": 8},
+        80,
+        ("10 steps of 8 rows", "few updates of the adapter: 10 in all", "--accumulation"),
+    ),
+    "steps asked for": ({"max_steps": 5}, 80, ("5 steps of 8 rows",)),
+    "warming up": (
+        {"warmup_steps": 20},
+        12,
+        ("all 12 steps are within the warm-up of 20", "--warmup"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UPDATES)
+def test_enough_updates(case: str, dry: Callable[..., str], tmp_path: Path) -> None:
+    said, number, wanted = UPDATES[case]
+    options = {f"training__{name}": value for name, value in said.items()}
+    source = write_rows(tmp_path / "rows.jsonl", "text", number)
+    found = dry(data__source=source, training__packing=False, **options)
+    assert [each for each in wanted if each not in found] == [], found
+    is_noted = len(wanted) > 1
+    assert ("updates of the adapter" in found or "warm-up" in found) == is_noted
+
+
+def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
+    """Its warm-up would have been all of it, at a rate of 0."""
+    rates = {}
+    for number in (1, 60):
+        recipe = recipe_of(
+            model__source=model,
+            data__source=write_rows(tmp_path / f"{number}.jsonl", "text", number),
+            training__max_length=64,
+            training__packing=False,
+            training__gradient_accumulation_steps=1,
+            memory__slots=2,
+            output__folder=tmp_path / str(number),
+        )
+        run(recipe)
+        lines = (tmp_path / str(number) / "events.jsonl").read_text().splitlines()
+        logged = [event for each in lines if (event := json.loads(each))["event"] == "log"]
+        rates[number] = [each["learning_rate"] for each in logged]
+    assert rates[1] == [2e-4]
+    assert rates[60][0] == 0.0 and rates[60].count(0.0) == 1  # two steps of 60 warm up
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str]) -> None:

@@ -16,6 +16,10 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft, packed": ("messages", {"training__packing": True, "training__bf16": True}),
     "sft, padded": ("messages", {"training__packing": False, "training__max_steps": 3}),
     "dpo": ("preferences", {"training__method": "dpo", "training__bf16": True}),
+    "kto": (
+        "labelled",
+        {"training__method": "kto", "training__bf16": True, "training__max_steps": 3},
+    ),
     "dora": (
         "completions",
         {"adapter__use_dora": True, "training__max_steps": 3, "training__bf16": True},

@@ -49,8 +49,9 @@ def rows(form: str, count: int = 200) -> list[dict[str, Any]]:
             if number % 3 == 0:
                 turns += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "its"}]
             made.append({"messages": turns})
-        elif form == "completions":
-            made.append({"prompt": question + " ", "completion": answer})
+        elif form in ("completions", "labelled"):
+            label = {"label": number % 3 > 0} if form == "labelled" else {}
+            made.append({"prompt": question + " ", "completion": answer, **label})
         elif form == "text":
             made.append({"text": answer})
         else:

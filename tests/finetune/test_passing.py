@@ -14,7 +14,7 @@ from poros.errors import RecipeError
 from poros.recipes import passing
 from poros.recipes.recipe import METHODS, settings
 from tests.covers import with_slow
-from tests.finetune.subjects import SHORT, Trained, recipe_of, rows, run, write_model, write_rows
+from tests.finetune.subjects import SHORT, Trained, recipe_of, run, write_model, write_rows
 
 COMMON: dict[str, Any] = {
     **SHORT,
@@ -73,14 +73,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "rank-stabilized DoRA": {"use_dora": True, "use_rslora": True},
 }
 SLOW_ADAPTERS = ("bias of B", "a start that is not the base", "but some modules", "some layers")
-
-
-@pytest.fixture(scope="module")
-def data(data: Path) -> Path:
-    """Rows of every form, those of KTO included."""
-    labelled = [{**row, "label": number % 3 > 0} for number, row in enumerate(rows("completions"))]
-    write_rows(data / "labelled.jsonl", labelled)
-    return data
 
 
 def trained(model: Path, data: Path, out: Path, form: str = "text", **more: Any) -> Trained:

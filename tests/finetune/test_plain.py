@@ -41,13 +41,15 @@ def streamed(recipe: Recipe, device: torch.device, run: object = None) -> Any:
     return poros.prepare(get_peft_model(base, adapter_config(recipe)), slots=2, **AS_PLAIN)
 
 
-@pytest.mark.parametrize("kind", with_slow(("packed", "padded", "dpo"), ("padded",)))
+@pytest.mark.parametrize("kind", with_slow(("packed", "padded", "dpo", "kto"), ("padded",)))
 def test_streamed_equals_plain(
     kind: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = "preferences" if kind == "dpo" else "messages"
-    more: dict[str, Any] = {"training__method": "dpo"} if kind == "dpo" else {}
-    if kind != "dpo":
+    form = {"dpo": "preferences", "kto": "labelled"}.get(kind, "messages")
+    more: dict[str, Any] = {}
+    if kind in ("dpo", "kto"):
+        more["training__method"] = kind
+    else:
         more["training__packing"] = more["training__bf16"] = kind == "packed"
     source = {"model__source": model, "data__source": data / f"{form}.jsonl"}
     found = []

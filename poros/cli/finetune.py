@@ -16,7 +16,7 @@ from poros.cli.shared import (
 )
 from poros.errors import quoted
 from poros.recipes.recipe import Recipe, settings
-from poros.recipes.values import FALSE, TRUE
+from poros.recipes.values import TRUTH
 
 _RECIPES = (".yaml", ".yml")
 ADAPTERS = ("lora", "dora", "rslora")
@@ -129,7 +129,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             continue
         names: str = setting.flag
         kind: Any = str | None
-        if setting.kind is not None and setting.kind.expects.split()[0] in TRUE + FALSE:
+        if setting.kind is not None and setting.kind.expects.split()[0] in TRUTH:
             names, kind = f"{setting.flag}/--no-{setting.flag[2:]}", bool | None
         shown = "" if setting.default in (None, False) else str(setting.default)
         section = key.split(".")[0]

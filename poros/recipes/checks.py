@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from poros.errors import MissingPackageError, quoted, reason_of
 from poros.io.writing import why_not_writable
@@ -13,7 +14,7 @@ from poros.recipes.recipe import Recipe, settings
 TEMPLATES = ("chatml", "llama3")
 """Chat templates of our own, by name."""
 DATA_SUFFIXES = (".jsonl", ".parquet")
-_OF_METHOD = {
+_OF_METHOD: dict[str, dict[str, Any]] = {
     # Preferences want smaller steps than examples.
     "dpo": {"learning_rate": 2e-5},
     # Its KL term pairs each prompt of a micro-batch with another one's answer.

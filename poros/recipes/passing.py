@@ -165,8 +165,7 @@ def _particular(name: str, method: str) -> Kind | None:
         from transformers.training_args import OptimizerNames
 
         known = [str(each.value) for each in OptimizerNames]
-        why = {each: _why_no_optimizer(each) for each in [*known, "flora"]}
-        bad = {each: text for each, text in why.items() if text is not None}
+        bad = {each: why for each in [*known, "flora"] if (why := _why_no_optimizer(each))}
         return choice(*(each for each in known if each not in bad), refused=bad)
     if name == "init_lora_weights":
         why = (

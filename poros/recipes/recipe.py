@@ -73,10 +73,7 @@ class ModelPart:
         None, text(), "--store", "Folder that keeps the quantized base for the next run."
     )
     host_budget: str | None = _setting(
-        None,
-        size(),
-        "--host-budget",
-        "Host memory for the base; the rest stays in the store.",
+        None, size(), "--host-budget", "Host memory for the base; the rest stays in the store."
     )
 
 

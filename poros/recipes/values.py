@@ -15,8 +15,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from poros.config import LEAST_BUDGET, parse_num_bytes
 from poros.errors import PolicyError, quoted
 
-TRUE = ("true", "yes", "on")
-FALSE = ("false", "no", "off")
+TRUTH = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+}
 
 
 class UnexpectedValueError(ValueError):
@@ -29,7 +31,7 @@ class Kind:
 
     Args:
         expects: In words, for people: "a number above 0".
-        read: From what was written; raises ``ValueError`` or ``TypeError`` if it is none of these.
+        read: From what was written; raises ``ValueError`` if it is none of these.
         takes_list: Whether it may be a list or a mapping.
     """
 
@@ -48,7 +50,7 @@ class Kind:
                 return self.read(written)
         except UnexpectedValueError:
             raise
-        except (ValueError, TypeError, OverflowError, RuntimeError, PolicyError):
+        except (ValueError, OverflowError, RuntimeError, PolicyError):
             pass
         raise UnexpectedValueError(f"expected {self.expects}, found {described(written)}")
 
@@ -110,13 +112,15 @@ def switch(*others: str) -> Kind:
     """Yes or no, or one of some names."""
 
     def read(text: str) -> bool | str:
-        if text.lower() in TRUE + FALSE:
-            return text.lower() in TRUE
-        if text not in others:
-            raise ValueError
-        return text
+        return text if text in others else _in(TRUTH, text.lower())
 
     return Kind(" or ".join(("true or false", *others)), read)
+
+
+def _in(values: Mapping[str, Any], name: str) -> Any:
+    if name not in values:
+        raise ValueError
+    return values[name]
 
 
 def size() -> Kind:
@@ -144,19 +148,14 @@ def _text(text: str) -> str:
 def words(*alone: str) -> Kind:
     """A name that stands alone, or a list of names."""
 
-    def read(written: str | list[str]) -> str | tuple[str, ...]:
-        if isinstance(written, str):
-            if not re.fullmatch(r"[A-Za-z_][\w.-]*", written):
-                raise ValueError
-            return written
-        return tuple(read(each) for each in written if isinstance(each, str) or _fail())  # type: ignore[misc]
+    def read(written: Any) -> str | tuple[str, ...]:
+        names = written if isinstance(written, list) else [written]
+        if not all(re.fullmatch(r"[A-Za-z_][\w.-]*", str(each)) for each in names):
+            raise ValueError
+        return tuple(names) if isinstance(written, list) else str(written)
 
     hint = f"{', '.join(alone)} or " if alone else ""
     return Kind(f"{hint}a list of names of modules such as [q_proj, v_proj]", read, takes_list=True)
-
-
-def _fail() -> bool:
-    raise ValueError
 
 
 def share_or_source() -> Kind:
@@ -179,61 +178,52 @@ def kind_of(hint: Any, choices: Iterable[str] = ()) -> Kind:
 
     Args:
         hint: ``bool``, ``int``, ``float``, ``str``, an ``Enum``, ``Literal``, ``list``, ``dict``,
-            or a union of them; a text beside an ``Enum`` is one of its values.
+            or a union of them.
         choices: The only values there are, if the field's metadata lists them.
     """
-    members = _members(hint)
-    if choices:
-        members = [Literal[tuple(choices)]]
-    elif any(_is_enum(each) or (get_origin(each) or each) is dict for each in members):
-        members = [each for each in members if each is not str]  # one of its values, or JSON
-    readers = [_member_kind(each) for each in sorted(members, key=_rank)]
+    members = [Literal[tuple(choices)]] if choices else _members(hint)
+    kinds = [_member_kind(each) for each in members]
 
     def read(written: Any) -> Any:
-        for each in readers:
+        for each in kinds:
             try:
                 return each.of(written)
             except UnexpectedValueError:
                 continue
         raise ValueError
 
-    expects = " or ".join(dict.fromkeys(each.expects for each in readers))
-    return Kind(expects, read, any(each.takes_list for each in readers))
+    expects = " or ".join(dict.fromkeys(each.expects for each in kinds))
+    return Kind(expects, read, any(each.takes_list for each in kinds))
 
 
 def _members(hint: Any) -> list[Any]:
-    if get_origin(hint) in (Union, types.UnionType):
-        return [each for part in get_args(hint) for each in _members(part)]
-    return [] if hint is type(None) else [hint]
-
-
-def _is_enum(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, enum.Enum)
-
-
-def _rank(member: Any) -> int:
-    """Order in which kinds are tried: a text may be anything."""
-    return 2 if member is str else 1 if get_origin(member) is list else 0
+    """List the types of a hint in the order in which they are tried: a text may be anything."""
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    every = [each for each in (get_args(hint) if is_union else (hint,)) if each is not type(None)]
+    if any(isinstance(each, enum.EnumType) or (get_origin(each) or each) is dict for each in every):
+        return [each for each in every if each is not str]  # one of its values, or JSON
+    return sorted(every, key=lambda each: (each is str, get_origin(each) is list))
 
 
 def _member_kind(member: Any) -> Kind:
     origin = get_origin(member) or member
-    if origin is Literal:
-        names = [str(each).lower() if isinstance(each, bool) else each for each in get_args(member)]
-        return choice(*names) if names != ["false"] else switch()
+    if origin is Literal and get_args(member) != (False,):
+        return choice(*get_args(member))
+    if isinstance(origin, enum.EnumType):
+        return choice(*(str(each.value) for each in origin))
     if origin is list:
-        item = kind_of(get_args(member)[0])
+        item = kind_of(*get_args(member))
 
         def read(written: Any) -> list[Any]:
             return [item.of(each) for each in (written if isinstance(written, list) else [written])]
 
         return Kind(f"a list of {item.expects}", read, takes_list=True)
-    if origin is dict:
-        return Kind("a mapping such as {name: value}", _mapping, takes_list=True)
-    if _is_enum(origin):
-        return choice(*(str(each.value) for each in origin))
-    simple = {bool: switch(), int: whole(0), float: real(0), str: text()}
-    return simple.get(origin, Kind("nothing", lambda written: _fail()))
+    kinds = {
+        **{bool: switch(), Literal: switch(), int: whole(0), float: real(0), str: text()},
+        dict: Kind("a mapping such as {name: value}", _mapping, takes_list=True),
+    }
+    nothing: dict[str, Any] = {}
+    return kinds.get(origin, Kind("nothing", lambda written: _in(nothing, written)))
 
 
 def _mapping(written: Any) -> dict[str, Any]:
@@ -246,15 +236,11 @@ def _plain(written: Any) -> Any:
     """A value of no particular kind."""
     if isinstance(written, list):
         return [_plain(each) for each in written]
-    if isinstance(written, dict):
-        return _mapping(written)
-    if written is None or written.lower() in ("null", "none"):
-        return None
-    if written.lower() in TRUE + FALSE:
-        return written.lower() in TRUE
-    for number in (int, float):
+    if not isinstance(written, str):
+        return written and _mapping(written)
+    for kind in (switch(), whole(-(2**31)), real(-math.inf)):
         try:
-            return number(written)
-        except ValueError:
-            pass
+            return kind.of(written)
+        except UnexpectedValueError:
+            continue
     return written

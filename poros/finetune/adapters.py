@@ -9,7 +9,7 @@ from torch import nn
 from poros.errors import RecipeError, quoted
 from poros.loaders.settings import configuration, describe_error
 from poros.loaders.source import find_config
-from poros.model.targets import excluded_modules
+from poros.model.targets import excluded_modules, with_own
 from poros.planning.meta_model import meta_model, with_adapters
 from poros.recipes.recipe import Recipe
 
@@ -18,23 +18,26 @@ if TYPE_CHECKING:
 
 
 def adapter_config(recipe: Recipe) -> "PeftConfig":
-    """Build a recipe's adapter configuration: on the language model alone."""
+    """Build a recipe's adapter configuration: on the language model alone.
+
+    Raises:
+        RecipeError: If PEFT refuses settings together.
+    """
     from peft import LoraConfig
 
-    adapter = recipe.adapter
-    targets = adapter.target_modules
+    fields = recipe.as_dict()["adapter"] | {"lora_alpha": recipe.alpha, "task_type": "CAUSAL_LM"}
+    del fields["dtype"]
+    targets = fields["target_modules"]
     if isinstance(targets, str) and targets != "all-linear":
-        targets = (targets,)  # PEFT takes a text for a pattern of whole names
-    return LoraConfig(
-        r=adapter.rank,
-        lora_alpha=recipe.alpha,
-        lora_dropout=adapter.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        use_dora=adapter.kind == "dora",
-        use_rslora=adapter.kind == "rslora",
-        task_type="CAUSAL_LM",
-        exclude_modules=_excluded(recipe.model.source),
-    )
+        fields["target_modules"] = [targets]  # PEFT takes a text for a pattern of whole names
+    fields["exclude_modules"] = _excluded(recipe.model.source, fields.get("exclude_modules"))
+    try:
+        return LoraConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise RecipeError(
+            "adapter: expected settings that go together, found that PEFT refuses them: "
+            f"{quoted(str(error), is_bare=True, limit=400)}; change one of them"
+        ) from error
 
 
 def require_targets(recipe: Recipe, base: Any) -> None:
@@ -48,9 +51,9 @@ def require_targets(recipe: Recipe, base: Any) -> None:
         RecipeError: If one of the names matches nothing, or something without an adapter.
     """
     config: Any = adapter_config(recipe)
-    targets = config.target_modules
-    if isinstance(targets, str):
-        return
+    named = [config.target_modules, *(recipe.adapter.more.get("modules_to_save") or ())]
+    targets = {each for each in named if isinstance(each, str)} - {"all-linear"}
+    targets |= set() if isinstance(named[0], str) else {*named[0]}
     names = [name for name, _ in base.named_modules()]
     missing = [
         target
@@ -72,13 +75,13 @@ def require_targets(recipe: Recipe, base: Any) -> None:
         with_adapters(base, {"default": config})
     except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT
         raise RecipeError(
-            f"adapter.target_modules: expected modules that get a {recipe.adapter.kind} adapter, "
+            f"adapter.target_modules: expected modules that get such an adapter, "
             f"found {', '.join(sorted(targets))}: {describe_error(error)}; name linear layers "
             "(--target-modules)"
         ) from error
 
 
-def _excluded(source: str) -> str | None:
+def _excluded(source: str, own: Any) -> str | list[str] | None:
     """List the modules without an adapter: towers that text does not reach, and routers."""
     config = configuration(*find_config(Path(source).expanduser()), {})
-    return excluded_modules(meta_model(config, None, torch.bfloat16))
+    return with_own(excluded_modules(meta_model(config, None, torch.bfloat16)), own)

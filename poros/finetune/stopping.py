@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from poros.finetune.checkpoints import note_best
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -37,6 +39,10 @@ class Stopping(TrainerCallback):
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint of a run that goes on, wherever its folder is now."""
+        note_best(args, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that a step has begun."""

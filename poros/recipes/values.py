@@ -226,7 +226,8 @@ def _member_kind(member: Any) -> Kind:
     if origin is Literal and get_args(member) != (False,):
         return choice(*get_args(member))
     if isinstance(origin, enum.EnumType):
-        return choice(*(str(each.value) for each in origin))
+        every: list[Any] = list(origin)
+        return choice(*(str(each.value) for each in every))
     if origin is list:
         item = kind_of(*get_args(member))
 

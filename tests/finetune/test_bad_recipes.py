@@ -84,6 +84,9 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "nothing to be best at": (
         "training:\n  load_best_model_at_end: true\n", 4, "validate", "--validation",
     ),
+    "ending early at the last": (
+        "training:\n  early_stopping_patience: 2\n", 4, "nothing better", "at_end to true",
+    ),
     "schedule of its own": (
         "training:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n",
         5, "constant", "remove it",

@@ -91,6 +91,14 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n",
         5, "constant", "remove it",
     ),
+    "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
+    "list of lists of lists": (
+        "adapter:\n  target_modules:\n  - &a [x, x]\n  - &b [*a, *a]\n  - [*b, *b]\n",
+        4, "an alias of a list", "write it out",
+    ),
+    "name twice in a mapping": (
+        "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "found one twice", "remove one",
+    ),
     "tab": ("training:\n\tseed: 1\n", 4, "expected YAML", "indentation by spaces"),
     "quote left open": ("training:\n  seed: 'x\n", 5, "expected YAML", "quotes closed"),
 }  # fmt: skip
@@ -234,7 +242,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
         ("model", "rows.jsonl", "--set", "training.sede=1"), "training.sede", "did you mean seed?",
     ),
     "set of a mapping": (
-        ("model", "rows.jsonl", "--set", "training.optim_args={a: 1}"), "a mapping", "leave it out",
+        ("model", "rows.jsonl", "--set", "adapter.rank_pattern=[3]"), "a mapping", "leave it out",
     ),
     "kind of adapter": (("model", "rows.jsonl", "--adapter", "qlora"), "one of lora, dora", "rs"),
     "two rows": (("model", "rows.jsonl", "--validation", "0.1"), "rows.jsonl:1:", "--validation"),

@@ -61,7 +61,7 @@ class Stopping(TrainerCallback):
         self.signal = number
 
 
-class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]
+class EarlyStopping(EarlyStoppingCallback):
     """transformers' own; a run that goes on has counted the validations before it."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,4 +69,4 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]
         super().on_train_begin(args, state, control, **kwargs)
         noted = state.stateful_callbacks.get(type(self).__name__)
         if noted:
-            vars(self).update(noted["attributes"])
+            self.__dict__.update(noted["attributes"])

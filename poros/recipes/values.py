@@ -202,15 +202,17 @@ def _members(hint: Any) -> list[Any]:
     every = [each for each in (get_args(hint) if is_union else (hint,)) if each is not type(None)]
     if any(isinstance(each, enum.EnumType) or (get_origin(each) or each) is dict for each in every):
         return [each for each in every if each is not str]  # one of its values, or JSON
-    return sorted(every, key=lambda each: (each is str, get_origin(each) is list))
+    origins: dict[Any, Any] = {each: get_origin(each) for each in every}
+    return sorted(every, key=lambda each: (each is str, origins[each] is list))
 
 
 def _member_kind(member: Any) -> Kind:
-    origin = get_origin(member) or member
+    origin: Any = get_origin(member) or member
     if origin is Literal and get_args(member) != (False,):
         return choice(*get_args(member))
     if isinstance(origin, enum.EnumType):
-        return choice(*(str(each.value) for each in origin))
+        every: list[Any] = list(origin)
+        return choice(*(str(each.value) for each in every))
     if origin is list:
         item = kind_of(*get_args(member))
 

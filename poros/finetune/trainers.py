@@ -30,6 +30,7 @@ from poros.accumulation.trainer import BlockMajorMixin
 from poros.errors import RecipeError, quoted
 from poros.finetune.attention import takes_cu_seqlens
 from poros.finetune.checkpoints import StagedCheckpoints
+from poros.finetune.stopping import EarlyStopping
 from poros.head.regularized import RegularizedLoss
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _Arguments = TypeVar("_Arguments", bound=TrainingArguments)
+_OURS = ("method", "lora_plus", "z_loss", "early_stopping_patience")
+"""Settings of ``training`` that TRL does not know."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -209,6 +212,8 @@ def make_trainer(
             kind = {"dpo": Dpo, "kto": Kto}[training.method]
             trainer = kind(model, _NoModel(model.config), **options)
             trainer.ref_model = None
+    if training.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStopping(training.early_stopping_patience))
     trainer.recipe = recipe
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -270,7 +275,7 @@ def make_arguments(
     if has_validation:
         fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"
     fields |= recipe.as_dict()["training"]
-    for own in ("method", "lora_plus", "z_loss", "label_smoothing_factor"):
+    for own in (*_OURS, "label_smoothing_factor"):
         fields.pop(own, None)
     if training.is_schedule_free:
         fields["lr_scheduler_type"] = "constant"

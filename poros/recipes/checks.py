@@ -236,6 +236,13 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             "expected at least 2 with kto, whose KL term pairs rows of a micro-batch, found 1; "
             "remove it, or set training.loss_type to apo_zero_unpaired",
         )
+    is_best = training.more.get("load_best_model_at_end", False)
+    if training.early_stopping_patience is not None and not is_best:
+        draft.problem(
+            "training.early_stopping_patience",
+            "expected load_best_model_at_end with it, since the last steps made nothing better, "
+            "found none; set training.load_best_model_at_end to true",
+        )
     is_orthogonal = recipe.adapter.more.get("init_lora_weights") == "orthogonal"
     if is_orthogonal and recipe.model.quantization != "none":
         draft.problem(

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_type_hints
 from poros.recipes.recipe import METHODS
 from poros.recipes.values import Kind, choice, kind_of
 
+SECTIONS = ("adapter", "training")
 _ONE_GPU = "poros finetune trains on one GPU: start a script of your own with accelerate"
 _RECOMPUTED = "a streamed layer is recomputed already, by Poros"
 _NO_MERGE = "it changes the base as well, which `poros merge` and `poros chat` take as it is"

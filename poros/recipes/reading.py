@@ -53,6 +53,15 @@ _ELSEWHERE = {
 }
 
 
+_INSTEAD = {
+    "training.max_steps": "training.num_train_epochs",
+    "training.num_train_epochs": "training.max_steps",
+    "memory.slots": "memory.vram",
+    "memory.vram": "memory.slots",
+}
+"""Settings of which one is given: a flag for it replaces what a file says of the other."""
+
+
 @dataclass
 class Draft:
     """A recipe that is being read: its values, their places, and the problems.
@@ -119,9 +128,11 @@ def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
         _read_file(draft, file)
     for key, text in flags.items():
         draft.origins[key] = _flag(key) or "--set"
+        if key in _INSTEAD and _INSTEAD[key] not in flags:
+            draft.written.pop(_INSTEAD[key], None)
         section, _, name = key.partition(".")
         if section in SECTIONS and name:
-            draft.written[key] = _tree_of(text)
+            draft.written[key] = text
         else:
             _unknown(draft, key, "", section, None)
     _read_values(draft)
@@ -132,8 +143,31 @@ def _flag(key: str) -> str:
     return next((setting.flag for name, setting in settings() if name == key), "")
 
 
-def _tree_of(text: str) -> Any:
-    """What a flag says: a text, or a list or a mapping where it is written like one of YAML."""
+def _tree(node: "Node | None", seen: set[int] | None = None) -> Any:
+    """What a node says: a text, None, a list, or a mapping.
+
+    Raises:
+        UnexpectedValueError: If an alias stands for a list or a mapping, since a few lines of them
+            are as much as any memory; or if a name stands twice.
+    """
+    import yaml
+
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return None if node is None or node.tag == _NULL else node.value
+    seen = set() if seen is None else seen
+    if id(node) in seen:
+        raise UnexpectedValueError("expected values, found an alias of a list; write it out")
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        return [_tree(each, seen) for each in node.value]
+    found = {str(key.value): _tree(value, seen) for key, value in node.value}
+    if len(found) < len(node.value):
+        raise UnexpectedValueError("expected each name once, found one twice; remove one")
+    return found
+
+
+def _from_flag(text: str) -> Any:
+    """What a flag says of a setting that takes lists: a list or a mapping of YAML, or names."""
     import yaml
 
     if text.startswith(("[", "{")):
@@ -141,53 +175,34 @@ def _tree_of(text: str) -> Any:
             return _tree(yaml.compose(text, Loader=yaml.SafeLoader))
         except yaml.YAMLError:
             return text
-    return text
-
-
-def _tree(node: "Node | None") -> Any:
-    """What a node says: a text, None, a list, or a mapping."""
-    import yaml
-
-    if isinstance(node, yaml.SequenceNode):
-        return [_tree(each) for each in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _tree(value) for key, value in node.value}
-    return None if node is None or node.tag == _NULL else node.value
+    names = [each.strip() for each in text.split(",")]
+    return names if len(names) > 1 else text
 
 
 def _read_values(draft: Draft) -> None:
     """Turn what was written into values, each of the kind of its setting."""
     own = dict(settings())
-    method = draft.written.get("training.method")
-    if method not in METHODS:
-        method = METHODS[0]
+    given = draft.written.get("training.method")
+    method = given if given in METHODS else METHODS[0]
     for key, written in draft.written.items():
-        section, name = key.split(".", 1)
+        name = key.partition(".")[2]
         setting = own.get(key)
-        kind = setting.kind if setting is not None else None
-        if kind is None and _note_known(draft, key, method):
-            continue
-        try:
-            kind = kind or passing.kinds(section, method).get(name)
-        except ImportError as error:
-            needed = "trl and peft"
-            draft.problem(key, f"expected the packages {needed} to read it, found none: {error}")
-            continue
-        if kind is None:
-            _unknown(draft, key, section, name, passing.remedy(section, name, method))
-            continue
         default = setting.default if setting is not None else None
-        if written is None and default is None:
+        if written is None and default is None and setting is not None:
             continue
-        flag = draft.origins[key]
-        before = f"{flag} " if flag == _flag(key) else f"{name}: "
-        if isinstance(written, str) and kind.takes_list and flag.startswith("--"):
-            names = [each.strip() for each in written.split(",")]
-            written = names if len(names) > 1 else written
+        kind = setting.kind if setting is not None else None
         try:
+            kind = kind or _passed_on(draft, key, method)
+            if kind is None:
+                continue
+            flag = draft.origins[key]
+            is_flag = flag.startswith("--")
+            if is_flag and kind.takes_list:
+                written = _from_flag(written)
             draft.values[key] = kind.of(written)
         except UnexpectedValueError as error:
-            where = _first_wrong(kind, written, draft.items.get(key, []))
+            before = f"{flag} " if is_flag and flag != "--set" else f"{name}: "
+            where = _first_wrong(kind, written, draft.items.get(key, [])) if kind else None
             draft.problem(key, f"{error}; {_example(before, default)}", where)
 
 
@@ -201,19 +216,25 @@ def _first_wrong(kind: Kind, written: Any, places: list[str]) -> str | None:
     return None
 
 
-def _note_known(draft: Draft, key: str, method: str) -> bool:
-    """Note what is known of a name without importing a library; return whether that is all."""
+def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
+    """The kind of a library's field; None, and a problem noted, if a recipe does not take it."""
     section, name = key.split(".", 1)
-    if key in dict(settings()):
-        return False
-    why = passing.refused(section, name, method)
+    is_own = key in dict(settings())
+    why = None if is_own else passing.refused(section, name, method)
     if why is not None:
         draft.problem(key, f"expected a field that a recipe passes on, found one of others: {why}")
-    elif section not in ("adapter", "training") or name in {*_ELSEWHERE, "allow_untested"}:
+        return None
+    if section not in passing.SECTIONS or (name in _ELSEWHERE and not is_own):
         _unknown(draft, key, section, name, None)
-    else:
-        return False
-    return True
+        return None
+    try:
+        kind = passing.kinds(section, method).get(name)
+    except ImportError as error:
+        draft.problem(key, f"expected trl and peft to read it with, found: {error}; install them")
+        return None
+    if kind is None:
+        _unknown(draft, key, section, name, passing.remedy(section, name, method))
+    return kind
 
 
 def _example(before: str, default: Any) -> str:
@@ -279,7 +300,7 @@ def _read_file(draft: Draft, file: Path) -> None:
             draft.problem(
                 name,
                 "expected settings below it, each on a line of its own, found "
-                f"{described(_tree(node))}; indent them, or remove the section",
+                f"{_said(node)}; indent them, or remove the section",
                 _at(draft, key),
             )
 
@@ -292,7 +313,7 @@ def _entries(
 
     seen: dict[str, int] = {}
     for key, value in node.value:
-        name = key.value if isinstance(key, yaml.ScalarNode) else described(_tree(key))
+        name = key.value if isinstance(key, yaml.ScalarNode) else _said(key)
         line = key.start_mark.line + 1
         if name in seen:
             draft.problem(
@@ -308,8 +329,11 @@ def _entries(
 def _note(draft: Draft, key: str, value: "Node", entry: "Node") -> None:
     import yaml
 
-    draft.written[key] = _tree(value)
     draft.origins[key] = _at(draft, entry)
+    try:
+        draft.written[key] = _tree(value)
+    except UnexpectedValueError as error:
+        draft.problem(key, str(error))
     if isinstance(value, yaml.SequenceNode):
         draft.items[key] = [_at(draft, each) for each in value.value]
 
@@ -333,6 +357,15 @@ def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None
             remedy = f"there are {', '.join(sorted(known))}"
     what = f"a setting of {section}" if section else "a section"
     draft.problem(key, f"expected {what}, found an unknown name; {remedy}")
+
+
+def _said(node: "Node") -> str:
+    """What a node is, for a message."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        return described(_tree(node))
+    return described({} if isinstance(node, yaml.MappingNode) else node.value)
 
 
 def _at(draft: Draft, node: "Node") -> str:

@@ -145,7 +145,7 @@ class AdapterPart:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPart:
-    """How it is trained: fields of TRL's configuration of the method, and three of ours."""
+    """How it is trained: fields of TRL's configuration of the method, and four of ours."""
 
     method: str = _setting(
         "sft",
@@ -238,6 +238,9 @@ class TrainingPart:
     save_total_limit: int = _setting(2, whole(2, 1000), "--keep", "Checkpoints that are kept.")
     eval_steps: int | None = _setting(
         None, whole(), "--evaluate-every", "Steps between validations; once an epoch if not given."
+    )
+    early_stopping_patience: int | None = _setting(
+        None, whole(), "--early-stopping", "Validations without a better loss that end the run."
     )
     more: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of TRL's configuration."""

@@ -89,9 +89,20 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "nothing to be best at": (
         "training:\n  load_best_model_at_end: true\n", 4, "validate", "--validation",
     ),
+    "ending early at the last": (
+        "training:\n  early_stopping_patience: 2\n", 4, "nothing better", "at_end to true",
+    ),
     "schedule of its own": (
         "training:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n",
         5, "constant", "remove it",
+    ),
+    "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
+    "list of lists of lists": (
+        "adapter:\n  target_modules:\n  - &a [x, x]\n  - &b [*a, *a]\n  - [*b, *b]\n",
+        4, "an alias of a list", "write it out",
+    ),
+    "name twice in a mapping": (
+        "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "found one twice", "remove one",
     ),
     "tab": ("training:\n\tseed: 1\n", 4, "expected YAML", "indentation by spaces"),
     "quote left open": ("training:\n  seed: 'x\n", 5, "expected YAML", "quotes closed"),
@@ -377,7 +388,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
         ("model", "rows.jsonl", "--set", "training.sede=1"), "training.sede", "did you mean seed?",
     ),
     "set of a mapping": (
-        ("model", "rows.jsonl", "--set", "training.optim_args={a: 1}"), "a mapping", "leave it out",
+        ("model", "rows.jsonl", "--set", "adapter.rank_pattern=[3]"), "a mapping", "leave it out",
     ),
     "kind of adapter": (("model", "rows.jsonl", "--adapter", "qlora"), "one of lora, dora", "rs"),
     "two rows": (("model", "rows.jsonl", "--validation", "0.1"), "rows.jsonl:1:", "--validation"),
@@ -436,3 +447,17 @@ def test_flags_replace_what_a_recipe_says(place: Path) -> None:
     assert "learning_rate: 0.001" in said.output
     other = poros_command("finetune", "recipe.yaml", "--learning-rate", "3e-3", "--print-recipe")
     assert "learning_rate: 0.003" in other.output
+
+
+def test_a_flag_replaces_what_a_recipe_says_in_another_way(place: Path) -> None:
+    """Steps and epochs, budget and slots: of each one is given; in one place both are refused."""
+    (place / "recipe.yaml").write_text(
+        START + "training:\n  num_train_epochs: 2\nmemory:\n  vram: 8GiB\n"
+    )
+    said = poros_command(
+        "finetune", "recipe.yaml", "--steps", "5", "--slots", "2", "--print-recipe"
+    )
+    assert "max_steps: 5" in said.output and "slots: 2" in said.output
+    assert "num_train_epochs" not in said.output and "vram" not in said.output
+    both = ("--steps", "5", "--epochs", "2", "--print-recipe")
+    assert poros_command("finetune", "recipe.yaml", *both).exit_code == 2

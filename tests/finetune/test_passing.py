@@ -11,10 +11,19 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from poros.errors import RecipeError
+from poros.finetune.trainers import _OURS
 from poros.recipes import passing
 from poros.recipes.recipe import METHODS, settings
 from tests.covers import with_slow
-from tests.finetune.subjects import SHORT, Trained, recipe_of, run, write_model, write_rows
+from tests.finetune.subjects import (
+    SHORT,
+    Trained,
+    break_at,
+    recipe_of,
+    run,
+    write_model,
+    write_rows,
+)
 
 COMMON: dict[str, Any] = {
     **SHORT,
@@ -172,6 +181,34 @@ def test_the_best_checkpoint_is_the_adapter(model: Path, data: Path, tmp_path: P
     assert len(list(folder.glob("checkpoint-*"))) == 3
 
 
+def test_a_run_that_becomes_no_better_ends(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that was interrupted while it did not."""
+    unlike = write_rows(tmp_path / "unlike.jsonl", [{"text": "QZ XJ KV " * 3}] * 4)
+    options: dict[str, Any] = {
+        "model__source": model,
+        "data__source": data / "text.jsonl",
+        "data__validation": unlike,
+        **COMMON,
+        "memory__slots": 2,
+        "training__max_steps": 12,
+        "training__learning_rate": 0.5,
+        "training__lr_scheduler_type": "constant",
+        "training__eval_steps": 1,
+        "training__save_steps": 1,
+        "training__load_best_model_at_end": True,
+        "training__early_stopping_patience": 3,
+    }
+    expected = run(recipe_of(**options, output__folder=tmp_path / "whole"))
+    number = len(expected.losses)
+    assert number < 12
+    recipe = recipe_of(**options, output__folder=tmp_path / "run")
+    break_at(monkeypatch, recipe, number - 1)
+    found = run(recipe)
+    assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
+
+
 def test_reports_go_where_they_are_asked_for(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +286,7 @@ def test_every_field_is_passed_on_or_refused_with_a_reason() -> None:
             for key, each in settings()
             if key.startswith(section) and method in each.methods
         }
-        assert own - {"method", "lora_plus", "z_loss", "dtype"} <= known.keys()
+        assert own - {*_OURS, "dtype"} <= known.keys()
     tables = (*passing._TRAINING, *passing._ADAPTER)
     every = set().union(*fields.values())
     assert {name for each in tables for name in each.split()} <= every

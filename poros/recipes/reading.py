@@ -53,6 +53,10 @@ _ELSEWHERE = {
 }
 
 
+_FIELDS = {("dpo", "label_smoothing")}
+"""Names from elsewhere that are fields of a method too."""
+
+
 @dataclass
 class Draft:
     """A recipe that is being read: its values, their places, and the problems.
@@ -200,7 +204,8 @@ def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
     if why is not None:
         draft.problem(key, f"expected a field that a recipe passes on, found one of others: {why}")
         return None
-    if section not in passing.SECTIONS or (name in _ELSEWHERE and not is_own):
+    is_elsewhere = name in _ELSEWHERE and not is_own and (method, name) not in _FIELDS
+    if section not in passing.SECTIONS or is_elsewhere:
         _unknown(draft, key, section, name, None)
         return None
     try:

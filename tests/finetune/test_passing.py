@@ -59,7 +59,10 @@ TRAINING: dict[str, tuple[str, dict[str, Any]]] = {
         "preferences",
         {"method": "dpo", "loss_type": ["sigmoid", "sft"], "loss_weights": [1, 0.5]},
     ),
-    "smoothed preferences": ("preferences", {"method": "dpo", "label_smoothing": 0.3}),
+    "smoothed preferences": (
+        "preferences",
+        {"method": "dpo", "loss_type": "robust", "label_smoothing": 0.3},
+    ),
     "weights of good and bad": ("labelled", {"method": "kto", "desirable_weight": 2}),
     "without a KL term": ("labelled", {"method": "kto", "loss_type": "apo_zero_unpaired"}),
 }

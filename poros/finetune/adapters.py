@@ -51,25 +51,30 @@ def require_targets(recipe: Recipe, base: Any) -> None:
         RecipeError: If one of the names matches nothing, or something without an adapter.
     """
     config: Any = adapter_config(recipe)
-    named = [config.target_modules, *(recipe.adapter.more.get("modules_to_save") or ())]
-    targets = {each for each in named if isinstance(each, str)} - {"all-linear"}
-    targets |= set() if isinstance(named[0], str) else {*named[0]}
-    names = [name for name, _ in base.named_modules()]
-    missing = [
-        target
-        for target in sorted(targets)
-        if not any(name == target or name.endswith(f".{target}") for name in names)
-    ]
-    if missing:
+    targets = set() if isinstance(config.target_modules, str) else {*config.target_modules}
+    copied = {*recipe.adapter.more.get("modules_to_save", ())}
+    names = [f".{name}" for name, _ in base.named_modules()]
+    for key, wanted, before in (
+        ("target_modules", targets, "."),
+        ("modules_to_save", copied, ""),  # PEFT takes the end of a name for it
+    ):
+        missing = [
+            each
+            for each in sorted(wanted)
+            if not any(name.endswith(f"{before}{each}") for name in names)
+        ]
+        if not missing:
+            continue
+        kinds = nn.Linear if key == "target_modules" else nn.Module
         known = {
             name.rpartition(".")[2]
             for name, each in base.named_modules()
-            if isinstance(each, nn.Linear)
+            if isinstance(each, kinds) and not name.rpartition(".")[2].isdecimal()
         }
         raise RecipeError(
-            "adapter.target_modules: expected names of modules of the model, found "
+            f"adapter.{key}: expected names of modules of the model, found "
             f"{quoted(', '.join(missing))}, which match none; there are "
-            f"{', '.join(sorted(known))} (--target-modules)"
+            f"{', '.join(sorted(known - {''}))} (--target-modules)"
         )
     try:
         with_adapters(base, {"default": config})
@@ -79,6 +84,12 @@ def require_targets(recipe: Recipe, base: Any) -> None:
             f"found {', '.join(sorted(targets))}: {describe_error(error)}; name linear layers "
             "(--target-modules)"
         ) from error
+    if recipe.training.method != "sft" and hasattr(base.get_output_embeddings(), "lora_A"):
+        raise RecipeError(
+            "adapter.target_modules: expected modules before the head, whose weight the loss of "
+            f"{recipe.training.method} reads by itself, found the head; leave it out, or use "
+            "adapter.modules_to_save"
+        )
 
 
 def _excluded(source: str, own: Any) -> str | list[str] | None:

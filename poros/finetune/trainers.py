@@ -301,7 +301,10 @@ def make_arguments(
             }
         )
         _try_parts(arguments, steps)
-    return on_one_gpu(arguments)
+    arguments = on_one_gpu(arguments)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # they have made the first GPU the current one
+    return arguments
 
 
 def _try_parts(arguments: TrainingArguments, steps: int) -> None:

@@ -174,8 +174,12 @@ def _particular(name: str, method: str) -> Kind | None:
             "`poros merge` and `poros chat` take it as it is"
         )
         one = choice(*_INITS, refused=dict.fromkeys(_OTHER_INITS, why))
-        values = {"true": True, "false": False}
-        return Kind(one.expects, lambda text: values.get(one.of(text), text))
+
+        def read(text: str) -> bool | str:
+            found: str = one.of(text.lower())
+            return found == "true" if found in ("true", "false") else found
+
+        return Kind(one.expects, read)
     if name == "f_divergence_type":
         return choice(*_DIVERGENCES)
     if method == "dpo" and name == "loss_type":

@@ -60,6 +60,8 @@ _INSTEAD = {
     "memory.vram": "memory.slots",
 }
 """Settings of which one is given: a flag for it replaces what a file says of the other."""
+_FIELDS = {("dpo", "label_smoothing")}
+"""Names from elsewhere that are fields of a method too."""
 
 
 @dataclass
@@ -224,7 +226,8 @@ def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
     if why is not None:
         draft.problem(key, f"expected a field that a recipe passes on, found one of others: {why}")
         return None
-    if section not in passing.SECTIONS or (name in _ELSEWHERE and not is_own):
+    is_elsewhere = name in _ELSEWHERE and not is_own and (method, name) not in _FIELDS
+    if section not in passing.SECTIONS or is_elsewhere:
         _unknown(draft, key, section, name, None)
         return None
     try:

@@ -15,6 +15,7 @@ from poros.recipes.values import (
     choice,
     one_or_several,
     real,
+    share_or_number,
     share_or_source,
     size,
     switch,
@@ -180,7 +181,10 @@ class TrainingPart:
         "cosine", None, "--schedule", "Of the learning rate after its warmup: linear, constant, ..."
     )
     warmup_steps: float = _setting(
-        0.03, real(0), "--warmup", "Share of the steps with a rising rate, or their number."
+        0.03,
+        share_or_number(),
+        "--warmup",
+        "Share or number of steps with a rising rate.",
     )
     optim: str = _setting(
         "adamw_torch_fused", None, "--optimizer", "Of the adapter: adamw_8bit, sgd, ..."
@@ -234,10 +238,15 @@ class TrainingPart:
         64, whole(1, 4096), "--pad-to", "Rows are padded to a multiple of this many tokens."
     )
     seed: int = _setting(0, whole(0, 2**31 - 1), "--seed", "Of everything that is drawn.")
-    save_steps: int = _setting(50, whole(), "--save-every", "Steps between checkpoints.")
+    save_steps: float = _setting(
+        50, share_or_number(is_above=True), "--save-every", "Steps between checkpoints."
+    )
     save_total_limit: int = _setting(2, whole(2, 1000), "--keep", "Checkpoints that are kept.")
-    eval_steps: int | None = _setting(
-        None, whole(), "--evaluate-every", "Steps between validations; once an epoch if not given."
+    eval_steps: float | None = _setting(
+        None,
+        share_or_number(is_above=True),
+        "--evaluate-every",
+        "Steps between validations; once an epoch if not given.",
     )
     early_stopping_patience: int | None = _setting(
         None, whole(), "--early-stopping", "Validations without a better loss that end the run."

@@ -95,6 +95,17 @@ def real(least: float, most: float = math.inf, *, is_above: bool = False) -> Kin
     return Kind(f"a number {lower}{upper}", read)
 
 
+def share_or_number(*, is_above: bool = False) -> Kind:
+    """A share below 1, not 0 if ``is_above``, or a whole number."""
+    share = real(0, is_above=is_above)
+
+    def read(text: str) -> float:
+        number: float = share.read(text)
+        return number if number < 1 else whole().read(text)
+
+    return Kind(f"{share.expects} and below 1, or a whole number", read)
+
+
 def choice(*names: str, refused: Mapping[str, str] | None = None) -> Kind:
     """One of some names; of those that are ``refused``, why."""
 

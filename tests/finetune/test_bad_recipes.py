@@ -96,6 +96,8 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n",
         5, "constant", "remove it",
     ),
+    "saved at no step": ("training:\n  save_steps: 0\n", 4, "a number above 0", "save_steps: 50"),
+    "saved between steps": ("training:\n  save_steps: 1.5\n", 4, "a whole number", "s: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
     "list of lists of lists": (
         "adapter:\n  target_modules:\n  - &a [x, x]\n  - &b [*a, *a]\n  - [*b, *b]\n",

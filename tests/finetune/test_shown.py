@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors import safe_open
 
 from poros.errors import RecipeError, VRAMBudgetError
+from poros.finetune import summary
 from poros.finetune.data import read_data
 from poros.finetune.progress import Progress
 from poros.finetune.resuming import inspect_run_dir
@@ -242,6 +243,14 @@ def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
         rates[number] = [each["learning_rate"] for each in logged]
     assert rates[1] == [2e-4]
     assert rates[60][0] == 0.0 and rates[60].count(0.0) == 1  # two steps of 60 warm up
+
+
+def test_a_budget_that_nobody_gave_is_what_is_free(
+    dry: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "_budget", lambda recipe, device: 2**30)
+    assert "of 1.07 GB that are free on the GPU (--vram)" in dry()
+    assert "free on the GPU" not in dry(memory__vram="1GiB")
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str]) -> None:

@@ -10,17 +10,27 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from poros.cli.shared import AllowUntested, quieten_libraries, readable_errors
+from poros.cli.shared import (
+    AllowUntested,
+    field_and_value,
+    quieten_libraries,
+    readable_errors,
+)
+from poros.errors import quoted
 from poros.recipes.recipe import Recipe, settings
-from poros.recipes.values import FALSE, TRUE
+from poros.recipes.values import TRUTH
 
 _RECIPES = (".yaml", ".yml")
+ADAPTERS = ("lora", "dora", "rslora")
+"""What ``--adapter`` takes; a recipe says ``use_dora`` and ``use_rslora``."""
 
 
 def finetune(
     model: str | None,
     data: str | None,
     dpo: bool,
+    adapter: str | None,
+    set: list[str] | None,
     dry_run: bool,
     print_recipe: bool,
     allow_untested: None,
@@ -38,9 +48,15 @@ def finetune(
     from poros.recipes.checks import checked, require_packages
     from poros.recipes.reading import read_recipe
 
-    file, flags = None, _flags(given)
+    flags = dict(field_and_value(each) for each in set or ())
+    flags |= _flags(given)
     if dpo:
         flags["training.method"] = "dpo"
+    if adapter not in (None, *ADAPTERS):
+        raise typer.BadParameter(f"expected one of {', '.join(ADAPTERS)}, found {quoted(adapter)}")
+    if adapter is not None:
+        flags |= {f"adapter.use_{each}": str(each == adapter).lower() for each in ADAPTERS[1:]}
+    file = None
     if model is not None and model.endswith(_RECIPES):
         file, model = Path(model), None
     for key, value in (("model.source", model), ("data.source", data)):
@@ -135,7 +151,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             continue
         names: str = setting.flag
         kind: Any = str | None
-        if set(TRUE + FALSE) >= {setting.kind.expects.split()[0]}:
+        if setting.kind is not None and setting.kind.expects.split()[0] in TRUTH:
             names, kind = f"{setting.flag}/--no-{setting.flag[2:]}", bool | None
         shown = "" if setting.default in (None, False) else str(setting.default)
         section = key.split(".")[0]
@@ -152,6 +168,12 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     for name, about in switches.items():
         flag = "--" + name.replace("_", "-")
         parameters.append(_parameter(name, bool, typer.Option(flag, help=about), False))
+    about = f"Kind of adapter: {', '.join(ADAPTERS)}."
+    option = typer.Option("--adapter", help=about, rich_help_panel="adapter", show_default="lora")
+    parameters.append(_parameter("adapter", str | None, option))
+    about = "Another setting of a recipe, such as training.neftune_noise_alpha=5; may be repeated."
+    option = typer.Option("--set", metavar="SECTION.NAME=VALUE", help=about)
+    parameters.append(_parameter("set", list[str] | None, option))
     gone, option = get_args(AllowUntested)
     parameters.append(_parameter("allow_untested", gone, option))
     about = "Print that many rows with what is learnt in [[double brackets]], and stop."

@@ -13,12 +13,13 @@ from poros.cli.shared import (
     LimitOption,
     dtype_name,
     dtype_named,
+    field_and_value,
     limits_from,
     quieten_libraries,
     readable_errors,
 )
 from poros.config import parse_count, parse_num_bytes
-from poros.errors import UnsupportedModelError, VRAMBudgetError, quoted
+from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.loaders.names import require_source
 from poros.planning.cards import CARDS, Card, find_card
 from poros.planning.optimizers import optimizer_cost
@@ -175,12 +176,7 @@ def plan(
 
 def _field(text: str) -> tuple[str, Any]:
     """Parse ``FIELD=VALUE`` into a field of a plan and its value."""
-    name, equals, value = text.partition("=")
-    if not equals or name in ("seq_len", "batch_size", "policy", "speeds"):
-        raise typer.BadParameter(
-            f"--set: expected FIELD=VALUE for a field without an option of its own, found "
-            f"{quoted(text)}"
-        )
+    name, value = field_and_value(text, "seq_len", "batch_size", "policy", "speeds")
     if re.fullmatch(r"[0-9]+", value):
         return name, int(value)
     return name, _VALUES.get(value, value)

@@ -112,6 +112,17 @@ def dtype_named(option: str, name: str | None) -> Any:
     return getattr(torch, found)
 
 
+def field_and_value(text: str, *refused: str) -> tuple[str, str]:
+    """Parse what ``--set`` was given, ``FIELD=VALUE``; ``refused`` fields have another option."""
+    name, equals, value = text.partition("=")
+    if not equals or name in refused:
+        raise typer.BadParameter(
+            "--set: expected FIELD=VALUE, of a field without an option of its own, found "
+            f"{quoted(text)}"
+        )
+    return name, value
+
+
 def limits_from(values: list[str] | None) -> "Limits | None":
     """Parse limits from ``NAME=NUMBER``."""
     from dataclasses import fields

@@ -9,7 +9,7 @@ from torch import nn
 from poros.errors import RecipeError, quoted
 from poros.loaders.settings import configuration, describe_error
 from poros.loaders.source import find_config
-from poros.model.targets import excluded_modules
+from poros.model.targets import excluded_modules, with_own
 from poros.planning.meta_model import meta_model, with_adapters
 from poros.recipes.recipe import Recipe
 
@@ -18,23 +18,26 @@ if TYPE_CHECKING:
 
 
 def adapter_config(recipe: Recipe) -> "PeftConfig":
-    """Build a recipe's adapter configuration: on the language model alone."""
+    """Build a recipe's adapter configuration: on the language model alone.
+
+    Raises:
+        RecipeError: If PEFT refuses settings together.
+    """
     from peft import LoraConfig
 
-    adapter = recipe.adapter
-    targets = adapter.target_modules
+    fields = recipe.as_dict()["adapter"] | {"lora_alpha": recipe.alpha, "task_type": "CAUSAL_LM"}
+    del fields["dtype"]
+    targets = fields["target_modules"]
     if isinstance(targets, str) and targets != "all-linear":
-        targets = (targets,)  # PEFT takes a text for a pattern of whole names
-    return LoraConfig(
-        r=adapter.rank,
-        lora_alpha=recipe.alpha,
-        lora_dropout=adapter.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        use_dora=adapter.kind == "dora",
-        use_rslora=adapter.kind == "rslora",
-        task_type="CAUSAL_LM",
-        exclude_modules=_excluded(recipe.model.source),
-    )
+        fields["target_modules"] = [targets]  # PEFT takes a text for a pattern of whole names
+    fields["exclude_modules"] = _excluded(recipe.model.source, fields.get("exclude_modules"))
+    try:
+        return LoraConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise RecipeError(
+            "adapter: expected settings that go together, found that PEFT refuses them: "
+            f"{quoted(str(error), is_bare=True, limit=400)}; change one of them"
+        ) from error
 
 
 def require_targets(recipe: Recipe, base: Any) -> None:
@@ -48,37 +51,48 @@ def require_targets(recipe: Recipe, base: Any) -> None:
         RecipeError: If one of the names matches nothing, or something without an adapter.
     """
     config: Any = adapter_config(recipe)
-    targets = config.target_modules
-    if isinstance(targets, str):
-        return
-    names = [name for name, _ in base.named_modules()]
-    missing = [
-        target
-        for target in sorted(targets)
-        if not any(name == target or name.endswith(f".{target}") for name in names)
-    ]
-    if missing:
+    targets = set() if isinstance(config.target_modules, str) else {*config.target_modules}
+    copied = {*recipe.adapter.more.get("modules_to_save", ())}
+    names = [f".{name}" for name, _ in base.named_modules()]
+    for key, wanted, before in (
+        ("target_modules", targets, "."),
+        ("modules_to_save", copied, ""),  # PEFT takes the end of a name for it
+    ):
+        missing = [
+            each
+            for each in sorted(wanted)
+            if not any(name.endswith(f"{before}{each}") for name in names)
+        ]
+        if not missing:
+            continue
+        kinds = nn.Linear if key == "target_modules" else nn.Module
         known = {
             name.rpartition(".")[2]
             for name, each in base.named_modules()
-            if isinstance(each, nn.Linear)
+            if isinstance(each, kinds) and not name.rpartition(".")[2].isdecimal()
         }
         raise RecipeError(
-            "adapter.target_modules: expected names of modules of the model, found "
+            f"adapter.{key}: expected names of modules of the model, found "
             f"{quoted(', '.join(missing))}, which match none; there are "
-            f"{', '.join(sorted(known))} (--target-modules)"
+            f"{', '.join(sorted(known - {''}))} (--target-modules)"
         )
     try:
         with_adapters(base, {"default": config})
     except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT
         raise RecipeError(
-            f"adapter.target_modules: expected modules that get a {recipe.adapter.kind} adapter, "
+            f"adapter.target_modules: expected modules that get such an adapter, "
             f"found {', '.join(sorted(targets))}: {describe_error(error)}; name linear layers "
             "(--target-modules)"
         ) from error
+    if recipe.training.method != "sft" and hasattr(base.get_output_embeddings(), "lora_A"):
+        raise RecipeError(
+            "adapter.target_modules: expected modules before the head, whose weight the loss of "
+            f"{recipe.training.method} reads by itself, found the head; leave it out, or use "
+            "adapter.modules_to_save"
+        )
 
 
-def _excluded(source: str) -> str | None:
+def _excluded(source: str, own: Any) -> str | list[str] | None:
     """List the modules without an adapter: towers that text does not reach, and routers."""
     config = configuration(*find_config(Path(source).expanduser()), {})
-    return excluded_modules(meta_model(config, None, torch.bfloat16))
+    return with_own(excluded_modules(meta_model(config, None, torch.bfloat16)), own)

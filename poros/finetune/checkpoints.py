@@ -126,15 +126,37 @@ class StagedCheckpoints:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
                 _mark_complete(self._stage / target.name)
                 (self._stage / target.name).rename(target)
+                best = self.state.best_global_step if self.args.load_best_model_at_end else None
+                note_best(self.args, self.state)
                 # Only now is an older one not needed any more.
-                for _, old in numbered(run)[self.args.save_total_limit :]:
-                    old.rename(self._stage / old.name)
+                for step, old in numbered(run)[self.args.save_total_limit :]:
+                    if step != best:
+                        old.rename(self._stage / old.name)
         finally:
             shutil.rmtree(self._stage, ignore_errors=True)
 
     @property
     def _stage(self) -> Path:
         return Path(self.args.output_dir) / STAGE
+
+
+def note_best(args: Any, state: Any) -> None:
+    """Have a Trainer know the best checkpoint where a run keeps it, not where it was written."""
+    best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
+    state.best_model_checkpoint = str(best) if best.is_dir() else None
+
+
+def best_of(args: Any, last: Path) -> Path:
+    """The checkpoint whose weights a finished run keeps: the last one, or the best.
+
+    Raises:
+        OSError: If the state of the last one cannot be read.
+    """
+    if not args.load_best_model_at_end:
+        return last
+    state = json.loads((last / "trainer_state.json").read_bytes())
+    best = last.with_name(f"checkpoint-{state['best_global_step']}")
+    return best if best.is_dir() else last
 
 
 def _mark_complete(checkpoint: Path) -> None:

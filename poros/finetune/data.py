@@ -188,7 +188,7 @@ class _Reader:
         """Check that the recipe can train on rows of that form."""
         method, loss_on = self._recipe.training.method, self._recipe.data.loss_on
         if form.name not in METHODS[method]:
-            other = "dpo" if method == "sft" else "sft"
+            other = next(name for name, forms in METHODS.items() if form.name in forms)
             keys = dict.fromkeys(FORMS[name] for name in METHODS[method])
             wanted = " or ".join(f"({', '.join(each)})" for each in keys)
             self._note(

@@ -4,6 +4,7 @@
     {"prompt": "...", "completion": "..."}
     {"text": "..."}
     {"prompt": "...", "chosen": "...", "rejected": "..."}
+    {"prompt": "...", "completion": "...", "label": true}
 
 A prompt, completion, chosen or rejected is a text, or a list of messages in all rows; a preference
 of messages may do without a prompt: it is what both begin with. Rows of messages may have tools.
@@ -25,12 +26,17 @@ FORMS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "completions": ("prompt", "completion"),
     "preferences": ("prompt", "chosen", "rejected"),
+    "labelled": ("prompt", "completion", "label"),
     "text": ("text",),
     "instructions": ("prompt", "completion"),
 }
 """The keys of each form. Instructions become messages if the model has a template for them, and
 completions otherwise; they may have a system prompt."""
-METHODS = {"sft": ("messages", "completions", "text", "instructions"), "dpo": ("preferences",)}
+METHODS = {
+    "sft": ("messages", "completions", "text", "instructions"),
+    "dpo": ("preferences",),
+    "kto": ("labelled",),
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {
     "system": "system",
@@ -77,6 +83,7 @@ FORMATS = (
     Format("messages", "messages", ("messages",), ("tools",)),
     Format("prompts and completions", "completions", ("prompt", "completion"), ("tools",)),
     Format("preferences", "preferences", ("chosen", "rejected"), ("prompt", "tools")),
+    Format("good and bad answers", "labelled", ("prompt", "completion", "label"), ("tools",)),
     TEXT,
     Format("ShareGPT conversations", "messages", ("conversations",), ("system", "tools")),
     Format("ShareGPT conversations", "messages", ("conversation",), ("system", "tools")),
@@ -114,6 +121,8 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
     fitting = [each for each in found if each.form in METHODS[method]] or found
     if any(each.form == "instructions" for each in fitting):
         fitting = [each for each in fitting if each is not TEXT]
+    if any(each.form == "labelled" for each in fitting):
+        fitting = [each for each in fitting if each.form != "completions"]
     if len(fitting) > 1:
         titles = " and of ".join(each.title for each in fitting)
         used = {key for each in fitting for key in (*each.keys, *each.others)}
@@ -124,8 +133,8 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
     if not fitting:
         return no_form(keys)
     chosen = fitting[0]
-    may_be_chat = chosen.form in ("completions", "preferences")
-    is_list = may_be_chat and isinstance(row[chosen.keys[-1]], list)
+    may_be_chat = chosen.form in ("completions", "preferences", "labelled")
+    is_list = may_be_chat and isinstance(row[chosen.keys[1]], list)
     return Form(chosen, is_chat=is_list or chosen.form == "messages")
 
 
@@ -160,6 +169,9 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
         )
         return
     for key in form.format.keys:
+        if key == "label":
+            yield from _label_problems(row[key])
+            continue
         yield from _value_problems(key, row[key], form)
     for key in form.format.others:
         value = row.get(key)
@@ -173,14 +185,23 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
         elif value != "":
             yield from _text_problems(key, value)
     label = row.get("label")
-    if label is not None and (form.name in ("completions", "messages") or isinstance(label, bool)):
+    is_mark = isinstance(label, bool) or form.name in ("completions", "messages")
+    if label is not None and is_mark and form.name != "labelled":
         yield (
             f"label: expected answers to learn from, found one that is labelled "
-            f"{quoted(label, limit=40)}, good or bad; rows for KTO cannot be trained on yet: keep "
-            "the good ones without their label, or write pairs (prompt, chosen, rejected) for --dpo"
+            f"{quoted(label, limit=40)}, good or bad; write rows of prompt, completion and label "
+            "for --method kto"
         )
     if form.name == "preferences" and row["chosen"] == row["rejected"]:
         yield "chosen, rejected: expected two answers that differ, found the same; remove the row"
+
+
+def _label_problems(label: Any) -> Iterator[str]:
+    if not isinstance(label, bool):
+        yield (
+            f"label: expected true for a good answer or false for a bad one, found "
+            f"{quoted(label, limit=40)}; write one of them, for --method kto"
+        )
 
 
 def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:

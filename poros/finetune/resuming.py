@@ -5,6 +5,7 @@ recipe.yaml      the recipe once more, for people and for `poros finetune`
 events.jsonl     what was logged
 checkpoint-N/    the Trainer's, with whole.json, which lists its files
 adapter/         the result; there only once the run is finished
+adapter-N/       that of N steps, if the run was trained further
 """
 
 import fcntl
@@ -36,22 +37,28 @@ from poros.utils.versions import library_versions
 logger = logging.getLogger(__name__)
 
 _RECIPE, _RUN, _LOCK, _ADAPTER = "recipe.yaml", "run.json", ".lock", "adapter"
-_FORMAT = 2
-"""Of run.json: the first had no digests but those of rows, and no such number."""
+_FORMAT = 3
+"""Of run.json: in the second training and adapter had names of our own."""
 _BASE = "weights of model.source"
 _OTHER = "give another folder (--out)"
 _ROWS = {"train": "rows of data.source", "validation": "rows of data.validation"}
 """What digests are called that are known before any library is loaded."""
 _MAY_CHANGE = (
     "output.folder",
-    "output.keep",
-    "output.save_every",
+    "training.save_total_limit",
+    "training.save_steps",
+    "training.save_strategy",
+    "training.report_to",
+    "training.run_name",
+    "training.dataset_num_proc",
     "memory.vram",
     "memory.slots",
     "model.host_budget",
     "model.store",
 )
 """Settings that decide no bit of the result: another value goes on with the run."""
+_LENGTHS = ("training.num_train_epochs", "training.max_steps")
+_ACCUMULATION = "training.gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ class RunFolder:
         checkpoint: The newest whole one, to resume from; None for a new run.
         step: Of that checkpoint.
         damaged: Newer checkpoints that are damaged, and the damage of each.
+        accumulation: Micro-batches of a step that the run was begun with; None for a new run.
         notes: What a user has to know before the run goes on.
     """
 
@@ -70,6 +78,7 @@ class RunFolder:
     checkpoint: Path | None = None
     step: int = 0
     damaged: tuple[tuple[Path, str], ...] = ()
+    accumulation: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -107,18 +116,21 @@ def inspect_run_dir(
             f"output.folder: expected a new or empty folder, or one of a run, found "
             f"{quoted(str(path))} with {quoted(min(names), limit=60)} in it; {_OTHER}"
         )
-    if _ADAPTER in names:
+    began = _flat(_read(path)["recipe"])
+    if _ADAPTER in names and not _is_longer(began, _flat(recipe.as_dict())):
         raise RunFolderError(
             f"output.folder: expected a run to begin or to go on with, found a finished one: its "
-            f"adapter is {quoted(str(path / _ADAPTER))}; {_OTHER}, or remove this one"
+            f"adapter is {quoted(str(path / _ADAPTER))}; train it further with more --epochs or "
+            f"--steps than it had, {_OTHER}, or remove this one"
         )
     notes = require_same(path, recipe, digests, machine or {})
+    accumulation = began.get(_ACCUMULATION)
     damaged: list[tuple[Path, str]] = []
     for step, checkpoint in numbered(path, names):
         wrong = damage_of(checkpoint)
         if wrong is None:
             notes += [f"{each.name} is not whole ({why})" for each, why in damaged]
-            return RunFolder(path, checkpoint, step, tuple(damaged), tuple(notes))
+            return RunFolder(path, checkpoint, step, tuple(damaged), accumulation, tuple(notes))
         damaged.append((checkpoint, wrong))
     aside = [f"{name}: set aside before" for name in sorted(names) if is_set_aside(name)]
     if damaged or aside:
@@ -128,7 +140,13 @@ def inspect_run_dir(
             f"none:\n{lines}\n{_OTHER}; or bring one back from a copy; or remove them, to begin "
             "again"
         )
-    return RunFolder(path, notes=(*notes, "begun before, without a checkpoint: begins again"))
+    notes.append("begun before, without a checkpoint: begins again")
+    return RunFolder(path, accumulation=accumulation, notes=tuple(notes))
+
+
+def _is_longer(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether a recipe trains for longer than the one that a run was begun with."""
+    return any(name in old and name in new and old[name] < new[name] for name in _LENGTHS)
 
 
 def _names(path: Path) -> set[str]:
@@ -166,7 +184,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     if form != _FORMAT:
         raise RunFolderError(
-            f"{shown}: expected the run of a release that notes what rows and base are made of "
+            f"{shown}: expected the run of a release that names settings as this one does "
             f"(format {_FORMAT}), found format {quoted(form, limit=40)}; end it with the release "
             f"that began it, or {_OTHER}"
         )
@@ -185,7 +203,7 @@ def require_same(
         machine: What it computes on, by name, as far as that is known.
 
     Returns:
-        Lines about versions that differ.
+        Lines about versions that differ, and about a schedule that does.
 
     Raises:
         RunFolderError: If something differs that decides a bit, or run.json is damaged.
@@ -197,7 +215,10 @@ def require_same(
     differing = [
         f"{key}: {quoted(old.get(key), limit=60)} then, {quoted(new.get(key), limit=60)} now"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in _MAY_CHANGE
+        if old.get(key) != new.get(key)
+        and key not in _MAY_CHANGE
+        and not (key in _LENGTHS and _is_longer(old, new))
+        and not (key == _ACCUMULATION and new.get(key) == "auto")
     ]
     # A file of the tokenizer that is gone is missed once the others are known.
     names = digests if digests.keys() <= {*_ROWS} else {*run["digests"], *digests} - {_BASE}
@@ -205,7 +226,14 @@ def require_same(
     if differing:
         raise _another(path, differing)
     now = {**library_versions(), **machine}
-    return [
+    is_steady = recipe.training.lr_scheduler_type == "constant"
+    longer = (
+        "the run is longer than it was begun: the learning rate goes on as its schedule has it for "
+        "the new length, not as in a run that had it from the start (with --schedule constant both "
+        "are the same)"
+    )
+    notes = [longer] if _is_longer(old, new) and not is_steady else []
+    return notes + [
         f"{name} {quoted(then, is_bare=True, limit=60)} began this run, {now[name]} goes on: its "
         "bits may differ from those of a run that was not interrupted"
         for name, then in sorted(run["versions"].items())
@@ -242,7 +270,8 @@ def lock_run_dir(
 ) -> Iterator[RunFolder]:
     """Lock the folder of a run while it trains, and inspect it again.
 
-    Damaged checkpoints are renamed; what a killed process has left is removed.
+    Damaged checkpoints are renamed, and so is the adapter of a run that is trained further; what a
+    killed process has left is removed.
 
     Args:
         recipe: With its output folder.
@@ -265,14 +294,16 @@ def lock_run_dir(
         if run.step != seen.step:
             logger.warning("poros: another process trained here; going on after step %d", run.step)
         events = _events_before(run)
+        if run.adapter.exists():
+            with writing(run.adapter):
+                run.adapter.rename(run.path / f"{_ADAPTER}-{run.step}")
+        asked = recipe.as_dict()
         if not (run.path / _RUN).exists():
-            began = {
-                "format": _FORMAT,
-                "recipe": recipe.as_dict(),
-                "digests": dict(digests),
-                "versions": {**library_versions(), **machine},
-            }
-            write_json(run.path / _RUN, began)
+            versions = {**library_versions(), **machine}
+            began = {"format": _FORMAT, "digests": dict(digests), "versions": versions}
+            write_json(run.path / _RUN, began | {"recipe": asked})
+        elif _is_longer(_flat(_read(run.path)["recipe"]), _flat(asked)):
+            write_json(run.path / _RUN, _read(run.path) | {"recipe": asked})
         write_text(run.path / _RECIPE, recipe.as_yaml())
         for checkpoint, why in run.damaged:
             aside = set_aside(checkpoint).name

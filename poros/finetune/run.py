@@ -14,6 +14,7 @@ from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
 from poros.finetune import summary
 from poros.finetune.adapters import adapter_config, require_targets
 from poros.finetune.attention import require_attention
+from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
 from poros.finetune.packing import keeps_apart, pack
 from poros.finetune.progress import Progress
@@ -22,7 +23,7 @@ from poros.finetune.resuming import RunFolder, lock_run_dir, reading, require_ba
 from poros.finetune.stopping import Stopping
 from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
-from poros.finetune.trainers import make_trainer, num_steps
+from poros.finetune.trainers import fit_accumulation, make_arguments, make_trainer, num_steps
 from poros.io.writing import writing
 from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import configuration
@@ -87,7 +88,8 @@ def finetune(
 
     Raises:
         CheckpointFormatError: If the model's configuration or its tokenizer cannot be read.
-        RecipeError: If target modules or the attention are not there.
+        RecipeError: If target modules or the attention are not there, or PEFT, TRL or transformers
+            refuse settings.
         UnsupportedModelError: If the model, or its tokenizer, needs code of its own.
         DataFormatError: If rows cannot be rendered by the chat template, or nothing can be learnt.
         VRAMBudgetError: If a step does not fit.
@@ -97,7 +99,7 @@ def finetune(
         Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
     """
     device = _device(recipe)
-    original = recipe
+    given = recipe
     recipe, notes, vocab_size = _fit_to_model(recipe, _configuration(recipe))
     with _quiet_datasets():
         tokenizer = load_tokenizer(recipe, data.train.form)
@@ -107,8 +109,9 @@ def finetune(
         if rows.form.is_chat:
             require_template(tokenizer, recipe.model.source)
         with tokenizer_errors(recipe.model.source):
-            tokens = tokenize(rows, tokenizer, recipe)
-            held_out = tokenize(others, tokenizer, recipe) if others else None
+            num_proc = recipe.training.more.get("dataset_num_proc")
+            tokens = tokenize(rows, tokenizer, recipe, num_proc)
+            held_out = tokenize(others, tokenizer, recipe, num_proc) if others else None
         require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
         if num_shown:
             summary.show_rows(console, num_shown, rows, tokens, tokenizer)
@@ -116,6 +119,8 @@ def finetune(
                 return None
         row_length = _row_length(recipe, tokens)
         train = _dataset(recipe, tokens, row_length)
+        recipe, more = fit_accumulation(recipe, len(train), run.accumulation)
+        original = given.accumulating(recipe.training.gradient_accumulation_steps)
         validation = held_out and _dataset(recipe, held_out, row_length)
     size = Size(
         num_rows=len(tokens.lengths),
@@ -125,10 +130,13 @@ def finetune(
         num_steps=num_steps(len(train), recipe),
         num_validation=len(held_out.lengths) if held_out else 0,
     )
+    arguments = make_arguments(
+        recipe, run.path, device, size.num_steps, has_validation=validation is not None
+    )
     made_of = {**data.digests}
     made_of |= input_digests(recipe, tokenizer, {"tokens": tokens, "held-out tokens": held_out})
     same = require_same(run.path, original, made_of, machine(device))
-    notes += dict.fromkeys([*run.notes, *same])
+    notes += dict.fromkeys([*more, *run.notes, *same])
     if data.train.unused:
         notes.append(f"keys that nothing reads: {', '.join(data.train.unused)}")
     if run.checkpoint is not None:
@@ -138,7 +146,12 @@ def finetune(
     if is_dry:
         return None
     with lock_run_dir(original, made_of, machine(device), run) as run:
-        return _train(recipe, run, console, tokenizer, train, validation, row_length, device)
+        model = _model(recipe, device, run)
+        with _quiet_datasets():
+            trainer = make_trainer(
+                recipe, arguments, model, tokenizer, train, validation, row_length=row_length
+            )
+        return _train(recipe, run, console, trainer, tokenizer, size.num_steps)
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -165,7 +178,7 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
             f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
             f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
         ) from error
-    if options or recipe.adapter.target_modules != "all-linear":
+    if options or recipe.adapter.more or recipe.adapter.target_modules != "all-linear":
         try:
             base = meta_model(config, None, DTYPES[chosen.dtype])
         except UnsupportedModelError as error:
@@ -183,19 +196,20 @@ def _fit_to_model(
     Returns:
         The recipe, notes, and the number of tokens that the model knows.
     """
-    data, notes = recipe.data, []
+    training, notes = recipe.training, []
     text = config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < data.max_length:
+    if isinstance(most, int) and 0 < most < training.max_length:
         notes.append(f"rows are cut at the model's {most} positions")
-        data = replace(data, max_length=max(most - most % data.pad_to, min(most, data.pad_to)))
+        multiple = training.pad_to_multiple_of
+        training = replace(training, max_length=max(most - most % multiple, min(most, multiple)))
     if recipe.is_packed and not keeps_apart(config, recipe.model.attention):
         notes.append(
             f"rows are not packed: in a {config.model_type} documents of one row would see each "
             "other, as was tried on a small one"
         )
-        data = replace(data, packing=False)
-    return replace(recipe, data=data), notes, getattr(text, "vocab_size", None)
+        training = replace(training, packing=False)
+    return replace(recipe, training=training), notes, getattr(text, "vocab_size", None)
 
 
 def _largest(*every: Any) -> int:
@@ -208,8 +222,8 @@ def _row_length(recipe: Recipe, tokens: Tokens) -> int:
     """Return the length of the longest padded row: a multiple, so that shapes recur."""
     longest = max(tokens.lengths)
     if recipe.is_packed:
-        longest = min(recipe.data.max_length, sum(tokens.lengths))
-    multiple = recipe.data.pad_to
+        longest = min(recipe.training.max_length, sum(tokens.lengths))
+    multiple = recipe.training.pad_to_multiple_of
     return -(-longest // multiple) * multiple
 
 
@@ -223,21 +237,14 @@ def _train(
     recipe: Recipe,
     run: RunFolder,
     console: "Console",
+    trainer: "Trainer",
     tokenizer: "PreTrainedTokenizerBase",
-    train: "Dataset",
-    validation: "Dataset | None",
-    row_length: int,
-    device: torch.device,
+    total: int,
 ) -> Path:
-    model = _model(recipe, device, run)
-    trainer = make_trainer(
-        recipe, model, tokenizer, train, validation, run.path, row_length=row_length, device=device
-    )
     log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
-    total = num_steps(len(train), recipe)
     if run.checkpoint is not None and run.step >= total:
         with reading(run.checkpoint, lambda: False):
-            _load_finished(trainer, run.checkpoint)
+            _load_finished(trainer, best_of(trainer.args, run.checkpoint))
         _save(recipe, trainer, tokenizer, run)
         return run.adapter
     progress = Progress(console)

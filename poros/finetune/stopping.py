@@ -1,4 +1,4 @@
-"""Ends a run between two steps when a signal comes."""
+"""Ends a run between two steps: when a signal comes, or when it has not become better."""
 
 import os
 import signal
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from poros.finetune.checkpoints import note_best
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -38,6 +40,10 @@ class Stopping(TrainerCallback):
             for each, handler in before.items():
                 signal.signal(each, handler)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint of a run that goes on, wherever its folder is now."""
+        note_best(args, state)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that a step has begun."""
         self.has_begun = True
@@ -53,3 +59,14 @@ class Stopping(TrainerCallback):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = number
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """transformers' own; a run that goes on has counted the validations before it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take over the count of the checkpoint."""
+        super().on_train_begin(args, state, control, **kwargs)
+        noted = state.stateful_callbacks.get(type(self).__name__)
+        if noted:
+            self.__dict__.update(noted["attributes"])

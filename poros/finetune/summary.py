@@ -9,6 +9,7 @@ from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.finetune.data import Rows
 from poros.finetune.tokens import IGNORED, Tokens
+from poros.planning.optimizers import COUNTED
 from poros.recipes.recipe import Recipe
 from poros.utils import formatting
 
@@ -66,8 +67,9 @@ def planned(
     if recipe.memory.resident:
         return "not streamed: the whole base is on the device"
     quantization = recipe.model.quantization
-    rows = recipe.training.batch_size * (2 if recipe.training.method == "dpo" else 1)
-    together = recipe.training.accumulation
+    training = recipe.training
+    rows = training.per_device_train_batch_size * (2 if training.method == "dpo" else 1)
+    together = int(training.gradient_accumulation_steps)
     length = size.row_length
     try:
         planner = Planner(
@@ -110,11 +112,9 @@ def _budget(recipe: Recipe, device: "torch.device") -> str | int | None:
 
 
 def _counted_optimizer(recipe: Recipe) -> str:
-    from poros.finetune.trainers import OPTIMIZERS
-
-    name = OPTIMIZERS[recipe.training.optimizer]
-    # Schedule-free AdamW keeps a second moment, and a second copy of the weights.
-    return "adamw_torch" if name == "schedule_free_adamw" else name
+    """The optimizer that a plan counts: most keep two moments, or as much."""
+    name = recipe.training.optim
+    return name if name in COUNTED else "adamw_torch"
 
 
 def show(
@@ -134,6 +134,7 @@ def show(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     training, adapter = recipe.training, recipe.adapter
+    kind = f"{'rs' if adapter.use_rslora else ''}{'dora' if adapter.use_dora else 'lora'}"
     kept = "dense" if recipe.model.quantization == "none" else recipe.model.quantization
     attention = f", attention {recipe.model.attention}" if recipe.model.attention else ""
     table.add_row(
@@ -141,16 +142,16 @@ def show(
     )
     table.add_row(
         "adapter",
-        f"{adapter.kind}, rank {adapter.rank}, alpha {recipe.alpha:g}, on {_targets(recipe)}",
+        f"{kind}, rank {adapter.r}, alpha {recipe.alpha:g}, on {_targets(recipe)}",
     )
     table.add_row("rows", _rows_line(recipe, rows))
     table.add_row("data", _data_line(recipe, size, tokens))
     for name, text in _marked(tokens, 0, tokenizer, console.encoding, _SHORT):
         table.add_row(name, text)
-    per_step = training.batch_size * training.accumulation
+    per_step = training.per_device_train_batch_size * int(training.gradient_accumulation_steps)
     table.add_row(
         "training",
-        f"{training.method}, {size.num_steps} steps of {per_step} rows, {training.optimizer}, "
+        f"{training.method}, {size.num_steps} steps of {per_step} rows, {training.optim}, "
         f"learning rate {training.learning_rate:g}",
     )
     for name, line in _memory_lines(recipe, plan, size):
@@ -191,7 +192,8 @@ def _marked(
         yield "row", _text(columns["input_ids"], learnt, tokenizer, encoding, limit)
         return
     prompt = columns["prompt_ids"]
-    for name in ("chosen", "rejected"):
+    answers = ("completion",) if "label" in columns else ("chosen", "rejected")
+    for name in answers:
         answer = columns[f"{name}_ids"]
         learnt = [False] * len(prompt) + [True] * len(answer)
         yield name, _text(prompt + answer, learnt, tokenizer, encoding, limit)
@@ -248,12 +250,14 @@ def _rows_line(recipe: Recipe, rows: Rows) -> str:
 def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:
     share = 100 * tokens.num_learnt / max(1, size.num_tokens)
     parts = [f"{size.num_rows:,} rows, {size.num_tokens:,} tokens, {share:.0f} % of them learnt"]
+    training = recipe.training
     if recipe.is_packed:
         parts.append(f"packed into rows of {size.row_length}, {size.num_packed:,} in all")
     else:
-        parts.append(f"padded to a multiple of {recipe.data.pad_to}, at most {size.row_length}")
+        multiple = training.pad_to_multiple_of
+        parts.append(f"padded to a multiple of {multiple}, at most {size.row_length}")
     if tokens.num_cut:
-        parts.append(f"{tokens.num_cut:,} cut at {recipe.data.max_length} tokens (--max-length)")
+        parts.append(f"{tokens.num_cut:,} cut at {training.max_length} tokens (--max-length)")
     if tokens.num_dropped:
         parts.append(f"{tokens.num_dropped:,} left out: nothing to learn within that length")
     if size.num_validation:
@@ -267,7 +271,8 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
         return [("memory", plan)]
     needs = formatting.size(plan.total_num_bytes)
     if plan.vram_budget is not None:
-        fits = f"fits: {needs} of {formatting.size(plan.vram_budget)}"
+        whose = "" if recipe.memory.vram else " that are free on the GPU (--vram)"
+        fits = f"fits: {needs} of {formatting.size(plan.vram_budget)}{whose}"
     else:
         fits = f"needs {needs}"
     blocks = f"{plan.num_slots} of {plan.num_blocks} blocks on the device at a time"
@@ -276,7 +281,8 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     lines = [("memory", f"{fits}; {blocks}")]
     lines.append(("host memory", _host_line(recipe, plan.host_num_bytes)))
     if plan.step_ms is not None:
-        seconds = plan.step_ms / 1e3 * recipe.training.accumulation * size.num_steps
+        together = int(recipe.training.gradient_accumulation_steps)
+        seconds = plan.step_ms / 1e3 * together * size.num_steps
         lines.append(
             ("time", f"about {formatting.duration(seconds)}, forecast from rates measured here")
         )

@@ -49,7 +49,8 @@ class Tokens:
 
     Attributes:
         columns: For SFT ``input_ids`` and ``labels``, for DPO ``prompt_ids``, ``chosen_ids`` and
-            ``rejected_ids``; each a list of rows.
+            ``rejected_ids``, for KTO ``prompt_ids``, ``completion_ids`` and ``label``, of one
+            number; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
         numbers: Of the rows of data that they were made of.
         num_tokens: Of all rows, without padding.
@@ -172,9 +173,10 @@ def tokenize(
     if wrong:
         raise DataFormatError("\n".join(wrong))
     if not tokens.lengths:
+        most = recipe.training.max_length
         raise DataFormatError(
-            f"{rows.place(0)}: expected rows with tokens to learn within {recipe.data.max_length}, "
-            f"found none in {len(rows.rows)}; raise data.max_length (--max-length)"
+            f"{rows.place(0)}: expected rows with tokens to learn within {most}, found none in "
+            f"{len(rows.rows)}; raise training.max_length (--max-length)"
         )
     return tokens
 
@@ -199,7 +201,7 @@ class _Work:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe, form: Form) -> None:
         self._tokenizer = tokenizer
         self._form = form
-        self._most = recipe.data.max_length
+        self._most = recipe.training.max_length
         loss_on = recipe.data.loss_on
         if loss_on == "auto":
             loss_on = {"messages": "assistant", "completions": "completion"}.get(form.name, "all")
@@ -210,6 +212,8 @@ class _Work:
         self.columns: tuple[str, ...] = ("input_ids", "labels")
         if form.name == "preferences":
             self.columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+        elif form.name == "labelled":
+            self.columns = ("prompt_ids", "completion_ids", "label")
 
     def made_of_packed(self, row: bytes) -> dict[str, Any]:
         """As ``made``, of a row that is pickled."""
@@ -222,6 +226,8 @@ class _Work:
         try:
             if self._form.name == "preferences":
                 return made | self._pair(row)
+            if self._form.name == "labelled":
+                return made | self._labelled(row)
             return made | self._example(row)
         except DataFormatError as error:
             return made | {"problem": str(error)}
@@ -283,6 +289,21 @@ class _Work:
             "num_tokens": num_tokens,
             "num_learnt": num_tokens - 2 * start if has_answers else 0,
             "is_cut": length > self._most,
+        }
+
+    def _labelled(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Tokenize a row of KTO."""
+        prompt, whole = self._prompt_and_whole(row, "completion")
+        start = common_prefix_length(prompt, whole)
+        cut = whole[: self._most]
+        return {
+            "prompt_ids": cut[:start],
+            "completion_ids": cut[start:],
+            "label": [int(row["label"])],
+            "length": len(cut),
+            "num_tokens": len(cut),
+            "num_learnt": max(0, len(cut) - start),
+            "is_cut": len(whole) > self._most,
         }
 
     def _prompt_and_whole(self, row: dict[str, Any], answer: str) -> tuple[list[int], list[int]]:

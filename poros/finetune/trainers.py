@@ -19,38 +19,35 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LabelSmoother
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl import DPOTrainer, KTOTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin
+from poros.errors import RecipeError, quoted
 from poros.finetune.attention import takes_cu_seqlens
 from poros.finetune.checkpoints import StagedCheckpoints
+from poros.finetune.stopping import EarlyStopping
 from poros.head.regularized import RegularizedLoss
 from poros.model.stats import attention_of
-from poros.recipes.recipe import Recipe
+from poros.recipes.passing import config_of
+from poros.recipes.recipe import FEWEST_UPDATES, MOST_ACCUMULATED, Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-OPTIMIZERS = {
-    "adamw": "adamw_torch_fused",
-    "adamw_8bit": "adamw_bnb_8bit",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-    "schedule_free_adamw": "schedule_free_adamw",
-    "sgd": "sgd",
-}
-"""Names of recipes, as ``TrainingArguments.optim`` has them."""
 _Arguments = TypeVar("_Arguments", bound=TrainingArguments)
+_OURS = ("method", "lora_plus", "z_loss", "early_stopping_patience")
+"""Settings of ``training`` that TRL does not know."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class _Own(StagedCheckpoints):
-    """The base of both trainers."""
+    """The base of all trainers."""
 
     recipe: Recipe
 
@@ -126,10 +123,26 @@ class Dpo(_Own, BlockMajorMixin, DPOTrainer):
         return dataset  # these are tokens already
 
 
-class _NoModel(nn.Module):
-    """A placeholder for the reference model while ``DPOTrainer`` is built.
+class Kto(_Own, BlockMajorMixin, KTOTrainer):
+    """TRL's trainer of answers that are good or bad; its reference is that of ``Dpo``."""
 
-    Without one it copies the adapter of the model into a second, as if it had been trained before.
+    def _prepare_dataset(self, dataset: Any, tokenizer: Any, args: Any, name: str) -> Any:
+        """As TRL's own of rows that are tokens: an answer for the KL term beside each row."""
+
+        def finish(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+            rows["label"] = [bool(label) for (label,) in rows["label"]]
+            if self.calculate_KL:
+                answers = rows["completion_ids"]
+                rows["KL_completion_ids"] = answers[-1:] + answers[:-1]
+            return rows
+
+        return dataset.map(finish, batched=True, batch_size=args.per_device_train_batch_size)
+
+
+class _NoModel(nn.Module):
+    """A placeholder for the reference model while a trainer of preferences is built.
+
+    Without one TRL copies the adapter of the model into a second, as if it had been trained before.
     """
 
     def __init__(self, config: Any) -> None:
@@ -158,122 +171,155 @@ class _PackedRows:
 
 def make_trainer(
     recipe: Recipe,
+    arguments: TrainingArguments,
     model: Any,
     tokenizer: "PreTrainedTokenizerBase",
     train: "Dataset",
     validation: "Dataset | None",
-    folder: Path,
     *,
     row_length: int,
-    device: torch.device,
 ) -> Trainer:
     """Build the trainer of a recipe.
 
     Args:
         recipe: How it trains.
+        arguments: Of ``make_arguments``.
         model: With its adapter; prepared, or resident.
         tokenizer: Saved with each checkpoint; its padding token fills rows.
         train: Rows of tokens, packed if the recipe says so.
         validation: The same, or None.
-        folder: Of the run.
         row_length: Tokens of a packed row.
-        device: Where the model trains.
+
+    Raises:
+        RecipeError: If TRL refuses settings for this model.
     """
-    is_dpo = recipe.training.method == "dpo"
-    arguments = _arguments(
-        recipe, folder, device, num_steps(len(train), recipe), has_validation=validation is not None
-    )
+    training = recipe.training
     options: dict[str, Any] = {
         "args": arguments,
         "train_dataset": train,
         "eval_dataset": validation,
         "processing_class": tokenizer,
     }
-    pad = tokenizer.pad_token_id
-    with _own_dtypes(model, recipe.adapter.dtype):
-        if is_dpo:
-            trainer: Any = Dpo(
-                model,
-                _NoModel(model.config),
-                data_collator=DataCollatorForPreference(
-                    pad, pad_to_multiple_of=recipe.data.pad_to, max_length=recipe.data.max_length
-                ),
-                **options,
-            )
-            trainer.ref_model = None
-        else:
-            trainer = Sft(model, data_collator=_collator(recipe, model, pad, row_length), **options)
-            smoothing, z_loss = recipe.training.label_smoothing, recipe.training.z_loss
-            if smoothing or z_loss:
+    with _own_dtypes(model, recipe.adapter.dtype), _refusals():
+        if training.method == "sft":
+            collator = _collator(recipe, model, tokenizer.pad_token_id, row_length)
+            trainer: Any = Sft(model, data_collator=collator, **options)
+            if training.label_smoothing_factor or training.z_loss:
+                smoothing = training.label_smoothing_factor
                 own = LabelSmoother(epsilon=smoothing) if smoothing else None
-                trainer.label_smoother = RegularizedLoss(own, z_loss or 0.0)
+                trainer.label_smoother = RegularizedLoss(own, training.z_loss or 0.0)
+        else:
+            kind = {"dpo": Dpo, "kto": Kto}[training.method]
+            trainer = kind(model, _NoModel(model.config), **options)
+            trainer.ref_model = None
+    if training.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStopping(training.early_stopping_patience))
     trainer.recipe = recipe
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what TRL or transformers refuse in the body into one error.
+
+    Raises:
+        RecipeError: With what they say.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise RecipeError(
+            "training: expected settings that go together, found that TRL refuses them: "
+            f"{quoted(str(error), is_bare=True, limit=600)}; change one of them"
+        ) from error
+
+
 def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
     if not recipe.is_packed:
-        return DataCollatorForLanguageModeling(pad, pad_to_multiple_of=recipe.data.pad_to)
+        return DataCollatorForLanguageModeling(
+            pad, pad_to_multiple_of=recipe.training.pad_to_multiple_of
+        )
     # All rows of a micro-batch become one.
-    length = row_length * recipe.training.batch_size
+    length = row_length * recipe.training.per_device_train_batch_size
     collate = DataCollatorForLanguageModeling(pad, padding_free=True, pad_to_multiple_of=length)
     return _PackedRows(collate, has_cu_seqlens=takes_cu_seqlens(attention_of(model)))
 
 
-def _arguments(
+def make_arguments(
     recipe: Recipe, folder: Path, device: torch.device, steps: int, *, has_validation: bool
-) -> SFTConfig | DPOConfig:
-    training, output = recipe.training, recipe.output
-    is_free = training.optimizer.startswith("schedule_free")
-    evaluate: dict[str, Any] = {"eval_strategy": "no"}
-    if has_validation:
-        evaluate["eval_strategy"] = "epoch" if output.evaluate_every is None else "steps"
-        evaluate["eval_steps"] = output.evaluate_every
-    common: dict[str, Any] = {
-        "output_dir": str(folder),
-        "num_train_epochs": training.epochs,
-        "max_steps": training.steps or -1,
-        "per_device_train_batch_size": training.batch_size,
-        "per_device_eval_batch_size": training.batch_size,
-        "gradient_accumulation_steps": training.accumulation,
-        "learning_rate": training.learning_rate,
-        "lr_scheduler_type": "constant" if is_free else training.schedule,
-        # Schedule-free optimizers have a warmup of their own, and take a number of steps only.
-        "warmup_steps": math.ceil(training.warmup * steps) if is_free else training.warmup,
-        "optim": OPTIMIZERS[training.optimizer],
-        "weight_decay": training.weight_decay,
-        "max_grad_norm": training.max_grad_norm,
-        "seed": training.seed,
-        "save_strategy": "steps",
-        "save_steps": output.save_every,
-        "save_total_limit": output.keep,
+) -> TrainingArguments:
+    """Build TRL's configuration of a recipe's method.
+
+    Args:
+        recipe: With a number for its accumulation.
+        folder: Of the run.
+        device: Where it trains.
+        steps: Optimizer steps in all.
+        has_validation: Whether there are rows to validate on.
+
+    Raises:
+        RecipeError: If TRL or transformers refuse settings, or an optimizer or a place for reports
+            needs a package that is not there.
+    """
+    training = recipe.training
+    is_cpu = device.type == "cpu"
+    fields: dict[str, Any] = {
+        "per_device_eval_batch_size": training.per_device_train_batch_size,
+        "eval_strategy": "no",
         "logging_steps": 1,
         "logging_first_step": True,
-        # A loss that is no number is logged as it is, also of an evaluation. To replace it, the
-        # host would have to wait for each micro-batch.
-        "logging_nan_inf_filter": False,
         "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": device.type == "cpu",
-        "dataloader_pin_memory": device.type != "cpu",
-        "bf16": recipe.is_autocast(device.type),
-        "fp16": False,
-        # A streamed layer is recomputed as it is.
-        "gradient_checkpointing": False,
-        **evaluate,
+        "dataloader_pin_memory": not is_cpu,
     }
-    arguments: SFTConfig | DPOConfig
-    if training.method == "dpo":
-        arguments = DPOConfig(beta=training.beta, max_length=recipe.data.max_length, **common)
-    else:
-        arguments = SFTConfig(
-            max_length=None,
-            packing=False,  # done
-            dataset_kwargs={"skip_prepare_dataset": True},
-            **common,
+    if has_validation:
+        fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"
+    fields |= recipe.as_dict()["training"]
+    for own in (*_OURS, "label_smoothing_factor"):
+        fields.pop(own, None)
+    if training.is_schedule_free:
+        fields["lr_scheduler_type"] = "constant"
+    if training.method == "sft":
+        # Rows are packed tokens by now.
+        fields |= {"max_length": None, "packing": False, "pad_to_multiple_of": None}
+        fields["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    with _refusals():
+        arguments: TrainingArguments = config_of(training.method)(
+            **fields
+            | {
+                "output_dir": str(folder),
+                "warmup_steps": num_warmup_steps(recipe, steps),
+                "bf16": recipe.is_autocast(device.type),
+                "fp16": False,
+                "use_cpu": is_cpu,
+                "disable_tqdm": True,
+                # A loss that is no number is logged as it is, also of an evaluation. To replace it,
+                # the host would have to wait for each micro-batch.
+                "logging_nan_inf_filter": False,
+                # A streamed layer is recomputed as it is.
+                "gradient_checkpointing": False,
+            }
         )
-    return on_one_gpu(arguments)
+        _try_parts(arguments, steps)
+    arguments = on_one_gpu(arguments)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # they have made the first GPU the current one
+    return arguments
+
+
+def _try_parts(arguments: TrainingArguments, steps: int) -> None:
+    """Build what the Trainer builds once the base is there, so that it is refused before that."""
+    missing = {*arguments.report_to} - {*get_available_reporting_integrations()}
+    if missing:
+        raise ImportError(f"report_to: the package of {', '.join(sorted(missing))} is not there")
+    Trainer.get_optimizer_cls_and_kwargs(arguments)
+    get_scheduler(
+        arguments.lr_scheduler_type,
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate),
+        num_warmup_steps=int(arguments.warmup_steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+    )
 
 
 def on_one_gpu(arguments: _Arguments) -> _Arguments:
@@ -303,12 +349,70 @@ def _own_dtypes(model: nn.Module, dtype: str) -> Iterator[None]:
         parameter.data = data
 
 
-def num_steps(num_rows: int, recipe: Recipe) -> int:
-    """Count the optimizer steps of a run, as the Trainer does."""
+def num_steps(num_rows: int, recipe: Recipe, accumulation: int | None = None) -> int:
+    """Count the optimizer steps of a run, as the Trainer does.
+
+    Args:
+        num_rows: Of the data, packed.
+        recipe: How it trains.
+        accumulation: Micro-batches of a step; None for the recipe's.
+    """
     training = recipe.training
-    if training.steps is not None:
-        return training.steps
-    micro_batches = -(-num_rows // training.batch_size)
-    per_epoch = -(-micro_batches // training.accumulation)
-    total = training.epochs * per_epoch
-    return int(total) + (total > int(total))
+    if training.max_steps is not None:
+        return training.max_steps
+    is_cut = training.more.get("dataloader_drop_last", False)
+    size = training.per_device_train_batch_size
+    micro_batches = num_rows // size if is_cut else -(-num_rows // size)
+    per_epoch = -(-micro_batches // (accumulation or int(training.gradient_accumulation_steps)))
+    return math.ceil(training.num_train_epochs * max(1, per_epoch))
+
+
+def fit_accumulation(
+    recipe: Recipe, num_rows: int, before: int | None = None
+) -> tuple[Recipe, list[str]]:
+    """Give ``gradient_accumulation_steps: auto`` its number: so many that there are enough steps.
+
+    Args:
+        recipe: Checked.
+        num_rows: Of the data, packed.
+        before: The number that a run has which goes on.
+
+    Returns:
+        The recipe with a number, and notes.
+    """
+    training = recipe.training
+    given, chosen = training.gradient_accumulation_steps, before
+    if given != "auto":
+        chosen = int(given)
+    elif chosen is None and training.max_steps is not None:
+        chosen = MOST_ACCUMULATED
+    elif chosen is None:
+        tried = range(MOST_ACCUMULATED, 1, -1)
+        enough = (each for each in tried if num_steps(num_rows, recipe, each) >= FEWEST_UPDATES)
+        chosen = next(enough, 1)
+    recipe = recipe.accumulating(chosen)
+    steps, notes = num_steps(num_rows, recipe), []
+    if given == "auto" and chosen != MOST_ACCUMULATED:
+        notes.append(
+            f"micro-batches of a step: {chosen} instead of {MOST_ACCUMULATED}, for {steps} updates "
+            "of the adapter in all (--accumulation)"
+        )
+    elif steps < FEWEST_UPDATES and training.max_steps is None and chosen > 1:
+        notes.append(
+            f"few updates of the adapter: {steps} in all; a smaller --accumulation or more "
+            "--epochs give more"
+        )
+    warmup = num_warmup_steps(recipe, steps)
+    if warmup >= steps:
+        notes.append(
+            f"all {steps} steps are within the warm-up of {warmup}: the learning rate does not "
+            "reach its peak (--warmup)"
+        )
+    return recipe, notes
+
+
+def num_warmup_steps(recipe: Recipe, steps: int) -> int:
+    """Count the steps of the warm-up. The rate of the first of them is 0."""
+    given = recipe.training.warmup_steps
+    share = given * steps if given < 1 else given
+    return math.ceil(share) if share >= 1 else 0  # a run of few steps has none to lose

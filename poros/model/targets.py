@@ -42,9 +42,16 @@ def leave_out_dropped(model: Any, config: Any) -> None:
     own = getattr(config, "exclude_modules", None)
     if pattern is None or not hasattr(config, "exclude_modules") or pattern in str(own):
         return
-    if own and not isinstance(own, str):
+    config.exclude_modules = with_own(pattern, own)
+
+
+def with_own(pattern: str | None, own: Any) -> Any:
+    """PEFT's ``exclude_modules`` for a pattern and what a user excludes: a pattern, or names."""
+    if not own or pattern is None:
+        return own or pattern
+    if not isinstance(own, str):
         own = rf"(.*\.)?({'|'.join(map(re.escape, own))})"
-    config.exclude_modules = f"({own})|{pattern}" if own else pattern
+    return f"({own})|{pattern}"
 
 
 def _within(names: Collection[str]) -> str | None:

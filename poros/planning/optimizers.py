@@ -10,6 +10,13 @@ _MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256
 """bitsandbytes keeps smaller states in float32, and one float32 scale per block of others."""
 
 
+COUNTED = (
+    *("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"),
+    "sgd",
+)
+"""Optimizers whose states are counted as they are."""
+
+
 @dataclass(frozen=True)
 class OptimizerCost:
     """Bytes of an optimizer."""

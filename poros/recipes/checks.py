@@ -3,18 +3,24 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from poros.errors import MissingPackageError, quoted, reason_of
 from poros.io.writing import why_not_writable
 from poros.loaders.names import is_local
 from poros.recipes.reading import Draft
-from poros.recipes.recipe import Recipe
+from poros.recipes.recipe import Recipe, settings
 from poros.recipes.sources import SUFFIXES, Kind, files_of, kind_of, suffix_of
 
 TEMPLATES = ("chatml", "llama3")
 """Chat templates of our own, by name."""
-_DPO_LEARNING_RATE = 2e-5
-"""Where none is given: preferences want smaller steps than examples."""
+_OF_METHOD: dict[str, dict[str, Any]] = {
+    # Preferences want smaller steps than examples.
+    "dpo": {"learning_rate": 2e-5},
+    # Its KL term pairs each prompt of a micro-batch with another one's answer.
+    "kto": {"learning_rate": 2e-5, "per_device_train_batch_size": 2},
+}
+"""Defaults of a method that are not those of examples."""
 
 
 def checked(draft: Draft) -> Recipe:
@@ -45,10 +51,12 @@ def checked(draft: Draft) -> Recipe:
     _check_memory(draft, recipe)
     _check_output(draft, recipe)
     draft.refuse()
-    if recipe.training.method == "dpo" and "training.learning_rate" not in draft.values:
-        slower = replace(recipe.training, learning_rate=_DPO_LEARNING_RATE)
-        recipe = replace(recipe, training=slower)
-    return recipe
+    own = {
+        name: value
+        for name, value in _OF_METHOD.get(recipe.training.method, {}).items()
+        if f"training.{name}" not in draft.values
+    }
+    return replace(recipe, training=replace(recipe.training, **own))
 
 
 def _check_model(draft: Draft, recipe: Recipe) -> None:
@@ -106,19 +114,24 @@ def _is_store(source: str) -> bool:
 
 def _check_data(draft: Draft, recipe: Recipe) -> None:
     data, method = recipe.data, recipe.training.method
-    sources = [("data.source", source) for source in data.sources if source]
+    places = dict(enumerate(draft.items.get("data.source", [])))
+    every = enumerate(data.sources)
+    sources = [("data.source", each, places.get(number)) for number, each in every if each]
     if isinstance(data.validation, str):
-        sources.append(("data.validation", data.validation))
+        sources.append(("data.validation", data.validation, None))
     is_split = bool(data.split or data.config)
-    kinds = {kind_of(source, is_split=is_split) for _, source in sources}
-    for key, source in sources:
+    kinds = {kind_of(source, is_split=is_split) for _, source, _ in sources}
+    for key, source, where in sources:
         if is_local(source):
-            _check_rows(draft, key, source, is_split=is_split)
+            wrong = _problem_with_rows(source, is_split=is_split)
+            if wrong is not None:
+                draft.problem(key, wrong, where)
         elif find_spec("datasets") is None:
             draft.problem(
                 key,
                 f"expected a file or folder, found {quoted(source)}, which is not there; to read "
                 "it from the hub: pip install '.[finetune]' in a clone of Poros",
+                where,
             )
     if data.split and kinds == {Kind.FILES}:
         draft.problem(
@@ -153,80 +166,97 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
             f"expected one of {names} or a .jinja file, found {quoted(template)}; for the model's "
             "own leave it out",
         )
-    if method == "dpo" and data.packing is True:
-        draft.problem(
-            "data.packing",
-            "expected false with dpo, whose rows are pairs, found true; remove it",
-        )
-    if method == "dpo" and data.loss_on not in ("auto", "completion"):
+    if method != "sft" and data.loss_on not in ("auto", "completion"):
         draft.problem(
             "data.loss_on",
-            f"expected completion or auto with dpo, found {data.loss_on}; remove it",
+            f"expected completion or auto with {method}, found {data.loss_on}; remove it",
         )
 
 
-def _check_rows(draft: Draft, key: str, source: str, *, is_split: bool) -> None:
+def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
+    """Return what is wrong with files or folders of rows; None if nothing is."""
     path = Path(source).expanduser()
     shown = quoted(str(path))
     if not path.exists():
-        draft.problem(key, f"expected rows, found no file or folder {shown}; check the path")
-        return
+        return f"expected rows, found no file or folder {shown}; check the path"
     if kind_of(source, is_split=is_split) is not Kind.FILES:
-        return
+        return None
     suffixes = sorted({suffix_of(each) for each in files_of(path)})
     if not suffixes:
-        draft.problem(
-            key,
+        return (
             f"expected files that end in {', '.join(SUFFIXES)} in {shown}, found none; write JSON "
-            "objects, one a line",
+            "objects, one a line"
         )
-    elif len(suffixes) > 1:
-        draft.problem(
-            key,
+    if len(suffixes) > 1:
+        return (
             f"expected files of one kind in {shown}, found {' and '.join(suffixes)}; name those to "
-            "read: data.source: [a.jsonl, b.csv]",
+            "read: data.source: [a.jsonl, b.csv]"
         )
-    elif suffixes == [""]:
-        draft.problem(
-            key,
+    if suffixes == [""]:
+        return (
             f"expected a file that ends in {', '.join(SUFFIXES)} or .gz behind one of the first "
-            f"four, found {shown}; write one JSON object a line",
+            f"four, found {shown}; write one JSON object a line"
         )
+    return None
 
 
 def _check_training(draft: Draft, recipe: Recipe) -> None:
     training, given = recipe.training, draft.values
-    if "training.epochs" in given and training.steps is not None:
+    if "training.num_train_epochs" in given and training.max_steps is not None:
         draft.problem(
-            "training.steps", "expected either epochs or steps, found both; remove one of them"
+            "training.max_steps",
+            "expected either num_train_epochs (--epochs) or max_steps (--steps), found both; "
+            "remove one of them",
         )
-    if "training.beta" in given and training.method != "dpo":
-        draft.problem("training.beta", "expected method dpo with beta, found sft; remove it")
-    for key in ("training.label_smoothing", "training.z_loss"):
-        if key in given and training.method != "sft":
-            draft.problem(key, f"expected method sft, found {training.method}; remove it")
-    is_free = training.optimizer.startswith("schedule_free")
-    if is_free and "training.schedule" in given and training.schedule != "constant":
+    for key, setting in settings():
+        is_used = given.get(key) not in (None, False, "auto")
+        if is_used and training.method not in setting.methods:
+            draft.problem(
+                key,
+                f"expected method {' or '.join(setting.methods)} with it, found {training.method}; "
+                "remove it",
+            )
+    if training.is_schedule_free:
+        if given.get("training.lr_scheduler_type") not in (None, "constant"):
+            draft.problem(
+                "training.lr_scheduler_type",
+                f"expected constant with {training.optim}, found {training.lr_scheduler_type}; "
+                "remove it",
+            )
+        if training.lora_plus is not None:
+            draft.problem(
+                "training.lora_plus",
+                f"expected another optimizer than {training.optim}, which has one rate for all; "
+                "choose adamw_torch_fused, or remove it",
+            )
+    is_kto = training.method == "kto" and training.more.get("loss_type", "kto") == "kto"
+    if is_kto and given.get("training.per_device_train_batch_size") == 1:
         draft.problem(
-            "training.schedule",
-            f"expected constant with {training.optimizer}, found {training.schedule}; remove it",
+            "training.per_device_train_batch_size",
+            "expected at least 2 with kto, whose KL term pairs rows of a micro-batch, found 1; "
+            "remove it, or set training.loss_type to apo_zero_unpaired",
         )
-    if is_free and training.lora_plus is not None:
+    is_best = training.more.get("load_best_model_at_end", False)
+    if training.early_stopping_patience is not None and not is_best:
         draft.problem(
-            "training.lora_plus", f"expected another optimizer than {training.optimizer}, which "
-            "has one rate for all; choose adamw, or remove it",
-        )  # fmt: skip
-    if is_free and find_spec("schedulefree") is None:
-        draft.problem(
-            "training.optimizer",
-            f"expected the package schedulefree for {training.optimizer}, found none; pip install "
-            "schedulefree, or choose adamw",
+            "training.early_stopping_patience",
+            "expected load_best_model_at_end with it, since the last steps made nothing better, "
+            "found none; set training.load_best_model_at_end to true",
         )
-    if "output.evaluate_every" in given and not recipe.data.validation:
+    is_orthogonal = recipe.adapter.more.get("init_lora_weights") == "orthogonal"
+    if is_orthogonal and recipe.model.quantization != "none":
         draft.problem(
-            "output.evaluate_every",
-            "expected rows to validate on, found none; add data.validation (--validation 0.05)",
+            "adapter.init_lora_weights",
+            "expected gaussian, true or false with a base in 4 bit, found orthogonal, which has to "
+            "read its weights; choose another, or set model.quantization to none (--quantization)",
         )
+    for name in ("eval_steps", "eval_strategy", "eval_on_start", "load_best_model_at_end"):
+        is_asked = given.get(f"training.{name}") not in (None, False, "no")
+        if is_asked and not recipe.data.validation:
+            draft.problem(
+                f"training.{name}",
+                "expected rows to validate on, found none; add data.validation (--validation 0.05)",
+            )
 
 
 def _check_memory(draft: Draft, recipe: Recipe) -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from poros.config import ALLOW_IS_GONE
 from poros.errors import RecipeError, quoted, reason_of
-from poros.recipes.recipe import SECTIONS, Recipe, Setting, settings
-from poros.recipes.values import UnexpectedValueError
+from poros.recipes import passing
+from poros.recipes.recipe import METHODS, SECTIONS, Recipe, settings
+from poros.recipes.values import Kind, UnexpectedValueError, described
 
 if TYPE_CHECKING:
     from yaml import MappingNode, Node
@@ -22,40 +23,45 @@ _MOST_NUM_BYTES = 1_000_000
 _MOST_SHOWN = 60
 _NULL = "tag:yaml.org,2002:null"
 
-# What settings are called elsewhere; only for what an error suggests.
+# What settings are called elsewhere, here until now included; only for what an error suggests.
 _ELSEWHERE = {
+    **dict.fromkeys(("epochs", "num_epochs"), "training.num_train_epochs"),
+    "steps": "training.max_steps",
+    **dict.fromkeys(("batch_size", "micro_batch_size"), "training.per_device_train_batch_size"),
+    "accumulation": "training.gradient_accumulation_steps",
     "lr": "training.learning_rate",
-    "r": "adapter.rank",
-    "lora_r": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
+    **dict.fromkeys(("schedule", "lr_scheduler"), "training.lr_scheduler_type"),
+    **dict.fromkeys(("warmup", "warmup_ratio"), "training.warmup_steps"),
+    "optimizer": "training.optim",
+    "label_smoothing": "training.label_smoothing_factor",
+    **dict.fromkeys(("sequence_len", "cutoff_len", "max_seq_length"), "training.max_length"),
+    "sample_packing": "training.packing",
+    "pad_to": "training.pad_to_multiple_of",
+    "save_every": "training.save_steps",
+    "keep": "training.save_total_limit",
+    "evaluate_every": "training.eval_steps",
+    **dict.fromkeys(("rank", "lora_r"), "adapter.r"),
+    "alpha": "adapter.lora_alpha",
+    "dropout": "adapter.lora_dropout",
     "lora_target_modules": "adapter.target_modules",
-    "base_model": "model.source",
-    "model_name_or_path": "model.source",
-    "dataset": "data.source",
-    "datasets": "data.source",
-    "dataset_path": "data.source",
-    "num_train_epochs": "training.epochs",
-    "num_epochs": "training.epochs",
-    "max_steps": "training.steps",
-    "micro_batch_size": "training.batch_size",
-    "per_device_train_batch_size": "training.batch_size",
-    "gradient_accumulation_steps": "training.accumulation",
-    "lr_scheduler": "training.schedule",
-    "lr_scheduler_type": "training.schedule",
-    "warmup_ratio": "training.warmup",
-    "optim": "training.optimizer",
-    "sequence_len": "data.max_length",
-    "cutoff_len": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "sample_packing": "data.packing",
-    "val_set_size": "data.validation",
-    "output_dir": "output.folder",
-    "save_steps": "output.save_every",
-    "eval_steps": "output.evaluate_every",
-    "vram_budget": "memory.vram",
+    "kind": "adapter.use_dora (or adapter.use_rslora)",
+    **dict.fromkeys(("base_model", "model_name_or_path"), "model.source"),
     "load_in_4bit": "model.quantization",
+    **dict.fromkeys(("dataset", "datasets", "dataset_path"), "data.source"),
+    "val_set_size": "data.validation",
+    "vram_budget": "memory.vram",
 }
+
+
+_INSTEAD = {
+    "training.max_steps": "training.num_train_epochs",
+    "training.num_train_epochs": "training.max_steps",
+    "memory.slots": "memory.vram",
+    "memory.vram": "memory.slots",
+}
+"""Settings of which one is given: a flag for it replaces what a file says of the other."""
+_FIELDS = {("dpo", "label_smoothing")}
+"""Names from elsewhere that are fields of a method too."""
 
 
 @dataclass
@@ -63,31 +69,38 @@ class Draft:
     """A recipe that is being read: its values, their places, and the problems.
 
     Attributes:
+        written: What was written, by dotted key: texts, and lists and mappings of them.
         values: By dotted key.
         origins: ``recipe.yaml:12`` or a flag, by dotted key.
+        items: The same of each item of a list in a file.
         problems: One line each.
         file: The recipe's file, if there is one.
     """
 
+    written: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    items: dict[str, list[str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     file: str | None = None
 
     def problem(self, key: str, what: str, where: str | None = None) -> None:
         """Note a problem of a key, at its place unless another is given."""
         where = where or self.origins.get(key) or self.file or "command line"
+        shown = quoted(key, is_bare=True, limit=80)
         # A flag says which setting is meant, a line of a file does not.
         self.problems.append(
-            f"{where}: {what}" if where == _flag(key) else f"{where}: {key}: {what}"
+            f"{where}: {what}" if where == _flag(key) else f"{where}: {shown}: {what}"
         )
 
     def recipe(self) -> Recipe:
         """Build the recipe, with defaults for what is not set. Needs a draft without problems."""
         parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        own = dict(settings())
         for key, value in self.values.items():
             section, name = key.split(".")
-            parts[section][name] = value
+            where = parts[section] if key in own else parts[section].setdefault("more", {})
+            where[name] = value
         return Recipe(**{name: SECTIONS[name](**values) for name, values in parts.items()})
 
     def refuse(self) -> None:
@@ -115,14 +128,16 @@ def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
     if file is not None:
         draft.file = quoted(str(file), is_bare=True)
         _read_file(draft, file)
-    known = dict(settings())
     for key, text in flags.items():
-        flag = known[key].flag
-        draft.origins[key] = flag
-        try:
-            draft.values[key] = _from_flag(known[key], text)
-        except UnexpectedValueError as error:
-            draft.problem(key, f"{error}; {_example(flag + ' ', known[key])}")
+        draft.origins[key] = _flag(key) or "--set"
+        if key in _INSTEAD and _INSTEAD[key] not in flags:
+            draft.written.pop(_INSTEAD[key], None)
+        section, _, name = key.partition(".")
+        if section in SECTIONS and name:
+            draft.written[key] = text
+        else:
+            _unknown(draft, key, "", section, None)
+    _read_values(draft)
     return draft
 
 
@@ -130,19 +145,105 @@ def _flag(key: str) -> str:
     return next((setting.flag for name, setting in settings() if name == key), "")
 
 
-def _from_flag(setting: Setting, text: str) -> Any:
+def _tree(node: "Node | None", seen: set[int] | None = None) -> Any:
+    """What a node says: a text, None, a list, or a mapping.
+
+    Raises:
+        UnexpectedValueError: If an alias stands for a list or a mapping, since a few lines of them
+            are as much as any memory; or if a name stands twice.
+    """
+    import yaml
+
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return None if node is None or node.tag == _NULL else node.value
+    seen = set() if seen is None else seen
+    if id(node) in seen:
+        raise UnexpectedValueError("expected values, found an alias of a list; write it out")
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        return [_tree(each, seen) for each in node.value]
+    found = {str(key.value): _tree(value, seen) for key, value in node.value}
+    if len(found) < len(node.value):
+        raise UnexpectedValueError("expected each name once, found one twice; remove one")
+    return found
+
+
+def _from_flag(text: str) -> Any:
+    """What a flag says of a setting that takes lists: a list or a mapping of YAML, or names."""
+    import yaml
+
+    if text.startswith(("[", "{")):
+        try:
+            return _tree(yaml.compose(text, Loader=yaml.SafeLoader))
+        except yaml.YAMLError:
+            return text
     names = [each.strip() for each in text.split(",")]
-    is_option = setting.flag.startswith("--")  # a path may have commas in its name
-    if setting.kind.takes_list and is_option and len(names) > 1:
-        return tuple(setting.kind.of(each) for each in names)
-    return setting.kind.of(text)
+    return names if len(names) > 1 else text
 
 
-def _example(before: str, setting: Setting) -> str:
+def _read_values(draft: Draft) -> None:
+    """Turn what was written into values, each of the kind of its setting."""
+    own = dict(settings())
+    given = draft.written.get("training.method")
+    method = given if given in METHODS else METHODS[0]
+    for key, written in draft.written.items():
+        name = key.partition(".")[2]
+        setting = own.get(key)
+        default = setting.default if setting is not None else None
+        if written is None and default is None and setting is not None:
+            continue
+        kind = setting.kind if setting is not None else None
+        try:
+            kind = kind or _passed_on(draft, key, method)
+            if kind is None:
+                continue
+            flag = draft.origins[key]
+            is_flag = flag.startswith("--")
+            if is_flag and kind.takes_list:
+                written = _from_flag(written)
+            draft.values[key] = kind.of(written)
+        except UnexpectedValueError as error:
+            before = f"{flag} " if is_flag and flag != "--set" else f"{name}: "
+            where = _first_wrong(kind, written, draft.items.get(key, [])) if kind else None
+            draft.problem(key, f"{error}; {_example(before, default)}", where)
+
+
+def _first_wrong(kind: Kind, written: Any, places: list[str]) -> str | None:
+    """Return the place of the first item of a list that is none of a kind; None if none is."""
+    for item, place in zip(written or (), places, strict=False):
+        try:
+            kind.of([item])
+        except UnexpectedValueError:
+            return place
+    return None
+
+
+def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
+    """The kind of a library's field; None, and a problem noted, if a recipe does not take it."""
+    section, name = key.split(".", 1)
+    is_own = key in dict(settings())
+    why = None if is_own else passing.refused(section, name, method)
+    if why is not None:
+        draft.problem(key, f"expected a field that a recipe passes on, found one of others: {why}")
+        return None
+    is_elsewhere = name in _ELSEWHERE and not is_own and (method, name) not in _FIELDS
+    if section not in passing.SECTIONS or is_elsewhere:
+        _unknown(draft, key, section, name, None)
+        return None
+    try:
+        kind = passing.kinds(section, method).get(name)
+    except ImportError as error:
+        draft.problem(key, f"expected trl and peft to read it with, found: {error}; install them")
+        return None
+    if kind is None:
+        _unknown(draft, key, section, name, passing.remedy(section, name, method))
+    return kind
+
+
+def _example(before: str, default: Any) -> str:
     """Return an example of how the setting is written."""
-    if setting.default is None or setting.default == "":
-        return "write one, or leave it out" if setting.default is None else "write one"
-    default = setting.default
+    if default is None or default == "":
+        return "write one, or leave it out" if default is None else "write one"
     shown = str(default).lower() if isinstance(default, bool) else default
     return f"write for example {before}{shown}, the default"
 
@@ -191,27 +292,20 @@ def _read_file(draft: Draft, file: Path) -> None:
         return
     for key, name, node in _entries(draft, root, ""):
         if name not in SECTIONS:
-            _unknown(draft, key, name, SECTIONS, "")
+            draft.origins[name] = _at(draft, key)
+            _unknown(draft, name, "", name, None)
         elif isinstance(node, yaml.MappingNode):
-            _read_section(draft, name, node)
+            for entry, setting, value in _entries(draft, node, f"{name}."):
+                _note(draft, f"{name}.{setting}", value, entry)
         elif isinstance(node, yaml.ScalarNode) and name in ("model", "data") and node.tag != _NULL:
-            _read_value(draft, f"{name}.source", node)  # model: NAME
+            _note(draft, f"{name}.source", node, node)  # model: NAME
         else:
             draft.problem(
                 name,
-                f"expected settings below it, each on a line of its own, found {_kind(node)}; "
-                "indent them, or remove the section",
+                "expected settings below it, each on a line of its own, found "
+                f"{_said(node)}; indent them, or remove the section",
                 _at(draft, key),
             )
-
-
-def _read_section(draft: Draft, section: str, node: "MappingNode") -> None:
-    known = {key.split(".")[1] for key, _ in settings() if key.startswith(f"{section}.")}
-    for key, name, value in _entries(draft, node, f"{section}."):
-        if name in known:
-            _read_value(draft, f"{section}.{name}", value)
-        else:
-            _unknown(draft, key, name, known, section)
 
 
 def _entries(
@@ -222,7 +316,7 @@ def _entries(
 
     seen: dict[str, int] = {}
     for key, value in node.value:
-        name = key.value if isinstance(key, yaml.ScalarNode) else _kind(key)
+        name = key.value if isinstance(key, yaml.ScalarNode) else _said(key)
         line = key.start_mark.line + 1
         if name in seen:
             draft.problem(
@@ -235,62 +329,47 @@ def _entries(
         yield key, name, value
 
 
-def _read_value(draft: Draft, key: str, node: "Node") -> None:
+def _note(draft: Draft, key: str, value: "Node", entry: "Node") -> None:
     import yaml
 
-    setting = dict(settings())[key]
-    draft.origins[key] = _at(draft, node)
-    example = _example(f"{key.split('.')[1]}: ", setting)
-    if isinstance(node, yaml.ScalarNode) and node.tag == _NULL:
-        if setting.default is not None:
-            draft.problem(key, f"expected {setting.kind.expects}, found nothing; {example}")
-        return
-    nodes = [node]
-    if isinstance(node, yaml.SequenceNode) and setting.kind.takes_list and node.value:
-        nodes = list(node.value)
-    found = []
-    for each in nodes:
-        if not isinstance(each, yaml.ScalarNode):
-            what = f"expected {setting.kind.expects}, found {_kind(each)}; {example}"
-            draft.problem(key, what, _at(draft, each))
-            return
-        try:
-            found.append(setting.kind.of(each.value))
-        except UnexpectedValueError as error:
-            draft.problem(key, f"{error}; {example}", _at(draft, each))
-            return
-    draft.values[key] = tuple(found) if isinstance(node, yaml.SequenceNode) else found[0]
+    draft.origins[key] = _at(draft, entry)
+    try:
+        draft.written[key] = _tree(value)
+    except UnexpectedValueError as error:
+        draft.problem(key, str(error))
+    if isinstance(value, yaml.SequenceNode):
+        draft.items[key] = [_at(draft, each) for each in value.value]
 
 
-def _unknown(draft: Draft, node: "Node", name: str, known: Iterable[str], section: str) -> None:
-    shown = quoted(name, is_bare=True, limit=60)
-    key = f"{section}.{shown}" if section else shown
-    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
+def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None) -> None:
+    known = [each.split(".")[1] for each, _ in settings() if each.startswith(f"{section}.")]
+    known = known if section else list(SECTIONS)
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
     full = [each for each, _ in settings() if each.split(".")[1] == name]
     if name == "allow_untested":
-        draft.problem(key, ALLOW_IS_GONE, _at(draft, node))
+        draft.problem(key, ALLOW_IS_GONE)
         return
-    if near:
-        remedy = f"did you mean {near[0]}?"
-    elif name in _ELSEWHERE:
-        remedy = f"it is called {_ELSEWHERE[name]} here"
-    elif full:
-        remedy = f"did you mean {full[0]}, in the section {full[0].split('.')[0]}?"
-    else:
-        remedy = f"there are {', '.join(sorted(known))}"
+    if remedy is None:
+        if name in _ELSEWHERE:
+            remedy = f"it is called {_ELSEWHERE[name]} here"
+        elif near:
+            remedy = f"did you mean {near[0]}?"
+        elif full:
+            remedy = f"did you mean {full[0]}, in the section {full[0].split('.')[0]}?"
+        else:
+            remedy = f"there are {', '.join(sorted(known))}"
     what = f"a setting of {section}" if section else "a section"
-    draft.problem(key, f"expected {what}, found an unknown name; {remedy}", _at(draft, node))
+    draft.problem(key, f"expected {what}, found an unknown name; {remedy}")
+
+
+def _said(node: "Node") -> str:
+    """What a node is, for a message."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        return described(_tree(node))
+    return described({} if isinstance(node, yaml.MappingNode) else node.value)
 
 
 def _at(draft: Draft, node: "Node") -> str:
     return f"{draft.file}:{node.start_mark.line + 1}"
-
-
-def _kind(node: "Node") -> str:
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        return "a mapping"
-    if isinstance(node, yaml.SequenceNode):
-        return "a list" if node.value else "an empty list"
-    return "nothing" if node.tag == _NULL else f"{quoted(node.value, limit=60)}"

@@ -1,18 +1,21 @@
 """The fields of a recipe: model, data, adapter, training, memory, output.
 
 Every field has a default that suits a person with one 24 GB card, so a recipe needs no more than a
-model and data. A field's ``Kind`` reads its value from a file or a flag of the command line, and
-its line of help serves both.
+model and data. ``adapter`` and ``training`` take PEFT's and TRL's fields under their names
+(``poros.recipes.passing``); those that stand here have a default of ours, or a flag of the command
+line. A field's ``Kind`` reads its value from a file or a flag, and its line of help serves both.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from poros.recipes.values import (
     Kind,
     choice,
+    one_or_several,
     real,
+    share_or_number,
     share_or_source,
     size,
     switch,
@@ -21,17 +24,22 @@ from poros.recipes.values import (
     words,
 )
 
-ADAPTERS = ("lora", "dora", "rslora")
-OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "sgd")
-_REFUSED = {
-    "flora": "expected an optimizer of adapters, found flora, which trains all weights of a model "
-    "on the GPU; poros finetune trains adapters alone: use poros.optim.Flora with a Trainer"
-}
-SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
+METHODS = ("sft", "dpo", "kto")
+_PREFERENCES = ("dpo", "kto")
+FEWEST_UPDATES = 50
+"""With fewer, ``gradient_accumulation_steps: auto`` accumulates less."""
+MOST_ACCUMULATED = 8
 
 
-def _setting(default: Any, kind: Kind, flag: str, about: str, also: str = "") -> Any:
-    metadata = {"kind": kind, "flag": flag, "about": about, "also": also}
+def _setting(
+    default: Any,
+    kind: Kind | None,
+    flag: str,
+    about: str,
+    also: str = "",
+    methods: tuple[str, ...] = METHODS,
+) -> Any:
+    metadata = {"kind": kind, "flag": flag, "about": about, "also": also, "methods": methods}
     return field(default=default, metadata=metadata)
 
 
@@ -67,10 +75,7 @@ class ModelPart:
         None, text(), "--store", "Folder that keeps the quantized base for the next run."
     )
     host_budget: str | None = _setting(
-        None,
-        size(),
-        "--host-budget",
-        "Host memory for the base; the rest stays in the store.",
+        None, size(), "--host-budget", "Host memory for the base; the rest stays in the store."
     )
 
 
@@ -80,13 +85,13 @@ class DataPart:
 
     source: str | tuple[str, ...] = _setting(
         "",
-        text(takes_list=True),
+        one_or_several(text()),
         "DATA",
         "File or folder of rows (JSON, CSV, Parquet), or name of a data set on the hub; or a list.",
     )
     weights: float | tuple[float, ...] | None = _setting(
         None,
-        real(0, is_above=True, takes_list=True),
+        one_or_several(real(0, is_above=True)),
         "--weights",
         "Of several sources: how often each is drawn from; all rows one after the other without.",
     )
@@ -111,15 +116,6 @@ class DataPart:
         "--loss-on",
         "Tokens that are learnt; auto: the assistant's, completions, all of plain text.",
     )
-    max_length: int = _setting(
-        2048, whole(8, 2**24), "--max-length", "Tokens of a row at most; longer rows are cut."
-    )
-    packing: bool | str = _setting(
-        "auto", switch("auto"), "--packing", "Several documents a row, each seeing only itself."
-    )
-    pad_to: int = _setting(
-        64, whole(1, 4096), "--pad-to", "Rows are padded to a multiple of this many tokens."
-    )
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -129,56 +125,72 @@ class DataPart:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterPart:
-    """What is trained."""
+    """What is trained: fields of ``peft.LoraConfig``."""
 
-    kind: str = _setting("lora", choice(*ADAPTERS), "--adapter", "Kind of adapter.")
-    rank: int = _setting(16, whole(1, 4096), "--rank", "Of the adapter's matrices.")
-    alpha: float | None = _setting(
+    r: int = _setting(16, whole(1, 4096), "--rank", "Rank of the adapter's matrices.")
+    lora_alpha: float | None = _setting(
         None, real(0, is_above=True), "--alpha", "Numerator of the scaling; 2 x rank if not given."
     )
-    dropout: float = _setting(0.0, real(0, 0.9), "--dropout", "Before the adapter.")
+    lora_dropout: float = _setting(0.0, real(0, 0.9), "--dropout", "Before the adapter.")
     target_modules: str | tuple[str, ...] = _setting(
         "all-linear", words("all-linear"), "--target-modules", "Modules that get an adapter."
     )
+    use_dora: bool = _setting(False, switch(), "", "")
+    use_rslora: bool = _setting(False, switch(), "", "")
     dtype: str = _setting(
         "float32", choice("float32", "bfloat16"), "--adapter-dtype", "Of the adapter's weights."
     )
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of ``LoraConfig``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPart:
-    """How it is trained."""
+    """How it is trained: fields of TRL's configuration of the method, and four of ours."""
 
     method: str = _setting(
-        "sft", choice("sft", "dpo"), "--method", "sft: on examples; dpo: on preferences."
+        "sft",
+        choice(*METHODS),
+        "--method",
+        "sft: on examples; dpo: on preferences; kto: on answers that are good or bad.",
     )
-    epochs: float = _setting(1.0, real(0, 1e4, is_above=True), "--epochs", "Passes over all rows.")
-    steps: int | None = _setting(None, whole(), "--steps", "Optimizer steps, instead of epochs.")
-    batch_size: int = _setting(1, whole(1, 4096), "--batch-size", "Rows of a micro-batch.")
-    accumulation: int = _setting(
-        8,
-        whole(1, 4096),
+    num_train_epochs: float = _setting(
+        1.0, real(0, 1e4, is_above=True), "--epochs", "Passes over all rows."
+    )
+    max_steps: int | None = _setting(
+        None, whole(), "--steps", "Optimizer steps, instead of epochs."
+    )
+    per_device_train_batch_size: int = _setting(
+        1, whole(1, 4096), "--batch-size", "Rows of a micro-batch; 2 with kto."
+    )
+    gradient_accumulation_steps: int | str = _setting(
+        "auto",
+        whole(1, 4096, "auto"),
         "--accumulation",
-        "Micro-batches of a step, for which a block is loaded once.",
+        "Micro-batches of a step, for which a block is loaded once; auto: "
+        f"{MOST_ACCUMULATED}, or fewer where that would be less than {FEWEST_UPDATES} steps.",
     )
     learning_rate: float = _setting(
         2e-4,
         real(0, 10, is_above=True),
         "--lr",
-        "Its peak; 2e-05 with dpo.",
+        "Its peak; 2e-05 with dpo and kto.",
         also="--learning-rate",
     )
-    schedule: str = _setting(
-        "cosine", choice(*SCHEDULES), "--schedule", "Of the learning rate after its warmup."
+    lr_scheduler_type: str = _setting(
+        "cosine", None, "--schedule", "Of the learning rate after its warmup: linear, constant, ..."
     )
-    warmup: float = _setting(
-        0.03, real(0, 0.9), "--warmup", "Share of the steps with a rising rate."
+    warmup_steps: float = _setting(
+        0.03,
+        share_or_number(),
+        "--warmup",
+        "Share or number of steps with a rising rate.",
+    )
+    optim: str = _setting(
+        "adamw_torch_fused", None, "--optimizer", "Of the adapter: adamw_8bit, sgd, ..."
     )
     weight_decay: float = _setting(0.0, real(0, 10), "--weight-decay", "Of the adapter.")
     max_grad_norm: float = _setting(1.0, real(0), "--max-grad-norm", "Clipping; 0 does not clip.")
-    optimizer: str = _setting(
-        "adamw", choice(*OPTIMIZERS, refused=_REFUSED), "--optimizer", "Of the adapter."
-    )
     lora_plus: float | None = _setting(
         None,
         real(0, is_above=True),
@@ -191,14 +203,61 @@ class TrainingPart:
         "--bf16",
         "Multiply in bfloat16 (autocast), adapters kept as they are; auto: on a GPU.",
     )
-    beta: float = _setting(0.1, real(0, is_above=True), "--beta", "Of DPO: nearness to the base.")
-    label_smoothing: float | None = _setting(
-        None, real(0, 0.9), "--label-smoothing", "Share of the target that all tokens get."
+    beta: float = _setting(
+        0.1,
+        real(0, is_above=True),
+        "--beta",
+        "Of DPO and KTO: nearness to the base.",
+        methods=_PREFERENCES,
+    )
+    label_smoothing_factor: float = _setting(
+        0.0,
+        real(0, 0.9),
+        "--label-smoothing",
+        "Share of the target that all tokens get.",
+        methods=("sft",),
     )
     z_loss: float | None = _setting(
-        None, real(0), "--z-loss", "Weight of the squared log of the softmax's denominator."
+        None,
+        real(0),
+        "--z-loss",
+        "Weight of the squared log of the softmax's denominator.",
+        methods=("sft",),
+    )
+    max_length: int = _setting(
+        2048, whole(8, 2**24), "--max-length", "Tokens of a row at most; longer rows are cut."
+    )
+    packing: bool | str = _setting(
+        "auto",
+        switch("auto"),
+        "--packing",
+        "Several documents a row, each seeing only itself.",
+        methods=("sft",),
+    )
+    pad_to_multiple_of: int = _setting(
+        64, whole(1, 4096), "--pad-to", "Rows are padded to a multiple of this many tokens."
     )
     seed: int = _setting(0, whole(0, 2**31 - 1), "--seed", "Of everything that is drawn.")
+    save_steps: float = _setting(
+        50, share_or_number(is_above=True), "--save-every", "Steps between checkpoints."
+    )
+    save_total_limit: int = _setting(2, whole(2, 1000), "--keep", "Checkpoints that are kept.")
+    eval_steps: float | None = _setting(
+        None,
+        share_or_number(is_above=True),
+        "--evaluate-every",
+        "Steps between validations; once an epoch if not given.",
+    )
+    early_stopping_patience: int | None = _setting(
+        None, whole(), "--early-stopping", "Validations without a better loss that end the run."
+    )
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of TRL's configuration."""
+
+    @property
+    def is_schedule_free(self) -> bool:
+        """Whether the optimizer has no schedule but a warmup of its own."""
+        return self.optim.startswith("schedule_free")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,13 +283,8 @@ class OutputPart:
     folder: str | None = _setting(
         None, text(), "--out", "Folder of the run; runs/MODEL-DATA-METHOD if not given."
     )
-    save_every: int = _setting(50, whole(), "--save-every", "Steps between checkpoints.")
-    keep: int = _setting(2, whole(2, 1000), "--keep", "Checkpoints that are kept.")
     trace_step: int | None = _setting(
         None, whole(), "--trace-step", "Record this step for `poros report`; it takes longer."
-    )
-    evaluate_every: int | None = _setting(
-        None, whole(), "--evaluate-every", "Steps between validations; once an epoch if not given."
     )
 
 
@@ -254,29 +308,35 @@ class Recipe:
     @property
     def is_packed(self) -> bool:
         """Whether several documents share a row."""
-        if self.data.packing == "auto":
-            return self.training.method == "sft"
-        return bool(self.data.packing)
+        return self.training.method == "sft" and bool(self.training.packing)  # "auto" is true
 
     @property
     def alpha(self) -> float:
         """The numerator of the adapter's scaling."""
-        return 2.0 * self.adapter.rank if self.adapter.alpha is None else self.adapter.alpha
+        given = self.adapter.lora_alpha
+        return 2.0 * self.adapter.r if given is None else given
+
+    def accumulating(self, number: int | str) -> "Recipe":
+        """The recipe with another number of micro-batches a step."""
+        training = replace(self.training, gradient_accumulation_steps=number)
+        return replace(self, training=training)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values, section by section; what is None or decides nothing is left out."""
+        training = self.training
         found: dict[str, dict[str, Any]] = {}
-        idle = {
-            "training.beta": self.training.method != "dpo",
-            "training.epochs": self.training.steps is not None,
-            "training.schedule": self.training.optimizer.startswith("schedule_free"),
-        }
-        for key, _ in settings():
+        for key, setting in settings():
             section, name = key.split(".")
             value = getattr(getattr(self, section), name)
-            if value is not None and not idle.get(key):
+            is_idle = training.method not in setting.methods or (
+                (key == "training.num_train_epochs" and training.max_steps is not None)
+                or (key == "training.lr_scheduler_type" and training.is_schedule_free)
+            )
+            if value is not None and not is_idle:
                 plain = list(value) if isinstance(value, tuple) else value
                 found.setdefault(section, {})[name] = plain
+        found["adapter"] |= self.adapter.more
+        found["training"] |= training.more
         return found
 
     def as_yaml(self) -> str:
@@ -300,16 +360,20 @@ SECTIONS = {
 class Setting:
     """One field of a recipe, as files and flags know it."""
 
-    kind: Kind
+    default: Any
+    kind: Kind | None
+    """None: that of the library's field of this name."""
     flag: str
     about: str
     also: str
     """Another flag for the same; "" if there is none."""
-    default: Any
+    methods: tuple[str, ...]
+    """Methods that it decides anything for."""
 
 
 def settings() -> Iterator[tuple[str, Setting]]:
-    """All settings by their dotted keys, in order."""
+    """All settings with a default of ours by their dotted keys, in order."""
     for section, part in SECTIONS.items():
         for each in fields(part):
-            yield f"{section}.{each.name}", Setting(default=each.default, **each.metadata)
+            if each.metadata:
+                yield f"{section}.{each.name}", Setting(default=each.default, **each.metadata)

@@ -1,21 +1,28 @@
-"""The kinds of values that a recipe holds: each parses a text and describes what it expects."""
+"""Kinds of values: each parses what was written, and describes what it expects.
 
+What was written is a text, or a list or a mapping of such: no type that YAML has guessed.
+"""
+
+import enum
 import math
 import re
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 from poros.config import LEAST_BUDGET, parse_num_bytes
 from poros.errors import PolicyError, quoted
 
-TRUE = ("true", "yes", "on")
-FALSE = ("false", "no", "off")
+TRUTH = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+}
 
 
 class UnexpectedValueError(ValueError):
-    """A text is not what a kind expects; the message describes what it expects."""
+    """A value is not what a kind expects; the message describes what it expects."""
 
 
 @dataclass(frozen=True)
@@ -24,44 +31,55 @@ class Kind:
 
     Args:
         expects: In words, for people: "a number above 0".
-        read: From a text; raises ``ValueError`` if it is none of these.
-        takes_list: Whether it is given as a list of texts too.
+        read: From what was written; raises ``ValueError`` if it is none of these.
+        takes_list: Whether it may be a list or a mapping.
     """
 
     expects: str
-    read: Callable[[str], Any]
+    read: Callable[[Any], Any]
     takes_list: bool = False
 
-    def of(self, text: str) -> Any:
-        """The value that ``text`` stands for.
+    def of(self, written: Any) -> Any:
+        """The value of a text, a list or a mapping.
 
         Raises:
-            UnexpectedValueError: If it stands for none.
+            UnexpectedValueError: If there is none.
         """
         try:
-            return self.read(text)
+            if isinstance(written, str) or (written and self.takes_list):
+                return self.read(written)
         except UnexpectedValueError:
             raise
         except (ValueError, OverflowError, RuntimeError, PolicyError):
-            raise UnexpectedValueError(f"expected {self.expects}, found {quoted(text)}") from None
+            pass
+        raise UnexpectedValueError(f"expected {self.expects}, found {described(written)}")
 
 
-def whole(least: int = 1, most: int = 2**31 - 1) -> Kind:
-    """Make a kind of whole numbers within bounds; it reads ``1_000`` and ``1e3``."""
+def described(written: Any) -> str:
+    """What was written, for a message."""
+    if isinstance(written, list):
+        return "a list" if written else "an empty list"
+    if isinstance(written, dict):
+        return "a mapping"
+    return "nothing" if written is None else quoted(written, limit=60)
 
-    def read(text: str) -> int:
+
+def whole(least: int = 1, most: int = 2**31 - 1, *others: str) -> Kind:
+    """Make a kind of whole numbers within bounds, or some names; it reads ``1_000`` and ``1e3``."""
+
+    def read(text: str) -> int | str:
+        if text in others:
+            return text
         number = float(text) if re.fullmatch(r"[0-9.]+[eE][+]?[0-9]+", text) else int(text)
         if number != int(number) or not least <= number <= most:
             raise ValueError
         return int(number)
 
     upper = f" to {most}" if most < 2**31 - 1 else " or more"
-    return Kind(f"a whole number, {least}{upper}", read)
+    return Kind(" or ".join((f"a whole number, {least}{upper}", *others)), read)
 
 
-def real(
-    least: float, most: float = math.inf, *, is_above: bool = False, takes_list: bool = False
-) -> Kind:
+def real(least: float, most: float = math.inf, *, is_above: bool = False) -> Kind:
     """A number within bounds, of which the lower does not count itself if ``is_above``."""
 
     def read(text: str) -> float:
@@ -74,7 +92,18 @@ def real(
 
     lower = f"above {least:g}" if is_above else f"from {least:g}"
     upper = "" if most == math.inf else f" up to {most:g}"
-    return Kind(f"a number {lower}{upper}", read, takes_list)
+    return Kind(f"a number {lower}{upper}", read)
+
+
+def share_or_number(*, is_above: bool = False) -> Kind:
+    """A share below 1, not 0 if ``is_above``, or a whole number."""
+    share = real(0, is_above=is_above)
+
+    def read(text: str) -> float:
+        number: float = share.read(text)
+        return number if number < 1 else whole().read(text)
+
+    return Kind(f"{share.expects} and below 1, or a whole number", read)
 
 
 def choice(*names: str, refused: Mapping[str, str] | None = None) -> Kind:
@@ -94,13 +123,15 @@ def switch(*others: str) -> Kind:
     """Yes or no, or one of some names."""
 
     def read(text: str) -> bool | str:
-        if text.lower() in TRUE + FALSE:
-            return text.lower() in TRUE
-        if text not in others:
-            raise ValueError
-        return text
+        return text if text in others else _in(TRUTH, text.lower())
 
     return Kind(" or ".join(("true or false", *others)), read)
+
+
+def _in(values: Mapping[str, Any], name: str) -> Any:
+    if name not in values:
+        raise ValueError
+    return values[name]
 
 
 def size() -> Kind:
@@ -113,10 +144,9 @@ def size() -> Kind:
     return Kind("a size such as 22GiB or 24GB", read)
 
 
-def text(*, takes_list: bool = False) -> Kind:
+def text() -> Kind:
     """Any text that is not empty and names no home of an unknown user."""
-    expects = "a text that is not empty, with ~NAME only for a user that is there"
-    return Kind(expects, _text, takes_list)
+    return Kind("a text that is not empty, with ~NAME only for a user that is there", _text)
 
 
 def _text(text: str) -> str:
@@ -126,13 +156,25 @@ def _text(text: str) -> str:
     return text
 
 
+def one_or_several(kind: Kind) -> Kind:
+    """A value of a kind, or a list of them, which becomes a tuple."""
+
+    def read(written: Any) -> Any:
+        if isinstance(written, list):
+            return tuple(kind.of(each) for each in written)
+        return kind.of(written)
+
+    return Kind(kind.expects, read, takes_list=True)
+
+
 def words(*alone: str) -> Kind:
     """A name that stands alone, or a list of names."""
 
-    def read(text: str) -> str:
-        if not re.fullmatch(r"[A-Za-z_][\w.-]*", text):
+    def read(written: Any) -> str | tuple[str, ...]:
+        names = written if isinstance(written, list) else [written]
+        if not all(re.fullmatch(r"[A-Za-z_][\w.-]*", str(each)) for each in names):
             raise ValueError
-        return text
+        return tuple(names) if isinstance(written, list) else str(written)
 
     hint = f"{', '.join(alone)} or " if alone else ""
     return Kind(f"{hint}a list of names of modules such as [q_proj, v_proj]", read, takes_list=True)
@@ -151,3 +193,82 @@ def share_or_source() -> Kind:
         return number
 
     return Kind("a share of the rows from 0 up to 0.5, or a file of rows", read)
+
+
+def kind_of(hint: Any, choices: Iterable[str] = ()) -> Kind:
+    """The kind of a field, from its type hint: numbers are finite and not negative.
+
+    Args:
+        hint: ``bool``, ``int``, ``float``, ``str``, an ``Enum``, ``Literal``, ``list``, ``dict``,
+            or a union of them.
+        choices: The only values there are, if the field's metadata lists them.
+    """
+    members = [Literal[tuple(choices)]] if choices else _members(hint)
+    kinds = [_member_kind(each) for each in members]
+
+    def read(written: Any) -> Any:
+        for each in kinds:
+            try:
+                return each.of(written)
+            except UnexpectedValueError:
+                continue
+        raise ValueError
+
+    expects = " or ".join(dict.fromkeys(each.expects for each in kinds))
+    return Kind(expects, read, any(each.takes_list for each in kinds))
+
+
+def _members(hint: Any) -> list[Any]:
+    """List the types of a hint in the order in which they are tried: a text may be anything."""
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    members: tuple[Any, ...] = get_args(hint) if is_union else (hint,)
+    every = [each for each in members if each is not type(None)]
+    if any(isinstance(each, enum.EnumType) or _origin(each) is dict for each in every):
+        return [each for each in every if each is not str]  # one of its values, or JSON
+    return sorted(every, key=lambda each: (each is str, _origin(each) is list))
+
+
+def _origin(hint: Any) -> Any:
+    return get_origin(hint) or hint
+
+
+def _member_kind(member: Any) -> Kind:
+    origin = _origin(member)
+    if origin is Literal and get_args(member) != (False,):
+        return choice(*get_args(member))
+    if isinstance(origin, enum.EnumType):
+        every: list[Any] = list(origin)
+        return choice(*(str(each.value) for each in every))
+    if origin is list:
+        item = kind_of(*get_args(member))
+
+        def read(written: Any) -> list[Any]:
+            return [item.of(each) for each in (written if isinstance(written, list) else [written])]
+
+        return Kind(f"a list of {item.expects}", read, takes_list=True)
+    kinds = {
+        **{bool: switch(), Literal: switch(), int: whole(0), float: real(0), str: text()},
+        dict: Kind("a mapping such as {name: value}", _mapping, takes_list=True),
+    }
+    nothing: dict[str, Any] = {}
+    return kinds.get(origin, Kind("nothing", lambda written: _in(nothing, written)))
+
+
+def _mapping(written: Any) -> dict[str, Any]:
+    if not isinstance(written, dict):
+        raise ValueError
+    return {name: _plain(each) for name, each in written.items()}
+
+
+def _plain(written: Any) -> Any:
+    """A value of no particular kind."""
+    if isinstance(written, list):
+        return [_plain(each) for each in written]
+    if not isinstance(written, str):
+        return written and _mapping(written)
+    for kind in (switch(), whole(-(2**31)), real(-math.inf)):
+        try:
+            return kind.of(written)
+        except UnexpectedValueError:
+            continue
+    return written

@@ -8,43 +8,51 @@ from tests.finetune.subjects import SHORT, Trained, recipe_of, run
 COMMON = {
     **SHORT,
     "data__chat_template": "chatml",
-    "training__batch_size": 2,
-    "training__accumulation": 2,
+    "training__per_device_train_batch_size": 2,
+    "training__gradient_accumulation_steps": 2,
     "training__learning_rate": 1e-3,
 }
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sft, packed": ("messages", {"data__packing": True, "training__bf16": True}),
-    "sft, padded": ("messages", {"data__packing": False, "training__steps": 3}),
+    "sft, packed": ("messages", {"training__packing": True, "training__bf16": True}),
+    "sft, padded": ("messages", {"training__packing": False, "training__max_steps": 3}),
     "dpo": ("preferences", {"training__method": "dpo", "training__bf16": True}),
+    "kto": (
+        "labelled",
+        {"training__method": "kto", "training__bf16": True, "training__max_steps": 3},
+    ),
     "dora": (
         "completions",
-        {"adapter__kind": "dora", "training__steps": 3, "training__bf16": True},
+        {"adapter__use_dora": True, "training__max_steps": 3, "training__bf16": True},
     ),
-    "lora+": ("text", {"training__lora_plus": 16, "training__steps": 3}),
-    "schedule-free": ("text", {"training__optimizer": "schedule_free_adamw", "training__steps": 3}),
+    "lora+": ("text", {"training__lora_plus": 16, "training__max_steps": 3}),
+    "schedule-free": ("text", {"training__optim": "schedule_free_adamw", "training__max_steps": 3}),
     "smoothed": (
         "text",
         {
-            **{"training__label_smoothing": 0.1, "training__z_loss": 0.01, "training__steps": 3},
+            **{
+                "training__label_smoothing_factor": 0.1,
+                "training__z_loss": 0.01,
+                "training__max_steps": 3,
+            },
             "model__quantization": "none",
         },
     ),
     "schedule-free, warmed up and evaluated": (
         "text",
         {
-            **{"training__optimizer": "schedule_free_adamw", "training__warmup": 0.5},
-            **{"data__validation": 0.1, "output__evaluate_every": 1, "training__steps": 4},
+            **{"training__optim": "schedule_free_adamw", "training__warmup_steps": 0.5},
+            **{"data__validation": 0.1, "training__eval_steps": 1, "training__max_steps": 4},
         },
     ),
-    "bfloat16 adapter": ("text", {"adapter__dtype": "bfloat16", "training__steps": 3}),
+    "bfloat16 adapter": ("text", {"adapter__dtype": "bfloat16", "training__max_steps": 3}),
     "bfloat16 adapter, bf16": (
         "text",
-        {"adapter__dtype": "bfloat16", "training__steps": 3, "training__bf16": True},
+        {"adapter__dtype": "bfloat16", "training__max_steps": 3, "training__bf16": True},
     ),
-    "dense base": ("text", {"model__quantization": "none", "training__steps": 3}),
+    "dense base": ("text", {"model__quantization": "none", "training__max_steps": 3}),
     "validation": (
         "completions",
-        {"data__validation": 0.1, "output__evaluate_every": 2, "training__steps": 4},
+        {"data__validation": 0.1, "training__eval_steps": 2, "training__max_steps": 4},
     ),
 }
 

@@ -21,6 +21,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.finetune.subjects import write_rows
 
     folder = tmp_path_factory.mktemp("data")
-    for form in ("messages", "completions", "text", "preferences"):
+    for form in ("messages", "completions", "text", "preferences", "labelled"):
         write_rows(folder / f"{form}.jsonl", form)
     return folder

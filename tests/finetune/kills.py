@@ -96,13 +96,13 @@ def options_of(folder: Path, kind: str) -> dict[str, Any]:
         "model__source": write_model(folder / "model"),
         "data__source": write_rows(folder / f"{form}.jsonl", form),
         "data__chat_template": "chatml",
-        "data__packing": "false" if kind != "packed" else "true",
-        "training__batch_size": 2,
-        "training__accumulation": 1,
-        "training__steps": 8,
+        "training__packing": "false" if kind != "packed" else "true",
+        "training__per_device_train_batch_size": 2,
+        "training__gradient_accumulation_steps": 1,
+        "training__max_steps": 8,
         "training__learning_rate": 1e-3,
         "memory__slots": 2,
-        "output__save_every": 2,
+        "training__save_steps": 2,
         **more,
     }
 

@@ -20,10 +20,10 @@ from poros.recipes.reading import read_recipe
 from poros.recipes.recipe import Recipe
 
 SHORT: dict[str, Any] = {
-    "data__max_length": 64,
-    "data__pad_to": 16,
-    "adapter__rank": 4,
-    "adapter__dropout": 0.1,
+    "training__max_length": 64,
+    "training__pad_to_multiple_of": 16,
+    "adapter__r": 4,
+    "adapter__lora_dropout": 0.1,
 }
 """Of recipes whose rows have a few tokens."""
 
@@ -49,8 +49,9 @@ def rows(form: str, count: int = 200) -> list[dict[str, Any]]:
             if number % 3 == 0:
                 turns += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "its"}]
             made.append({"messages": turns})
-        elif form == "completions":
-            made.append({"prompt": question + " ", "completion": answer})
+        elif form in ("completions", "labelled"):
+            label = {"label": number % 3 > 0} if form == "labelled" else {}
+            made.append({"prompt": question + " ", "completion": answer, **label})
         elif form == "text":
             made.append({"text": answer})
         else:
@@ -135,7 +136,7 @@ class Trained(NamedTuple):
 
 
 def recipe_of(**said: object) -> Recipe:
-    """A recipe from settings: ``training__steps=3``."""
+    """A recipe from settings: ``training__max_steps=3``."""
     flags = {key.replace("__", "."): str(value) for key, value in said.items()}
     return checked(read_recipe(None, flags))
 

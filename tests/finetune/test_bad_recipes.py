@@ -20,36 +20,91 @@ SEVERAL = "model: model\ndata:\n  source:\n  - rows.jsonl\n  - more.jsonl\n"
 RECIPES: dict[str, tuple[str, int, str, str]] = {
     "unknown section": ("trainning:\n  seed: 1\n", 3, "unknown name", "did you mean training?"),
     "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
-    "name of elsewhere": ("training:\n  num_train_epochs: 1\n", 4, "unknown", "training.epochs"),
+    "name of elsewhere": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train"),
+    "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
+    "kind until now": ("adapter:\n  kind: dora\n", 4, "unknown", "adapter.use_dora"),
+    "place until now": ("data:\n  max_length: 64\n", 3, "found it on line 2 too", "remove one"),
     "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
-    "endless": ("training:\n  steps: 1e999\n", 4, "a whole number", "leave it out"),
-    "text for a number": ("adapter:\n  rank: many\n", 4, "found 'many'", "rank: 16"),
-    "number too small": ("adapter:\n  rank: 0\n", 4, "1 to 4096", "rank: 16"),
-    "fraction for a count": ("adapter:\n  rank: 1.5\n", 4, "a whole number", "rank: 16"),
+    "endless": ("training:\n  max_steps: 1e999\n", 4, "a whole number", "leave it out"),
+    "text for a number": ("adapter:\n  r: many\n", 4, "found 'many'", "r: 16"),
+    "number too small": ("adapter:\n  r: 0\n", 4, "1 to 4096", "r: 16"),
+    "fraction for a count": ("adapter:\n  r: 1.5\n", 4, "a whole number", "r: 16"),
     "not a number": ("training:\n  learning_rate: .nan\n", 4, "above 0", "0.0002"),
     "negative rate": ("training:\n  learning_rate: -1e-4\n", 4, "above 0", "0.0002"),
-    "unknown optimizer": ("training:\n  optimizer: adam\n", 4, "one of adamw", "adamw"),
-    "optimizer of all weights": ("training:\n  optimizer: flora\n", 4, "adapters", "poros.optim"),
-    "unknown method": ("training:\n  method: ppo\n", 4, "one of sft, dpo", "method: sft"),
-    "unknown adapter": ("adapter:\n  kind: qlora\n", 4, "one of lora", "kind: lora"),
-    "list for a number": ("adapter:\n  rank: [1, 2]\n", 4, "found a list", "rank: 16"),
-    "nothing given": ("adapter:\n  rank:\n", 4, "found nothing", "rank: 16"),
+    "unknown optimizer": ("training:\n  optim: adam\n", 4, "one of adamw_torch", "adamw_torch_f"),
+    "optimizer of all weights": ("training:\n  optim: flora\n", 4, "adapters", "poros.optim"),
+    "optimizer in backward": ("training:\n  optim: adalomo\n", 4, "after the backward", "adamw"),
+    "optimizer of matrices": ("training:\n  optim: apollo_adamw\n", 4, "whole matr", "adamw"),
+    "unknown schedule": ("training:\n  lr_scheduler_type: cos\n", 4, "constant_with", "cosine"),
+    "unknown method": ("training:\n  method: ppo\n", 4, "one of sft, dpo, kto", "method: sft"),
+    "list for a number": ("adapter:\n  r: [1, 2]\n", 4, "found a list", "r: 16"),
+    "nothing given": ("adapter:\n  r:\n", 4, "found nothing", "r: 16"),
     "yes or no": ("memory:\n  resident: maybe\n", 4, "true or false", "resident: false"),
     "size without unit": ("memory:\n  vram: lots\n", 4, "such as 22GiB", "leave it out"),
-    "epochs and steps": ("training:\n  epochs: 1\n  steps: 5\n", 5, "found both", "remove one"),
-    "beta of sft": ("training:\n  beta: 0.1\n", 4, "method dpo", "remove it"),
+    "epochs and steps": (
+        "training:\n  num_train_epochs: 1\n  max_steps: 5\n", 5, "found both", "remove one",
+    ),
+    "beta of sft": ("training:\n  beta: 0.1\n", 4, "method dpo or kto", "remove it"),
     "packed pairs": (
         "training:\n  method: dpo\nextra: 1\n", 5, "unknown name", "there are adapter",
+    ),
+    "field of TRL, misspelt": (
+        "training:\n  neftune_noise_alfa: 5\n", 4, "unknown", "mean neftune_noise_alpha?",
+    ),
+    "field of TRL, of another type": (
+        "training:\n  adam_beta1: high\n", 4, "a number from 0, found 'high'", "leave it out",
+    ),
+    "field of TRL, negative": ("training:\n  adam_epsilon: -1\n", 4, "from 0", "leave it out"),
+    "field of TRL, a text for a mapping": (
+        "training:\n  lr_scheduler_kwargs: 3\n", 4, "a mapping", "leave it out",
+    ),
+    "field of TRL, no such choice": (
+        "training:\n  eval_strategy: often\n", 4, "one of no, steps, epoch", "leave it out",
+    ),
+    "field of another method": (
+        "training:\n  desirable_weight: 2\n", 4, "unknown", "one of training.method: kto; remove",
+    ),
+    "list of another kind": (
+        "training:\n  method: dpo\n  loss_type: [sigmoid, mine]\n", 5, "list of one of", "leave",
+    ),
+    "field that Poros sets": ("training:\n  output_dir: a\n", 4, "passes on", "output.folder"),
+    "field that would break": ("training:\n  torch_compile: true\n", 4, "layers come and", "go"),
+    "field of several GPUs": ("training:\n  deepspeed: a.json\n", 4, "one GPU", "accelerate"),
+    "a secret": ("training:\n  hub_token: abc\n", 4, "secret", "HF_TOKEN"),
+    "field of PEFT, misspelt": ("adapter:\n  modules_to_sav: [a]\n", 4, "unknown", "to_save?"),
+    "field of PEFT, no such choice": ("adapter:\n  bias: some\n", 4, "none, all, lora", "leave"),
+    "adapter that edits the base": (
+        "adapter:\n  init_lora_weights: pissa\n", 4, "which change the base", "leave it out",
+    ),
+    "adapter that is refused": ("adapter:\n  layer_replication: [[0, 2]]\n", 4, "poros.prep", "bl"),
+    "one row of KTO": (
+        "training:\n  method: kto\n  per_device_train_batch_size: 1\n", 5, "at least 2", "remove",
     ),
     "resident and budget": ("memory:\n  resident: true\n  vram: 8GiB\n", 5, "8GiB", "remove one"),
     "budget and slots": ("memory:\n  vram: 8GiB\n  slots: 2\n", 5, "found both", "remove one"),
     "no such device": ("memory:\n  device: tpu\n", 4, "'tpu'", "remove it"),
     "host budget without store": ("memory:\n  slots: 2\n  slot: 3\n", 5, "slot", "mean slots?"),
-    "nothing to validate on": ("output:\n  evaluate_every: 5\n", 4, "validate", "--validation"),
+    "nothing to validate on": ("training:\n  eval_steps: 5\n", 4, "validate", "--validation"),
+    "nothing to be best at": (
+        "training:\n  load_best_model_at_end: true\n", 4, "validate", "--validation",
+    ),
+    "ending early at the last": (
+        "training:\n  early_stopping_patience: 2\n", 4, "nothing better", "at_end to true",
+    ),
     "schedule of its own": (
-        "training:\n  optimizer: schedule_free_adamw\n  schedule: linear\n",
+        "training:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n",
         5, "constant", "remove it",
+    ),
+    "saved at no step": ("training:\n  save_steps: 0\n", 4, "a number above 0", "save_steps: 50"),
+    "saved between steps": ("training:\n  save_steps: 1.5\n", 4, "a whole number", "s: 50"),
+    "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
+    "list of lists of lists": (
+        "adapter:\n  target_modules:\n  - &a [x, x]\n  - &b [*a, *a]\n  - [*b, *b]\n",
+        4, "an alias of a list", "write it out",
+    ),
+    "name twice in a mapping": (
+        "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "found one twice", "remove one",
     ),
     "tab": ("training:\n\tseed: 1\n", 4, "expected YAML", "indentation by spaces"),
     "quote left open": ("training:\n  seed: 'x\n", 5, "expected YAML", "quotes closed"),
@@ -87,15 +142,18 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "no messages": (['{"messages": []}'], 1, "an empty list", "remove the row"),
     "KTO": (
         [GOOD, '{"prompt": "a", "completion": "b", "label": false}'],
-        2, "label: expected answers to learn from", "keep the good ones",
+        2, "label: expected answers to learn from", "--method kto",
+    ),
+    "KTO without its method": (
+        ['{"prompt": "a", "completion": "b", "label": true}'], 1, "labelled True", "--method kto",
     ),
     "KTO with numbers": (
-        ['{"prompt": "a", "completion": "b", "label": 1}'], 1, "rows for KTO", "keep the good",
+        ['{"prompt": "a", "completion": "b", "label": 1}'], 1, "labelled 1", "--method kto",
     ),
     "messages with words for KTO": (
-        [json.dumps({**CHAT, "label": "undesirable"})], 1, "rows for KTO", "keep the good",
+        [json.dumps({**CHAT, "label": "undesirable"})], 1, "answers to learn from", "--method kto",
     ),
-    "messages for KTO": ([json.dumps({**CHAT, "label": True})], 1, "rows for KTO", "keep the good"),
+    "messages for KTO": ([json.dumps({**CHAT, "label": True})], 1, "to learn from", "--method kto"),
     "no value": (
         [json.dumps(SHARED), json.dumps(SHARED).replace('"value": "b"', '"values": "b"')],
         2, "conversations[1]: expected the key 'value'", "add it",
@@ -186,7 +244,7 @@ SOURCES: dict[str, tuple[str, int, str, str]] = {
     "weight of zero": ("  weights:\n  - 1\n  - 0\n", 8, "a number above 0, found '0'", "leave it"),
     "negative weight": ("  weights: [1, -1]\n", 6, "a number above 0, found '-1'", "leave it"),
     "weight of no number": ("  weights: [1, much]\n", 6, "found 'much'", "leave it out"),
-    "source that is not there": ("  - gone.jsonl\n", 4, "no file or folder 'gone.jsonl'", "path"),
+    "source that is not there": ("  - gone.jsonl\n", 6, "no file or folder 'gone.jsonl'", "path"),
     "list in a list": ("  - [rows.jsonl]\n", 6, "found a list", "write one"),
     "split of files": ("  split: test\n", 6, "on the hub to split, found a file", "remove it"),
     "configuration of files": ("  config: main\n", 6, "on the hub to configure", "remove it"),
@@ -293,7 +351,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "nothing": ((), "model.source: expected", "poros finetune MODEL DATA"),
     "no recipe": (("gone.yaml",), "gone.yaml: expected a file", "check the path"),
     "packed pairs": (
-        ("model", "rows.jsonl", "--dpo", "--packing"), "--packing: expected false", "remove it",
+        ("model", "rows.jsonl", "--dpo", "--packing"), "--packing: expected method", "remove it",
     ),
     "GGUF": (("rows.jsonl", "rows.jsonl"), "MODEL: expected a folder", "original"),
     "host budget": (
@@ -324,6 +382,17 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "Latin-1 template": (
         ("model", "rows.jsonl", "--chat-template", "latin.jinja"), "0xe9", "save it as UTF-8",
     ),
+    "set without a value": (("model", "rows.jsonl", "--set", "training.seed"), "--set", "VALUE"),
+    "set without a section": (
+        ("model", "rows.jsonl", "--set", "seed=1"), "--set: seed", "did you mean training.seed",
+    ),
+    "set of nothing": (
+        ("model", "rows.jsonl", "--set", "training.sede=1"), "training.sede", "did you mean seed?",
+    ),
+    "set of a mapping": (
+        ("model", "rows.jsonl", "--set", "adapter.rank_pattern=[3]"), "a mapping", "leave it out",
+    ),
+    "kind of adapter": (("model", "rows.jsonl", "--adapter", "qlora"), "one of lora, dora", "rs"),
     "two rows": (("model", "rows.jsonl", "--validation", "0.1"), "rows.jsonl:1:", "--validation"),
 }  # fmt: skip
 
@@ -336,9 +405,15 @@ def test_bad_flags(case: str, place: Path) -> None:
     assert wrong and remedy in wrong[0], said
 
 
+def test_a_label_that_is_no_truth_value(place: Path) -> None:
+    (place / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "label": 1}')
+    said = refused(place, "model", "rows.jsonl", "--method", "kto")
+    assert "rows.jsonl:1: label: expected true for a good answer" in said and "found 1" in said
+
+
 def test_all_problems_are_told_at_once(place: Path) -> None:
     (place / "recipe.yaml").write_text(
-        "model: nowhere/at/all\nadapter:\n  rank: 0\n  ranks: 1\ntraining:\n  epochs: x\n"
+        "model: nowhere/at/all\nadapter:\n  r: 0\n  ranks: 1\ntraining:\n  num_train_epochs: x\n"
     )
     said = refused(place, "recipe.yaml", "--seed", "-1")
     for each in ("yaml:1: model", "yaml:3: adapter", "yaml:4: adapter", "yaml:6: training",
@@ -356,6 +431,9 @@ def test_a_recipe_written_out_is_the_same_recipe(place: Path) -> None:
         ("--optimizer", "schedule_free_adamw"),
         ("--dpo", "--beta", "0.2", "--target-modules", "q_proj,v_proj", "--alpha", "8"),
         ("--resident", "--validation", "5%", "--evaluate-every", "3", "--no-packing"),
+        ("--adapter", "dora", "--set", "adapter.rank_pattern={q_proj: 8}"),
+        ("--set", "training.lr_scheduler_kwargs={num_cycles: 2}", "--set", "training.data_seed=7"),
+        ("--method", "kto", "--set", "training.desirable_weight=1.5", "--accumulation", "4"),
     ):
         first = poros_command("finetune", "model", "rows.jsonl", *more, "--print-recipe")
         assert first.exit_code == 0, first.output
@@ -365,9 +443,23 @@ def test_a_recipe_written_out_is_the_same_recipe(place: Path) -> None:
 
 
 def test_flags_replace_what_a_recipe_says(place: Path) -> None:
-    (place / "recipe.yaml").write_text(START + "adapter:\n  rank: 4\n  target_modules: [q_proj]\n")
+    (place / "recipe.yaml").write_text(START + "adapter:\n  r: 4\n  target_modules: [q_proj]\n")
     said = poros_command("finetune", "recipe.yaml", "--rank", "8", "--lr", "1e-3", "--print-recipe")
-    assert "rank: 8" in said.output and "- q_proj" in said.output
+    assert "r: 8" in said.output and "- q_proj" in said.output
     assert "learning_rate: 0.001" in said.output
     other = poros_command("finetune", "recipe.yaml", "--learning-rate", "3e-3", "--print-recipe")
     assert "learning_rate: 0.003" in other.output
+
+
+def test_a_flag_replaces_what_a_recipe_says_in_another_way(place: Path) -> None:
+    """Steps and epochs, budget and slots: of each one is given; in one place both are refused."""
+    (place / "recipe.yaml").write_text(
+        START + "training:\n  num_train_epochs: 2\nmemory:\n  vram: 8GiB\n"
+    )
+    said = poros_command(
+        "finetune", "recipe.yaml", "--steps", "5", "--slots", "2", "--print-recipe"
+    )
+    assert "max_steps: 5" in said.output and "slots: 2" in said.output
+    assert "num_train_epochs" not in said.output and "vram" not in said.output
+    both = ("--steps", "5", "--epochs", "2", "--print-recipe")
+    assert poros_command("finetune", "recipe.yaml", *both).exit_code == 2

@@ -1,4 +1,4 @@
-"""Batches of rows of like lengths, and rows that other processes collate."""
+"""Batches of rows of like lengths, and rows that other processes tokenize and collate."""
 
 from pathlib import Path
 from typing import Any
@@ -6,24 +6,7 @@ from typing import Any
 import pytest
 import transformers.trainer
 
-from poros.finetune import trainers
 from tests.finetune.arms import arm
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the arguments of the trainer say besides."""
-    more: dict[str, Any] = {}
-    genuine = trainers._arguments
-
-    def arguments(*args: Any, **options: Any) -> Any:
-        found = genuine(*args, **options)
-        for name, value in more.items():
-            setattr(found, name, value)
-        return found
-
-    monkeypatch.setattr(trainers, "_arguments", arguments)
-    return more
 
 
 @pytest.mark.parametrize("kind", ["sft, padded", "dpo"])
@@ -33,7 +16,6 @@ def test_batches_of_rows_of_like_lengths(
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    asked: dict[str, Any],
 ) -> None:
     given: list[Any] = []
 
@@ -43,10 +25,10 @@ def test_batches_of_rows_of_like_lengths(
             super().__init__(*args, lengths=lengths, **options)
 
     monkeypatch.setattr(transformers.trainer, "LengthGroupedSampler", Sampler)
-    said = {"training__steps": 2}
+    said: dict[str, Any] = {"training__max_steps": 2}
     random = arm(model, data, tmp_path / "random", kind, memory__slots=2, **said)
     assert not given
-    asked["train_sampling_strategy"] = "group_by_length"
+    said["training__train_sampling_strategy"] = "group_by_length"
     streamed = arm(model, data, tmp_path / "streamed", kind, memory__slots=2, **said)
     resident = arm(model, data, tmp_path / "resident", kind, memory__resident=True, **said)
     assert streamed.losses == resident.losses
@@ -55,13 +37,13 @@ def test_batches_of_rows_of_like_lengths(
     assert len(lengths) == 200 and len(set(lengths)) > 5
 
 
-def test_rows_that_other_processes_collate(
-    model: Path, data: Path, tmp_path: Path, asked: dict[str, Any]
+def test_rows_that_other_processes_tokenize_and_collate(
+    model: Path, data: Path, tmp_path: Path
 ) -> None:
     kind = "sft, packed"
-    said = {"training__steps": 2, "memory__slots": 2}
+    said: dict[str, Any] = {"training__max_steps": 2, "memory__slots": 2}
     alone = arm(model, data, tmp_path / "alone", kind, **said)
-    asked["dataloader_num_workers"] = 2
+    said |= {"training__dataloader_num_workers": 2, "training__dataset_num_proc": 2}
     together = arm(model, data, tmp_path / "together", kind, **said)
     assert together.losses == alone.losses
     assert together.adapter == alone.adapter

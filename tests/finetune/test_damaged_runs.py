@@ -47,11 +47,11 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterato
         "model__source": write_model(folder / "model", layers=2),
         "data__source": data / "completions.jsonl",
         **SHORT,
-        "adapter__rank": 2,
-        "training__steps": 4,
-        "training__accumulation": 1,
+        "adapter__r": 2,
+        "training__max_steps": 4,
+        "training__gradient_accumulation_steps": 1,
         "memory__slots": 2,
-        "output__save_every": 1,
+        "training__save_steps": 1,
     }
     adapter = run(recipe_of(**options, output__folder=folder / "whole")).adapter
     with pytest.MonkeyPatch.context() as patch:

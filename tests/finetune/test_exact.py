@@ -35,7 +35,7 @@ SLOW = (
 def test_streamed_equals_resident(
     kind: str, model: Path, data: Path, few: Path, tmp_path: Path
 ) -> None:
-    source = data if "training__steps" in RECIPES[kind][1] else few
+    source = data if "training__max_steps" in RECIPES[kind][1] else few
     streamed = arm(model, source, tmp_path / "streamed", kind, memory__slots=2)
     resident = arm(model, source, tmp_path / "resident", kind, memory__resident=True)
     assert streamed.losses == resident.losses
@@ -52,13 +52,13 @@ def test_smoothing_and_z_loss_read_no_logits(
         raise RuntimeError("expected nobody to read logits")
 
     monkeypatch.setattr(LazyLogits, "computed", refuse)
-    once: Any = {"memory__slots": 2, "training__steps": 1}
+    once: Any = {"memory__slots": 2, "training__max_steps": 1}
     losses = {
         name: arm(model, data, tmp_path / name, "smoothed", **once, **weights).losses[0]
         for name, weights in {
-            "none": {"training__label_smoothing": 0, "training__z_loss": 0},
+            "none": {"training__label_smoothing_factor": 0, "training__z_loss": 0},
             "smoothing": {"training__z_loss": 0},
-            "z": {"training__label_smoothing": 0},
+            "z": {"training__label_smoothing_factor": 0},
             "both": {},
         }.items()
     }
@@ -84,7 +84,7 @@ def test_the_warmup_of_a_schedule_free_optimizer(model: Path, data: Path, tmp_pa
     found = []
     for warmup in (0.0, 0.5):
         out = tmp_path / str(warmup)
-        more = {"training__warmup": warmup, "training__steps": 3, "memory__slots": 2}
+        more = {"training__warmup_steps": warmup, "training__max_steps": 3, "memory__slots": 2}
         found.append(arm(model, data, out, "schedule-free", **more))
         (state,) = out.rglob("checkpoint-3/optimizer.pt")
         groups = torch.load(state, weights_only=True)["param_groups"]
@@ -96,7 +96,7 @@ def test_the_warmup_of_a_schedule_free_optimizer(model: Path, data: Path, tmp_pa
 def test_a_model_with_a_vision_tower(vision: str, data: Path, tmp_path: Path) -> None:
     """Its adapter is on the language model alone, by the names of the whole model."""
     model = write_model(tmp_path / "tiny", architecture="qwen3_vl")
-    options: Any = {"model__vision": vision, "training__steps": 2}
+    options: Any = {"model__vision": vision, "training__max_steps": 2}
     streamed = arm(model, data, tmp_path / "streamed", "lora+", memory__slots=2, **options)
     resident = arm(model, data, tmp_path / "resident", "lora+", memory__resident=True, **options)
     assert streamed.losses == resident.losses and streamed.adapter == resident.adapter

@@ -350,9 +350,9 @@ def test_several_processes_make_the_same_tokens(form: str, model: Path, tmp_path
     if form == "messages":
         content[3]["messages"][0]["name"] = "a"  # a key that others do not have
     source = write_rows(tmp_path / "rows.jsonl", content)
-    said: dict[str, Any] = {"data__max_length": 24}
+    said: dict[str, Any] = {"training__max_length": 24}
     if form == "preferences":
-        said = {"data__max_length": 12, "training__method": "dpo"}
+        said = {"training__max_length": 12, "training__method": "dpo"}
     *_, alone = made(model, source, **said)
     *_, together = made(model, source, 2, **said)
     assert alone == together and alone.num_cut
@@ -376,7 +376,7 @@ def test_several_processes_tell_what_is_wrong_with_rows(model: Path, tmp_path: P
 
 
 def test_runs_of_other_formats_are_the_run_of_messages(model: Path, tmp_path: Path) -> None:
-    said: dict[str, Any] = {**COMMON, "training__steps": 2, "training__bf16": True}
+    said: dict[str, Any] = {**COMMON, "training__max_steps": 2, "training__bf16": True}
     found = []
     for name, source in (
         ("messages", lines(tmp_path / "messages", CHATS)),

@@ -27,12 +27,12 @@ def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
     recipe = recipe_of(
         model__source=model,
         data__source=write_rows(tmp_path / f"{name}.jsonl", rows(name, 50)),
-        data__max_length=128,
-        data__pad_to=32,
-        data__packing=str(form == "packed").lower() if form != "dpo" else "auto",
+        training__max_length=128,
+        training__pad_to_multiple_of=32,
+        training__packing=str(form == "packed").lower() if form != "dpo" else "auto",
         training__method="dpo" if form == "dpo" else "sft",
-        training__batch_size=2,
-        training__accumulation=5,
+        training__per_device_train_batch_size=2,
+        training__gradient_accumulation_steps=5,
         memory__slots=2,
         output__folder=tmp_path / "run",
     )
@@ -71,7 +71,11 @@ def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(
         loss = Trainer.compute_loss(self, model, inputs, *args, **kwargs)
         return loss + added if self.state.global_step == 1 else loss
 
-    short: Any = {"memory__slots": 2, "training__steps": 3, "training__accumulation": 2}
+    short: Any = {
+        "memory__slots": 2,
+        "training__max_steps": 3,
+        "training__gradient_accumulation_steps": 2,
+    }
     expected = arm(model, data, tmp_path / "expected", kind, **short)
     monkeypatch.setattr(Sft, "compute_loss", compute_loss)
     arm(model, data, tmp_path / "run", kind, **short)

@@ -1,6 +1,7 @@
 """What is learnt: never padding, never a prompt; and the labels are those of plain TRL."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from poros.finetune.data import Rows, read_data
 from poros.finetune.run import _dataset, _row_length
 from poros.finetune.templates import NAMED
 from poros.finetune.tokens import IGNORED, Tokens, load_tokenizer, tokenize
-from poros.finetune.trainers import _collator
+from poros.finetune.trainers import Kto, _collator
 from poros.gates import tiny
 from poros.recipes.recipe import Recipe
 from tests.finetune.subjects import recipe_of, rows, write_model, write_rows
@@ -25,9 +26,8 @@ UNMARKED = NAMED["chatml"].text.replace("{%- generation %}", "").replace("{%- en
 
 
 def made(model: Path, data: Path, form: str, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
-    said = {"data__chat_template": "chatml", "data__pad_to": 16, **said}
-    if form == "preferences":
-        said["training__method"] = "dpo"
+    said = {"data__chat_template": "chatml", "training__pad_to_multiple_of": 16, **said}
+    said["training__method"] = {"preferences": "dpo", "labelled": "kto"}.get(form, "sft")
     recipe = recipe_of(model__source=model, data__source=data / f"{form}.jsonl", **said)
     found, _ = read_data(recipe)
     tokenizer = load_tokenizer(recipe, found.form)
@@ -50,7 +50,7 @@ def base(model: Path) -> Any:
 @pytest.mark.parametrize("packing", [False, True])
 def test_padding_is_never_learnt(packing: bool, model: Path, data: Path, base: Any) -> None:
     """The padding token is the end of text, which is learnt where a document ends with it."""
-    said: dict[str, Any] = {"data__packing": packing, "data__max_length": 80}
+    said: dict[str, Any] = {"training__packing": packing, "training__max_length": 80}
     recipe, _, tokenizer, tokens = made(
         model, data, "completions", data__chat_template="model", **said
     )
@@ -74,7 +74,7 @@ def test_padding_is_never_learnt(packing: bool, model: Path, data: Path, base: A
 
 def test_what_padding_is_made_of_changes_no_loss(model: Path, data: Path, base: Any) -> None:
     """And the control: with labels on padding, which the published system had, it does."""
-    recipe, _, tokenizer, tokens = made(model, data, "text", data__packing=False)
+    recipe, _, tokenizer, tokens = made(model, data, "text", training__packing=False)
     losses, contaminated = [], []
     for pad in (tokenizer.pad_token_id, 17):
         batch = _collator(recipe, base, pad, 0)(list(tokens.dataset().select(range(4))))
@@ -152,7 +152,7 @@ def test_a_template_that_renders_turns_differently_later_is_refused(
         made(model, data, "messages", data__chat_template="model")
 
 
-@pytest.mark.parametrize("form", ["messages", "completions", "text", "preferences"])
+@pytest.mark.parametrize("form", ["messages", "completions", "text", "preferences", "labelled"])
 def test_the_tokens_are_those_of_plain_trl(
     form: str, model: Path, data: Path, base: Any, tmp_path: Path
 ) -> None:
@@ -161,6 +161,10 @@ def test_the_tokens_are_those_of_plain_trl(
     if form == "preferences":
         kind: Any = trl.DPOTrainer
         arguments: Any = trl.DPOConfig(max_length=None, **options)
+    elif form == "labelled":
+        kind = trl.KTOTrainer
+        options["per_device_train_batch_size"] = 3
+        arguments = trl.KTOConfig(max_length=None, **options)
     else:
         kind = trl.SFTTrainer
         assistant = form == "messages"
@@ -171,7 +175,15 @@ def test_the_tokens_are_those_of_plain_trl(
         train_dataset=Dataset.from_list(found.rows),
         processing_class=tokenizer,
     ).train_dataset
-    for column, ours in tokens.columns.items():
+    ours_as_read: Any = tokens.columns
+    if form == "labelled":  # with an answer of another row beside each, and labels as they are
+        prepared = Kto._prepare_dataset(
+            SimpleNamespace(calculate_KL=True), tokens.dataset(), None, arguments, "train"
+        )
+        ours_as_read = {name: prepared[name] for name in plain.column_names if "ids" in name}
+        assert prepared["label"][:4] == plain["label"][:4] == [False, True, True, False]
+        assert "KL_completion_ids" in ours_as_read
+    for column, ours in ours_as_read.items():
         assert [list(each) for each in ours] == [list(each) for each in plain[column]], column
 
 
@@ -182,12 +194,12 @@ def test_rows_without_anything_to_learn_are_left_out_and_counted(
     content[1]["prompt"] = "the slot " * 40
     content[2]["completion"] = "the slot " * 40
     write_rows(tmp_path / "completions.jsonl", content)
-    _, _, _, tokens = made(model, tmp_path, "completions", data__max_length=32)
+    _, _, _, tokens = made(model, tmp_path, "completions", training__max_length=32)
     assert (len(tokens.lengths), tokens.num_cut, tokens.num_dropped) == (3, 2, 1)
     assert max(tokens.lengths) == 32
     with pytest.raises(DataFormatError, match="--max-length"):
         write_rows(tmp_path / "completions.jsonl", content[1:2])
-        made(model, tmp_path, "completions", data__max_length=32)
+        made(model, tmp_path, "completions", training__max_length=32)
 
 
 def test_a_template_that_the_tokenizer_has_no_tokens_for(model: Path, data: Path) -> None:

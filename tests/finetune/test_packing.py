@@ -82,8 +82,8 @@ def test_attention_that_takes_cu_seqlens_gets_them(
     """And no mask. Streamed equals resident; the losses are those of a mask, rounded apart."""
     assert keeps_apart(CONFIG_MAPPING["qwen2"](), attention)
     source = {"model__source": model, "data__source": data / "text.jsonl"}
-    common = {"data__max_length": 64, "training__steps": 3, "training__learning_rate": 1e-3}
-    common["training__accumulation"] = 2
+    common = {"training__max_length": 64, "training__max_steps": 3, "training__learning_rate": 1e-3}
+    common["training__gradient_accumulation_steps"] = 2
     found, made, make = {}, [], runs._model
     monkeypatch.setattr(runs, "_model", lambda *given: made.append(make(*given)) or made[-1])
     for name, more in {

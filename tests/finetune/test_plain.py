@@ -19,9 +19,9 @@ from tests.support import AS_PLAIN
 COMMON = {
     **SHORT,
     "data__chat_template": "chatml",
-    "training__accumulation": 2,
+    "training__gradient_accumulation_steps": 2,
     "training__learning_rate": 1e-3,
-    "training__steps": 3,
+    "training__max_steps": 3,
 }
 
 
@@ -41,14 +41,16 @@ def streamed(recipe: Recipe, device: torch.device, run: object = None) -> Any:
     return poros.prepare(get_peft_model(base, adapter_config(recipe)), slots=2, **AS_PLAIN)
 
 
-@pytest.mark.parametrize("kind", with_slow(("packed", "padded", "dpo"), ("padded",)))
+@pytest.mark.parametrize("kind", with_slow(("packed", "padded", "dpo", "kto"), ("padded",)))
 def test_streamed_equals_plain(
     kind: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = "preferences" if kind == "dpo" else "messages"
-    more: dict[str, Any] = {"training__method": "dpo"} if kind == "dpo" else {}
-    if kind != "dpo":
-        more["data__packing"] = more["training__bf16"] = kind == "packed"
+    form = {"dpo": "preferences", "kto": "labelled"}.get(kind, "messages")
+    more: dict[str, Any] = {}
+    if kind in ("dpo", "kto"):
+        more["training__method"] = kind
+    else:
+        more["training__packing"] = more["training__bf16"] = kind == "packed"
     source = {"model__source": model, "data__source": data / f"{form}.jsonl"}
     found = []
     for name, make in (("plain", plain), ("streamed", streamed)):

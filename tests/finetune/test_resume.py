@@ -39,11 +39,11 @@ def options_for(model: Path, data: Path, out: Path) -> dict[str, Any]:
         "model__source": model,
         "data__source": data / "completions.jsonl",
         **SHORT,
-        "training__steps": NUM_STEPS,
-        "training__accumulation": 2,
-        "training__optimizer": "schedule_free_adamw",
+        "training__max_steps": NUM_STEPS,
+        "training__gradient_accumulation_steps": 2,
+        "training__optim": "schedule_free_adamw",
         "memory__slots": 2,
-        "output__save_every": SAVE_EVERY,
+        "training__save_steps": SAVE_EVERY,
         "output__folder": out,
     }
 
@@ -151,7 +151,7 @@ def test_what_may_change_between_and_what_may_not(
     folder = Path(options["output__folder"])
     for change, what in (
         ({"training__learning_rate": 1e-3}, "training.learning_rate: 0.0002 then, 0.001 now"),
-        ({"adapter__rank": 8, "training__seed": 1}, "adapter.rank: 4 then, 8 now"),
+        ({"adapter__r": 8, "training__seed": 1}, "adapter.r: 4 then, 8 now"),
     ):
         with pytest.raises(RunFolderError, match="give another folder") as caught:
             run(recipe_of(**{**options, **change}))
@@ -197,6 +197,65 @@ def test_another_run_that_ends_while_rows_become_tokens(
     assert events(recipe) == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.fixture
+def longer(model: Path, tmp_path: Path) -> dict[str, Any]:
+    """A run of four steps an epoch, whose learning rate does not hang on its length."""
+    data = tmp_path / "data"
+    data.mkdir()
+    write_rows(data / "completions.jsonl", rows("completions", 16))
+    options = options_for(model, data, tmp_path / "run")
+    del options["training__max_steps"]
+    return {
+        **options,
+        "training__packing": False,
+        "training__per_device_train_batch_size": 2,
+        "training__optim": "adamw_torch",
+        "training__lr_scheduler_type": "constant",
+    }
+
+
+def test_a_finished_run_is_trained_further(
+    longer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(longer["output__folder"])
+    first = run(recipe_of(**longer))
+    recipe = recipe_of(**{**longer, "training__num_train_epochs": 2})
+    break_at(monkeypatch, recipe, 6)  # and is interrupted once more
+    assert (folder / "adapter-4" / "adapter_model.safetensors").read_bytes() == first.adapter
+    assert not (folder / "adapter").exists()
+    second = run(recipe)
+    assert "going on after step 5 of 8" in second.said and "longer" not in second.said
+    whole = {**longer, "output__folder": tmp_path / "whole", "training__num_train_epochs": 2}
+    expected = run(recipe_of(**whole))
+    assert (second.adapter, second.losses) == (expected.adapter, expected.losses)
+    assert events(recipe) == list(range(1, 9))
+    assert second.adapter != first.adapter
+    for same in (1, 2):  # that is finished now, and cannot become shorter
+        with pytest.raises(RunFolderError, match="with more --epochs or --steps"):
+            run(recipe_of(**{**longer, "training__num_train_epochs": same}))
+
+
+def test_a_schedule_of_another_length_is_said(longer: dict[str, Any]) -> None:
+    options = {**longer, "training__lr_scheduler_type": "linear"}
+    run(recipe_of(**options))
+    with pytest.raises(RunFolderError, match=r"training\.learning_rate: 0.0002 then, 0.1 now"):
+        recipe = {**options, "training__num_train_epochs": 2, "training__learning_rate": 0.1}
+        run(recipe_of(**recipe))
+    found = run(recipe_of(**{**options, "training__num_train_epochs": 2}))
+    assert "the run is longer than it was begun" in found.said
+    assert "going on after step 4 of 8" in found.said
+
+
+def test_a_longer_run_keeps_its_micro_batches(longer: dict[str, Any]) -> None:
+    """Chosen anew, they would be more, as a longer run has more updates."""
+    options = {**longer, "training__gradient_accumulation_steps": "auto"}
+    options["training__per_device_train_batch_size"] = 1
+    first = run(recipe_of(**options))
+    assert "16 steps of 1 rows" in first.said
+    found = run(recipe_of(**{**options, "training__num_train_epochs": 10}))
+    assert "160 steps of 1 rows" in found.said and "going on after step 16" in found.said
+
+
 TEMPLATE = NAMED["chatml"].text
 
 
@@ -216,8 +275,8 @@ def begun(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     options = options_for(model, data, folder / "run") | {
         "data__source": data / "messages.jsonl",
         "data__chat_template": folder / "own.jinja",
-        "training__steps": 4,
-        "training__accumulation": 1,
+        "training__max_steps": 4,
+        "training__gradient_accumulation_steps": 1,
     }
     recipe = recipe_of(**options)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,7 @@
 """What is shown: the summary before a run, the progress while it trains, the recipes."""
 
 import io
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from safetensors import safe_open
 
 from poros.errors import RecipeError, VRAMBudgetError
+from poros.finetune import summary
 from poros.finetune.data import read_data
 from poros.finetune.progress import Progress
 from poros.finetune.resuming import inspect_run_dir
@@ -31,7 +33,7 @@ def dry(model: Path, data: Path, tmp_path: Path) -> Callable[..., str]:
 
     def look(**changes: object) -> str:
         source = {"model__source": model, "data__source": data / "text.jsonl"}
-        common = {**source, "data__max_length": 64, "output__folder": tmp_path / "run"}
+        common = {**source, "training__max_length": 64, "output__folder": tmp_path / "run"}
         recipe = recipe_of(**{**common, **changes})
         train, validation = read_data(recipe)
         said, folder = io.StringIO(), inspect_run_dir(recipe, {})
@@ -49,11 +51,11 @@ SUMMARIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (
             *("190 rows", "89 % of them learnt", "packed into rows of 64", "10 held out"),
             *("fits: ", "of 1.07 GB", "3 of 3 blocks", " for the base; ", "are free"),
-            *("steps of 8 rows", "lora, rank 16, alpha 32"),
+            *("28 steps of 1 rows", "1 instead of 8, for 28 updates", "lora, rank 16, alpha 32"),
         ),
     ),
     "pairs": (
-        {"training__method": "dpo", "training__steps": 3},
+        {"training__method": "dpo", "training__max_steps": 3},
         ("200 rows", "padded to a multiple of 64", "3 steps", "2 of 3 blocks", "2e-05"),
     ),
     "resident": ({"memory__resident": True}, ("not streamed",)),
@@ -109,12 +111,12 @@ def test_rows_are_shown_with_what_is_learnt(
     said = text(result)
     first = 2 if form == "completions" else 1
     assert f"rows.jsonl:{first}: " in said and f"rows.jsonl:{first + 1}: " in said
-    assert "rows.jsonl:4" not in said and "steps of 8 rows" not in said
+    assert "rows.jsonl:4" not in said and "steps of 1 rows" not in said
     for each in wanted:
         assert said.count(each) == 2, said
     # The summary before a run has the first.
     said = text(poros_command(*command, "--dry-run"))
-    assert "steps of 8 rows" in said
+    assert "steps of 1 rows" in said
     assert wanted[-1][wanted[-1].index("[[") :] in "".join(said.split())
     assert not (tmp_path / "run").exists()
 
@@ -144,7 +146,10 @@ def test_one_target_module_is_a_name(model: Path, data: Path, tmp_path: Path) ->
     """PEFT takes a text for a pattern of whole names, and finds nothing."""
     source = {"model__source": model, "data__source": data / "text.jsonl"}
     recipe = recipe_of(
-        **source, adapter__target_modules="q_proj", training__steps=1, output__folder=tmp_path / "r"
+        **source,
+        adapter__target_modules="q_proj",
+        training__max_steps=1,
+        output__folder=tmp_path / "r",
     )
     run(recipe)
     with safe_open(tmp_path / "r" / "adapter" / "adapter_model.safetensors", "pt") as file:
@@ -170,13 +175,18 @@ def test_unknown_attention(name: str, what: str, dry: Callable[..., str]) -> Non
 def test_the_steps_that_are_announced_are_those_that_are_trained(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    options = {"model__source": model, "data__source": data / "text.jsonl", "data__max_length": 64}
+    options = {
+        "model__source": model,
+        "data__source": data / "text.jsonl",
+        "training__max_length": 64,
+    }
     for epochs, batch in ((0.3, 2), (1.5, 4)):
         found = run(
             recipe_of(
                 **options,
-                training__epochs=epochs,
-                training__batch_size=batch,
+                training__num_train_epochs=epochs,
+                training__gradient_accumulation_steps=8,
+                training__per_device_train_batch_size=batch,
                 memory__slots=2,
                 output__folder=tmp_path / str(batch),
             )
@@ -184,9 +194,68 @@ def test_the_steps_that_are_announced_are_those_that_are_trained(
         assert f" {len(found.losses)} steps of {8 * batch} rows" in found.said
 
 
+UPDATES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "as many as wanted": ({}, 400, ("50 steps of 8 rows",)),
+    "accumulating less": ({}, 160, ("54 steps of 3 rows", "3 instead of 8, for 54 updates")),
+    "as many as there are": ({}, 12, ("12 steps of 1 rows", "1 instead of 8, for 12 updates")),
+    "one": ({}, 1, ("1 steps of 1 rows", "for 1 updates")),
+    "asked for": (
+        {"gradient_accumulation_steps": 8},
+        80,
+        ("10 steps of 8 rows", "few updates of the adapter: 10 in all", "--accumulation"),
+    ),
+    "steps asked for": ({"max_steps": 5}, 80, ("5 steps of 8 rows",)),
+    "warming up": (
+        {"warmup_steps": 20},
+        12,
+        ("all 12 steps are within the warm-up of 20", "--warmup"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UPDATES)
+def test_enough_updates(case: str, dry: Callable[..., str], tmp_path: Path) -> None:
+    said, number, wanted = UPDATES[case]
+    options = {f"training__{name}": value for name, value in said.items()}
+    source = write_rows(tmp_path / "rows.jsonl", "text", number)
+    found = dry(data__source=source, training__packing=False, **options)
+    assert [each for each in wanted if each not in found] == [], found
+    is_noted = len(wanted) > 1
+    assert ("updates of the adapter" in found or "warm-up" in found) == is_noted
+
+
+def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
+    """Its warm-up would have been all of it, at a rate of 0."""
+    rates = {}
+    for number in (1, 60):
+        recipe = recipe_of(
+            model__source=model,
+            data__source=write_rows(tmp_path / f"{number}.jsonl", "text", number),
+            training__max_length=64,
+            training__packing=False,
+            training__gradient_accumulation_steps=1,
+            memory__slots=2,
+            output__folder=tmp_path / str(number),
+        )
+        run(recipe)
+        lines = (tmp_path / str(number) / "events.jsonl").read_text().splitlines()
+        logged = [event for each in lines if (event := json.loads(each))["event"] == "log"]
+        rates[number] = [each["learning_rate"] for each in logged]
+    assert rates[1] == [2e-4]
+    assert rates[60][0] == 0.0 and rates[60].count(0.0) == 1  # two steps of 60 warm up
+
+
+def test_a_budget_that_nobody_gave_is_what_is_free(
+    dry: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "_budget", lambda recipe, device: 2**30)
+    assert "of 1.07 GB that are free on the GPU (--vram)" in dry()
+    assert "free on the GPU" not in dry(memory__vram="1GiB")
+
+
 def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str]) -> None:
     with pytest.raises(VRAMBudgetError, match="What would make it fit"):
-        dry(memory__vram="1MiB", training__batch_size=64)
+        dry(memory__vram="1MiB", training__per_device_train_batch_size=64)
 
 
 def state(step: int, most: int) -> SimpleNamespace:

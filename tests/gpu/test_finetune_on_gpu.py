@@ -44,8 +44,8 @@ def finished(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
     settings = {
         "model__source": model,
         "data__source": data / "text.jsonl",
-        "data__max_length": 64,
-        "training__steps": 12,
+        "training__max_length": 64,
+        "training__max_steps": 12,
         "memory__slots": 2,
         "output__trace_step": 11,
         "output__folder": folder,
@@ -64,7 +64,7 @@ def test_streamed_equals_resident(kind: str, model: Path, data: Path, tmp_path: 
 
 def test_the_summary_forecasts_how_long_it_takes(model: Path, data: Path, tmp_path: Path) -> None:
     source = {"model__source": model, "data__source": data / "text.jsonl"}
-    found = run(recipe_of(**source, training__steps=2, output__folder=tmp_path / "run"))
+    found = run(recipe_of(**source, training__max_steps=2, output__folder=tmp_path / "run"))
     assert "forecast from rates measured here" in found.said
 
 

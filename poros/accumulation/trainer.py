@@ -7,17 +7,20 @@ scaled and noted down is the trainer's; the layers' backwards come with the last
 trainer exchanges gradients between ranks in that one alone.
 """
 
+import logging
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.loop import Samples, Step, note_alone
 from poros.head.regularized import RegularizedLoss
 from poros.model.runtime import Runtime, find_runtime
+
+logger = logging.getLogger(__name__)
 
 
 class BlockMajorMixin:
@@ -38,6 +41,18 @@ class BlockMajorMixin:
     """
 
     _samples: Samples | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, TrainingArguments) and each.n_gpu > 1:
+                logger.warning(
+                    "poros: this process trains on one of the %d GPUs that it sees; to use all, "
+                    "start one process for each: torchrun --nproc-per-node %d SCRIPT",
+                    each.n_gpu,
+                    each.n_gpu,
+                )
+                on_one_gpu(each)
+        super().__init__(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own; notes the micro-batches of the step that begins."""
@@ -111,6 +126,17 @@ class PorosTrainer(BlockMajorMixin, Trainer):
         smoother: Any = self.label_smoother
         if smoother is not None or z_loss:
             self.label_smoother: Any = RegularizedLoss(smoother, z_loss)
+
+
+def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
+    """``arguments`` for a Trainer that leaves other GPUs of the machine alone.
+
+    Where several are visible, the Trainer of a process that no launcher has started would wrap the
+    model in ``nn.DataParallel``, which copies modules, and its arguments have no field against it.
+    """
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
 
 
 def _prepared(model: nn.Module) -> Runtime | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from poros.accumulation.trainer import BlockMajorMixin
+from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.errors import RecipeError, quoted
 from poros.finetune.attention import takes_cu_seqlens
 from poros.finetune.checkpoints import StagedCheckpoints
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-_Arguments = TypeVar("_Arguments", bound=TrainingArguments)
 _OURS = ("method", "lora_plus", "z_loss", "early_stopping_patience")
 """Settings of ``training`` that TRL does not know."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -320,17 +319,6 @@ def _try_parts(arguments: TrainingArguments, steps: int) -> None:
         num_training_steps=steps,
         scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
     )
-
-
-def on_one_gpu(arguments: _Arguments) -> _Arguments:
-    """``arguments`` for a Trainer that leaves other GPUs of the machine alone.
-
-    Where several are visible, the Trainer of a process that no launcher has started would wrap the
-    model in ``nn.DataParallel``, and its arguments have no field against it.
-    """
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1
-    return arguments
 
 
 @contextmanager

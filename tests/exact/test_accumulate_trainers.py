@@ -261,3 +261,17 @@ def test_smoothing_and_z_loss_in_slices(
     first, near = (arms.log_history(name, 2)[0]["loss"] for name in ("grouped", "whole"))
     assert first == pytest.approx(near, rel=2**-8)
     assert compare_trajectories(whole, found) != []
+
+
+def test_other_gpus_of_the_machine_are_left_alone(
+    bases: Bases, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a launcher, a Trainer that sees several would wrap the model in DataParallel."""
+    found = {}
+    for trainer_class in (Trainer, poros.PorosTrainer):
+        arguments = trainer_arguments(tmp_path)
+        arguments._n_gpu = 2  # as if it saw two
+        trainer = trainer_class(bases.build(num_layers=2), arguments)
+        found[trainer_class] = trainer.args.n_gpu, trainer._train_batch_size
+    assert found == {Trainer: (2, 4), poros.PorosTrainer: (1, 2)}
+    assert caplog.text.count("torchrun --nproc-per-node 2") == 1

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast
 
 import poros
+from poros.accumulation.trainer import on_one_gpu
 from poros.gates import tiny
 from poros.gates.reference import Entry, Trajectory
 from tests.comparing import compare_trajectories
@@ -131,8 +132,6 @@ class Arms:
         self, prepare: Prepare | None = None, *, attach_in_trainer: bool = False, **options: Any
     ) -> Trajectory:
         """One training run; the adapter is made by the caller, or by the trainer."""
-        from poros.finetune.trainers import on_one_gpu  # needs TRL
-
         extra: dict[str, Any] = {}
         if attach_in_trainer:
             model = self.base()

@@ -251,6 +251,7 @@ class _CheckpointLoader:
                 "allow_nonfinite": self._quantizer.allow_nonfinite,
                 "vision": self._options.about_vision,
                 "auto_class": self._options.about_class,
+                "num_labels": getattr(resolved.config, "num_labels", None),
                 **names,
                 **provenance(self._quantizer.device),
             }
@@ -350,11 +351,13 @@ def _open(
             for name in (CONFIG, GENERATION)
             if name in opened.manifest.files
         }
-        config = configuration(
-            opened.path, texts, options.fields, given=options.config, limits=limits
-        )
+        auto_class = _auto_class(opened)
+        fields = dict(options.fields)
+        if auto_class == "AutoModelForSequenceClassification" and options.config is None:
+            fields.setdefault("num_labels", about.get("num_labels"))  # of its head
+        config = configuration(opened.path, texts, fields, given=options.config, limits=limits)
         stored_quantization(opened.path, config)
-        model_class, config = model_class_of(config, _auto_class(opened))
+        model_class, config = model_class_of(config, auto_class)
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
         leave_out = drop_towers if about.get("vision") == "drop" else _nothing

@@ -56,7 +56,7 @@ class Origin:
         if not is_sound or not (known.get("seen") is None or _is_record(known["seen"])):
             raise CheckpointFormatError(
                 f"{where}: expected the checkpoint that a base was made from, found "
-                f"{quoted(found)}; write it again, or name the base with --base"
+                f"{quoted(found)}; write the store again, or remove the file beside the adapter"
             )
         return cls(**known)
 

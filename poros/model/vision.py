@@ -47,9 +47,23 @@ def find_towers(model: Any) -> dict[str, nn.Module]:
     config = getattr(base, "config", None)
     if config is None or config.get_text_config(decoder=True) is config:
         return {}
-    ends = (base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings())
+    ends = (
+        *(base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings()),
+        *_heads_for_classes(base),
+    )
     kept = {id(each) for end in ends if end is not None for each in end.modules()}
     return dict(_beside(base, kept, ""))
+
+
+def _heads_for_classes(base: Any) -> list[nn.Module]:
+    """Return what stands behind the decoder of a classifier or reward model."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    if type(base).__name__ not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
+        return []
+    return [child for child in base.children() if child is not base.base_model]
 
 
 def drop_towers(model: Any) -> None:

@@ -80,8 +80,6 @@ def reading(auto_class: str, architecture: str = "qwen2", **options: Any) -> Sub
         base = bases.base(architecture, auto_class=auto_class, **options)
         torch.manual_seed(2)
         settings: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.05}
-        if task_type == "SEQ_CLS":
-            settings["exclude_modules"] = ["score"]  # which is trained as a whole
         config = LoraConfig(**settings, init_lora_weights=False, task_type=task_type)
         return get_peft_model(base, config)
 

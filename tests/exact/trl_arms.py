@@ -1,6 +1,6 @@
 """TRL's trainers on a resident and on a prepared model, on the CPU or a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,14 @@ PREFERENCES = [
 ]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer, made on the spot."""
+def tokenizer(more: Mapping[str, int] | None = None) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer, made on the spot; ``more`` are special tokens and their numbers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     known = ["<pad>", "<bos>", "<eos>", "<unk>", *dict.fromkeys(WORDS.split())]
-    words = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>")
-    )
+    numbers = {word: number for number, word in enumerate(known)} | dict(more or {})
+    words = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    words.add_special_tokens(list(more or ()))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=words,
@@ -78,6 +78,8 @@ class Arms:
         device: Where both arms run.
         num_steps: Of a run.
         auto_class: As in ``poros.load``; with a head for one class.
+        checkpoint: Another than a small one of qwen2.
+        processing: Another class that processes rows than ``tokenizer()``.
     """
 
     def __init__(
@@ -85,13 +87,15 @@ class Arms:
         folder: Path,
         trainer_class: type,
         arguments_class: type,
-        rows: list[dict[str, str]],
+        rows: list[dict[str, Any]],
         *,
         dtype: torch.dtype = torch.bfloat16,
         quantize: bool = True,
         device: str = "cpu",
         num_steps: int = NUM_STEPS,
         auto_class: str | None = None,
+        checkpoint: Path | None = None,
+        processing: Any = None,
     ) -> None:
         self.folder = folder
         self.trainer_class = trainer_class
@@ -105,6 +109,12 @@ class Arms:
         self.trainer: Any = None
         """The trainer of the latest run."""
         self.eval_rows: list[dict[str, str]] | None = None
+        self.collator: Any = None
+        """Another than the trainer's own."""
+        self.processing = processing or tokenizer()
+        self.checkpoint = checkpoint or folder / "base"
+        if checkpoint is not None:
+            return
         config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
         if auto_class is not None:
             config.num_labels = 1
@@ -112,7 +122,7 @@ class Arms:
 
     def base(self) -> Any:
         return tiny.load_base(
-            self.folder / "base",
+            self.checkpoint,
             dtype=self.dtype,
             quantize=self.quantize,
             device=self.device,
@@ -125,14 +135,14 @@ class Arms:
             r=4, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         if self.auto_class is not None:
-            config.task_type, config.exclude_modules = "SEQ_CLS", ["score"]
+            config.task_type = "SEQ_CLS"
         return config
 
     def run(
         self, prepare: Prepare | None = None, *, attach_in_trainer: bool = False, **options: Any
     ) -> Trajectory:
         """One training run; the adapter is made by the caller, or by the trainer."""
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {} if self.collator is None else {"data_collator": self.collator}
         if attach_in_trainer:
             model = self.base()
             extra["peft_config"] = self.adapter()
@@ -172,7 +182,7 @@ class Arms:
             datasets.Dataset.from_list(self.rows),
             eval_dataset=self.eval_rows and datasets.Dataset.from_list(self.eval_rows),
             trainer_class=Prepared,
-            processing_class=tokenizer(),
+            processing_class=self.processing,
             **extra,
         )
         for number, line in enumerate(self.trainer.state.log_history):

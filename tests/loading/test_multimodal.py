@@ -7,15 +7,15 @@ image rows is in test_image_rows.py.
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import poros
@@ -23,6 +23,7 @@ from poros.api import prepare_with
 from poros.errors import DroppedTowerError, PolicyError, UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.kinds import attach
+from poros.kernels.nf4 import double_quantization
 from poros.loaders.checkpoint import Checkpoint
 from poros.merging.merge import merge
 from poros.model.targets import excluded_modules
@@ -30,56 +31,13 @@ from tests.covers import with_slow
 from tests.exact.together import num_groups, own_loss, reasons, same, train
 from tests.loading.images import with_images
 from tests.loading.loaded import tensors
+from tests.loading.towers import FAMILIES, write
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 from tools.tape import TapeRecorder
 
 Model = Any
 NUM_LAYERS = 4
 
-
-@dataclass(frozen=True)
-class Family:
-    """What the hub's checkpoints of a family look like."""
-
-    architecture: str
-    layers: str
-    """The names of the decoder layers, there."""
-    tower: tuple[str, ...]
-    """How the names of the tower and its projector begin, there."""
-    own_layers: str = "model.language_model.layers"
-    types: dict[str, str] = field(default_factory=dict)
-    """What its processor gives for text besides."""
-    goes_together: bool = True
-    images_go_together: bool = False
-
-
-TEXT, INNER = "model.language_model.layers", "language_model.model.layers"
-PROJECTOR, TYPES = "multi_modal_projector.", {"mm_token_type_ids": "input_ids"}
-FAMILIES = {
-    "gemma3": Family(
-        "gemma3_multimodal",
-        INNER,
-        ("vision_tower.vision_model.", PROJECTOR),
-        types={"token_type_ids": "input_ids"},
-        images_go_together=True,
-    ),
-    "gemma4": Family(
-        "gemma4_multimodal",
-        TEXT,
-        ("model.vision_tower.", "model.embed_vision."),
-        types=TYPES,
-        goes_together=False,  # its layers share a mapping of keys and values
-    ),
-    "qwen2_5_vl": Family("qwen2_5_vl", "model.layers", ("visual.",), types=TYPES),
-    "qwen3_vl": Family("qwen3_vl", TEXT, ("model.visual.",), types=TYPES),
-    "mistral3": Family("mistral3", INNER, ("vision_tower.", PROJECTOR)),
-    "llama4": Family(
-        *("llama4", INNER, ("vision_model.", PROJECTOR)),
-        own_layers=INNER,
-        images_go_together=True,
-    ),
-    "qwen3_5": Family("qwen3_5", TEXT, ("model.visual.",), types=TYPES),
-}
 
 FEW = with_slow(FAMILIES, ("qwen2_5_vl", "mistral3", "llama4", "qwen3_5"))
 """With a tower before the model, states that layers share, and a model within another."""
@@ -93,14 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
     def checkpoint(name: str) -> Path:
         if name not in made:
-            folder = made[name] = tmp_path_factory.mktemp(name)
-            config = tiny.small_config(FAMILIES[name].architecture, num_layers=NUM_LAYERS)
-            tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
-            file = folder / "model.safetensors"
-            if name == "gemma3":  # transformers writes it without the name of the inner model
-                prefix = ("vision_tower.", "vision_tower.vision_model.")
-                renamed = {key.replace(*prefix): value for key, value in load_file(file).items()}
-                save_file(renamed, file, {"format": "pt"})
+            made[name] = write(name, tmp_path_factory.mktemp(name), NUM_LAYERS)
         return made[name]
 
     return checkpoint
@@ -422,3 +373,59 @@ def test_images_train_what_stays(
         model.save_pretrained(tmp_path / place)
     files = [tmp_path / place / "adapter_model.safetensors" for place in ("resident", "streamed")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+READERS = {
+    "gemma3": ("AutoModel", "AutoModelForSequenceClassification"),
+    "qwen3_vl": ("AutoModel",),
+    "qwen3_5": ("AutoModelForSequenceClassification",),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "auto_class"), [(name, each) for name, every in READERS.items() for each in every]
+)
+def test_images_without_a_head_for_tokens(
+    name: str, auto_class: str, checkpoints: Checkpoints
+) -> None:
+    """Scores and hidden states of rows with images; a score is no part of the tower."""
+    path, fields = checkpoints(name), {}
+    task = "FEATURE_EXTRACTION"
+    if "Sequence" in auto_class:
+        fields, task = {"num_labels": 1}, "SEQ_CLS"
+
+    def made(base: Model) -> Model:
+        torch.manual_seed(0)
+        options = {"task_type": task, "exclude_modules": excluded_modules(base)}
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
+        return get_peft_model(base, config).train()
+
+    def loss(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        given = {key: each for key, each in batch.items() if key != "labels"}
+        found: torch.Tensor = model(**given)[0].float().square().mean()
+        return found
+
+    transformers_own: Any = getattr(transformers, auto_class)
+    torch.manual_seed(4)
+    base = transformers_own.from_pretrained(
+        path,
+        quantization_config=double_quantization(torch.bfloat16),
+        dtype=torch.bfloat16,
+        **fields,
+    )
+    run: Any = {**image_run(name), "loss": loss}
+    expected = train(made(tiny.without_repacking(base)), together=False, **run)
+    torch.manual_seed(4)
+    model = prepare_plain(made(load(path, auto_class=auto_class, **fields)), slots=2)
+    assert same(train(model, together=False, **run), expected)
+    trained = [key for key, each in model.named_parameters() if each.requires_grad]
+    assert any("score.modules_to_save" in key for key in trained) == bool(fields)
+    if fields:
+        scores = []
+        for vision in ("keep", "drop"):
+            torch.manual_seed(4)
+            text = load(path, auto_class=auto_class, vision=vision, **fields)
+            scores.append(text.score.weight)
+        assert same_bits(*scores)
+        with pytest.raises(DroppedTowerError):
+            text(input_ids=torch.full((1, 8), 505), pixel_values=torch.zeros(1, 3, 28, 28))

@@ -62,6 +62,7 @@ def finetune(
     for key, value in (("model.source", model), ("data.source", data)):
         if value is not None:
             flags[key] = value
+    quieten_libraries()
     with readable_errors():
         draft = read_recipe(file, flags)
         recipe = checked(draft)
@@ -81,7 +82,6 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     if validation is not None:
         digests["validation"] = validation.digest
     run = inspect_run_dir(recipe, digests)
-    quieten_libraries()
     from rich.console import Console
     from transformers import logging
 

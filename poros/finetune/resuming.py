@@ -116,6 +116,8 @@ def inspect_run_dir(
             f"output.folder: expected a new or empty folder, or one of a run, found "
             f"{quoted(str(path))} with {quoted(min(names), limit=60)} in it; {_OTHER}"
         )
+    if not _has_results(names):
+        return RunFolder(path, notes=("begun before, without a checkpoint: begins again",))
     began = _flat(_read(path)["recipe"])
     if _ADAPTER in names and not _is_longer(began, _flat(recipe.as_dict())):
         raise RunFolderError(
@@ -140,8 +142,12 @@ def inspect_run_dir(
             f"none:\n{lines}\n{_OTHER}; or bring one back from a copy; or remove them, to begin "
             "again"
         )
-    notes.append("begun before, without a checkpoint: begins again")
     return RunFolder(path, accumulation=accumulation, notes=tuple(notes))
+
+
+def _has_results(names: Iterable[str]) -> bool:
+    """Whether a run has got as far as a checkpoint; before that, it may begin as another one."""
+    return any(name.startswith(("checkpoint-", _ADAPTER)) for name in names)
 
 
 def _is_longer(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -208,7 +214,7 @@ def require_same(
     Raises:
         RunFolderError: If something differs that decides a bit, or run.json is damaged.
     """
-    if not os.path.lexists(path / _RUN):
+    if not os.path.lexists(path / _RUN) or not _has_results(os.listdir(path)):
         return []
     run = _read(path)
     old, new = _flat(run["recipe"]), _flat(recipe.as_dict())
@@ -298,7 +304,7 @@ def lock_run_dir(
             with writing(run.adapter):
                 run.adapter.rename(run.path / f"{_ADAPTER}-{run.step}")
         asked = recipe.as_dict()
-        if not (run.path / _RUN).exists():
+        if not (run.path / _RUN).exists() or not _has_results(os.listdir(run.path)):
             versions = {**library_versions(), **machine}
             began = {"format": _FORMAT, "digests": dict(digests), "versions": versions}
             write_json(run.path / _RUN, began | {"recipe": asked})

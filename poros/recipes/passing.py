@@ -88,7 +88,6 @@ _ADAPTER = {
 _BY_METHOD = {
     ("sft", "loss_type"): "the model's own loss is computed, in slices of the head",
     ("kto", "train_sampling_strategy"): "each micro-batch holds the rows that its KL term pairs",
-    ("dpo", "label_smoothing_factor"): "of preferences it is training.label_smoothing",
 }
 _OPTIMIZERS = {
     "flora": "expected an optimizer of adapters, found flora, which trains all weights of a model "
@@ -180,6 +179,8 @@ def _particular(name: str, method: str) -> Kind | None:
             return found == "true" if found in ("true", "false") else found
 
         return Kind(one.expects, read)
+    if name == "train_sampling_strategy" and method != "sft":
+        return choice("random", "sequential")  # pairs have no length that TRL would sort them by
     if name == "f_divergence_type":
         return choice(*_DIVERGENCES)
     if method == "dpo" and name == "loss_type":

@@ -357,7 +357,9 @@ def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None
         elif full:
             remedy = f"did you mean {full[0]}, in the section {full[0].split('.')[0]}?"
         else:
-            remedy = f"there are {', '.join(sorted(known))}"
+            others = {"adapter": "peft.LoraConfig", "training": "TRL's configuration"}
+            passed = f", fields of {others[section]}" if section in others else ""
+            remedy = f"there are {', '.join(sorted(known))}{passed}"
     what = f"a setting of {section}" if section else "a section"
     draft.problem(key, f"expected {what}, found an unknown name; {remedy}")
 

@@ -73,6 +73,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "field of several GPUs": ("training:\n  deepspeed: a.json\n", 4, "one GPU", "accelerate"),
     "a secret": ("training:\n  hub_token: abc\n", 4, "secret", "HF_TOKEN"),
     "field of PEFT, misspelt": ("adapter:\n  modules_to_sav: [a]\n", 4, "unknown", "to_save?"),
+    "no field of PEFT": ("adapter:\n  pissa: 1\n", 4, "unknown", "fields of peft.LoraConfig"),
     "field of PEFT, no such choice": ("adapter:\n  bias: some\n", 4, "none, all, lora", "leave"),
     "adapter that edits the base": (
         "adapter:\n  init_lora_weights: pissa\n", 4, "which change the base", "leave it out",

@@ -148,8 +148,14 @@ def test_an_adapter_that_begins_with_orthogonal_matrices(
 
 
 WATCHING: dict[str, dict[str, Any]] = {
-    "loaded by others": {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 1},
-    "counted": {"include_num_input_tokens_seen": "all", "logging_steps": 2, "run_name": "mine"},
+    "loaded by others": {
+        **{"dataloader_num_workers": 1, "dataloader_prefetch_factor": 1},
+        "dataloader_persistent_workers": True,
+    },
+    "counted": {
+        **{"include_num_input_tokens_seen": "all", "logging_steps": 2, "run_name": "mine"},
+        **{"log_level": "error", "tf32": False},
+    },
     "kept at the end": {"save_strategy": "epoch", "torch_empty_cache_steps": 2},
 }
 
@@ -161,6 +167,21 @@ def test_what_decides_no_bit(
     options = {f"training__{name}": value for name, value in WATCHING[case].items()}
     found = trained(model, data, tmp_path / "run", memory__slots=2, **options)
     assert found.adapter == without("text").adapter
+
+
+def test_rows_that_fill_no_micro_batch_are_dropped(model: Path, data: Path, tmp_path: Path) -> None:
+    """As many steps are announced as there are then."""
+    few = tmp_path / "few"
+    few.mkdir()
+    write_rows(few / "text.jsonl", "text", 7)
+    options = {
+        **{"training__packing": False, "training__gradient_accumulation_steps": 1},
+        **{"training__dataloader_drop_last": True, "memory__slots": 2},
+    }
+    common = {name: value for name, value in COMMON.items() if name != "training__max_steps"}
+    source = {"model__source": model, "data__source": few / "text.jsonl"}
+    found = run(recipe_of(**{**common, **source, **options}, output__folder=tmp_path / "run"))
+    assert "3 steps of 2 rows" in found.said and len(found.losses) == 3
 
 
 def test_the_best_checkpoint_is_the_adapter(model: Path, data: Path, tmp_path: Path) -> None:

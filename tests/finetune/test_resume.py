@@ -197,6 +197,24 @@ def test_another_run_that_ends_while_rows_become_tokens(
     assert events(recipe) == list(range(1, NUM_STEPS + 1))
 
 
+def test_a_run_without_a_checkpoint_may_begin_as_another(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has run out of memory, say; nothing of it is gone on with."""
+    before = recipe_of(**{**options, "training__save_steps": 50, "training__seed": 1})
+    break_at(monkeypatch, before, 2)
+    assert checkpoints(before) == set()
+    recipe = recipe_of(**{**options, "training__per_device_train_batch_size": 2})
+    found = run(recipe)
+    assert "without a checkpoint: begins again" in found.said
+    elsewhere = {**options, "output__folder": tmp_path / "elsewhere"}
+    expected = run(recipe_of(**{**elsewhere, "training__per_device_train_batch_size": 2}))
+    assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
+    assert events(recipe) == list(range(1, NUM_STEPS + 1))
+    noted = json.loads((Path(options["output__folder"]) / "run.json").read_text())
+    assert noted["recipe"]["training"]["seed"] == 0
+
+
 @pytest.fixture
 def longer(model: Path, tmp_path: Path) -> dict[str, Any]:
     """A run of four steps an epoch, whose learning rate does not hang on its length."""

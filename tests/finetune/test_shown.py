@@ -338,7 +338,7 @@ def test_the_command_from_end_to_end(model: Path, data: Path, tmp_path: Path) ->
     assert again.exit_code == 2 and "a finished one" in again.output
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 def test_the_example_recipes_can_be_read(name: str) -> None:
     draft = read_recipe(ROOT / "examples" / "recipes" / f"{name}.yaml", {})
     assert draft.problems == []

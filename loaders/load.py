@@ -105,9 +105,9 @@ def load(
             names of everything else stay. The default is ``"keep"``, or that of the store.
         auto_class: The class of transformers, or its name, whose ``from_pretrained`` this call
             replaces: ``AutoModelForSequenceClassification`` for reward models (``num_labels=1``)
-            and classifiers, whose head is drawn anew if the checkpoint has none; ``AutoModel`` for
-            hidden states alone, as embedding models need. The default is a language model, or what
-            the store was made for.
+            and classifiers, whose head is drawn from the CPU's random state if the checkpoint has
+            none; ``AutoModel`` for hidden states alone, as embedding models need. The default is a
+            language model, or what the store was made for.
         allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
         limits: Bounds on what files may ask for; None are the defaults.
         **from_pretrained_kwargs: Of ``from_pretrained``: ``revision``,

@@ -105,9 +105,9 @@ def load(
             of all other tensors stay. The default is ``"keep"``, or that of the store.
         auto_class: The class of transformers, or its name, whose ``from_pretrained`` this call
             replaces: ``AutoModelForSequenceClassification`` for reward models (``num_labels=1``)
-            and classifiers, whose head is drawn anew if the checkpoint has none; ``AutoModel`` for
-            hidden states alone, as embedding models need. The default is a language model, or what
-            the store was made for.
+            and classifiers, whose head is drawn from the CPU's random state if the checkpoint has
+            none; ``AutoModel`` for hidden states alone, as embedding models need. The default is a
+            language model, or what the store was made for.
         allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
         limits: Limits on the sizes in files; None takes the defaults.
         **from_pretrained_kwargs: Arguments of ``from_pretrained``: ``revision``, ``cache_dir``,

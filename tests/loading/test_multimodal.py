@@ -290,7 +290,7 @@ def image_run(name: str, seed: int = 0) -> dict[str, Any]:
     return {**RUN, "padded": False, "form": form}
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", with_slow(FAMILIES, ("qwen2_5_vl", "llama4", "qwen3_5")))
 def test_images_streamed_equal_resident(name: str, checkpoints: Checkpoints) -> None:
     """Adapters on the language model. Control: with other images the losses are others."""
     family, path = FAMILIES[name], checkpoints(name)

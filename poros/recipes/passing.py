@@ -166,6 +166,7 @@ def _particular(name: str, method: str) -> Kind | None:
 
         known = [str(each.value) for each in OptimizerNames]
         bad = {each: why for each in [*known, "flora"] if (why := _why_no_optimizer(each))}
+        bad["adamw"] = "expected a name of transformers, found adamw; it is adamw_torch_fused"
         return choice(*(each for each in known if each not in bad), refused=bad)
     if name == "init_lora_weights":
         why = (

@@ -6,6 +6,7 @@ model and data. ``adapter`` and ``training`` take PEFT's and TRL's fields under 
 line. A field's ``Kind`` reads its value from a file or a flag, and its line of help serves both.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -25,7 +26,6 @@ from poros.recipes.values import (
 )
 
 METHODS = ("sft", "dpo", "kto")
-_PREFERENCES = ("dpo", "kto")
 FEWEST_UPDATES = 50
 """With fewer, ``gradient_accumulation_steps: auto`` accumulates less."""
 MOST_ACCUMULATED = 8
@@ -41,6 +41,10 @@ def _setting(
 ) -> Any:
     metadata = {"kind": kind, "flag": flag, "about": about, "also": also, "methods": methods}
     return field(default=default, metadata=metadata)
+
+
+def _rate(most: float = math.inf) -> Kind:
+    return real(0, most, is_above=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,20 +175,13 @@ class TrainingPart:
         f"{MOST_ACCUMULATED}, or fewer where that would be less than {FEWEST_UPDATES} steps.",
     )
     learning_rate: float = _setting(
-        2e-4,
-        real(0, 10, is_above=True),
-        "--lr",
-        "Its peak; 2e-05 with dpo and kto.",
-        also="--learning-rate",
+        2e-4, _rate(10), "--lr", "Its peak; 2e-05 with dpo and kto.", also="--learning-rate"
     )
     lr_scheduler_type: str = _setting(
         "cosine", None, "--schedule", "Of the learning rate after its warmup: linear, constant, ..."
     )
     warmup_steps: float = _setting(
-        0.03,
-        share_or_number(),
-        "--warmup",
-        "Share or number of steps with a rising rate.",
+        0.03, share_or_number(), "--warmup", "Share or number of steps with a rising rate."
     )
     optim: str = _setting(
         "adamw_torch_fused", None, "--optimizer", "Of the adapter: adamw_8bit, sgd, ..."
@@ -192,10 +189,7 @@ class TrainingPart:
     weight_decay: float = _setting(0.0, real(0, 10), "--weight-decay", "Of the adapter.")
     max_grad_norm: float = _setting(1.0, real(0), "--max-grad-norm", "Clipping; 0 does not clip.")
     lora_plus: float | None = _setting(
-        None,
-        real(0, is_above=True),
-        "--lora-plus",
-        "LoRA+: ratio of the rates of B and A, about 16.",
+        None, _rate(), "--lora-plus", "LoRA+: ratio of the rates of B and A, about 16."
     )
     bf16: bool | str = _setting(
         "auto",
@@ -204,11 +198,7 @@ class TrainingPart:
         "Multiply in bfloat16 (autocast), adapters kept as they are; auto: on a GPU.",
     )
     beta: float = _setting(
-        0.1,
-        real(0, is_above=True),
-        "--beta",
-        "Of DPO and KTO: nearness to the base.",
-        methods=_PREFERENCES,
+        0.1, _rate(), "--beta", "Of DPO and KTO: nearness to the base.", methods=("dpo", "kto")
     )
     label_smoothing_factor: float = _setting(
         0.0,

@@ -23,7 +23,8 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "name of elsewhere": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train"),
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
     "kind until now": ("adapter:\n  kind: dora\n", 4, "unknown", "adapter.use_dora"),
-    "place until now": ("data:\n  max_length: 64\n", 3, "found it on line 2 too", "remove one"),
+    "optimizer until now": ("training:\n  optim: adamw\n", 4, "found adamw", "adamw_torch_fused"),
+    "output until now": ("output:\n  save_every: 5\n", 4, "unknown", "training.save_steps here"),
     "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
     "endless": ("training:\n  max_steps: 1e999\n", 4, "a whole number", "leave it out"),
@@ -350,6 +351,9 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "no model": (("nowhere/at/all", "rows.jsonl"), "MODEL: expected", "check it"),
     "no data": (("model", "gone.jsonl"), "DATA: expected", "check the path"),
     "nothing": ((), "model.source: expected", "poros finetune MODEL DATA"),
+    "place until now": (
+        ("model", "rows.jsonl", "--set", "data.max_length=64"), "data.max_length", "training.max_l",
+    ),
     "no recipe": (("gone.yaml",), "gone.yaml: expected a file", "check the path"),
     "packed pairs": (
         ("model", "rows.jsonl", "--dpo", "--packing"), "--packing: expected method", "remove it",

@@ -176,7 +176,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters.append(_parameter("set", list[str] | None, option))
     gone, option = get_args(AllowUntested)
     parameters.append(_parameter("allow_untested", gone, option))
-    about = "Print that many rows with what is learnt in [[double brackets]], and stop."
+    about = "Print so many rows, the trained-on tokens in double square brackets, and stop."
     parameters.append(_parameter("show", int | None, typer.Option("--show", min=1, help=about)))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}

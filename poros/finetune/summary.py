@@ -249,7 +249,9 @@ def _rows_line(recipe: Recipe, rows: Rows) -> str:
 
 def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:
     share = 100 * tokens.num_learnt / max(1, size.num_tokens)
-    parts = [f"{size.num_rows:,} rows, {size.num_tokens:,} tokens, {share:.0f} % of them learnt"]
+    parts = [
+        f"{size.num_rows:,} rows, {size.num_tokens:,} tokens, {share:.0f} % of them trained on"
+    ]
     training = recipe.training
     if recipe.is_packed:
         parts.append(f"packed into rows of {size.row_length}, {size.num_packed:,} in all")

@@ -273,10 +273,11 @@ def _check_memory(draft: Draft, recipe: Recipe) -> None:
         draft.problem(
             "memory.slots", "expected either vram or slots, found both; remove one of them"
         )
-    if memory.device is not None and memory.device.split(":")[0] not in ("cpu", "cuda"):
+    if memory.device is not None and memory.device not in ("cpu", "cuda", "cuda:0"):
         draft.problem(
             "memory.device",
-            f"expected cpu, cuda or cuda:N, found {quoted(memory.device)}; remove it for the GPU",
+            f"expected cpu or cuda, found {quoted(memory.device)}; remove it for the GPU, and "
+            "choose among several by CUDA_VISIBLE_DEVICES=N",
         )
 
 

@@ -52,34 +52,37 @@ class ModelPart:
     """The base that stays as it is."""
 
     source: str = _setting(
-        "", text(), "MODEL", "Checkpoint folder, store of `poros load`, or name on the hub."
+        "", text(), "MODEL", "Checkpoint folder, store written by `poros load`, or name on the hub."
     )
     quantization: str = _setting(
-        "nf4", choice("nf4", "fp4", "none"), "--quantization", "Of the base; none keeps it dense."
+        "nf4",
+        choice("nf4", "fp4", "none"),
+        "--quantization",
+        "Quantization of the base; none keeps it dense.",
     )
     dtype: str = _setting(
         "bfloat16",
         choice("bfloat16", "float16", "float32"),
         "--dtype",
-        "In which the base computes, and what of it is not quantized.",
+        "Dtype in which the base computes, and of its weights that are not quantized.",
     )
     attention: str | None = _setting(
         None,
         text(),
         "--attention",
-        "Of transformers: sdpa, eager, flash_attention_2, ...; its choice if not given.",
+        "Attention of transformers: sdpa, eager, flash_attention_2, ...; default: its choice.",
     )
     vision: str = _setting(
         "keep",
         choice("keep", "drop"),
         "--vision",
-        "Towers for images of the base: keep them on the device, or leave them away.",
+        "Towers of the base for images and sound: keep them on the device, or drop them.",
     )
     store: str | None = _setting(
         None, text(), "--store", "Folder that keeps the quantized base for the next run."
     )
     host_budget: str | None = _setting(
-        None, size(), "--host-budget", "Host memory for the base; the rest stays in the store."
+        None, size(), "--host-budget", "Host memory for the base; the rest is read from the store."
     )
 
 
@@ -97,13 +100,13 @@ class DataPart:
         None,
         one_or_several(real(0, is_above=True)),
         "--weights",
-        "Of several sources: how often each is drawn from; all rows one after the other without.",
+        "Sampling weights of several sources; without them all rows are concatenated.",
     )
     config: str | None = _setting(
         None, text(), "--config", "Configuration of a data set on the hub."
     )
     split: str | None = _setting(
-        None, text(), "--split", "Of a data set on the hub; train if not given."
+        None, text(), "--split", "Split of a data set on the hub; default: train."
     )
     validation: float | str = _setting(
         0.0,
@@ -118,7 +121,7 @@ class DataPart:
         "auto",
         choice("auto", "assistant", "completion", "all"),
         "--loss-on",
-        "Tokens that are learnt; auto: the assistant's, completions, all of plain text.",
+        "Tokens to train on; auto: the assistant's messages, completions, or all of plain text.",
     )
 
     @property
@@ -133,16 +136,24 @@ class AdapterPart:
 
     r: int = _setting(16, whole(1, 4096), "--rank", "Rank of the adapter's matrices.")
     lora_alpha: float | None = _setting(
-        None, real(0, is_above=True), "--alpha", "Numerator of the scaling; 2 x rank if not given."
+        None,
+        real(0, is_above=True),
+        "--alpha",
+        "LoRA alpha, the numerator of the scaling; default: 2 x rank.",
     )
-    lora_dropout: float = _setting(0.0, real(0, 0.9), "--dropout", "Before the adapter.")
+    lora_dropout: float = _setting(
+        0.0, real(0, 0.9), "--dropout", "Dropout on the adapter's input."
+    )
     target_modules: str | tuple[str, ...] = _setting(
         "all-linear", words("all-linear"), "--target-modules", "Modules that get an adapter."
     )
     use_dora: bool = _setting(False, switch(), "", "")
     use_rslora: bool = _setting(False, switch(), "", "")
     dtype: str = _setting(
-        "float32", choice("float32", "bfloat16"), "--adapter-dtype", "Of the adapter's weights."
+        "float32",
+        choice("float32", "bfloat16"),
+        "--adapter-dtype",
+        "Dtype of the adapter's weights.",
     )
     more: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of ``LoraConfig``."""
@@ -159,13 +170,13 @@ class TrainingPart:
         "sft: on examples; dpo: on preferences; kto: on answers that are good or bad.",
     )
     num_train_epochs: float = _setting(
-        1.0, real(0, 1e4, is_above=True), "--epochs", "Passes over all rows."
+        1.0, real(0, 1e4, is_above=True), "--epochs", "Number of passes over all rows."
     )
     max_steps: int | None = _setting(
-        None, whole(), "--steps", "Optimizer steps, instead of epochs."
+        None, whole(), "--steps", "Number of optimizer steps, instead of epochs."
     )
     per_device_train_batch_size: int = _setting(
-        1, whole(1, 4096), "--batch-size", "Rows of a micro-batch; 2 with kto."
+        1, whole(1, 4096), "--batch-size", "Rows per micro-batch; 2 with kto."
     )
     gradient_accumulation_steps: int | str = _setting(
         "auto",
@@ -175,19 +186,33 @@ class TrainingPart:
         f"{MOST_ACCUMULATED}, or fewer where that would be less than {FEWEST_UPDATES} steps.",
     )
     learning_rate: float = _setting(
-        2e-4, _rate(10), "--lr", "Its peak; 2e-05 with dpo and kto.", also="--learning-rate"
+        2e-4,
+        _rate(10),
+        "--lr",
+        "Peak learning rate; 2e-05 with dpo and kto.",
+        also="--learning-rate",
     )
     lr_scheduler_type: str = _setting(
-        "cosine", None, "--schedule", "Of the learning rate after its warmup: linear, constant, ..."
+        "cosine",
+        None,
+        "--schedule",
+        "Learning-rate schedule after the warm-up: linear, constant, ...",
     )
     warmup_steps: float = _setting(
-        0.03, share_or_number(), "--warmup", "Share or number of steps with a rising rate."
+        0.03, share_or_number(), "--warmup", "Warm-up steps: a share below 1, or a number."
     )
     optim: str = _setting(
-        "adamw_torch_fused", None, "--optimizer", "Of the adapter: adamw_8bit, sgd, ..."
+        "adamw_torch_fused",
+        None,
+        "--optimizer",
+        "Optimizer, by its name in transformers: adamw_8bit, sgd, ...",
     )
-    weight_decay: float = _setting(0.0, real(0, 10), "--weight-decay", "Of the adapter.")
-    max_grad_norm: float = _setting(1.0, real(0), "--max-grad-norm", "Clipping; 0 does not clip.")
+    weight_decay: float = _setting(
+        0.0, real(0, 10), "--weight-decay", "Weight decay of the adapter."
+    )
+    max_grad_norm: float = _setting(
+        1.0, real(0), "--max-grad-norm", "Norm at which gradients are clipped; 0 does not clip."
+    )
     lora_plus: float | None = _setting(
         None, _rate(), "--lora-plus", "LoRA+: ratio of the rates of B and A, about 16."
     )
@@ -195,51 +220,55 @@ class TrainingPart:
         "auto",
         switch("auto"),
         "--bf16",
-        "Multiply in bfloat16 (autocast), adapters kept as they are; auto: on a GPU.",
+        "Multiply in bfloat16 (autocast) and keep the adapter's dtype; auto: on a GPU.",
     )
     beta: float = _setting(
-        0.1, _rate(), "--beta", "Of DPO and KTO: nearness to the base.", methods=("dpo", "kto")
+        0.1,
+        _rate(),
+        "--beta",
+        "Beta of DPO and KTO: how close the model stays to the base.",
+        methods=("dpo", "kto"),
     )
     label_smoothing_factor: float = _setting(
         0.0,
         real(0, 0.9),
         "--label-smoothing",
-        "Share of the target that all tokens get.",
+        "Label smoothing: share of the target that is spread over all tokens.",
         methods=("sft",),
     )
     z_loss: float | None = _setting(
         None,
         real(0),
         "--z-loss",
-        "Weight of the squared log of the softmax's denominator.",
+        "z-loss: weight of the squared logarithm of the softmax's denominator.",
         methods=("sft",),
     )
     max_length: int = _setting(
-        2048, whole(8, 2**24), "--max-length", "Tokens of a row at most; longer rows are cut."
+        2048, whole(8, 2**24), "--max-length", "Most tokens of a row; longer rows are cut."
     )
     packing: bool | str = _setting(
         "auto",
         switch("auto"),
         "--packing",
-        "Several documents a row, each seeing only itself.",
+        "Pack several documents into a row; each attends only to itself.",
         methods=("sft",),
     )
     pad_to_multiple_of: int = _setting(
         64, whole(1, 4096), "--pad-to", "Rows are padded to a multiple of this many tokens."
     )
-    seed: int = _setting(0, whole(0, 2**31 - 1), "--seed", "Of everything that is drawn.")
+    seed: int = _setting(0, whole(0, 2**31 - 1), "--seed", "Random seed.")
     save_steps: float = _setting(
         50, share_or_number(is_above=True), "--save-every", "Steps between checkpoints."
     )
-    save_total_limit: int = _setting(2, whole(2, 1000), "--keep", "Checkpoints that are kept.")
+    save_total_limit: int = _setting(2, whole(2, 1000), "--keep", "Number of checkpoints to keep.")
     eval_steps: float | None = _setting(
         None,
         share_or_number(is_above=True),
         "--evaluate-every",
-        "Steps between validations; once an epoch if not given.",
+        "Steps between validations; default: once an epoch.",
     )
     early_stopping_patience: int | None = _setting(
-        None, whole(), "--early-stopping", "Validations without a better loss that end the run."
+        None, whole(), "--early-stopping", "Stop after so many validations without a better loss."
     )
     more: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of TRL's configuration."""
@@ -255,7 +284,7 @@ class MemoryPart:
     """Where the base lies meanwhile."""
 
     vram: str | None = _setting(
-        None, size(), "--vram", "GPU memory for the training; what is free if not given."
+        None, size(), "--vram", "GPU memory budget; default: the free memory."
     )
     slots: int | None = _setting(
         None, whole(2), "--slots", "Blocks on the GPU at a time, instead of --vram."
@@ -263,7 +292,7 @@ class MemoryPart:
     resident: bool = _setting(
         False, switch(), "--resident", "Keep the whole base on the device: nothing is streamed."
     )
-    device: str | None = _setting(None, text(), "--device", "cpu, cuda or cuda:N.")
+    device: str | None = _setting(None, text(), "--device", "cpu or cuda.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,10 +300,13 @@ class OutputPart:
     """What is written."""
 
     folder: str | None = _setting(
-        None, text(), "--out", "Folder of the run; runs/MODEL-DATA-METHOD if not given."
+        None, text(), "--out", "Folder of the run; default: runs/MODEL-DATA-METHOD."
     )
     trace_step: int | None = _setting(
-        None, whole(), "--trace-step", "Record this step for `poros report`; it takes longer."
+        None,
+        whole(),
+        "--trace-step",
+        "Record this step for `poros report`; the step then takes longer.",
     )
 
 

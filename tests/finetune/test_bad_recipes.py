@@ -85,6 +85,9 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     ),
     "resident and budget": ("memory:\n  resident: true\n  vram: 8GiB\n", 5, "8GiB", "remove one"),
     "budget and slots": ("memory:\n  vram: 8GiB\n  slots: 2\n", 5, "found both", "remove one"),
+    "device of a machine with several": (
+        "memory:\n  device: cuda:1\n", 4, "expected cpu or cuda", "CUDA_VISIBLE_DEVICES",
+    ),
     "no such device": ("memory:\n  device: tpu\n", 4, "'tpu'", "remove it"),
     "host budget without store": ("memory:\n  slots: 2\n  slot: 3\n", 5, "slot", "mean slots?"),
     "nothing to validate on": ("training:\n  eval_steps: 5\n", 4, "validate", "--validation"),

@@ -49,7 +49,7 @@ SUMMARIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "packed": (
         {"data__validation": 0.05, "memory__vram": "1GiB"},
         (
-            *("190 rows", "89 % of them learnt", "packed into rows of 64", "10 held out"),
+            *("190 rows", "89 % of them trained on", "packed into rows of 64", "10 held out"),
             *("fits: ", "of 1.07 GB", "3 of 3 blocks", " for the base; ", "are free"),
             *("28 steps of 1 rows", "1 instead of 8, for 28 updates", "lora, rank 16, alpha 32"),
         ),

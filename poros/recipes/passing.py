@@ -180,8 +180,6 @@ def _particular(name: str, method: str) -> Kind | None:
             return found == "true" if found in ("true", "false") else found
 
         return Kind(one.expects, read)
-    if name == "train_sampling_strategy" and method != "sft":
-        return choice("random", "sequential")  # pairs have no length that TRL would sort them by
     if name == "f_divergence_type":
         return choice(*_DIVERGENCES)
     if method == "dpo" and name == "loss_type":

@@ -35,7 +35,7 @@ from tests.support import prepare_plain
 DataCollatorForVisionLanguageModeling = pytest.importorskip(
     "trl.trainer.sft_trainer"
 ).DataCollatorForVisionLanguageModeling
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "script.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "multimodal.md"
 NUM_LAYERS = 4
 FEW = with_slow(FAMILIES, ("qwen2_5_vl", "llama4", "qwen3_5"))
 
@@ -188,7 +188,7 @@ def test_the_processor_of_a_family_and_images_of_pillow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pattern_of_the_docs_keeps_to_the_language_model(family: str, tmp_path: Path) -> None:
-    """docs/how-to/script.md has it."""
+    """docs/how-to/multimodal.md has it."""
     base = poros.load(write(family, tmp_path / "base", NUM_LAYERS), device="cpu")
     (pattern,) = set(re.findall(r'exclude_modules=r"([^"]+)"', PAGE.read_text()))
     config = LoraConfig(target_modules="all-linear", exclude_modules=pattern)

@@ -143,15 +143,24 @@ def recipe_of(**said: object) -> Recipe:
 
 def run(recipe: Recipe) -> Trained:
     """Train in this process, as ``poros finetune`` does."""
+    adapter, said = _finetune(recipe)
+    assert adapter is not None
+    weights = (adapter / "adapter_model.safetensors").read_bytes()
+    return Trained(weights, losses(adapter.parent), said)
+
+
+def announced(recipe: Recipe) -> str:
+    """What a dry run prints."""
+    return _finetune(recipe, is_dry=True)[1]
+
+
+def _finetune(recipe: Recipe, *, is_dry: bool = False) -> tuple[Path | None, str]:
     train, validation = read_data(recipe)
     data = Data(train, validation, {"train": train.digest})
     said = io.StringIO()
     folder = inspect_run_dir(recipe, data.digests)
-    adapter = finetune(recipe, data, folder, Console(file=said, width=200))
-    assert adapter is not None
-    return Trained(
-        (adapter / "adapter_model.safetensors").read_bytes(), losses(folder.path), said.getvalue()
-    )
+    adapter = finetune(recipe, data, folder, Console(file=said, width=200), is_dry=is_dry)
+    return adapter, said.getvalue()
 
 
 def losses(run: Path) -> list[float]:

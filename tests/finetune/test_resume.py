@@ -22,6 +22,7 @@ from tests.finetune.subjects import (
     SHORT,
     Broken,
     Trained,
+    announced,
     at_step,
     break_at,
     recipe_of,
@@ -270,8 +271,8 @@ def test_a_longer_run_keeps_its_micro_batches(longer: dict[str, Any]) -> None:
     options["training__per_device_train_batch_size"] = 1
     first = run(recipe_of(**options))
     assert "16 steps of 1 rows" in first.said
-    found = run(recipe_of(**{**options, "training__num_train_epochs": 10}))
-    assert "160 steps of 1 rows" in found.said and "going on after step 16" in found.said
+    said = announced(recipe_of(**{**options, "training__num_train_epochs": 10}))
+    assert "160 steps of 1 rows" in said and "going on after step 16" in said
 
 
 TEMPLATE = NAMED["chatml"].text

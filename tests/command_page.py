@@ -35,6 +35,11 @@ def lines() -> list[str]:
 
 def _help(parameter: object) -> str:
     text = str(getattr(parameter, "help", None) or "").replace("|", "\\|")
+    shown = getattr(parameter, "metavar", None) or ""
+    if "|" in shown:
+        text += f" Values: {', '.join(shown.split('|'))}."
+    elif shown in ("INTEGER", "NUMBER", "SIZE"):
+        text += f" Type: {shown.lower()}."
     default = getattr(parameter, "show_default", None)
     if isinstance(default, str) and default:
         text += f" Default: {default}."

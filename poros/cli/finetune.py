@@ -18,7 +18,7 @@ from poros.cli.shared import (
 )
 from poros.errors import quoted
 from poros.recipes.recipe import Recipe, settings
-from poros.recipes.values import TRUTH
+from poros.recipes.values import TRUTH, Kind
 
 _RECIPES = (".yaml", ".yml")
 ADAPTERS = ("lora", "dora", "rslora")
@@ -157,7 +157,12 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         section = key.split(".")[0]
         also = [setting.also] if setting.also else []
         option = typer.Option(
-            names, *also, help=setting.about, show_default=shown or False, rich_help_panel=section
+            names,
+            *also,
+            help=setting.about,
+            show_default=shown or False,
+            rich_help_panel=section,
+            metavar=_metavar(setting.kind) if kind == str | None else None,
         )
         parameters.append(_parameter(key.replace(".", "__"), kind, option))
     switches = {
@@ -181,6 +186,22 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+def _metavar(kind: Kind | None) -> str:
+    """The type of an option, or its choices, for the help."""
+    expects = "" if kind is None else kind.expects
+    if expects.startswith("one of "):
+        return expects.removeprefix("one of ").replace(", ", "|")
+    types = {
+        "a whole number": "INTEGER",
+        "a number": "NUMBER",
+        "a share of the rows": "NUMBER|FILE",
+        "a share": "NUMBER",
+        "a size": "SIZE",
+    }
+    found = next((shown for start, shown in types.items() if expects.startswith(start)), "TEXT")
+    return f"{found}|auto" if expects.endswith(" or auto") else found
 
 
 def _parameter(name: str, kind: Any, about: Any, default: Any = None) -> inspect.Parameter:

@@ -234,6 +234,15 @@ def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> 
     assert options("demo")["steps"].show_default == str(DemoSettings().num_steps)
 
 
+def test_help_of_finetune_has_types_and_choices() -> None:
+    found = {name: each.metavar for name, each in options("finetune").items()}
+    assert found["model__quantization"] == "nf4|fp4|none"
+    assert found["training__gradient_accumulation_steps"] == "INTEGER|auto"
+    assert found["training__learning_rate"] == "NUMBER" and found["adapter__r"] == "INTEGER"
+    assert found["data__validation"] == "NUMBER|FILE" and found["memory__vram"] == "SIZE"
+    assert found["training__optim"] == "TEXT" and found["memory__resident"] is None
+
+
 def test_the_notice_about_kernels_is_silenced_and_no_other() -> None:
     quieten_libraries()
     quieten_libraries()

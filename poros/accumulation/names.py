@@ -8,6 +8,8 @@ from operator import is_
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from torch.nn import Module
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _MOST_ELEMENTS = 1000
@@ -89,7 +91,7 @@ class Names:
 
     Seen are numbers, texts, bools, None, tuples of them, and what is in small containers. Objects
     stay, whatever was there before, and so does a bool that nobody had declared: a note that
-    something was registered has to stay with it, and with the note the hooks that it is about
+    something was registered has to stay with it, and with the note of a module the hooks in it
     (transformers registers some in the first forward that records states of a tower).
 
     Args:
@@ -128,10 +130,11 @@ class Names:
     def put_back(self) -> None:
         """Have the values that were there before the code ran."""
         notes = {place for place in self._changed if self._is_note(place)}
+        noted = [self._spaces[place].owner for place, _ in notes]
+        beneath = {id(m) for each in noted if isinstance(each, Module) for m in each.modules()}
         for (place, name), (old, new) in self._changed.items():
-            if (place, name) in notes or (notes and name in _HOOKS):
-                continue
-            if old.is_seen and new.is_seen:
+            is_of_note = name in _HOOKS and id(self._spaces[place].owner) in beneath
+            if (place, name) not in notes and not is_of_note and old.is_seen and new.is_seen:
                 old.write(self._spaces[place], name)
         self.keep()
 

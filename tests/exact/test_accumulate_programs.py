@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from poros.accumulation import loop
 from poros.accumulation.gradients import Watch
 from poros.accumulation.micro_batch import Cut
-from poros.accumulation.names import Names
+from poros.accumulation.names import Names, attributes
 from poros.errors import UnsupportedModelError
 from tests.exact import subjects as S
 from tests.exact.arms import Bases
@@ -521,3 +522,17 @@ CONTROLS = {
 @pytest.mark.parametrize("which", CONTROLS)
 def test_controls(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CONTROLS[which].is_seen(bases, monkeypatch)
+
+
+def test_hooks_stay_with_a_note_of_a_module_around_them_alone() -> None:
+    """Others would be registered once more in the run that counts."""
+    inner, other, code = nn.Linear(2, 2), nn.Linear(2, 2), SimpleNamespace()
+    outer: Any = nn.Sequential(inner)
+    names = Names([attributes(each) for each in (code, outer, inner, other)])
+    with names.noting():
+        code.is_ready = outer.is_watched = True
+        for each in (inner, other):
+            each.register_forward_hook(lambda *_: None)
+    names.put_back()
+    assert code.is_ready and outer.is_watched
+    assert [len(each._forward_hooks) for each in (inner, other)] == [1, 0]

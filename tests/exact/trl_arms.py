@@ -198,6 +198,17 @@ class Arms:
         return self.trainer.model
 
 
+def require_equal(arms: Any, expected: Trajectory, found: Trajectory) -> None:
+    """Every bit is the same, the model was streamed and checked, and there is something in it."""
+    assert [str(each) for each in compare_trajectories(expected, found)] == []
+    assert poros.runtime(arms.model).self_check["status"] == "passed"
+    assert poros.runtime(arms.model).stats()["num_loads"] > 0
+    assert len(found.steps) == arms.num_steps
+    for step in found.steps:
+        assert step.losses and all(bool(each.isfinite()) for each in step.losses)
+    assert all(bool(each.any()) for each in found.steps[-1].gradients.values())
+
+
 def check(
     arms: Arms, policy: dict[str, Any] | None = None, grouped: type | None = None, **options: Any
 ) -> Trajectory:
@@ -205,16 +216,10 @@ def check(
     expected = arms.run(**options)
     arms.trainer_class = grouped or arms.trainer_class
     found = arms.run(partial(prepare_plain, **(policy or {})), **options)
-    assert [str(each) for each in compare_trajectories(expected, found)] == []
-    assert poros.runtime(arms.model).self_check["status"] == "passed"
-    assert poros.runtime(arms.model).stats()["num_loads"] > 0
-    # Equal runs show something only if there is something in them.
-    assert len(found.steps) == arms.num_steps
+    require_equal(arms, expected, found)
+    num_trained = 2 * 7 * NUM_LAYERS + (arms.auto_class is not None)
     for step in found.steps:
-        assert step.losses and all(bool(each.isfinite()) for each in step.losses)
-        num_trained = 2 * 7 * NUM_LAYERS + (arms.auto_class is not None)
         assert len(step.gradients) == len(step.exp_avg) == num_trained
-    assert all(bool(each.any()) for each in found.steps[-1].gradients.values())
     losses = [float(each) for step in found.steps for each in step.losses]
     assert len(set(losses)) == len(losses)
     assert sum(entry.quantity == ADAPTER_FILES for entry in found.extras) >= 2

@@ -34,6 +34,8 @@ def trainer_arguments(output_dir: str | Path, **overrides: Any) -> "TrainingArgu
     """
     from transformers import TrainingArguments
 
+    from poros.accumulation.trainer import on_one_gpu
+
     fields: dict[str, Any] = {
         "max_steps": 20,
         "per_device_train_batch_size": 2,
@@ -47,7 +49,7 @@ def trainer_arguments(output_dir: str | Path, **overrides: Any) -> "TrainingArgu
         "seed": 0,
         **overrides,
     }
-    return TrainingArguments(output_dir=str(output_dir), **fields)
+    return on_one_gpu(TrainingArguments(output_dir=str(output_dir), **fields))
 
 
 def train_with_trainer(

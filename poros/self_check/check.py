@@ -200,6 +200,7 @@ class SelfCheck:
         gradient: torch.Tensor | None = None,
     ) -> None:
         evidence.rng_backward = drawn_states(self._device)
+        evidence.is_late = gradient is not None
         self._note_checked(index, needs_gradient)
         condition = streamed_layer(evidence.layer).condition()
         token = _active_collector.set(None)
@@ -329,7 +330,8 @@ class SelfCheck:
         """Compare a layer with a second streamed run; one that is kept runs as it is kept.
 
         Its forward is compared as it was. Its gradients are drawn, but for a layer in which hooks
-        of the user may run: these see the ``gradient`` that arrives, as they will behind the check.
+        of the user may run: these see the ``gradient`` that arrives, as they will behind the check
+        (``CallSnapshot.incoming``).
         """
         incoming = evidence.incoming(self._device, gradient)
         again = self._runs.streamed(evidence, incoming, is_steady=False)

@@ -63,6 +63,8 @@ class CallSnapshot:
     rng_end: list[torch.Tensor] = field(default_factory=list)
     rng_backward: list[torch.Tensor] = field(default_factory=list)
     """When its backward began."""
+    is_late: bool = False
+    """Whether the check runs as its backward begins."""
     again: dict[str, Any] = field(default_factory=dict)
     """What its forward gave when it was streamed once more, without a call."""
 
@@ -150,13 +152,14 @@ class CallSnapshot:
     def backward_state(self, device: torch.device) -> AbstractContextManager[object]:
         """The random states when its backward began; afterwards as they were before the body.
 
-        What is in a forward still takes gradients outside of its autocast region, as is usual.
+        A check within the forward takes gradients outside of its autocast region, as is usual; one
+        as the backward begins takes them in the region that this backward is in, if any.
         """
 
         def fill(stack: ExitStack) -> None:
             stack.callback(_set_random_states, random_states(device), device)
             _set_random_states(self.rng_backward, device)
-            for device_type, *_ in self.autocast:
+            for device_type, *_ in () if self.is_late else self.autocast:
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
 
@@ -185,11 +188,13 @@ class CallSnapshot:
     ) -> dict[str, torch.Tensor]:
         """Draw normal gradients for the outputs that need one, from a separate generator.
 
-        With a ``gradient``, it alone, for the first of them.
+        With a ``gradient``, it alone, for the only one of them. Where several need one, such as
+        the logits of a router, none: the others are not known yet, and hooks of the user would see
+        another sum in the check than in the backward itself. Then the forward alone is compared.
         """
         if gradient is not None:
-            first = next(name for name, (_, needed) in self.outputs.items() if needed)
-            return {first: gradient}
+            wanted = [name for name, (_, needed) in self.outputs.items() if needed]
+            return {wanted[0]: gradient} if len(wanted) == 1 else {}
         generator = torch.Generator(device)
         return {
             name: torch.empty_like(tensor).normal_(generator=generator)

@@ -221,12 +221,30 @@ PROGRAMS: dict[str, Program] = {
         subject=Subject(kind="vblora"),
         steps=(Step(forwards=(Forward(), Forward()), backward="together"),),
     ),
+    "a hook in a layer that is checked as its backward begins, within an autocast region": Program(
+        subject=Subject(dropout=0.1),
+        before=(Hook(kind="tensor", part="self_attn.q_proj.lora_B.default"),),
+        steps=(Step(autocast="shared"),),
+    ),
+    "a backward hook in a checked layer with a router": Program(
+        subject=Subject(architecture="mixtral"),
+        before=(Hook(kind="global_backward", part="mlp"),),
+    ),
+    "DoRA in compiled layers, where our kernels are asked for": Program(
+        subject=Subject(quantize=False, kind="dora", lowest=1),
+        policy=Policy(self_check="off", kernels="fused"),
+        steps=(Step(before=(Compile(),)),),
+    ),
     "DoRA in compiled layers, checked": Program(
         subject=Subject(kind="dora"), steps=(Step(before=(Compile(),)),)
     ),
 }
 
-SLOW = (*("DoRA in compiled layers, checked", "a loss on a tensor from inside a compiled layer"),)
+SLOW = (
+    "DoRA in compiled layers, checked",
+    "DoRA in compiled layers, where our kernels are asked for",
+    "a loss on a tensor from inside a compiled layer",
+)
 """Compiling takes up to half a minute."""
 
 

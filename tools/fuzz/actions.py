@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from poros.kernels.forwards import unpatch
 from tools.fuzz import hooks
 from tools.fuzz.alive import num_alive
 from tools.fuzz.models import adapter_config, draw_adapters
@@ -302,6 +303,8 @@ def _(action: Enable, arm: "Arm") -> bool:
 @do.register(Compile)
 def _(action: Compile, arm: "Arm") -> bool:
     for layer in arm.layers:
+        # What a compiled layer of a prepared model equals: one that runs PEFT's own modules.
+        unpatch(layer.modules())
         layer.compile(backend=action.backend)
     return True
 

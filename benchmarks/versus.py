@@ -10,7 +10,10 @@ synchronisation to the next. What is said of each way: the median and the least 
 the ratio of the second to the first, how many visits were replayed, and the peak of the allocator.
 
 Ways: ``slots``: two slots; ``kept``: every layer keeps its graph; ``autocast``: two slots, the
-model in bf16 autocast; ``recomputed``: two slots, nothing replayed.
+model in bf16 autocast; ``recomputed``: two slots, nothing replayed; ``grouped``: two slots, eight
+micro-batches that share their passes, the model's forward a bf16 region; ``alone``: the same one
+after the other over blocks that are all on the GPU. With ``--liger`` the model has Liger's norms,
+rotary embeddings and feed-forwards.
 """
 
 import argparse
@@ -23,16 +26,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-WAYS = ("slots", "kept", "autocast", "recomputed")
+WAYS = ("slots", "kept", "autocast", "recomputed", "grouped", "alone")
+NUM_GROUPED = 8
 
 
 def policy_of(way: str, num_layers: int) -> dict[str, Any]:
     if way == "kept":
         return {"slots": num_layers, "keep_last": num_layers}
+    if way == "alone":
+        return {"slots": num_layers, "keep_last": 0}
     return {"slots": 2, "keep_last": 0} | ({"cuda_graphs": False} if way == "recomputed" else {})
 
 
-def work(name: str, num_layers: int | None) -> None:
+def work(name: str, num_layers: int | None, has_liger: bool) -> None:
     """Of one checkout: answers each line of JSON on stdin with one on stdout."""
     import torch
 
@@ -46,6 +52,10 @@ def work(name: str, num_layers: int | None) -> None:
     synchronize = torch.cuda.synchronize if has_gpu else int
     config = config_of(name, num_layers)
     model = with_lora(random_model(config)).train()
+    if has_liger:
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     batch = batch_of(config.vocab_size, Work(1, 512), device)
     optimizer: Any = None
     answer(poros.__file__)
@@ -67,9 +77,12 @@ def work(name: str, num_layers: int | None) -> None:
             for _ in range(value):
                 synchronize()
                 began = time.perf_counter()
-                with torch.autocast(device.type, torch.bfloat16, enabled=way == "autocast"):
-                    loss = model(**batch).loss
-                loss.backward()
+                if way in ("grouped", "alone"):
+                    micro_batches(model, batch, way, device)
+                else:
+                    with torch.autocast(device.type, torch.bfloat16, enabled=way == "autocast"):
+                        loss = model(**batch).loss
+                    loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 synchronize()
@@ -80,6 +93,24 @@ def work(name: str, num_layers: int | None) -> None:
             answer([stats["num_replayed_visits"], torch.cuda.max_memory_allocated() * has_gpu])
 
 
+def micro_batches(model: Any, batch: dict[str, Any], way: str, device: Any) -> None:
+    """Gradients of eight micro-batches; the model's forward is a bf16 region, as a Trainer's is."""
+    import torch
+
+    import poros
+
+    batches = [{**batch, "use_cache": False} for _ in range(NUM_GROUPED)]
+    model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+    try:
+        if way == "grouped":
+            poros.accumulate(model, batches)
+        else:
+            for each in batches:
+                (model(**each).loss / NUM_GROUPED).backward()
+    finally:
+        del model.forward
+
+
 def answer(value: Any) -> None:
     print(json.dumps({"answer": value}), flush=True)
 
@@ -87,11 +118,11 @@ def answer(value: Any) -> None:
 class Worker:
     """The process of one checkout."""
 
-    def __init__(self, checkout: Path, name: str, num_layers: int | None) -> None:
+    def __init__(self, checkout: Path, name: str, num_layers: int | None, has_liger: bool) -> None:
         # This file may be younger than the checkout, whose modules it imports.
         path = [str(checkout), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         self._process: Any = subprocess.Popen(
-            [sys.executable, __file__, "--work", name, str(num_layers or 0)],
+            [sys.executable, __file__, "--work", name, str(num_layers or 0), str(int(has_liger))],
             cwd=checkout,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             stdin=subprocess.PIPE,
@@ -145,13 +176,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("checkouts", nargs=2, type=Path, help="folders: the one before, the other")
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
     parser.add_argument("--layers", type=int, help="fewer, for a first look")
+    parser.add_argument("--liger", action="store_true")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["slots", "kept"])
     parser.add_argument("--warm", type=int, default=10, help="steps before the first turn")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, default=3, help="of a turn")
     options = parser.parse_args(argv)
     for name in options.models:
-        workers = [Worker(each.resolve(), name, options.layers) for each in options.checkouts]
+        workers = [
+            Worker(each.resolve(), name, options.layers, options.liger)
+            for each in options.checkouts
+        ]
         try:
             for worker in workers:
                 print(f"# {worker.hear()}", flush=True)
@@ -166,6 +201,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
-        work(sys.argv[2], int(sys.argv[3]) or None)
+        work(sys.argv[2], int(sys.argv[3]) or None, bool(int(sys.argv[4])))
     else:
         sys.exit(main())

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from poros.accumulation.answers import Answers
 from poros.accumulation.calls import (
     OTHER_VALUES,
     Call,
@@ -170,6 +171,7 @@ class MicroBatch:
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
         self.differs: list[torch.Tensor] = []
+        self._answers = Answers()
         self._noted: list[NotedCall] = []
         """The calls of layers, in order."""
         self._again: list[NotedCall] = []
@@ -208,7 +210,7 @@ class MicroBatch:
             NotGrouped: If it is not what it must be like.
         """
         watcher = Watcher(self, self._note, begins=True)
-        with watching(self._layers, watcher):
+        with watching(self._layers, watcher), self._asking(answers=False):
             try:
                 run()
             except Stopped:
@@ -226,6 +228,15 @@ class MicroBatch:
                 raise watcher.reason
         raise NotGrouped("the model does not call all of its layers with gradients enabled")
 
+    @contextmanager
+    def _asking(self, answers: bool) -> Iterator[None]:
+        """Questions to the device in the body, up to the first layer: see ``Answers``."""
+        self._answers.begin(answers)
+        try:
+            yield
+        finally:
+            self._answers.end()
+
     def _note(
         self, index: int, layer: LayerBody, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -234,6 +245,7 @@ class MicroBatch:
         if layer is not self._layers[index] or given is None:
             raise NotGrouped("the model does not call its layers once each, in order")
         if index == 0:
+            self._answers.end()
             self._begin(given, args, kwargs)
         elif given is not self._given or given._version != self._version:
             raise NotGrouped("the model does something to hidden states between its layers")
@@ -394,9 +406,12 @@ class MicroBatch:
                 (id(old), id(new)): (old, new) for old, new in zip(before, given, strict=True)
             }
         found = [
-            (_bytes_of(old) != _bytes_of(new)).any()
-            for old, new in pairs.values()
-            if old is not new
+            *self._answers.differs,
+            *(
+                (_bytes_of(old) != _bytes_of(new)).any()
+                for old, new in pairs.values()
+                if old is not new
+            ),
         ]
         if (not is_known or self._device.type == "cpu") and any(map(bool, found)):
             raise UnsupportedModelError(OTHER_VALUES)
@@ -415,7 +430,8 @@ class MicroBatch:
         """Run the model's code behind its layers up to where it is stopped; whether it was."""
         self.start.restore()
         self._again = []
-        with watching(self._layers, Watcher(self, partial(self._pass_by, is_ahead=True))):
+        watcher = Watcher(self, partial(self._pass_by, is_ahead=True))
+        with watching(self._layers, watcher), self._asking(answers=True):
             try:
                 run()
             except Stopped:
@@ -432,9 +448,10 @@ class MicroBatch:
         """
         self._trained, self._again = trained, []
         watcher = Watcher(self, partial(self._pass_by, is_known=is_known))
-        with watching(self._layers, watcher):
+        with watching(self._layers, watcher), self._asking(answers=is_known):
             yield
         self._noted, self._again, self._seen = [], [], {}
+        self._answers.forget()
         if watcher.reason is not None:
             raise watcher.reason
         if watcher.num_calls != len(self._layers):
@@ -486,6 +503,7 @@ class MicroBatch:
         if place >= len(self._layers) or layer is not self._layers[place] or given is None:
             raise NotGrouped("the model runs more than once with gradients for one loss")
         if place == 0:
+            self._answers.end()
             if Environment.capture(self._device) != self._environment:
                 raise NotGrouped("autocast or settings are others when the model runs again")
             if not RngStash.capture(self._device).equals(self.states[0]):

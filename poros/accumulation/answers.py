@@ -1,0 +1,119 @@
+"""What code of a loss asks the device before its layers, kept for when it runs again.
+
+The code of a micro-batch runs more than once. A question to the device, such as whether rows are
+packed, which transformers asks before it makes a mask, has the host wait for all that is queued:
+for the layers of all micro-batches, when the code runs again. The answer is known by then, as long
+as the question is the same; that it is, is looked at on the device and said with the rest of what
+is compared (``MicroBatch.differs``). Rows of an embedding that is in host memory are asked for
+likewise: the host has to see the tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from poros.accumulation.calls import NotGrouped
+from poros.head.host_matrix import HostMatrix
+
+_SCALARS = frozenset(
+    {
+        torch.Tensor.__bool__,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+        torch.Tensor.item,
+    }
+)
+
+
+class _Question(NamedTuple):
+    """One that was asked, and its answer."""
+
+    function: Any
+    asked: torch.Tensor
+    """The scalar, or tokens."""
+    others: tuple[Any, ...]
+    """What else was given."""
+    answer: Any
+
+
+class Answers(TorchFunctionMode):
+    """Sees what is asked between ``begin`` and ``end``, and answers what was asked before.
+
+    Attributes:
+        differs: Whether a question was another one than before: bools on the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differs: list[torch.Tensor] = []
+        self._known: list[_Question] = []
+        self._number = 0
+        """Of the next question among those that are known; negative if none is answered."""
+        self._is_on = False
+
+    def begin(self, answers: bool) -> None:
+        """From now on; ``answers``: whether questions are answered, and not only noted."""
+        self._number, self.differs = (0 if answers else -1), []
+        if not answers:
+            self._known = []
+        self._is_on = True
+        self.__enter__()
+
+    def end(self) -> None:
+        """No more.
+
+        Raises:
+            NotGrouped: If somebody else watches operators since.
+        """
+        if not self._is_on:
+            return
+        if _get_current_function_mode() is not self:
+            raise NotGrouped("somebody watches operators or packs saved tensors within the loss")
+        self._is_on = False
+        self.__exit__(None, None, None)
+
+    def forget(self) -> None:
+        """The code does not run again."""
+        self._known = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SCALARS:
+            return self._ask(func, args[0], (), lambda: func(*args, **kwargs))
+        if func is functional.embedding and len(args) > 1 and isinstance(args[1], HostMatrix):
+            others = (id(args[1]), *args[2:], *kwargs.items())
+            return self._ask(func, args[0], others, lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _ask(self, function: Any, asked: torch.Tensor, others: tuple[Any, ...], ask: Any) -> Any:
+        known = self._known[self._number] if 0 <= self._number < len(self._known) else None
+        if known is None or not _is_like(known, function, asked, others):
+            answer = ask()
+            if self._number < 0:
+                self._known.append(_Question(function, _kept(asked), others, _kept(answer)))
+            else:
+                self._number = len(self._known)  # it goes another way
+            return answer
+        self._number += 1
+        self.differs.append((asked != known.asked).any())
+        return _kept(known.answer)
+
+
+def _is_like(known: _Question, function: Any, asked: torch.Tensor, others: tuple[Any, ...]) -> bool:
+    """Whether it is the same question, but for the values of ``asked``."""
+    return (
+        known.function is function
+        and known.others == others
+        and (known.asked.shape, known.asked.dtype, known.asked.device)
+        == (asked.shape, asked.dtype, asked.device)
+    )
+
+
+def _kept(value: Any) -> Any:
+    """A copy, if it is a tensor: code may edit what it has asked about, and what it was told."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -65,12 +65,6 @@ class Call(NamedTuple):
             {key: INPUT if value is given else value for key, value in kwargs.items()},
         )
 
-    def on(self, given: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with the input ``given``."""
-        return tuple(given if value is INPUT else value for value in self.args), {
-            key: given if value is INPUT else value for key, value in self.kwargs.items()
-        }
-
     def is_like(self, other: "Call") -> bool:
         """Whether both are given equal plain values, and the same objects otherwise."""
         return (

@@ -212,7 +212,9 @@ class Group:
         for index in range(1, len(self._layers)):
             with self._layers[index].in_a_row():
                 self._require_condition(index, conditions[index])
-                self._run_row(index)
+                for batch in self._batches:
+                    batch.forward(index)
+                    self._check(index, batch)
 
     def _require_unedited(self) -> None:
         """Raise if the code of a loss edits what the model is made of: it cannot be taken back."""
@@ -243,15 +245,6 @@ class Group:
             known = draws if kind == self._kinds[0] else self._table.of_layer(kind, batch.key)
             state = later(state, draws if known is None else known)
             batch.states.append(state)
-
-    def _run_row(self, index: int) -> None:
-        """Run layer ``index`` for all, those behind the first as it was, if that was replayed."""
-        first, row = self._batches[0], None
-        for batch in self._batches:
-            batch.forward(index, row if batch.is_like(first) else None)
-            if batch is first:
-                row = self._layers[index].take_row()
-            self._check(index, batch)
 
     def _check(self, index: int, batch: MicroBatch) -> None:
         state = RngStash.capture(self._layers[0].device)

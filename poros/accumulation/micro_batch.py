@@ -30,6 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from poros.accumulation.answers import Answers
 from poros.accumulation.calls import (
+    INPUT,
     OTHER_VALUES,
     Call,
     Environment,
@@ -47,7 +48,6 @@ from poros.accumulation.calls import (
 from poros.accumulation.draws import NONE
 from poros.errors import PorosError, UnsupportedModelError
 from poros.kernels.nodes import nodes_from
-from poros.replay.row import NOT_DONE, Row, RowVisit
 from poros.stream.args import is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
 from poros.stream.boundary import StreamedLayer
@@ -100,19 +100,8 @@ class Cut:
             trained: Parameters before the cut: whoever asks for their gradients alone is refused.
         """
         value = self._values.pop()
-        return self.behind(value, trained) if self.needs_gradient else value
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The value, of no graph."""
-        return self._values[-1]
-
-    def let_go(self) -> None:
-        """The value was taken without a graph: its gradient comes by ``behind``, or is set."""
-        self._values.pop()
-
-    def behind(self, value: torch.Tensor, trained: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """``value`` behind the cut: its gradient arrives here; ``trained``: see ``take``."""
+        if not self.needs_gradient:
+            return value
         self.anchor = torch.empty(0, device=value.device, requires_grad=True)
         taken: torch.Tensor = _Taken.apply(self.anchor, [value], self, *trained)
         return taken
@@ -302,27 +291,20 @@ class MicroBatch:
 
     # ------------------------------------------------------------------------------ the layers
 
-    def is_like(self, other: "MicroBatch") -> bool:
-        """Whether both call layers with the same around them."""
-        return self._environment == other._environment
-
-    def forward(self, index: int, row: Row | None = None) -> None:
-        """Run layer ``index`` from the random state that is planned for it.
-
-        Args:
-            index: Its number.
-            row: Of a micro-batch that this one ``is_like``, whose call of the layer was replayed.
-        """
-        layer = self._layers[index]
+    def forward(self, index: int) -> None:
+        """Run layer ``index`` from the random state that is planned for it."""
+        layer, (args, kwargs) = self._layers[index], self._calls[index]
         self.states[index].restore()
         if any(each._version != version for each, version in self._seen.values()):
             raise NotGrouped("what layers are called with changes before they run")
-        if row is not None and self._replay(index, row):
-            return
         # Around all, a region goes on, and keeps what it has cast.
         is_confined = not self._around.surroundings.is_autocast
         with self._entering(), torch.enable_grad(), layer.context.confined(is_confined):
-            result = layer.forward(*self._calls[index].on(self._cuts[index].take()))
+            given = self._cuts[index].take()
+            result = layer.forward(
+                tuple(given if value is INPUT else value for value in args),
+                {key: given if value is INPUT else value for key, value in kwargs.items()},
+            )
         self._calls[index] = Call((), {})
         if not isinstance(result, torch.Tensor):
             raise NotGrouped("layers return more than hidden states")
@@ -331,39 +313,16 @@ class MicroBatch:
         self._edges.append(edge)
         self._cuts.append(Cut(result.detach(), result.requires_grad))
 
-    def _replay(self, index: int, row: Row) -> bool:
-        """Replay the call of layer ``index`` without a node, if it is like that of ``row``."""
-        cut, call = self._cuts[index], self._calls[index]
-        if not cut.needs_gradient:
-            return False
-        args, kwargs = call.on(cut.value)
-        found = row.replay(*self._layers[index].without_caches(args, kwargs), self.states[index])
-        if found is None:
-            return False
-        visit, result = found
-        cut.let_go()
-        self._calls[index] = Call((), {})
-        self._edges.append(visit)
-        self._cuts.append(Cut(result, needs_gradient=True))
-        return True
-
     def backward(self, index: int, differentiate: Differentiate) -> None:
         """Take the gradients of layer ``index``, whose output's gradient has arrived."""
         edge, self._edges[index] = self._edges[index], None
-        cut, below_cut = self._cuts[index + 1], self._cuts[index]
+        cut = self._cuts[index + 1]
         gradient, cut.gradient, cut.is_spent = cut.gradient, None, True
-        if edge is None or gradient is None:
-            return
-        if isinstance(edge, RowVisit):
-            is_done, found = edge.differentiate(gradient) if differentiate is backward else NOT_DONE
-            if is_done:
-                below_cut.gradient = found
-                return
-            edge = edge.node(below_cut.behind)
-        # Not through its contents, which would end the row that its visits are in.
-        module = self._layers[index].module()
-        below = module.parameters() if module else ()
-        differentiate(edge, gradient, below_cut.anchor, below)
+        if edge is not None and gradient is not None:
+            # Not through its contents, which would end the row that its visits are in.
+            module = self._layers[index].module()
+            below = module.parameters() if module else ()
+            differentiate(edge, gradient, self._cuts[index].anchor, below)
 
     @property
     def is_awaited(self) -> bool:

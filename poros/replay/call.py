@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.errors import RematerializationError, UnsupportedModelError
+from poros.errors import RematerializationError
 from poros.replay.template import tree_flatten, tree_unflatten
 from poros.stream.args import RESULTS, recorded_outputs
 from poros.stream.body import LayerBody
@@ -160,34 +160,6 @@ class LayerCall:
         """The same call, which holds nothing of what it was given or has made."""
         found = copy.copy(self)
         found.tensors, found.offloaded, found._module = (), None, None
-        return found
-
-    def again(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: RngStash
-    ) -> "LayerCall | None":
-        """The same call of the layer with other tensors, from the random state ``rng`` of now.
-
-        Args:
-            args: Equal to those of this call but for what tensors hold.
-            kwargs: Likewise.
-            rng: Its start.
-
-        Returns:
-            None if they are not equal in this.
-        """
-        found = copy.copy(self)
-        tensors: list[torch.Tensor] = []
-        try:
-            found._args = [tree_flatten(each, "argument", tensors) for each in args]
-            found._kwargs = {
-                key: tree_flatten(each, "argument", tensors) for key, each in kwargs.items()
-            }
-        except UnsupportedModelError:
-            return None
-        if found._args != self._args or found._kwargs != self._kwargs:
-            return None
-        found.tensors, found._module = tensors, self.layer.module()
-        found.ambient = self.ambient.starting_at(rng)
         return found
 
     def surroundings(self) -> AbstractContextManager[object]:

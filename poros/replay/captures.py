@@ -44,7 +44,6 @@ from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
 from poros.replay.routing import Gradients, Tensors
-from poros.replay.row import Row
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
 from poros.stream.body import Kind, LayerBody
@@ -113,7 +112,6 @@ class Captures:
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
         self._held = HeldGraphs()
-        self._row: Row | None = None
 
     # ------------------------------------------------------------------ forwards
 
@@ -138,7 +136,6 @@ class Captures:
             run: Its forward, in the graph around it.
             beside: The same beside a replay that is compared with it, if that is another one.
         """
-        self._row = None
         try:
             call = LayerCall(layer, args, kwargs, condition)
         except UnsupportedModelError:
@@ -219,25 +216,8 @@ class Captures:
         form.in_flight = weakref.ref(call)
         if form.kind == "kept":
             self._held.add(form)
-        self._row = Row.of(self, call, form, facts, forward)
-        return self.rematerialize(call, form, facts, results, kept)
-
-    def rematerialize(
-        self,
-        call: LayerCall,
-        form: Form,
-        facts: CallFacts,
-        results: Sequence[torch.Tensor],
-        kept: Sequence[torch.Tensor],
-    ) -> Any:
-        """The result of ``call``, behind one node of the graph; see ``poros.replay.remat``."""
         differentiate = partial(self.backward, call, form, facts)
         return rematerialize(call, form, facts, results, kept, differentiate)
-
-    def take_row(self) -> Row | None:
-        """For calls like the last one, if it was replayed and such calls can do without a node."""
-        row, self._row = self._row, None
-        return row
 
     def _note_visit(self, form: Form) -> None:
         self.eager[form.refusal or NEW] += 1
@@ -300,9 +280,7 @@ class Captures:
         if replayed is not None and replayed.is_proved:
             with call.layer.weights.occupy(Phase.BACKWARD):
                 tensors = call.with_input(tensors)
-                found = self.replay_backward(
-                    call, replayed, tensors, gradients, is_kept=form.kind == "kept"
-                )
+                found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
             self.num_replays += 1
             return found
         with call.layer.visit(Phase.BACKWARD, facts.leaves):
@@ -341,9 +319,7 @@ class Captures:
         is_kept = proof is None and form.kind == "kept"
         try:
             with call.layer.weights.occupy(Phase.BACKWARD):
-                found = self.replay_backward(
-                    call, proof or replayed, tensors, gradients, is_kept=is_kept
-                )
+                found = self._run_backward(call, proof or replayed, tensors, gradients, is_kept)
             different = different_ones(found, wanted, "gradient")
         except RematerializationError:
             different = "random numbers"
@@ -354,20 +330,14 @@ class Captures:
         form.deterministic.pop(around, None)
         self._settle(call, form, replayed, different)
 
-    def replay_backward(
+    def _run_backward(
         self,
         call: LayerCall,
         replayed: Replayed,
         tensors: Tensors,
         gradients: Gradients,
-        *,
-        is_kept: bool = False,
+        is_kept: bool,
     ) -> list[torch.Tensor | None]:
-        """The gradients of ``call``, for each use of a source; within its visit.
-
-        Raises:
-            RematerializationError: If it draws other random numbers than the forward.
-        """
         arrived = [each for each in gradients if each is not None]
         if is_kept:
             return replayed.run(arrived, self.memory)
@@ -388,7 +358,6 @@ class Captures:
         Returns:
             Whether any was made.
         """
-        self._row = None
         self.memory.begin_pass()
         if not is_on and self.is_on:
             self.forget()

@@ -49,7 +49,11 @@ class StreamedLayer(LayerBody):
         if self.index == 0:
             refuse_outer_graph(self.name)
         given = (args, kwargs)
-        args, kwargs = self.without_caches(args, kwargs)
+        if self.drop_caches(args, kwargs):
+            args = tuple(None if isinstance(value, Cache) else value for value in args)
+            kwargs = {
+                key: None if isinstance(value, Cache) else value for key, value in kwargs.items()
+            }
         if self.cast_trained_biases():
             condition = self.condition()
         if self.weights.is_pinned:
@@ -109,22 +113,6 @@ class StreamedLayer(LayerBody):
         """The forward when no gradient passes through the layer."""
         with self.visit(Phase.INFERENCE):
             return self.run(args, kwargs)
-
-    def take_row(self) -> Any:
-        """See ``Captures.take_row``; None if the call before was not of this layer."""
-        captures = self.context.captures
-        row = None if captures is None else captures.take_row()
-        return row if row is not None and row.layer is self else None
-
-    def without_caches(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the layer is given of these arguments: see ``drop_caches``."""
-        if not self.drop_caches(args, kwargs):
-            return args, kwargs
-        return tuple(None if isinstance(value, Cache) else value for value in args), {
-            key: None if isinstance(value, Cache) else value for key, value in kwargs.items()
-        }
 
     def drop_caches(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Have empty KV caches among the arguments known as such that stay empty; whether any is.

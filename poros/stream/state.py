@@ -91,10 +91,6 @@ class AmbientState:
         """Now."""
         return cls(RngStash.capture(device), Surroundings.capture(device), training)
 
-    def starting_at(self, rng: RngStash) -> "AmbientState":
-        """The same but for the random states."""
-        return AmbientState(rng, self.surroundings, self.training)
-
     def but_random(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Run the body in this state, random states as they are; then all is as it was before."""
 

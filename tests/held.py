@@ -76,7 +76,7 @@ class OutOfOrder(CudaStreams):
             self._victim = (target.data_ptr(), event)
         elif self._is_held and target.data_ptr() == self._victim[0]:
             event.synchronize()
-            self._release()
+            self.release()
         return event
 
     def wait(self, event: Event) -> None:
@@ -92,10 +92,11 @@ class OutOfOrder(CudaStreams):
         event = super().record()
         if self._without == COMPUTE_AFTER_COPY and self._is_held:
             event.synchronize()
-            self._release()
+            self.release()
         return event
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Let the device go on."""
         self._gate.open()
         self._is_held, self._is_over = False, True
 

@@ -1,11 +1,11 @@
-"""What code of a loss asks the device before its layers, kept for when it runs again.
+"""What a model asks the device before its layers, kept for when its code runs again.
 
 The code of a micro-batch runs more than once. A question to the device, such as whether rows are
-packed, which transformers asks before it makes a mask, has the host wait for all that is queued:
-for the layers of all micro-batches, when the code runs again. The answer is known by then, as long
-as the question is the same; that it is, is looked at on the device and said with the rest of what
-is compared (``MicroBatch.differs``). Rows of an embedding that is in host memory are asked for
-likewise: the host has to see the tokens.
+packed, which transformers asks before it makes a mask, makes the host wait for all that is queued:
+for the layers of all micro-batches, when the code runs again. The answer is known by then if the
+question is the same; whether it is, is compared on the device, and raised with the rest of what is
+compared (``MicroBatch.differs``). Rows of an embedding in host memory are kept likewise: to read
+them, the host has to see the tokens.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class _Question(NamedTuple):
 
 
 class Answers(TorchFunctionMode):
-    """Sees what is asked between ``begin`` and ``end``, and answers what was asked before.
+    """Notes what is asked between ``begin`` and ``end``, and answers what was asked before.
 
     Attributes:
         differs: Whether a question was another one than before: bools on the device.
@@ -54,13 +54,17 @@ class Answers(TorchFunctionMode):
         """Of the next question among those that are known; negative if none is answered."""
         self._is_on = False
 
-    def begin(self, answers: bool) -> None:
-        """From now on; ``answers``: whether questions are answered, and not only noted."""
+    def prepare(self, answers: bool) -> None:
+        """The code of the micro-batch runs; ``answers``: whether questions are answered."""
         self._number, self.differs = (0 if answers else -1), []
         if not answers:
             self._known = []
-        self._is_on = True
-        self.__enter__()
+
+    def begin(self) -> None:
+        """From now on: the model is called."""
+        if not self._is_on:
+            self._is_on = True
+            self.__enter__()
 
     def end(self) -> None:
         """No more.
@@ -100,7 +104,7 @@ class Answers(TorchFunctionMode):
                 self._number = len(self._known)  # it goes another way
             return answer
         self._number += 1
-        self.differs.append((asked != known.asked).any())
+        self.differs.append((bytes_of(asked) != bytes_of(known.asked)).any())
         return _kept(known.answer)
 
 
@@ -112,6 +116,11 @@ def _is_like(known: _Question, function: Any, asked: torch.Tensor, others: tuple
         and (known.asked.shape, known.asked.dtype, known.asked.device)
         == (asked.shape, asked.dtype, asked.device)
     )
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, one after the other: a NaN equals itself in them."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _kept(value: Any) -> Any:

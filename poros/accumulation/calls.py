@@ -208,9 +208,10 @@ class Watcher:
         take: Takes the number of a call among those of one run, the layer and its arguments; gives
             the layer's result.
         begins: Whether the model makes room for the micro-batch.
+        enter_model: Called as the model's own code begins.
 
     Attributes:
-        micro_batch, begins: Likewise.
+        micro_batch, begins, enter_model: Likewise.
         num_calls: So far.
         reason: What a call has raised; kept, because code of users may catch it.
     """
@@ -221,9 +222,11 @@ class Watcher:
         take: Callable[[int, LayerBody, tuple[Any, ...], dict[str, Any]], Any],
         *,
         begins: bool = False,
+        enter_model: Callable[[], None] = lambda: None,
     ) -> None:
         self.micro_batch = micro_batch
         self.begins = begins
+        self.enter_model = enter_model
         self.num_calls = 0
         self.reason: NotGrouped | UnsupportedModelError | None = None
         self._take = take

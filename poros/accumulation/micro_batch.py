@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from poros.accumulation.answers import Answers
+from poros.accumulation.answers import Answers, bytes_of
 from poros.accumulation.calls import (
     INPUT,
     OTHER_VALUES,
@@ -198,7 +198,7 @@ class MicroBatch:
         Raises:
             NotGrouped: If it is not what it must be like.
         """
-        watcher = Watcher(self, self._note, begins=True)
+        watcher = Watcher(self, self._note, begins=True, enter_model=self._answers.begin)
         with watching(self._layers, watcher), self._asking(answers=False):
             try:
                 run()
@@ -219,8 +219,8 @@ class MicroBatch:
 
     @contextmanager
     def _asking(self, answers: bool) -> Iterator[None]:
-        """Questions to the device in the body, up to the first layer: see ``Answers``."""
-        self._answers.begin(answers)
+        """See ``Answers``: from the model's call, in the body, up to its first layer."""
+        self._answers.prepare(answers)
         try:
             yield
         finally:
@@ -367,7 +367,7 @@ class MicroBatch:
         found = [
             *self._answers.differs,
             *(
-                (_bytes_of(old) != _bytes_of(new)).any()
+                (bytes_of(old) != bytes_of(new)).any()
                 for old, new in pairs.values()
                 if old is not new
             ),
@@ -389,7 +389,8 @@ class MicroBatch:
         """Run the model's code behind its layers up to where it is stopped; whether it was."""
         self.start.restore()
         self._again = []
-        watcher = Watcher(self, partial(self._pass_by, is_ahead=True))
+        pass_by = partial(self._pass_by, is_ahead=True)
+        watcher = Watcher(self, pass_by, enter_model=self._answers.begin)
         with watching(self._layers, watcher), self._asking(answers=True):
             try:
                 run()
@@ -406,7 +407,8 @@ class MicroBatch:
             trained: See ``Cut.take``.
         """
         self._trained, self._again = trained, []
-        watcher = Watcher(self, partial(self._pass_by, is_known=is_known))
+        pass_by = partial(self._pass_by, is_known=is_known)
+        watcher = Watcher(self, pass_by, enter_model=self._answers.begin)
         with watching(self._layers, watcher), self._asking(answers=is_known):
             yield
         self._noted, self._again, self._seen = [], [], {}
@@ -483,6 +485,3 @@ class MicroBatch:
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

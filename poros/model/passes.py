@@ -56,11 +56,13 @@ def begin_pass(
         require_checked(streaming.unchecked)
     context, captures = streaming.context, streaming.captures
     in_place = context.in_place
-    if in_place is not None and (other := in_place()) is not None and not other.begins:
-        return  # this micro-batch is on its way already
-    if torch.is_grad_enabled() and streaming.sizer.decides:
-        streaming.make_room(args, kwargs)
-    if captures is not None:
-        context.visits.end_all()
-        if captures.begin_pass(list(streaming.streamed_layers()), streaming.sizer.replays):
-            streaming.sizer.recorded()
+    noted = None if in_place is None else in_place()
+    if noted is None or noted.begins:  # else the micro-batch is on its way already
+        if torch.is_grad_enabled() and streaming.sizer.decides:
+            streaming.make_room(args, kwargs)
+        if captures is not None:
+            context.visits.end_all()
+            if captures.begin_pass(list(streaming.streamed_layers()), streaming.sizer.replays):
+                streaming.sizer.recorded()
+    if noted is not None:
+        noted.enter_model()

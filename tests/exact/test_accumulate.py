@@ -12,6 +12,7 @@ import torch
 
 import poros
 from poros.api import prepare_with
+from poros.errors import PorosError
 from poros.gates import tiny
 from poros.kernels import dense_layer, dequantize
 from poros.kernels.dense_layer import DenseLayer
@@ -397,3 +398,43 @@ def test_control_a_fault_of_dense_weights_shows(
     model, streams = four_layers(bases), AdversarialStreams()
     prepare_with(model, policy, streams=streams, recorder=TapeRecorder())
     assert not same(train_pairs(model, sizes=TWO_EACH), expected)
+
+
+def test_rows_of_tokens_are_read_once_a_micro_batch(bases: Bases) -> None:
+    """The host waits for the tokens, and for whatever else a model asks before its layers."""
+    resident = dense(bases, dropout=0.0)
+    model = prepare_plain(dense(bases, dropout=0.0), slots=2, stream_embedding=True)
+    pairs = together.batches(4, torch.Generator().manual_seed(0))
+    num_bytes = [0]
+    for group in (pairs[:2], pairs[2:]):
+        for each in group:
+            (resident(**each).loss / 2).backward()
+        poros.accumulate(model, group)
+        num_bytes.append(poros.runtime(model).stats()["rows_num_bytes"])
+    assert same([p.grad for p in trained(model)], [p.grad for p in trained(resident)])
+    rows = model.get_input_embeddings().weight[0].nbytes
+    num_tokens = [each["input_ids"].numel() for each in pairs]
+    # How the code of the loss calls the model is not known before the first micro-batch has run.
+    assert num_bytes[1] - num_bytes[0] == (num_tokens[0] + sum(num_tokens[:2])) * rows
+    assert num_bytes[2] - num_bytes[1] == sum(num_tokens[2:]) * rows
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_question_that_is_another_one_when_code_runs_again(changes: bool, bases: Bases) -> None:
+    model = prepare_plain(dense(bases), slots=2)
+    count = torch.zeros(1)
+
+    def ask(*_: Any) -> None:
+        count.add_(changes)
+        count.item()  # as a model asks whether rows are packed
+
+    pairs = together.batches(4, torch.Generator().manual_seed(0))
+    poros.accumulate(model, pairs[:2])
+    model.get_input_embeddings().register_forward_pre_hook(ask)
+    if not changes:
+        poros.accumulate(model, pairs[2:])
+        return
+    before = [p.grad.clone() for p in trained(model)]
+    with pytest.raises(PorosError, match="calls the model with the same values"):
+        poros.accumulate(model, pairs[2:])
+    assert same([p.grad for p in trained(model)], before)

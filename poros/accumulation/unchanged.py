@@ -78,11 +78,13 @@ class Modules:
     def train_again(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Have these trained and no others; whether others were."""
         now, wanted = self.trained(), set(map(id, parameters))
+        if set(map(id, now)) == wanted:
+            return False
         for each in now:
             each.requires_grad_(id(each) in wanted)
         for each in parameters:
             each.requires_grad_(True)
-        return set(map(id, now)) != wanted
+        return True
 
     def _children_now(self) -> list[int]:
         return list(map(id, values_of(self._child_tables)))

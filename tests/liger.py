@@ -63,6 +63,16 @@ def liger_interpreted() -> Iterator[None]:
 
 
 @contextmanager
+def put_back(modeling: ModuleType) -> Iterator[None]:
+    """Undo at the end what Liger changes in the code of a family, for whole processes."""
+    before = dict(vars(modeling))
+    try:
+        yield
+    finally:
+        vars(modeling).update(before)
+
+
+@contextmanager
 def liger_alone(modeling: ModuleType) -> Iterator[Callable[[Any], Any]]:
     """Liger's kernels in models without Poros, as the Trainer applies them, with their own loss.
 
@@ -79,11 +89,8 @@ def liger_alone(modeling: ModuleType) -> Iterator[Callable[[Any], Any]]:
         assert is_of_liger(vars(modeling)["apply_rotary_pos_emb"])  # else it is another family
         return model
 
-    before = dict(vars(modeling))
-    try:
+    with put_back(modeling):
         yield applied
-    finally:
-        vars(modeling).update(before)
 
 
 def names_of_liger() -> list[str]:

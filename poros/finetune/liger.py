@@ -53,7 +53,8 @@ _FEED_FORWARDS: dict[str, tuple[type, ...]] = {
 """The activations that they compute."""
 _SET_BY_LIGER = ("forward", "extra_repr", "_get_name")
 
-Tables = dict[tuple[int, str], Any]
+Replaced = dict[tuple[int, str], Any]
+"""Functions of Liger's, by the id of the dictionary that held them and by their name in it."""
 
 
 def choose_liger(
@@ -93,17 +94,17 @@ def _with(recipe: Recipe, is_used: bool) -> Recipe:
 
 def _require_usable(device: torch.device) -> None:
     """Refuse a device on which Liger's kernels cannot run, or an environment without them."""
-    if find_spec("liger_kernel") is None:
-        raise RecipeError(
-            "expected the package liger-kernel, found none; in a clone of Poros: "
-            "pip install '.[finetune]'"
-        )
     # Triton reads it too, when it is imported.
     is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if not is_interpreted and not runs_triton(device):
         raise RecipeError(
             f"expected a GPU that computes in bfloat16, and Triton, found {device}; train on one "
             "(--device cuda)"
+        )
+    if find_spec("liger_kernel") is None:
+        raise RecipeError(
+            "expected the package liger-kernel, found none; in a clone of Poros: "
+            "pip install '.[finetune]'"
         )
 
 
@@ -129,8 +130,8 @@ def _tried(recipe: Recipe, config: "PreTrainedConfig") -> list[str]:
 def use_liger(model: Any) -> list[str]:
     """Have a model's decoder run Liger's norms, gated feed-forwards and rotary embeddings.
 
-    Called before there are adapters. Where the loss is computed, and what is outside of the
-    decoder, stays as it is.
+    Called before there are adapters. The loss, and all else outside of the decoder, stay as they
+    are.
 
     Args:
         model: Of transformers, on any device; edited.
@@ -158,11 +159,11 @@ def use_liger(model: Any) -> list[str]:
 
 
 @contextmanager
-def _modules_put_back() -> Iterator[Tables]:
+def _modules_put_back() -> Iterator[Replaced]:
     """Undo what Liger replaces in modules of transformers and torch in the body.
 
     Yields:
-        Filled at the end: functions of Liger's by the dictionary and the name that held them.
+        Filled at the end.
     """
     places = [
         module.__dict__
@@ -170,7 +171,7 @@ def _modules_put_back() -> Iterator[Tables]:
         if name.startswith(("transformers.", "torch.nn")) and module is not None
     ]
     before = [(place, dict(place)) for place in places]
-    replaced: Tables = {}
+    replaced: Replaced = {}
     try:
         yield replaced
     finally:
@@ -184,7 +185,7 @@ def _modules_put_back() -> Iterator[Tables]:
 
 
 def _kept(module: nn.Module) -> str | None:
-    """Name what a forward of Liger's computes; take it away if that is not what ours is."""
+    """Name what a module's forward of Liger's is for; remove it if the module computes another."""
     kind = module.__dict__["forward"].__func__.__qualname__.partition(".")[0]
     if kind == _NORM:
         return "norms"
@@ -198,7 +199,7 @@ def _kept(module: nn.Module) -> str | None:
     return None
 
 
-def _with_functions(module: nn.Module, replaced: Tables) -> str | None:
+def _with_functions(module: nn.Module, replaced: Replaced) -> str | None:
     """Give a module its own forward with functions of Liger's in it, where it calls such."""
     own: Any = type(module).forward
     if not isinstance(own, FunctionType) or "forward" in module.__dict__:
@@ -215,6 +216,7 @@ def _with_functions(module: nn.Module, replaced: Tables) -> str | None:
         own.__code__, {**place, **new}, own.__name__, own.__defaults__, own.__closure__
     )
     forward.__kwdefaults__ = own.__kwdefaults__
-    forward.__module__ = next(iter(new.values())).__module__  # it counts as Liger's
+    # It counts as Liger's, so that its layer is recorded and grouped (poros.stream.layer_index).
+    forward.__module__ = next(iter(new.values())).__module__
     module.__dict__["forward"] = MethodType(forward, module)
     return "rotary embeddings"

@@ -78,6 +78,23 @@ def test_dora(together: bool, bases: Bases) -> None:
     assert captures.num_replays > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "phi3", "gemma3", "gemma4"])
+def test_other_families(architecture: str, bases: Bases) -> None:
+    """Norms of heads and behind layers, gate and up by one projection, the GELU."""
+    options = {"architecture": architecture, "target_modules": "all-linear"}
+    resident = model_of(bases, **options)
+    use_liger(resident.get_base_model())
+    expected = run(resident)
+    model = model_of(bases, **options)
+    assert len(use_liger(model.get_base_model())) == (2 if architecture == "gemma4" else 3)
+    captures, _ = recorded(model, slots=2, cuda_graphs=True)
+    assert same(run(model, together=True), expected)
+    # Layers of Gemma 4 may write to their arguments, so none is recorded, with Liger's or without.
+    assert (captures.num_replays > 0) == (architecture != "gemma4")
+    assert not same(run(model_of(bases, **options)), expected)  # control
+
+
 def test_control_without_them_the_bits_are_others(
     resident: list[torch.Tensor], bases: Bases
 ) -> None:

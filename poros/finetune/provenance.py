@@ -8,6 +8,7 @@ template that asks for the date.
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +88,11 @@ def base_digest(model: "PreTrainedModel") -> str:
     return found.hexdigest()
 
 
-def machine(device: "torch.device") -> dict[str, str]:
-    """Return what a run computes on: the device, and on a CPU the number of threads."""
+def machine(device: "torch.device", *, has_liger: bool) -> dict[str, str]:
+    """Return what a run computes on: the device, on a CPU the threads, and the release of Liger."""
     import torch
 
+    found = {"liger-kernel": version("liger-kernel") if has_liger else "off"}
     if device.type == "cuda":
-        return {"device": torch.cuda.get_device_name(device)}
-    return {"device": device.type, "threads": str(torch.get_num_threads())}
+        return found | {"device": torch.cuda.get_device_name(device)}
+    return found | {"device": device.type, "threads": str(torch.get_num_threads())}

@@ -16,6 +16,7 @@ from poros.finetune.adapters import adapter_config, require_targets
 from poros.finetune.attention import require_attention
 from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
+from poros.finetune.liger import choose_liger, use_liger
 from poros.finetune.packing import keeps_apart, pack
 from poros.finetune.progress import Progress
 from poros.finetune.provenance import base_digest, input_digests, machine
@@ -100,7 +101,9 @@ def finetune(
     """
     device = _device(recipe)
     given = recipe
-    recipe, notes, vocab_size = _fit_to_model(recipe, _configuration(recipe))
+    config = _configuration(recipe)
+    recipe, notes, vocab_size = _fit_to_model(recipe, config)
+    recipe, kernels = choose_liger(recipe, config, device)
     with _quiet_datasets():
         tokenizer = load_tokenizer(recipe, data.train.form)
         has_template = bool(tokenizer.chat_template)
@@ -135,17 +138,18 @@ def finetune(
     )
     made_of = {**data.digests}
     made_of |= input_digests(recipe, tokenizer, {"tokens": tokens, "held-out tokens": held_out})
-    same = require_same(run.path, original, made_of, machine(device))
+    computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
+    same = require_same(run.path, original, made_of, computed_on)
     notes += dict.fromkeys([*more, *run.notes, *same])
     if data.train.unused:
         notes.append(f"keys that nothing reads: {', '.join(data.train.unused)}")
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
     plan = summary.planned(recipe, size, adapter_config(recipe), device)
-    summary.show(console, recipe, plan, size, rows, tokens, tokenizer, notes)
+    summary.show(console, recipe, plan, size, rows, tokens, tokenizer, kernels, notes)
     if is_dry:
         return None
-    with lock_run_dir(original, made_of, machine(device), run) as run:
+    with lock_run_dir(original, made_of, computed_on, run) as run:
         model = _model(recipe, device, run)
         with _quiet_datasets():
             trainer = make_trainer(
@@ -286,6 +290,8 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     base = poros.load(str(Path(chosen.source).expanduser()), device=device, **options)
     require_base(run, base_digest(base))
     base.config.use_cache = False
+    if recipe.training.use_liger_kernel is True:
+        use_liger(base)
     set_seed(recipe.training.seed)  # of the adapter's first weights
     model = get_peft_model(base, adapter_config(recipe))
     room: dict[str, Any] = {"vram_budget": memory.vram, "slots": memory.slots}

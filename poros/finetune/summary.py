@@ -125,6 +125,7 @@ def show(
     rows: Rows,
     tokens: Tokens,
     tokenizer: "PreTrainedTokenizerBase",
+    kernels: str,
     notes: list[str],
 ) -> None:
     """Print the summary."""
@@ -154,6 +155,7 @@ def show(
         f"{training.method}, {size.num_steps} steps of {per_step} rows, {training.optim}, "
         f"learning rate {training.learning_rate:g}",
     )
+    table.add_row("kernels", kernels)
     for name, line in _memory_lines(recipe, plan, size):
         table.add_row(name, line)
     for note in notes:

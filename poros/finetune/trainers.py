@@ -274,7 +274,8 @@ def make_arguments(
     if has_validation:
         fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"
     fields |= recipe.as_dict()["training"]
-    for own in (*_OURS, "label_smoothing_factor"):
+    # TRL would replace the loss, and code of transformers for the whole process.
+    for own in (*_OURS, "label_smoothing_factor", "use_liger_kernel"):
         fields.pop(own, None)
     if training.is_schedule_free:
         fields["lr_scheduler_type"] = "constant"

@@ -34,7 +34,8 @@ _TRAINING = {
     "bf16_full_eval": "it would cast the adapter: training.bf16",
     "torch_compile torch_compile_backend torch_compile_mode": "layers come and go while it trains, "
     "and a compiled model would keep the first ones",
-    "use_liger_kernel liger_kernel_config": "a recipe cannot choose Liger's kernels yet",
+    "liger_kernel_config": "training.use_liger_kernel (--liger) takes Liger's norms, feed-forwards "
+    "and rotary embeddings; the loss is computed by Poros, in slices of the head",
     "use_cache": "training reads no cache of keys and values",
     "auto_find_batch_size": "a plan says before the run what fits: poros plan",
     "optim_target_modules": "it is for optimizers of whole matrices, and adapters have none",

@@ -222,6 +222,12 @@ class TrainingPart:
         "--bf16",
         "Multiply in bfloat16 (autocast) and keep the adapter's dtype; auto: on a GPU.",
     )
+    use_liger_kernel: bool | str = _setting(
+        "auto",
+        switch("auto"),
+        "--liger",
+        "Liger's norms, feed-forwards and rotary embeddings; auto: on a GPU, if they are there.",
+    )
     beta: float = _setting(
         0.1,
         _rate(),

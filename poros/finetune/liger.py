@@ -1,0 +1,222 @@
+"""Liger's kernels in the model of one run: norms, gated feed-forwards and rotary embeddings.
+
+Note: What is replaced
+    Modules of the model get forwards of Liger's, as entries in their ``__dict__``. Liger replaces
+    names in transformers' modules beside that, for all models of the process: classes, which only
+    models built later would take, and ``apply_rotary_pos_emb``, which attention looks up as it
+    runs. All of these are put back before ``use_liger`` returns. Attention modules get their own
+    forward instead, with Liger's function in the place of that name. So no other model of the
+    process is changed, and nothing has to be undone when the run ends.
+
+Note: Whose feed-forward runs
+    A module keeps a forward that Liger has set: the gated activation of ``poros.kernels.mlp`` is
+    for those without one. The two differ in bits, so the reference of a run with Liger's kernels is
+    a resident run with the same ones. Liger's kernels compute SiLU or the GELU by tanh, whatever
+    the configuration says; a module with another activation keeps its own forward. So do experts.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.activations import GELUTanh, SiLUActivation
+
+from poros.errors import RecipeError, quoted
+from poros.kernels.forwards import is_of_liger
+from poros.kernels.mlp import names_in
+from poros.kernels.nf4 import DTYPES
+from poros.planning.meta_model import meta_model
+from poros.recipes.recipe import Recipe
+from poros.utils.devices import runs_triton
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""Poros computes the loss in slices of the head."""
+_NORM = "LigerRMSNorm"
+_SILU: tuple[type, ...] = (nn.SiLU, SiLUActivation)
+_FEED_FORWARDS: dict[str, tuple[type, ...]] = {
+    "LigerSwiGLUMLP": _SILU,
+    "LigerPhi3SwiGLUMLP": _SILU,
+    "LigerGEGLUMLP": (GELUTanh,),
+}
+"""The activations that they compute."""
+_SET_BY_LIGER = ("forward", "extra_repr", "_get_name")
+
+Replaced = dict[tuple[int, str], Any]
+"""Functions of Liger's, by the id of the dictionary that held them and by their name in it."""
+
+
+def choose_liger(
+    recipe: Recipe, config: "PreTrainedConfig", device: torch.device
+) -> tuple[Recipe, str]:
+    """Decide whether a run takes Liger's kernels. The model is tried on the meta device.
+
+    Args:
+        recipe: What it asks for.
+        config: Of the model.
+        device: Where it trains.
+
+    Returns:
+        The recipe with true or false, and a line that says which.
+
+    Raises:
+        RecipeError: If it asks for kernels that cannot be used.
+    """
+    wanted = recipe.training.use_liger_kernel
+    if wanted is False or (wanted == "auto" and device.type != "cuda"):
+        return _with(recipe, False), "Liger's are off"
+    try:
+        _require_usable(device)
+        used = _tried(recipe, config)
+    except RecipeError as error:
+        if wanted == "auto":
+            return _with(recipe, False), f"Liger's are off: {error}"
+        raise RecipeError(
+            f"training.use_liger_kernel: {error}; or set it to false (--no-liger)"
+        ) from error
+    return _with(recipe, True), f"Liger's {', '.join(used)}"
+
+
+def _with(recipe: Recipe, is_used: bool) -> Recipe:
+    return replace(recipe, training=replace(recipe.training, use_liger_kernel=is_used))
+
+
+def _require_usable(device: torch.device) -> None:
+    """Refuse a device on which Liger's kernels cannot run, or an environment without them."""
+    # Triton reads it too, when it is imported.
+    is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if not is_interpreted and not runs_triton(device):
+        raise RecipeError(
+            f"expected a GPU that computes in bfloat16, and Triton, found {device}; train on one "
+            "(--device cuda)"
+        )
+    if find_spec("liger_kernel") is None:
+        raise RecipeError(
+            "expected the package liger-kernel, found none; in a clone of Poros: "
+            "pip install '.[finetune]'"
+        )
+
+
+def _tried(recipe: Recipe, config: "PreTrainedConfig") -> list[str]:
+    """Return what of a model would run Liger's kernels, found by its shapes alone."""
+    kind = config.model_type
+    try:
+        model = meta_model(config, None, DTYPES[recipe.model.dtype], recipe.model.vision)
+        used = use_liger(model)
+    except Exception as error:  # Liger's code for a family expects a release of transformers
+        raise RecipeError(
+            f"expected a {kind} that Liger's kernels fit, found {type(error).__name__}: "
+            f"{quoted(str(error), is_bare=True, limit=200)}; train it without them"
+        ) from error
+    if not used:
+        raise RecipeError(
+            f"expected a model that Liger {version('liger-kernel')} has kernels for, found {kind}; "
+            "train it without them"
+        )
+    return used
+
+
+def use_liger(model: Any) -> list[str]:
+    """Have a model's decoder run Liger's norms, gated feed-forwards and rotary embeddings.
+
+    Called before there are adapters. The loss, and all else outside of the decoder, stay as they
+    are.
+
+    Args:
+        model: Of transformers, on any device; edited.
+
+    Returns:
+        What of it runs Liger's kernels, in words; empty if Liger does not know the family.
+
+    Raises:
+        ImportError: If Liger is not installed.
+        Exception: Others of Liger's, if the model is not what it expects of the family. The model
+            is half changed then, transformers' modules are not.
+    """
+    from transformers.integrations.liger import apply_liger_kernel
+
+    decoder = model.get_decoder()
+    with _modules_put_back() as replaced:
+        apply_liger_kernel(decoder, _LOSSES)
+    found = []
+    for module in decoder.modules():
+        if is_of_liger(module.__dict__.get("forward")):
+            found.append(_kept(module))
+        else:
+            found.append(_with_functions(module, replaced))
+    return sorted({each for each in found if each})
+
+
+@contextmanager
+def _modules_put_back() -> Iterator[Replaced]:
+    """Undo what Liger replaces in modules of transformers and torch in the body.
+
+    Yields:
+        Filled at the end.
+    """
+    places = [
+        module.__dict__
+        for name, module in list(sys.modules.items())
+        if name.startswith(("transformers.", "torch.nn")) and module is not None
+    ]
+    before = [(place, dict(place)) for place in places]
+    replaced: Replaced = {}
+    try:
+        yield replaced
+    finally:
+        for place, values in before:
+            for name, value in values.items():
+                new = place.get(name)
+                if new is not value and is_of_liger(new):
+                    place[name] = value
+                    if inspect.isfunction(new):
+                        replaced[id(place), name] = new
+
+
+def _kept(module: nn.Module) -> str | None:
+    """Name what a module's forward of Liger's is for; remove it if the module computes another."""
+    kind = module.__dict__["forward"].__func__.__qualname__.partition(".")[0]
+    if kind == _NORM:
+        return "norms"
+    names = names_in(type(module).forward)
+    if names is not None and kind in _FEED_FORWARDS:
+        activation = module._modules.get(names.activation)
+        if type(activation) in _FEED_FORWARDS[kind]:
+            return "feed-forwards"
+    for name in _SET_BY_LIGER:
+        module.__dict__.pop(name, None)
+    return None
+
+
+def _with_functions(module: nn.Module, replaced: Replaced) -> str | None:
+    """Give a module its own forward with functions of Liger's in it, where it calls such."""
+    own: Any = type(module).forward
+    if not isinstance(own, FunctionType) or "forward" in module.__dict__:
+        return None
+    place = own.__globals__
+    new = {
+        name: replaced[id(place), name]
+        for name in own.__code__.co_names
+        if (id(place), name) in replaced
+    }
+    if not new:
+        return None
+    forward = FunctionType(
+        own.__code__, {**place, **new}, own.__name__, own.__defaults__, own.__closure__
+    )
+    forward.__kwdefaults__ = own.__kwdefaults__
+    # It counts as Liger's, so that its layer is recorded and grouped (poros.stream.layer_index).
+    forward.__module__ = next(iter(new.values())).__module__
+    module.__dict__["forward"] = MethodType(forward, module)
+    return "rotary embeddings"

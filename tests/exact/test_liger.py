@@ -1,0 +1,138 @@
+"""Liger's kernels in streamed layers, in Triton's interpreter: the bits of a resident model's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+from transformers.models.qwen2 import modeling_qwen2
+
+import poros
+from poros.finetune.liger import use_liger
+from poros.kernels.forwards import PatchedForward, is_of_liger
+from poros.planning.planner import Planner
+from poros.planning.request import PlanRequest
+from tests.covers import with_slow
+from tests.exact.adapter_arms import adapted, mlps
+from tests.exact.arms import Bases
+from tests.exact.recorded import KEPT, recorded
+from tests.exact.together import same, train
+from tests.liger import liger_alone, liger_interpreted
+
+Model = Any
+SIZES = (2, 2, 2, 2)
+LENGTHS = (3,)
+EAGER, REPLAYED = {"cuda_graphs": False}, {"cuda_graphs": True}
+LANES: dict[str, tuple[dict[str, Any], bool]] = {
+    "eager": (EAGER, False),
+    "eager, together": (EAGER, True),
+    "replayed": (REPLAYED, False),
+    "replayed, together": (REPLAYED, True),
+    "kept": (REPLAYED | KEPT, False),
+    "kept, together": (REPLAYED | KEPT, True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    with liger_interpreted():
+        yield
+
+
+def model_of(bases: Bases, **options: Any) -> Model:
+    return adapted(bases, dtype=torch.float32, lora_dropout=0.1, **options)
+
+
+def run(model: Model, together: bool = False) -> list[torch.Tensor]:
+    return train(model, together, sizes=SIZES, lengths=LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def resident(bases: Bases) -> list[torch.Tensor]:
+    with liger_alone(modeling_qwen2) as applied:
+        return run(applied(model_of(bases)))
+
+
+@pytest.mark.parametrize("lane", with_slow(LANES, ("eager", "eager, together", "replayed", "kept")))
+def test_streamed_equals_resident(lane: str, resident: list[torch.Tensor], bases: Bases) -> None:
+    policy, together = LANES[lane]
+    model = model_of(bases)
+    assert use_liger(model.get_base_model()) == ["feed-forwards", "norms", "rotary embeddings"]
+    captures, _ = recorded(model, **{"slots": 2, **policy})
+    assert same(run(model, together), resident)
+    assert poros.runtime(model).self_check["status"] == "passed"
+    assert captures is None or (captures.num_replays > 0) == policy["cuda_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+def test_dora(together: bool, bases: Bases) -> None:
+    """Liger writes into what projections give, which our operators must not have kept."""
+    with liger_alone(modeling_qwen2) as applied:
+        expected = run(poros.use_adapter_kernels(applied(model_of(bases, use_dora=True))))
+    model = model_of(bases, use_dora=True)
+    use_liger(model.get_base_model())
+    captures, _ = recorded(model, slots=2, cuda_graphs=True)
+    assert same(run(model, together), expected)
+    assert captures.num_replays > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "phi3", "gemma3", "gemma4"])
+def test_other_families(architecture: str, bases: Bases) -> None:
+    """Norms of heads and behind layers, gate and up by one projection, the GELU."""
+    options = {"architecture": architecture, "target_modules": "all-linear"}
+    resident = model_of(bases, **options)
+    use_liger(resident.get_base_model())
+    expected = run(resident)
+    model = model_of(bases, **options)
+    assert len(use_liger(model.get_base_model())) == (2 if architecture == "gemma4" else 3)
+    captures, _ = recorded(model, slots=2, cuda_graphs=True)
+    assert same(run(model, together=True), expected)
+    # Layers of Gemma 4 may write to their arguments, so none is recorded, with Liger's or without.
+    assert (captures.num_replays > 0) == (architecture != "gemma4")
+    assert not same(run(model_of(bases, **options)), expected)  # control
+
+
+def test_control_without_them_the_bits_are_others(
+    resident: list[torch.Tensor], bases: Bases
+) -> None:
+    model = model_of(bases)
+    recorded(model, slots=2)
+    assert not same(run(model), resident)
+
+
+def test_modules_keep_forwards_of_ligers(bases: Bases) -> None:
+    """Our gated activation is for the others; our adapters run in both."""
+    model, other = model_of(bases), model_of(bases)
+    use_liger(model.get_base_model())
+    for each in (model, other):
+        poros.prepare(each, slots=2, device="cpu")
+    for one, plain in zip(mlps(model), mlps(other), strict=True):
+        assert is_of_liger(one.__dict__["forward"])
+        assert isinstance(plain.__dict__["forward"], PatchedForward)
+        assert isinstance(one.down_proj.__dict__["forward"], PatchedForward)
+
+
+def test_another_activation_is_computed_as_it_is(bases: Bases) -> None:
+    """Liger's kernel would compute SiLU."""
+    found = []
+    for has_liger in (False, True):
+        base = model_of(bases).get_base_model()
+        for layer in base.model.layers:
+            layer.mlp.act_fn = ACT2FN["gelu"]
+        if has_liger:
+            assert use_liger(base) == ["norms", "rotary embeddings"]
+            assert not any("forward" in layer.mlp.__dict__ for layer in base.model.layers)
+        mlp = base.model.layers[0].mlp.eval()
+        found.append(mlp(torch.linspace(-1, 1, 64)[None]))
+    assert torch.equal(*found)
+
+
+def test_a_plan_is_that_of_the_model_without_them(bases: Bases) -> None:
+    """Its code runs on the meta device, where Liger's kernels cannot."""
+    model, other = model_of(bases), model_of(bases)
+    use_liger(model.get_base_model())
+    request = PlanRequest.of(seq_len=32, batch_size=2)
+    assert Planner(model).plan(request) == Planner(other).plan(request)

@@ -1,0 +1,241 @@
+"""``training.use_liger_kernel``: what it replaces and for whom, and where it is refused.
+
+What trains with Liger's kernels does so in Triton's interpreter, and so in float32.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import get_peft_model
+from transformers import set_seed
+from transformers.integrations import liger as integration
+from transformers.models.qwen2 import modeling_qwen2
+
+import poros
+from poros.errors import RecipeError
+from poros.finetune import run as runs
+from poros.finetune.adapters import adapter_config
+from poros.finetune.liger import choose_liger, use_liger
+from poros.finetune.trainers import make_arguments
+from poros.gates import tiny
+from poros.planning.meta_model import meta_model
+from poros.recipes.recipe import Recipe
+from tests.finetune.subjects import SHORT, announced, at_step, break_at, recipe_of, run, write_model
+from tests.liger import liger_alone, liger_interpreted, names_of_liger
+from tests.support import AS_PLAIN
+
+pytest.importorskip("liger_kernel")
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+COMMON: dict[str, Any] = {
+    **SHORT,
+    "model__dtype": "float32",
+    "training__max_length": 8,
+    "training__pad_to_multiple_of": 8,
+    "training__packing": False,
+    "training__gradient_accumulation_steps": 2,
+    "training__learning_rate": 1e-2,
+    "training__warmup_steps": 0,
+    "training__max_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two layers: each launch of a kernel takes its time."""
+    return write_model(tmp_path_factory.mktemp("checkpoint") / "tiny", layers=2)
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    with liger_interpreted():
+        yield
+
+
+def recipe(model: Path, data: Path, out: Path, **more: Any) -> Recipe:
+    source = {"model__source": model, "data__source": data / "text.jsonl"}
+    return recipe_of(**{**source, **COMMON, "output__folder": out, **more})
+
+
+def adapted(base: Any, recipe: Recipe) -> Any:
+    base.config.use_cache = False
+    set_seed(recipe.training.seed)
+    return get_peft_model(base, adapter_config(recipe))
+
+
+def test_streamed_equals_ligers_own(
+    small: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: None
+) -> None:
+    """The same trainer with a model without Poros, whose code Liger has replaced."""
+
+    def loaded(recipe: Recipe) -> Any:
+        return poros.load(recipe.model.source, quantization=None, dtype=torch.float32)
+
+    def streamed(recipe: Recipe, *args: Any) -> Any:
+        base = loaded(recipe)
+        use_liger(base)
+        return poros.prepare(adapted(base, recipe), slots=2, **AS_PLAIN)
+
+    # The plain model has nothing that could be logged of streaming.
+    monkeypatch.setattr(runs, "log_streaming", lambda *args, **options: None)
+    with liger_alone(modeling_qwen2) as applied, monkeypatch.context() as patch:
+        patch.setattr(runs, "_model", lambda recipe, *_: applied(adapted(loaded(recipe), recipe)))
+        expected = run(recipe(small, data, tmp_path / "resident"))
+    monkeypatch.setattr(runs, "_model", streamed)
+    found = run(recipe(small, data, tmp_path / "streamed"))
+    assert found.losses == expected.losses and len(set(found.losses)) == 2
+    assert found.adapter == expected.adapter
+
+
+def test_the_setting(
+    small: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: None
+) -> None:
+    """Streamed gives the resident bits, and runs with and without do not see each other."""
+    names: list[str] = []
+    used = {"training__use_liger_kernel": True}
+    at_step(monkeypatch, 1, lambda: names.extend(names_of_liger()))
+    before = run(recipe(small, data, tmp_path / "before", memory__slots=2))
+    streamed = run(recipe(small, data, tmp_path / "streamed", memory__slots=2, **used))
+    resident = run(recipe(small, data, tmp_path / "resident", memory__resident=True, **used))
+    after = run(recipe(small, data, tmp_path / "after", memory__slots=2))
+    assert (streamed.losses, streamed.adapter) == (resident.losses, resident.adapter)
+    assert (before.losses, before.adapter) == (after.losses, after.adapter)
+    assert streamed.adapter != before.adapter  # control
+    assert names == names_of_liger() == []
+    assert "kernels" in streamed.said
+    assert "Liger's feed-forwards, norms, rotary embeddings" in streamed.said
+    assert "Liger's are off" in before.said
+    for name, is_used in (("streamed", True), ("before", False)):
+        written = yaml.safe_load((tmp_path / name / "adapter" / "recipe.yaml").read_text())
+        assert written["training"]["use_liger_kernel"] is is_used
+
+
+def test_trl_is_not_told(small: Path, data: Path, tmp_path: Path) -> None:
+    """It would replace the loss, and transformers' code."""
+    given = recipe(small, data, tmp_path, training__use_liger_kernel=True)
+    assert given.training.use_liger_kernel is True
+    arguments = make_arguments(given, tmp_path, CPU, 2, has_validation=False)
+    assert arguments.use_liger_kernel is False
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_promised_models_take_them(architecture: str) -> None:
+    """Experts keep their own forward, and the attention of Gemma 4 is not what Liger expects."""
+    model = meta_model(tiny.small_config(architecture), None, torch.float32)
+    missing = {
+        **dict.fromkeys(("mixtral", "qwen3_moe"), "feed-forwards"),
+        **dict.fromkeys(("gemma4", "gemma4_shared_kv"), "rotary embeddings"),
+    }.get(architecture)
+    every = ["feed-forwards", "norms", "rotary embeddings"]
+    assert use_liger(model) == [each for each in every if each != missing]
+    assert names_of_liger() == []
+
+
+def test_what_liger_replaces_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine, before = integration.apply_liger_kernel, dict(vars(modeling_qwen2))
+    seen: list[str] = []
+
+    def broken(*args: Any) -> None:
+        genuine(*args)
+        seen.extend(names_of_liger())
+        raise AttributeError("no such norm")
+
+    monkeypatch.setattr(integration, "apply_liger_kernel", broken)
+    model = meta_model(tiny.small_config("qwen2"), None, torch.float32)
+    with pytest.raises(AttributeError, match="no such norm"):
+        use_liger(model)
+    assert len(seen) >= 3  # control: there was something to be put back
+    assert dict(vars(modeling_qwen2)) == before and names_of_liger() == []
+
+
+def no_package(patch: pytest.MonkeyPatch) -> None:
+    genuine = importlib.util.find_spec
+    patch.setattr(
+        "poros.finetune.liger.find_spec",
+        lambda name: None if name == "liger_kernel" else genuine(name),
+    )
+
+
+def no_interpreter(patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def another_release(patch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise ImportError("cannot import name 'Norm'")
+
+    patch.setattr(integration, "apply_liger_kernel", broken)
+
+
+UNUSABLE: dict[str, tuple[Any, str, str]] = {
+    "not installed": (no_package, "qwen2", "the package liger-kernel, found none; .*pip install"),
+    "a family that Liger does not know": (
+        lambda patch: None,
+        "phi",
+        "a model that Liger .*, found phi;",
+    ),
+    "a release that does not fit": (
+        another_release,
+        "qwen2",
+        "a qwen2 that Liger's kernels fit, found ImportError: cannot import name 'Norm'",
+    ),
+    "a CPU": (no_interpreter, "qwen2", "a GPU that .*found cpu; train on one"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_cannot_be_used_is_an_error_where_it_is_asked_for(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is loaded. Where it is the default, it is off, and the summary says why."""
+    break_it, architecture, why = UNUSABLE[case]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("poros.finetune.liger.runs_triton", lambda device: device.type == "cuda")
+    config = tiny.small_config(architecture)
+    by_default = Recipe()
+    asked = replace(by_default, training=replace(by_default.training, use_liger_kernel=True))
+    choose_liger(asked, tiny.small_config("qwen2"), CPU)  # control: what is asked for is there
+    break_it(monkeypatch)
+    with pytest.raises(RecipeError, match=rf"^training\.use_liger_kernel: expected {why}"):
+        choose_liger(asked, config, CPU)
+    if case == "a CPU":
+        found, line = choose_liger(by_default, config, CPU)
+        assert line == "Liger's are off"
+    else:
+        found, line = choose_liger(by_default, config, GPU)
+        assert line.startswith("Liger's are off: expected ")
+    assert found.training.use_liger_kernel is False
+
+
+def test_on_a_gpu_it_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poros.finetune.liger.runs_triton", lambda device: device.type == "cuda")
+    given = Recipe()
+    config = tiny.small_config("qwen2")
+    assert choose_liger(given, config, GPU)[0].training.use_liger_kernel is True
+    assert choose_liger(given, config, CPU)[0].training.use_liger_kernel is False
+    off = replace(given, training=replace(given.training, use_liger_kernel=False))
+    assert choose_liger(off, config, GPU)[0].training.use_liger_kernel is False
+
+
+def test_going_on_with_other_kernels_is_noted(
+    small: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other versions are: the recipe says "auto" then and now."""
+    given = recipe(small, data, tmp_path / "run", training__save_steps=1, training__max_steps=3)
+    break_at(monkeypatch, given, 2)
+    assert "liger-kernel" not in announced(given)  # control
+    monkeypatch.setattr(
+        runs,
+        "choose_liger",
+        lambda recipe, *_: (
+            replace(recipe, training=replace(recipe.training, use_liger_kernel=True)),
+            "",
+        ),
+    )
+    assert "liger-kernel off began this run, 0." in announced(given)

@@ -33,6 +33,8 @@ LANES: dict[str, tuple[dict[str, Any], bool]] = {
     "kept, together": (REPLAYED | KEPT, True),
 }
 
+SLOW = ("eager", "eager, together", "replayed", "kept", "kept, together")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreted() -> Iterator[None]:
@@ -54,7 +56,7 @@ def resident(bases: Bases) -> list[torch.Tensor]:
         return run(applied(model_of(bases)))
 
 
-@pytest.mark.parametrize("lane", with_slow(LANES, ("eager", "eager, together", "replayed", "kept")))
+@pytest.mark.parametrize("lane", with_slow(LANES, SLOW))
 def test_streamed_equals_resident(lane: str, resident: list[torch.Tensor], bases: Bases) -> None:
     policy, together = LANES[lane]
     model = model_of(bases)

@@ -93,6 +93,7 @@ def test_streamed_equals_ligers_own(
     assert found.adapter == expected.adapter
 
 
+@pytest.mark.slow
 def test_the_setting(
     small: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: None
 ) -> None:

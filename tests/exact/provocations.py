@@ -245,6 +245,18 @@ def cache_of_a_forward_with_gradients(model: Model) -> Iterator[None]:
         model(input_ids=data["input_ids"][:, -1:], past_key_values=cache, use_cache=True)
 
 
+def all_adapters_frozen(model: Model) -> Iterator[None]:
+    trained = list(P.trained(model).values())
+    for each in trained:
+        each.requires_grad_(False)
+    try:
+        yield
+        P.loss_of(model.train())
+    finally:
+        for each in trained:
+            each.requires_grad_(True)
+
+
 def trainable_base_weight(model: Model) -> Iterator[None]:
     weight = layer(model, 1).mlp.up_proj.base_layer.weight
     weight.requires_grad_(True)

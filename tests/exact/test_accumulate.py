@@ -325,6 +325,9 @@ def test_recorded_visits_that_share_dense_weights(keep_last: int, bases: Bases) 
     }
     # Of a layer that keeps its graph one form is recorded at a time.
     assert kinds == ({True, False} if keep_last == 0 else {True})
+    layer = next(poros.runtime(model).streamed_layers())
+    with pytest.raises(RuntimeError, match="has moved"):
+        layer.assuming_dense(1)
 
 
 def test_a_smaller_budget_goes_without_dense_weights(

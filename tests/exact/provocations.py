@@ -102,6 +102,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "epsilon": assign("0.input_layernorm.variance_epsilon", lambda _: 1e-3),
     "activation": assign("1.mlp.act_fn.forward", lambda _: torch.relu),
     "new attribute": assign("0.mlp.is_observed", lambda _: True),
+    "last attribute": assign("0.post_attention_layernorm.is_observed", lambda _: True),
     "backward hook": lambda model: layer(model, 1).mlp.register_full_backward_hook(
         doubled_gradients
     ),

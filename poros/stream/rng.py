@@ -100,7 +100,5 @@ class Start(NamedTuple):
 
 def _generator(device: torch.device) -> torch.Generator:
     """A GPU's own. PyTorch's functions for its state take a detour several times as long."""
-    if not torch.cuda.is_initialized():
-        torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]

@@ -102,6 +102,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "epsilon": assign("0.input_layernorm.variance_epsilon", lambda _: 1e-3),
     "activation": assign("1.mlp.act_fn.forward", lambda _: torch.relu),
     "new attribute": assign("0.mlp.is_observed", lambda _: True),
+    "last attribute": assign("0.post_attention_layernorm.is_observed", lambda _: True),
     "backward hook": lambda model: layer(model, 1).mlp.register_full_backward_hook(
         doubled_gradients
     ),
@@ -243,6 +244,18 @@ def cache_of_a_forward_with_gradients(model: Model) -> Iterator[None]:
     yield
     with torch.no_grad():
         model(input_ids=data["input_ids"][:, -1:], past_key_values=cache, use_cache=True)
+
+
+def all_adapters_frozen(model: Model) -> Iterator[None]:
+    trained = list(P.trained(model).values())
+    for each in trained:
+        each.requires_grad_(False)
+    try:
+        yield
+        P.loss_of(model.train())
+    finally:
+        for each in trained:
+            each.requires_grad_(True)
 
 
 def trainable_base_weight(model: Model) -> Iterator[None]:

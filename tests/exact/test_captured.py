@@ -41,7 +41,8 @@ def test_replayed_visits_have_the_bits_of_eager_ones(
     # Two layers; of the steps one is checked, two are counted, one is compared.
     assert captures.num_replays >= 2 * 2
     assert recorder.num_recorded == 4
-    assert set(captures.eager) == {NEW}
+    # Of the one that is compared forward and backward count.
+    assert captures.eager == {NEW: 2 * (2 + 2)}
 
 
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
@@ -66,6 +67,29 @@ def test_training_has_the_bits_of_a_resident_run(
     assert stats["num_eager_visits"] == sum(captures.eager.values())
     unchanged = resident(bases, "nothing", 9, accumulation)
     assert change in ("nothing", "evaluation between") or not same(found, unchanged)
+
+
+def test_replayed_visits_load_no_more_than_eager_ones(bases: Bases) -> None:
+    model = bases.build("qwen2", num_layers=4).train()
+    captures, _ = recorded(model, slots=2, self_check="off")
+    loads = []
+    for _ in range(STEPS):
+        loss_of(model).backward()
+        loads.append(poros.runtime(model).stats()["num_loads"])
+    # The first step has loaded ahead, 2K - S; a warm one loads 2 (K - S).
+    assert captures.num_replays > 0 and loads == [6 + 4 * number for number in range(STEPS)]
+
+
+def test_gradients_of_adapters_keep_no_memory_of_others(bases: Bases) -> None:
+    """Of the gradient of a layer's input, which a replay gives as well."""
+    model = adapted(bases, dtype=torch.float32)
+    captures, _ = recorded(model, self_check="off")
+    for _ in range(STEPS):
+        model.zero_grad()
+        loss_of(model, 100).backward()
+    memory = [each.grad.untyped_storage() for each in trained(model)]
+    num_bytes = sum({each.data_ptr(): each.nbytes() for each in memory}.values())
+    assert captures.num_replays > 0 and num_bytes == sum(each.nbytes for each in trained(model))
 
 
 def test_a_form_that_never_comes_back_costs_nothing(bases: Bases) -> None:

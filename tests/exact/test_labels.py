@@ -1,5 +1,6 @@
 """What a trace of ``torch.profiler`` says by itself: visits of layers and copies of blocks."""
 
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -246,3 +247,25 @@ def test_a_stall_is_a_wait_for_a_copy_that_is_not_done(
     found = streams.timings()
     assert (found.num_bytes, found.copy_ms) == (64, 1.0)
     assert found.stall_ms == (1.0 if is_late else 0.0)
+
+
+def test_timings_that_are_asked_for_while_they_are_added_up_wait_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A collector may interrupt the sum and ask: it would wait for what it has interrupted."""
+    cuda, asked = FakeCuda(), list[int]()
+    monkeypatch.setattr(streams_module, "torch", cuda.torch)
+    streams = CudaStreams(torch.device("cuda", 0))
+
+    def query(event: FakeEvent) -> bool:
+        asked.append(streams.timings().num_bytes)
+        return False
+
+    monkeypatch.setattr(FakeEvent, "query", query)
+    memory, source = streams.allocate(64), torch.zeros(64, dtype=torch.uint8)
+    thread = Thread(
+        target=lambda: streams.copy(memory, source, after=streams.record()), daemon=True
+    )
+    thread.start()
+    thread.join(timeout=10)
+    assert asked == [0] and not thread.is_alive()

@@ -14,7 +14,7 @@ import torch
 
 import poros
 from poros.replay.remat import RematerializeLayer
-from poros.replay.routing import Terms
+from poros.replay.routing import OneByOne, Terms
 from poros.replay.uses import Uses
 from poros.stream.body import LayerBody
 from tests.exact import hazards as H
@@ -229,6 +229,21 @@ def test_a_loss_kept_after_backward_keeps_no_activations(residents: Residents) -
         assert [each() for each in seen if each() is not None] == []
 
 
+def test_terms_of_a_gradient_are_handed_over_without_zeros_beside_them(
+    bases: Bases, monkeypatch: Patch
+) -> None:
+    """Autograd would make a tensor of zeros for what each replayed layer uses several times."""
+    genuine, given = OneByOne.backward, list[object]()
+
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        given.append(gradient)
+        return genuine(ctx, gradient)
+
+    monkeypatch.setattr(OneByOne, "backward", staticmethod(backward))
+    often(P.STEP)(on_tapes(S.PLAIN(bases)))
+    assert given and set(given) == {None}
+
+
 def test_a_deleted_model_takes_its_slots_with_it_at_once(bases: Bases) -> None:
     model = streamed(S.NO_DROPOUT(bases))
     P.STEP(model)
@@ -248,7 +263,8 @@ def test_a_deleted_model_takes_its_slots_with_it_at_once(bases: Bases) -> None:
 def test_what_functions_of_others_keep_is_said(bases: Bases) -> None:
     model = streamed(S.adapters_on("q_proj", "v_proj", quantize=False)(bases), self_check="off")
     P.STEP(model)
-    assert poros.runtime(model).stats()["fallbacks"] == []
+    H.scaled_by_a_norm(model)
+    assert poros.runtime(model).stats()["fallbacks"] == [], "a parameter is no activation"
     H.function_of_others("attribute")(model)
     (line,) = poros.runtime(model).stats()["fallbacks"]
     assert "KeepsAsItLikes" in line

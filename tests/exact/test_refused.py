@@ -110,9 +110,10 @@ def rows() -> Iterator[Row]:
     yield Row("vanishing hook", V.vanishing_hook, REMAT, r"layers\.1: .*hooks")
     match = r"layers\.1\.self_attn\.o_proj\.base_layer\.bias"
     yield Row("a bias that came later edited", V.edit_of_a_new_bias, REMAT, match)
-    match = r"layers\.0: .*in place"
+    match = r"layers\.0: expected its arguments to be left alone.*in place"
     yield Row("argument edited", V.argument_edited_by_the_layer, REMAT, match)
     yield Row("dropped cache", V.cache_of_a_forward_with_gradients, UNSUPPORTED, "KV cache")
+    yield Row("frozen", V.all_adapters_frozen, PREPARED, r"layers\.0: .* a trainable adapter")
     made, match = V.trainable_base_weight, "made trainable"
     yield Row("base weight made trainable", made, PREPARED, match, S.DENSE, False)
     provocation = V.with_argument(lambda kwargs: kwargs.update(findings=set()))

@@ -355,7 +355,10 @@ FIRST_LOSS, FIRST_GRADIENT = "step 0, loss of micro-batch 0", "step 0, gradient 
 LAYER = r"layers\.\d: "
 GRADIENT = LAYER + r"gradient of .* elements differ, by at most \S+; first at \["
 OUTPUT = LAYER + r"output: \d+ of \d+ elements differ"
-OTHERS_SAVED = "expected the recomputation to save the tensors that the forward saved"
+OTHERS_SAVED = (
+    "expected the recomputation to save the tensors that the forward saved, "
+    r"found tensor \d+ of (\(.*?\), \S+) instead of (?!\1;)"
+)
 TRACE = "its backward has to leave no trace of random draws"
 STEADY_GRADIENT = "gradient of .*deterministic attention on both sides"
 LOSS_AND_RANDOM = frozenset({"loss", "gradients", "RNG end state"})

@@ -390,13 +390,15 @@ def test_two_inputs_are_on_the_device_at_a_time() -> None:
 def test_host_buffers_are_used_again() -> None:
     model = hostile(build(), self_check="off").train()
     runtime = poros.runtime(model)
-    sizes = []
+    sizes, buffers = [], []
     longer = tiny.make_batches(1, num_tokens=40, padded=False)[0]
     for batch in (BATCHES[0], BATCHES[0], longer, BATCHES[0]):
         model(**batch).loss.backward()
         sizes.append(runtime.offloader.num_bytes)
+        buffers.append(list(runtime.offloader._buffers))
         assert runtime.stats()["offloaded_num_bytes"] == sizes[-1]
     assert sizes[0] == sizes[1] > 0 and sizes[2] == sizes[3]
+    assert buffers[0] == buffers[1] and buffers[2] == buffers[3], "page locks are costly"
     assert sizes[2] == pytest.approx(sizes[0] * 40 / 16, rel=0.01)
 
 

@@ -206,6 +206,9 @@ def test_stats_have_the_documented_keys_and_plausible_values() -> None:
     assert end["h2d_gb_per_s"] == pytest.approx(end["h2d_num_bytes"] / end["h2d_ms"] / 1e6)
     # Both visits of a block that no load precedes are hits: S at each turn.
     assert end["num_hits"] == (2 * num_steps - 1) * 2
+    copies = f"{end['num_loads']} copies of blocks"
+    for said in (type(model).__name__, "3 blocks, 2 on the device", copies, "first step: off"):
+        assert said in repr(runtime)
     assert {key: end[key] for key in STATS if "device" in key or "host" in key} == {
         key: start[key] for key in STATS if "device" in key or "host" in key
     }

@@ -258,7 +258,9 @@ def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.Mon
         assert len(calls[target]) >= call, target
 
 
-def test_a_failed_allocation_of_slots_frees_the_host_store() -> None:
+def test_a_failed_allocation_of_slots_frees_the_host_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def slabs() -> set[int]:
         gc.collect()
         return {id(value) for value in gc.get_objects() if type(value) is HostSlab}
@@ -268,6 +270,7 @@ def test_a_failed_allocation_of_slots_frees_the_host_store() -> None:
             found.update(slabs() - earlier)
             raise torch.OutOfMemoryError("no room for slots")
 
+    unpinned = _replace(monkeypatch, "poros.host.store.HostStore.unpin")
     model = build()
     before = picture(model)
     earlier, found = slabs(), set[int]()
@@ -277,6 +280,7 @@ def test_a_failed_allocation_of_slots_frees_the_host_store() -> None:
         )
     assert changes(before, picture(model)) == {}
     assert len(found) == 3 and not slabs() & found
+    assert len(unpinned) == 1, "a store that a loader has filled lives on"
 
 
 # Nothing of a step is left. Counted without the collector of cycles: what only it could free waits

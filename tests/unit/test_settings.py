@@ -9,6 +9,7 @@ import torch
 
 import poros
 from poros.self_check.switches import current_settings, set_settings
+from poros.stream.precision import GET
 from poros.stream.settings import Settings
 from tests.children import run_python
 from tests.snapshots import assert_same_run, build, changes, run, step
@@ -126,6 +127,23 @@ def test_a_setting_is_replayed_and_put_back(first: str, between: str, kind: str)
         assert [each.replace("none", "ieee") for each in now.precisions] == [
             each.replace("none", "ieee") for each in wanted.precisions
         ]
+    assert everything() == before
+
+
+def test_an_interruption_as_they_are_read_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = Settings.capture()
+    CHANGES["new everywhere"]()
+    before = everything()
+
+    def struck(backend: str, operator: str) -> str:
+        if (backend, operator) == ("mkldnn", "conv"):
+            raise KeyboardInterrupt
+        return GET(backend, operator)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("poros.stream.precision.GET", struck)
+        with wanted.replay():
+            pass
     assert everything() == before
 
 

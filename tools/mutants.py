@@ -153,6 +153,11 @@ class _Mutator(ast.NodeVisitor):
     def visit_arg(self, node: ast.arg) -> None:
         pass
 
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        node.returns, returns = None, node.returns
+        self.generic_visit(node)
+        node.returns = returns
+
     def generic_visit(self, node: ast.AST) -> None:
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)
@@ -256,6 +261,8 @@ class Campaign:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.by: dict[Mutant, str] = {}
+        self.is_spoiled = False
+        """Whether tests fail for the mutant that changes nothing."""
         self.passed = dict.fromkeys(drawn, 0)
         self._tests = {file: near(file, tests) for file in {mutant.file for mutant in drawn}}
         self._out, self._lock = out, Lock()
@@ -266,7 +273,7 @@ class Campaign:
 
     def work(self, copy: Path, waiting: "Queue[Mutant]", end: float) -> None:
         """Take mutants until none is left or the time is up."""
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self.is_spoiled:
             try:
                 mutant = waiting.get_nowait()
             except Empty:
@@ -277,6 +284,7 @@ class Campaign:
                 self._note(by, **mutant._asdict())
                 with self._out.open("a") as out:
                     out.write(json.dumps({**mutant._asdict(), "by": by}) + "\n")
+            self.is_spoiled |= bool(by) and mutant.number < 0
             if by:
                 print(*mutant, "|", by, flush=True)
             elif self.is_open(mutant):

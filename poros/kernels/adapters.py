@@ -3,6 +3,9 @@
 The adapters are read from PEFT's modules at each call, so activating, disabling, merging, scaling
 and deleting them stays PEFT's business. Whatever the operators do not know runs as PEFT has it,
 module by module and call by call. LoRA gives the same bits either way; DoRA does not.
+
+Grouped adapters (``poros.kernels.grouped``) give other bits too; ``poros.kernels.sharing`` says how
+projections find each other.
 """
 
 from collections import Counter
@@ -18,12 +21,15 @@ from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.compose import Tier
 from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
+from poros.kernels.grouped import Projection, gated_layer, project
 from poros.kernels.hooks import has_hooks
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_lora, add_lora_ref
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import PEFT, LoraShape, Paths, merges
 from poros.kernels.product import Product, product_of
+from poros.kernels.sharing import Shared, SharingForward, sharing
+from poros.kernels.swiglu import Activation
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
 _COMPILED = "compiled layers"
@@ -37,15 +43,18 @@ class KernelStats:
         dora_tier: As in ``poros.kernels.compose``.
         is_exact: Whether only operators with the bits of PEFT's modules may run.
         paths: Chooses the order of LoRA's products; None takes PEFT's.
+        is_grouped: Whether LoRA of projections that share an input runs by one operator.
 
     Attributes:
         num_fused: Calls that took an operator of ours.
+        num_grouped: Of these, calls that took the one of several projections, or its form for one.
         unfused: Calls that ran as PEFT has them, by reason.
         orders: Calls by shape and order of products, or by why that could only be PEFT's; none
             without ``paths``.
         num_left_out: Calls in recomputations whose result nobody needed.
         left_out: What the recomputation that runs has left out; None if it may leave out nothing.
         is_recording: Whether what runs is recorded, to be replayed: then it keeps nothing.
+        shared: The projections that may share an input in the call that runs; None outside of one.
     """
 
     def __init__(
@@ -54,12 +63,16 @@ class KernelStats:
         dora_tier: Tier | None = None,
         is_exact: bool = False,
         paths: Paths | None = None,
+        is_grouped: bool = False,
     ) -> None:
         self.is_constant = is_constant
         self.dora_tier = dora_tier
         self.is_exact = is_exact
         self.paths = paths
+        self.is_grouped = is_grouped
+        self.shared: Shared | None = None
         self.num_fused = 0
+        self.num_grouped = 0
         self.unfused: Counter[str] = Counter()
         self.orders: Counter[tuple[LoraShape | str, str]] = Counter()
         self.num_left_out = 0
@@ -69,11 +82,13 @@ class KernelStats:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Within it, what runs is not counted."""
-        counts = self.num_fused, Counter(self.unfused), self.num_left_out, Counter(self.orders)
+        counts = self.num_fused, self.num_grouped, self.num_left_out
+        tables = Counter(self.unfused), Counter(self.orders)
         try:
             yield
         finally:
-            self.num_fused, self.unfused, self.num_left_out, self.orders = counts
+            self.num_fused, self.num_grouped, self.num_left_out = counts
+            self.unfused, self.orders = tables
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -97,8 +112,15 @@ class KernelStats:
 
     @property
     def lora_paths(self) -> str:
-        """As in ``StreamingPolicy``, with the digest of a table for its path."""
+        """As in ``StreamingPolicy``, with the digest of a table for its path; or ``"grouped"``."""
+        if self.is_grouped:
+            return "grouped"
         return PEFT if self.paths is None else self.paths.identity
+
+    @property
+    def has_own_casts(self) -> bool:
+        """Whether LoRA has operators with other bits than PEFT's, which also cast adapters."""
+        return self.paths is not None or self.is_grouped
 
     def as_peft(self, reason: str) -> None:
         """A call takes PEFT's order of products, whatever was wanted."""
@@ -169,7 +191,7 @@ class _Forward(PatchedForward):
     def is_exact(self) -> bool:
         """Whether it gives the bits of the module's own forward: not with DoRA, or other orders."""
         module = self._module()
-        return self._tally.paths is None and (
+        return not self._tally.has_own_casts and (
             self._tally.is_exact
             or not any(name in module.lora_variant for name in module.active_adapters)
         )
@@ -200,12 +222,16 @@ class _Forward(PatchedForward):
         dtype = autocast_dtype(input.device)
         if dtype is None and seen != a.dtype:
             return self.own(module, input)  # which says what is wrong
+        if self._tally.is_grouped:
+            grouped = self._run_grouped(module, input, lora, dtype)
+            if grouped is not None:
+                return grouped
         how = Added(lora.scaling, lora.dropout, seen, rounds, not self._is_4bit)
         base = module._modules["base_layer"]
         leaves_out = self._tally.leaves_out(self)
         product, order = self._in_order(base, input, lora, dtype)
         if order == PEFT:
-            why = None if self._tally.paths is None else _why_own(input, lora.a)
+            why = _why_own(input, lora.a) if self._tally.has_own_casts else None
             if why is not None:
                 self._note_unfused(why)
                 return self.own(module, input)
@@ -229,6 +255,59 @@ class _Forward(PatchedForward):
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_
+
+    def _run_grouped(
+        self, module: Any, input: torch.Tensor, lora: _Lora, autocast: torch.dtype | None
+    ) -> torch.Tensor | None:
+        """The result, together with those of modules that share the input; None if it cannot."""
+        shared, tally = self._tally.shared, self._tally
+        found = None if shared is None else shared.take(module, input, lora)
+        if found is None:
+            given = input if autocast is None else input.to(autocast)
+            own = self.projection(module, given, lora, autocast)
+            if own is None:
+                return None
+            members = {module: (lora, own)}
+            for other in () if shared is None else shared.behind(module):
+                forward = other.__dict__.get("forward")
+                theirs = _lora_of(other, input, tally) if isinstance(forward, _Forward) else ""
+                if isinstance(theirs, _Lora) and theirs.magnitude is None:
+                    one = forward.projection(other, given, theirs, autocast)
+                    if one is not None and one.dtype == own.dtype:
+                        members[other] = theirs, one
+            leaves_out = len(members) == 1 and tally.leaves_out(self)
+            group = [one for _, one in members.values()]
+            results = project(group, given, self if len(group) == 1 else None, leaves_out)
+            waiting = {
+                each: (theirs, result)
+                for (each, (theirs, _)), result in zip(members.items(), results, strict=True)
+            }
+            _, found = waiting.pop(module)
+            if shared is not None:
+                shared.keep(input, waiting)
+            if leaves_out:
+                tally.note(self, found)
+        tally.num_fused += 1
+        tally.num_grouped += 1
+        # As PEFT has it, and bitsandbytes.
+        return found.to(input.dtype) if self._is_4bit else found
+
+    def projection(
+        self, module: Any, input: torch.Tensor, lora: _Lora, autocast: torch.dtype | None
+    ) -> Projection | None:
+        """What it computes of ``input``, which autocast has cast; None if that is not known."""
+        product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
+        if product is None or (autocast is not None and lora.a.dtype == torch.float64):
+            return None
+        casts = getattr(module, "cast_input_dtype_enabled", True)
+        how = Added(
+            lora.scaling,
+            lora.dropout,
+            lora.a.dtype if casts else input.dtype,
+            rounds=self._is_4bit,
+            keeps_dtype=not self._is_4bit,
+        )
+        return Projection(product, lora.a, lora.b, lora.bias, how, autocast or lora.a.dtype)
 
     def _note_unfused(self, reason: str) -> None:
         if reason:
@@ -301,6 +380,50 @@ class _Forward(PatchedForward):
         return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._squares, may_keep)
 
 
+def run_gated(
+    gate: nn.Module, up: nn.Module, down: nn.Module, input: torch.Tensor, activation: Activation
+) -> torch.Tensor | None:
+    """``down(activation(gate(input)) * up(input))`` by one operator; None if it cannot.
+
+    Args:
+        gate: Nobody hooks into it, or the next two.
+        up: Another module.
+        down: Another module.
+        input: As of ``gate``.
+        activation: As of ``poros.kernels.swiglu``.
+    """
+    modules = gate, up, down
+    forwards = [module.__dict__.get("forward") for module in modules]
+    if not all(isinstance(forward, _Forward) for forward in forwards):
+        return None
+    tally, autocast = forwards[0]._tally, autocast_dtype(input.device)
+    given, found = input, []
+    for module, forward in zip(modules, forwards, strict=True):
+        lora = _lora_of(module, given, tally)
+        one = None
+        if isinstance(lora, _Lora) and lora.magnitude is None:
+            one = forward.projection(module, given, lora, autocast)
+        # In the dtype in which it multiplies: what is not is cast on the way, in modules alone.
+        if one is None or given.dtype != (autocast or given.dtype):
+            return None
+        found.append(one)
+        if module is up:
+            forms = {(each.product.num_rows, each.result_dtype(input.dtype)) for each in found}
+            if len(forms) > 1 or found[0].dtype != found[1].dtype:
+                return None
+            ((columns, dtype),) = forms
+            # Like what comes to ``down``; its memory is there for the first of the results.
+            given = input.new_empty((*input.shape[:-1], columns), dtype=dtype)
+    del given
+    leaves_out = tally.leaves_out(forwards[2])
+    result = gated_layer(*found, input, activation, forwards[2], leaves_out)
+    tally.num_fused += 3
+    tally.num_grouped += 3
+    if leaves_out:
+        tally.note(forwards[2], result)
+    return result
+
+
 def note_last(results: Iterable[torch.Tensor]) -> None:
     """Note which adapted modules only add to the result of a layer.
 
@@ -331,6 +454,8 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     def forward_of(module: nn.Module) -> PatchedForward | None:
         if _is_known(module):
             return _Forward(module, tally, is_4bit=type(module) is Linear4bit)
+        if tally.is_grouped and sum(map(_is_known, sharing(module))) > 1:
+            return SharingForward(module, tally)
         return None
 
     replace(modules, forward_of)
@@ -397,8 +522,8 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     b: Any = second._parameters.get("weight")
     bias: Any = second._parameters.get("bias")
     tensors = (input, a, b) if bias is None else (input, a, b, bias)
-    # DoRA's operator casts by itself, and so do other orders: there casts may be watched, or kept.
-    has_own_casts = magnitude is not None or tally.paths is not None
+    # These operators cast by themselves: there casts may be watched, or kept.
+    has_own_casts = magnitude is not None or tally.has_own_casts
     if magnitude is not None:
         if bias is not None:
             return "DoRA with a bias"

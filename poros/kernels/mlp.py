@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
+from poros.kernels.adapters import KernelStats, run_gated
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
+from poros.kernels.sharing import sharing_within
 from poros.kernels.swiglu import forget_parts, swiglu
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)
@@ -52,12 +54,20 @@ _FORMS = (_direct, _named, _in_one)
 
 
 class _Forward(PatchedForward):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, tally: KernelStats) -> None:
         super().__init__(module)
+        self._tally = tally
         names = names_in(type(module).forward)
         if names is None:
             raise TypeError(f"expected a gated feed-forward, found {type(module).__name__}")
         self._names = names
+
+    @property
+    def is_exact(self) -> bool:
+        return not self._tally.is_grouped
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(), self._tally)
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         parts, names = module._modules, self._names
@@ -76,6 +86,20 @@ class _Forward(PatchedForward):
         ):
             return self.own(module, *args, **kwargs)
         (input,) = args
+        if self._tally.is_grouped and names.up is not None:
+            projections = [parts[names.gate], parts[names.up], down]
+            if not has_hooks(*projections, but_ours=True):
+                result = run_gated(*projections, input, activation)
+                if result is not None:
+                    return result
+            with sharing_within(self._tally, projections[:2]):
+                return self._run_parts(parts, input)
+        return self._run_parts(parts, input)
+
+    def _run_parts(self, parts: Any, input: Any) -> Any:
+        """Each part as the module that it is."""
+        names = self._names
+        activation, down = parts[names.activation], parts[names.down]
         gate = parts[names.gate](input)
         if names.up is None:
             is_plain = type(gate) is torch.Tensor and gate.is_contiguous()
@@ -97,8 +121,8 @@ class _Forward(PatchedForward):
         return down(activation(gate) * up)
 
 
-def patch(modules: Iterable[nn.Module]) -> None:
-    """Have feed-forward modules take our operator.
+def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
+    """Have feed-forward modules take our operator; with grouped adapters one for all of them.
 
     Modules of other forms, and those whose forward somebody has set, are left alone.
     ``poros.kernels.forwards.unpatch`` undoes it.
@@ -107,7 +131,7 @@ def patch(modules: Iterable[nn.Module]) -> None:
     def forward_of(module: nn.Module) -> PatchedForward | None:
         if type(module).__module__.startswith(("torch.", "peft.")):
             return None
-        return None if names_in(type(module).forward) is None else _Forward(module)
+        return None if names_in(type(module).forward) is None else _Forward(module, tally)
 
     replace(modules, forward_of)
 

@@ -109,25 +109,37 @@ class _SwiGlu(torch.autograd.Function):
         if gradients[0] is None:
             return None, None, None
         gate, up = saved_tensors(ctx)
-        if _takes_kernel(ctx.activation, gradients[0], gate, up):
-            from poros.kernels import swiglu_gpu
+        making = RecomputeInfo(ctx.activation, ctx.autocast)
+        return *swiglu_backward(gradients[0], gate, up, making), None
 
-            return *swiglu_gpu.silu_mul_backward(gradients[0], gate, up), None
-        if type(ctx.activation) in _SILU and gradients[0].dtype == gate.dtype == up.dtype:
-            # In place, so that no more is there than with the kernel.
-            of_up = torch.nn.functional.silu(gate).mul_(gradients[0])
-            of_gate = gradients[0] * up
-            torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
-            return of_gate, of_up, None
-        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        parts = [_rows(each) for each in (gradients[0], gate, up, of_gate, of_up)]
-        for gradient, gate, up, into_gate, into_up in zip(*parts, strict=True):
-            with torch.enable_grad(), _autocast_as(ctx.autocast, gate.device):
-                leaf = gate.detach().requires_grad_()
-                activated = _own(ctx.activation)(leaf)
-            into_up.copy_(gradient * activated.detach())
-            into_gate.copy_(torch.autograd.grad(activated, leaf, gradient * up)[0])
-        return of_gate, of_up, None
+
+def swiglu_backward(
+    gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, making: RecomputeInfo
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up, given that of their product; ``making`` says how it was made.
+
+    All of one shape; gate and up are of one dtype, and so are their gradients.
+    """
+    activation = making.activation
+    if _takes_kernel(activation, gradient, gate, up):
+        from poros.kernels import swiglu_gpu
+
+        return swiglu_gpu.silu_mul_backward(gradient, gate, up)
+    if type(activation) in _SILU and gradient.dtype == gate.dtype == up.dtype:
+        # In place, so that no more is there than with the kernel.
+        of_up = torch.nn.functional.silu(gate).mul_(gradient)
+        of_gate = gradient * up
+        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        return of_gate, of_up
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    parts = [_rows(each) for each in (gradient, gate, up, of_gate, of_up)]
+    for arriving, gate, up, into_gate, into_up in zip(*parts, strict=True):
+        with torch.enable_grad(), _autocast_as(making.autocast, gate.device):
+            leaf = gate.detach().requires_grad_()
+            activated = _own(activation)(leaf)
+        into_up.copy_(arriving * activated.detach())
+        into_gate.copy_(torch.autograd.grad(activated, leaf, arriving * up)[0])
+    return of_gate, of_up
 
 
 def _own(activation: Activation) -> Activation:

@@ -100,10 +100,9 @@ def prepare_with(
     existing = find_runtime(model)
     if existing is not None:
         is_equal = existing.policy.override(lora_paths=policy.lora_paths) == policy
-        wanted, found = (
-            KernelStats(paths=Paths.of(policy.lora_paths)),
-            existing.tally or KernelStats(),
-        )
+        is_grouped = policy.adapter_kernels == "grouped"
+        wanted = KernelStats(paths=Paths.of(policy.lora_paths), is_grouped=is_grouped)
+        found = existing.tally or KernelStats()
         if is_equal and wanted.lora_paths == found.lora_paths:
             return model
         raise PreparedModelError(

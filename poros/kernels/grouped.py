@@ -46,6 +46,7 @@ Note: Bound
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -261,7 +262,7 @@ class _Group(NamedTuple):
 
     def backward(
         self,
-        gradients: Sequence[Optional],
+        gradients: list[Optional],
         source: Callable[[], torch.Tensor],
         kept: _Kept,
         wants: _Wants,
@@ -269,13 +270,13 @@ class _Group(NamedTuple):
         """The gradients of the input, of shape (tokens, columns), and of A, B and bias in turn.
 
         Args:
-            gradients: Of the results; None where there is none.
+            gradients: Of the results; None where there is none. Each is dropped after its last use.
             source: Gives the input.
             kept: Of the forward.
             wants: Which are wanted.
         """
-        of_b, of_bias = _nothing(gradients), _nothing(gradients)
-        has_a = any(wants.all_a)
+        of_a, of_b, of_bias = (_nothing(gradients) for _ in range(3))
+        arrives = [gradient is not None for gradient in gradients]
         of_hidden = torch.empty_like(kept.hidden)
         parts = zip(self.columns(kept.hidden), self.columns(of_hidden), strict=True)
         for place, (hidden, into) in enumerate(parts):
@@ -290,56 +291,48 @@ class _Group(NamedTuple):
                 # With beta=0 what is there is not read.
                 of_one = torch.empty_like(b).addmm_(rows.t(), hidden, beta=0, alpha=scaling)
                 of_b[place] = of_one.to(wants.all_b[place])
-            if has_a or wants.input:
-                into.addmm_(rows, b, beta=0, alpha=scaling)
-            del rows
-        of_a = _nothing(gradients)
-        if has_a:
-            of_a = self._of_a(gradients, of_hidden, source(), kept, wants)
+            into.addmm_(rows, b, beta=0, alpha=scaling)
+            del gradient, rows
+        if any(wants.all_a):
+            found = self._of_a(of_hidden, source(), kept, wants)
+            of_a = [each if has else None for each, has in zip(found, arrives, strict=True)]
         of_input = self._of_input(gradients, of_hidden, kept, wants) if wants.input else None
         each = zip(of_a, of_b, of_bias, strict=True)
         return of_input, [gradient for three in each for gradient in three]
 
     def _of_a(
-        self,
-        gradients: Sequence[Optional],
-        of_hidden: torch.Tensor,
-        input: torch.Tensor,
-        kept: _Kept,
-        wants: _Wants,
+        self, of_hidden: torch.Tensor, input: torch.Tensor, kept: _Kept, wants: _Wants
     ) -> list[Optional]:
-        """The gradients of all A."""
-        found = _nothing(gradients)
-        together: Sequence[Optional] = found
+        """The gradients of all A that are wanted."""
         if not self.has_dropout:
-            whole = of_hidden.t().mm(_rows(input.to(self.dtype)))
+            together = of_hidden.t().mm(_rows(input.to(self.dtype)))
+            # Once for all; there is no dtype between that would round.
             dtype = next(each for each in wants.all_a if each is not None)
-            together = whole.to(dtype).split(self.ranks)
+            parts = zip(together.to(dtype).split(self.ranks), wants.all_a, strict=True)
+            return [None if dtype is None else part.to(dtype) for part, dtype in parts]
+        found: list[Optional] = []
         for place, part in enumerate(self.columns(of_hidden)):
-            dtype, how, own = wants.all_a[place], self.hows[place], together[place]
-            if dtype is None or gradients[place] is None:
+            dtype, how, mask = wants.all_a[place], self.hows[place], kept.masks[place]
+            if dtype is None:
+                found.append(None)
                 continue
-            if own is None:
-                mask = kept.masks[place]
-                own = part.t().mm(_rows(drop(input, mask, how.dropout, how.dtype, self.dtype)))
-            found[place] = own.to(dtype)
+            dropped = drop(input, mask, how.dropout, how.dtype, self.dtype)
+            found.append(part.t().mm(_rows(dropped)).to(dtype))
+            del dropped
         return found
 
     def _of_input(
-        self,
-        gradients: Sequence[Optional],
-        of_hidden: torch.Tensor,
-        kept: _Kept,
-        wants: _Wants,
+        self, gradients: list[Optional], of_hidden: torch.Tensor, kept: _Kept, wants: _Wants
     ) -> Optional:
-        """The gradient of the input."""
+        """The gradient of the input; drops those of the results one by one."""
         sum_: Optional = None
-        for gradient, product, weight in zip(gradients, self.products, kept.weights, strict=True):
+        for place, product in enumerate(self.products):
+            gradient, gradients[place] = gradients[place], None
             if gradient is not None:
                 rows = _rows(gradient.to(wants.input))
-                dense = product._replace(weight=weight).dense(rows.dtype)
+                dense = product._replace(weight=kept.weights[place]).dense(rows.dtype)
                 sum_ = rows.mm(dense) if sum_ is None else sum_.addmm_(rows, dense)
-                del dense  # before the next one is there
+                del gradient, rows, dense  # before the next one is there
         if sum_ is None:
             return None
         if not self.has_dropout:
@@ -348,11 +341,10 @@ class _Group(NamedTuple):
             return sum_.add_(of_hidden.mm(kept.stacked))
         all_a = kept.stacked.split(self.ranks)
         for place, part in enumerate(self.columns(of_hidden)):
-            how, mask = self.hows[place], kept.masks[place]
-            of_dropped = part.mm(all_a[place])
+            how, mask, of_one = self.hows[place], kept.masks[place], part.mm(all_a[place])
             if mask is not None:
-                of_dropped = of_dropped.view(mask.shape)
-            of_one = drop(of_dropped, mask, how.dropout, how.dtype, sum_.dtype, is_gradient=True)
+                of_one = of_one.view(mask.shape)
+            of_one = drop(of_one, mask, how.dropout, how.dtype, sum_.dtype, is_gradient=True)
             sum_.add_(of_one.view(sum_.shape))
         return sum_
 
@@ -389,7 +381,7 @@ class _Project(torch.autograd.Function):
             return (None,) * (2 + 3 * len(gradients))
         input, *flat = saved_tensors(ctx)
         kept = _Kept.of(flat, len(gradients))
-        of_input, others = ctx.group.backward(gradients, lambda: input, kept, ctx.wants)
+        of_input, others = ctx.group.backward(list(gradients), lambda: input, kept, ctx.wants)
         return (None, None if of_input is None else of_input.view(ctx.shape), *others)
 
 
@@ -424,12 +416,14 @@ class _Gated(torch.autograd.Function):
         kept, behind = _Kept.of(flat[:-5], 2), _Kept.of(flat[-5:], 1)
         making: RecomputeInfo = ctx.making
         of_product, of_down = ctx.down.backward(
-            gradients, lambda: making.again(gate, up), behind, ctx.wants_down
+            list(gradients), partial(making.again, gate, up), behind, ctx.wants_down
         )
         if of_product is None:
             return (*(None,) * 8, *of_down)
-        both = swiglu_backward(of_product.view(gate.shape), gate, up, making)
-        del of_product
+        both = list(swiglu_backward(of_product.view(gate.shape), gate, up, making))
+        # Unless the graph stays, so that they are gone before a weight is there.
+        ctx.maybe_clear_saved_tensors()
+        del of_product, gate, up
         of_input, others = ctx.group.backward(both, lambda: input, kept, ctx.wants)
         of_input = None if of_input is None else of_input.view(ctx.shape)
         return (None, of_input, *others, *of_down)

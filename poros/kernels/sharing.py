@@ -4,8 +4,8 @@ Which they are is said around them: an attention module opens a call in which q,
 In it the first computes the results of those behind it too (``poros.kernels.grouped``). Each of
 these takes its own if it is called within that call, with that very tensor, which nobody has
 written to since, with the same adapter, and with gradients and autocast as they were. Otherwise it
-computes for itself, so hooks see what they always see, and one that gives a module another input
-has it computed. What nobody has taken is gone when the call ends, however it ends.
+computes for itself, as modules with hooks do: what those do to a tensor may not be counted. What
+nobody has taken is gone when the call ends, however it ends.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,7 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_dtype
 from poros.kernels.forwards import PatchedForward
+from poros.kernels.hooks import has_hooks
 
 _NAMES = ("q_proj", "k_proj", "v_proj")
 """Of what shares an input in an attention module, in the order of the calls."""
@@ -39,9 +40,12 @@ class Shared:
         self._waiting: Waiting = {}
 
     def behind(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Those that are called after ``module``; none if it is not one of them."""
+        """Those that are called after ``module`` and may take results; none if it may not give."""
         known = self._modules
-        return known[known.index(module) + 1 :] if module in known else ()
+        if module not in known or has_hooks(module, but_ours=True):
+            return ()
+        following = known[known.index(module) + 1 :]
+        return [each for each in following if not has_hooks(each, but_ours=True)]
 
     def take(
         self, module: nn.Module, input: torch.Tensor, added: tuple[Any, ...]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from poros.config import ADAPTER_KERNELS
 from poros.recipes.values import (
     Kind,
     choice,
@@ -221,6 +222,12 @@ class TrainingPart:
         switch("auto"),
         "--bf16",
         "Multiply in bfloat16 (autocast) and keep the adapter's dtype; auto: on a GPU.",
+    )
+    adapter_kernels: str = _setting(
+        "fused",
+        choice(*ADAPTER_KERNELS),
+        "--adapter-kernels",
+        "Kernels of the adapter; grouped: fewer products, within rounding of PEFT's.",
     )
     beta: float = _setting(
         0.1,

@@ -29,7 +29,7 @@ from tests.exact import together
 from tests.exact.adapter_arms import SEVEN, Found, Model, adapted, differences, mlps, step
 from tests.exact.arms import Bases
 from tests.exact.recorded import recorded
-from tests.exact.test_lora_paths import train
+from tests.exact.trainer_arms import two_steps
 from tests.support import AdversarialPrepare, same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -412,11 +412,11 @@ def test_an_adapter_that_comes_later_and_is_no_lora_runs_as_fused(bases: Bases) 
 
 
 def test_a_run_resumes_with_its_own_kernels(tmp_path: Path, bases: Bases) -> None:
-    expected = train(streamed(adapted(bases), slots=2), tmp_path, Trainer)
-    found = train(grouped(adapted(bases)), tmp_path, Trainer, resume=True)
+    expected = two_steps(streamed(adapted(bases), slots=2), tmp_path, Trainer)
+    found = two_steps(grouped(adapted(bases)), tmp_path, Trainer, resume=True)
     assert all(same_bits(found[name], expected[name]) for name in expected)
     with pytest.raises(PolicyError, match=r"expected 'grouped', .* found 'peft'"):
-        train(poros.use_adapter_kernels(adapted(bases)), tmp_path, Trainer, resume=True)
+        two_steps(poros.use_adapter_kernels(adapted(bases)), tmp_path, Trainer, resume=True)
 
 
 def test_a_plan_counts_it(bases: Bases) -> None:

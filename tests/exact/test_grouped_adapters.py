@@ -252,6 +252,21 @@ def test_grouped_micro_batches(
         assert together.num_groups(model) > 0
 
 
+@pytest.mark.parametrize("policy", [FAST, KEPT], ids=str)
+def test_grouped_micro_batches_of_recorded_visits(policy: dict[str, Any], bases: Bases) -> None:
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        with autocast():
+            return together.own_loss(model, batch)
+
+    options: dict[str, Any] = {"sizes": (4,) * 4, "loss": loss}
+    model = grouped(adapted(bases, lora_dropout=0.1))
+    expected = together.train(model, together=False, **options)
+    model = adapted(bases, lora_dropout=0.1)
+    captures, _ = recorded(model, **GROUPED, **policy)
+    assert together.same(together.train(model, **options), expected)
+    assert captures.num_replays > 0 and together.num_groups(model) == 4
+
+
 def test_a_layer_has_three_nodes(bases: Bases) -> None:
     model = grouped(adapted(bases))
     loss = model(input_ids=torch.arange(24)[None], labels=torch.arange(24)[None]).loss

@@ -61,8 +61,9 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
         Loss, gradients, adapter weights, optimizer state and random states of a training run are
         bitwise equal, on the same machine and software, to those of a resident run with the same
         loss and kernels. With ``loss="reference"`` and LoRA, that run is plain transformers and
-        PEFT, unless ``adapter_kernels="grouped"`` or ``lora_paths`` ask for other rounding. On a CPU with AVX512-BF16, bitsandbytes repacks weights in eval mode, which rounds
-        them; it is switched off here and must be switched off for the resident model too.
+        PEFT, unless ``adapter_kernels="grouped"`` or ``lora_paths`` ask for other rounding. On a
+        CPU with AVX512-BF16, bitsandbytes repacks weights in eval mode, which rounds them; it is
+        switched off here and must be switched off for the resident model too.
 
     Raises:
         PolicyError: If a policy field is unknown or cannot work.

@@ -21,7 +21,7 @@ from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.compose import Tier
 from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
-from poros.kernels.grouped import Projection, gated_layer, project
+from poros.kernels.grouped import Projection, project
 from poros.kernels.hooks import has_hooks
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_lora, add_lora_ref
@@ -29,7 +29,6 @@ from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import PEFT, LoraShape, Paths, merges
 from poros.kernels.product import Product, product_of
 from poros.kernels.sharing import Shared, SharingForward, sharing
-from poros.kernels.swiglu import Activation
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
 _COMPILED = "compiled layers"
@@ -264,50 +263,30 @@ class _Forward(PatchedForward):
         found = None if shared is None else shared.take(module, input, lora)
         if found is None:
             given = input if autocast is None else input.to(autocast)
-            own = self.projection(module, given, lora, autocast)
+            own = projection_of(module, given, lora)
             if own is None:
                 return None
-            members = {module: (lora, own)}
+            group: list[Projection] = [own]
+            others: list[tuple[nn.Module, _Lora]] = []
             for other in () if shared is None else shared.behind(module):
-                forward = other.__dict__.get("forward")
-                theirs = _lora_of(other, input, tally) if isinstance(forward, _Forward) else ""
-                if isinstance(theirs, _Lora) and theirs.magnitude is None:
-                    one = forward.projection(other, given, theirs, autocast)
-                    if one is not None and one.dtype == own.dtype:
-                        members[other] = theirs, one
-            leaves_out = len(members) == 1 and tally.leaves_out(self)
-            group = [one for _, one in members.values()]
-            results = project(group, given, self if len(group) == 1 else None, leaves_out)
-            waiting = {
-                each: (theirs, result)
-                for (each, (theirs, _)), result in zip(members.items(), results, strict=True)
-            }
-            _, found = waiting.pop(module)
+                theirs = _lora_of(other, input, tally) if adapter_forward(other) else ""
+                if not isinstance(theirs, _Lora):
+                    continue
+                one = projection_of(other, given, theirs)
+                if one is not None and one.dtype == own.dtype:
+                    group.append(one)
+                    others.append((other, theirs))
+            leaves_out = not others and tally.leaves_out(self)
+            found, *rest = project(group, given, None if others else self, leaves_out)
             if shared is not None:
-                shared.keep(input, waiting)
+                pairs = zip(others, rest, strict=True)
+                shared.keep(input, {each: (theirs, result) for (each, theirs), result in pairs})
             if leaves_out:
                 tally.note(self, found)
         tally.num_fused += 1
         tally.num_grouped += 1
         # As PEFT has it, and bitsandbytes.
         return found.to(input.dtype) if self._is_4bit else found
-
-    def projection(
-        self, module: Any, input: torch.Tensor, lora: _Lora, autocast: torch.dtype | None
-    ) -> Projection | None:
-        """What it computes of ``input``, which autocast has cast; None if that is not known."""
-        product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
-        if product is None or (autocast is not None and lora.a.dtype == torch.float64):
-            return None
-        casts = getattr(module, "cast_input_dtype_enabled", True)
-        how = Added(
-            lora.scaling,
-            lora.dropout,
-            lora.a.dtype if casts else input.dtype,
-            rounds=self._is_4bit,
-            keeps_dtype=not self._is_4bit,
-        )
-        return Projection(product, lora.a, lora.b, lora.bias, how, autocast or lora.a.dtype)
 
     def _note_unfused(self, reason: str) -> None:
         if reason:
@@ -380,48 +359,36 @@ class _Forward(PatchedForward):
         return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._squares, may_keep)
 
 
-def run_gated(
-    gate: nn.Module, up: nn.Module, down: nn.Module, input: torch.Tensor, activation: Activation
-) -> torch.Tensor | None:
-    """``down(activation(gate(input)) * up(input))`` by one operator; None if it cannot.
+def adapter_forward(module: nn.Module) -> "_Forward | None":
+    """The forward of ours of a LoRA module; None if it runs its own, or is something else."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, _Forward) else None
+
+
+def projection_of(module: Any, input: torch.Tensor, lora: _Lora | None = None) -> Projection | None:
+    """What an adapted module computes as a part of a group (``poros.kernels.grouped``).
 
     Args:
-        gate: Nobody hooks into it, or the next two.
-        up: Another module.
-        down: Another module.
-        input: As of ``gate``.
-        activation: As of ``poros.kernels.swiglu``.
+        module: It has an ``adapter_forward``.
+        input: In the dtype of autocast, if that is on.
+        lora: What it adds; None looks it up.
+
+    Returns:
+        None if it cannot be a part.
     """
-    modules = gate, up, down
-    forwards = [module.__dict__.get("forward") for module in modules]
-    if not all(isinstance(forward, _Forward) for forward in forwards):
+    forward, autocast = module.__dict__["forward"], autocast_dtype(input.device)
+    found = _lora_of(module, input, forward._tally) if lora is None else lora
+    if not isinstance(found, _Lora) or found.magnitude is not None:
         return None
-    tally, autocast = forwards[0]._tally, autocast_dtype(input.device)
-    given, found = input, []
-    for module, forward in zip(modules, forwards, strict=True):
-        lora = _lora_of(module, given, tally)
-        one = None
-        if isinstance(lora, _Lora) and lora.magnitude is None:
-            one = forward.projection(module, given, lora, autocast)
-        # In the dtype in which it multiplies: what is not is cast on the way, in modules alone.
-        if one is None or given.dtype != (autocast or given.dtype):
-            return None
-        found.append(one)
-        if module is up:
-            forms = {(each.product.num_rows, each.result_dtype(input.dtype)) for each in found}
-            if len(forms) > 1 or found[0].dtype != found[1].dtype:
-                return None
-            ((columns, dtype),) = forms
-            # Like what comes to ``down``; its memory is there for the first of the results.
-            given = input.new_empty((*input.shape[:-1], columns), dtype=dtype)
-    del given
-    leaves_out = tally.leaves_out(forwards[2])
-    result = gated_layer(*found, input, activation, forwards[2], leaves_out)
-    tally.num_fused += 3
-    tally.num_grouped += 3
-    if leaves_out:
-        tally.note(forwards[2], result)
-    return result
+    product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
+    # Autocast leaves float64 as it is.
+    if product is None or (autocast is not None and found.a.dtype == torch.float64):
+        return None
+    casts = getattr(module, "cast_input_dtype_enabled", True)
+    seen = found.a.dtype if casts else input.dtype
+    is_4bit = forward._is_4bit
+    how = Added(found.scaling, found.dropout, seen, rounds=is_4bit, keeps_dtype=not is_4bit)
+    return Projection(product, found.a, found.b, found.bias, how, autocast or found.a.dtype)
 
 
 def note_last(results: Iterable[torch.Tensor]) -> None:

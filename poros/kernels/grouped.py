@@ -56,7 +56,7 @@ from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
-from poros.kernels.swiglu import Activation, RecomputeInfo, swiglu_backward
+from poros.kernels.swiglu import Activation, RecomputeInfo, parts_of, swiglu_backward
 
 Optional = torch.Tensor | None
 
@@ -100,7 +100,8 @@ def project(
         ``LazyTensor`` if it is left out.
 
     Streams:
-        Queued on the current stream. Draws the random numbers that dropout draws.
+        Queued on the current stream. Draws the random numbers that dropout draws. Of an input that
+        is a gated activation (``poros.kernels.swiglu``) gate and up are kept, and it is made again.
 
     Exactness:
         Equal bits for equal calls. Not those of PEFT's modules: see the bound above.
@@ -307,8 +308,8 @@ class _Group(NamedTuple):
         if not self.has_dropout:
             together = of_hidden.t().mm(_rows(input.to(self.dtype)))
             # Once for all; there is no dtype between that would round.
-            dtype = next(each for each in wants.all_a if each is not None)
-            parts = zip(together.to(dtype).split(self.ranks), wants.all_a, strict=True)
+            first = next(each for each in wants.all_a if each is not None)
+            parts = zip(together.to(first).split(self.ranks), wants.all_a, strict=True)
             return [None if dtype is None else part.to(dtype) for part, dtype in parts]
         found: list[Optional] = []
         for place, part in enumerate(self.columns(of_hidden)):
@@ -353,10 +354,10 @@ class _Call(NamedTuple):
     """What a node is given besides tensors."""
 
     group: _Group
-    down: Any
-    """The group behind the activation, of a feed-forward; or None."""
-    making: Any
-    """Its ``RecomputeInfo``, or None."""
+    down: _Group | None
+    """The group behind the activation, of a feed-forward."""
+    making: RecomputeInfo | None
+    """That activation."""
     owner: object
     leaves_out: bool
 
@@ -366,22 +367,28 @@ class _Project(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, input: torch.Tensor, *matrices: Any) -> Any:
         group = call.group
         kept = group.begin(input, matrices)
-        ctx.save_for_backward(input, *kept.flat())
+        parts = parts_of(input)
+        ctx.making = None if parts is None else parts.making
+        sources = (input,) if parts is None else (parts.gate, parts.up)
+        ctx.save_for_backward(*kept.flat(), *sources)
         ctx.group, ctx.owner, ctx.shape = group.without_weights(), call.owner, input.shape
         needs = ctx.needs_input_grad
         ctx.wants = _Wants.of(input.dtype if needs[1] else None, matrices, needs[2:])
         ctx.set_materialize_grads(False)
         if call.leaves_out:
-            return (_left_out(group, input, (input,), kept, matrices, lambda: input),)
+            return (_left_out(group, input, sources, kept, matrices, lambda: input),)
         return tuple(group.results(input, kept, matrices))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Optional) -> tuple[Optional, ...]:
         if all(each is None for each in gradients):
             return (None,) * (2 + 3 * len(gradients))
-        input, *flat = saved_tensors(ctx)
+        *flat, last = saved_tensors(ctx)
+        source = partial(_itself, last)
+        if ctx.making is not None:
+            source = partial(ctx.making.again, flat.pop(), last)
         kept = _Kept.of(flat, len(gradients))
-        of_input, others = ctx.group.backward(list(gradients), lambda: input, kept, ctx.wants)
+        of_input, others = ctx.group.backward(list(gradients), source, kept, ctx.wants)
         return (None, None if of_input is None else of_input.view(ctx.shape), *others)
 
 
@@ -389,6 +396,8 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, input: torch.Tensor, *matrices: Any) -> torch.Tensor:
         group, down, making = call.group, call.down, call.making
+        if down is None or making is None:
+            raise RuntimeError("expected what is behind gate and up, found none")
         kept = group.begin(input, matrices[:6])
         gate, up = group.results(input, kept, matrices[:6])
         product = making.again(gate, up)
@@ -406,7 +415,8 @@ class _Gated(torch.autograd.Function):
             return _left_out(
                 *(down, product, (gate, up), behind, matrices[6:]), lambda: making.again(gate, up)
             )
-        return down.results(product, behind, matrices[6:])[0]  # type: ignore[no-any-return]
+        (result,) = down.results(product, behind, matrices[6:])
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Optional) -> tuple[Optional, ...]:
@@ -424,7 +434,7 @@ class _Gated(torch.autograd.Function):
         # Unless the graph stays, so that they are gone before a weight is there.
         ctx.maybe_clear_saved_tensors()
         del of_product, gate, up
-        of_input, others = ctx.group.backward(both, lambda: input, kept, ctx.wants)
+        of_input, others = ctx.group.backward(both, partial(_itself, input), kept, ctx.wants)
         of_input = None if of_input is None else of_input.view(ctx.shape)
         return (None, of_input, *others, *of_down)
 
@@ -453,6 +463,10 @@ def _left_out(
     return LazyTensor(
         shape, dtype, input.device, lambda: group.results(again(), kept, matrices)[0], read
     )
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _nothing(like: Sequence[Any]) -> list[Optional]:

@@ -8,7 +8,7 @@ computes for itself, as modules with hooks do: what those do to a tensor may not
 nobody has taken is gone when the call ends, however it ends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from poros.kernels.hooks import has_hooks
 _NAMES = ("q_proj", "k_proj", "v_proj")
 """Of what shares an input in an attention module, in the order of the calls."""
 
-Waiting = dict[nn.Module, tuple[tuple[Any, ...], torch.Tensor]]
+Waiting = Mapping[nn.Module, tuple[tuple[Any, ...], torch.Tensor]]
 """By module, what it adds to its linear module, and its result."""
 
 
@@ -37,7 +37,7 @@ class Shared:
         self._modules = modules
         self._input: torch.Tensor | None = None
         self._state: object = None
-        self._waiting: Waiting = {}
+        self._waiting: dict[nn.Module, tuple[tuple[Any, ...], torch.Tensor]] = {}
 
     def behind(self, module: nn.Module) -> Sequence[nn.Module]:
         """Those that are called after ``module`` and may take results; none if it may not give."""
@@ -66,7 +66,7 @@ class Shared:
 
     def keep(self, input: torch.Tensor, waiting: Waiting) -> None:
         """Have the results for ``input`` wait."""
-        self._input, self._state, self._waiting = input, _state_of(input), waiting
+        self._input, self._state, self._waiting = input, _state_of(input), dict(waiting)
 
 
 class Sharer(Protocol):

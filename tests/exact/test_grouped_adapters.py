@@ -446,17 +446,21 @@ def test_a_plan_counts_it(bases: Bases) -> None:
     assert 0 < peak("grouped") <= peak("fused") + 2 * stacked < peak("peft")
 
 
-def test_a_feed_forward_keeps_no_product(bases: Bases) -> None:
-    """Gate and up are kept, and what is between the nodes is gone."""
+@pytest.mark.parametrize("change", [nothing, hooked("up_proj", double)], ids=["whole", "parts"])
+def test_a_feed_forward_keeps_no_product(change: Callable[[Model], None], bases: Bases) -> None:
+    """Gate and up are kept, and what is computed of them is gone."""
     model = grouped(adapted(bases))
+    change(model)
     (mlp, _) = mlps(model)
     given = torch.randn(2, 12, mlp.gate_proj.in_features).bfloat16().requires_grad_()
-    shapes: Counter[tuple[int, ...]] = Counter()
+    kept = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        shapes[tuple(tensor.shape)] += 1
+        if tensor.shape == (2, 12, mlp.gate_proj.out_features):
+            kept.add(tensor.data_ptr())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        mlp(given)
-    assert shapes[2, 12, mlp.gate_proj.out_features] == 2
+        result = mlp(given)
+    # What doubles it keeps nothing.
+    assert len(kept) == 2 and result.requires_grad

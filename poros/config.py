@@ -16,7 +16,7 @@ LEAST_MARGIN = 2**30
 """Bytes. Where no budget is said, so much of a GPU is left over, and this share of it at least."""
 SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
-ADAPTER_KERNELS = ("fused", "grouped", "exact", "peft")
+ADAPTER_KERNELS = ("fused", "exact", "grouped", "peft")
 LORA_ORDERS = ("peft", *(f"f{first}:b{second}" for first in (1, 2) for second in range(1, 6)))
 MEASURED_PATHS = "measured:"
 DORA_TIERS = (None, "fused", "eager")

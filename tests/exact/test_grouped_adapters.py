@@ -20,6 +20,7 @@ from transformers import Trainer
 import poros
 from poros.config import StreamingPolicy
 from poros.errors import PolicyError, PreparedModelError
+from poros.gates.parity import check_architecture
 from poros.kernels.adapters import tally_of
 from poros.kernels.forwards import PatchedForward
 from poros.kernels.nodes import nodes_from
@@ -297,6 +298,20 @@ def test_evaluation_and_single_tokens(bases: Bases) -> None:
 
     expected = outcome(grouped(adapted(bases)))
     assert differences(outcome(streamed(adapted(bases), slots=2)), expected) == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma4", "qwen3_moe"])
+def test_the_gate_compares_with_a_resident_run_of_the_same_kernels(architecture: str) -> None:
+    small: dict[str, Any] = {"num_steps": 2, "num_layers": 2, "hidden_size": 64}
+    report = check_architecture(architecture, **GROUPED, **small)
+    assert report.exact, report.error
+
+    def without(model: Any, **policy: Any) -> Any:
+        return poros.prepare(model, **{**policy, "adapter_kernels": "peft", "slots": 2})
+
+    if architecture == "llama":  # a control
+        report = check_architecture("llama", prepare=without, **GROUPED, **small)
+        assert not report.exact and report.num_differences > 0 and report.resident_repeats
 
 
 # ------------------------------------------------------------------ who shares what

@@ -51,7 +51,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poros.kernels.autocast import autocast_dtype
+from poros.kernels.autocast import autocast_as, autocast_dtype
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
 from poros.kernels.nodes import saved_tensors, times
@@ -388,7 +388,8 @@ class _Project(torch.autograd.Function):
         if ctx.making is not None:
             source = partial(ctx.making.again, flat.pop(), last)
         kept = _Kept.of(flat, len(gradients))
-        of_input, others = ctx.group.backward(list(gradients), source, kept, ctx.wants)
+        with autocast_as(None, last.device):
+            of_input, others = ctx.group.backward(list(gradients), source, kept, ctx.wants)
         return (None, None if of_input is None else of_input.view(ctx.shape), *others)
 
 
@@ -422,21 +423,26 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Optional) -> tuple[Optional, ...]:
         if gradients[0] is None:
             return (None,) * 11
-        input, gate, up, *flat = saved_tensors(ctx)
-        kept, behind = _Kept.of(flat[:-5], 2), _Kept.of(flat[-5:], 1)
-        making: RecomputeInfo = ctx.making
-        of_product, of_down = ctx.down.backward(
-            list(gradients), partial(making.again, gate, up), behind, ctx.wants_down
-        )
-        if of_product is None:
-            return (*(None,) * 8, *of_down)
-        both = list(swiglu_backward(of_product.view(gate.shape), gate, up, making))
-        # Unless the graph stays, so that they are gone before a weight is there.
-        ctx.maybe_clear_saved_tensors()
-        del of_product, gate, up
-        of_input, others = ctx.group.backward(both, partial(_itself, input), kept, ctx.wants)
-        of_input = None if of_input is None else of_input.view(ctx.shape)
-        return (None, of_input, *others, *of_down)
+        with autocast_as(None, gradients[0].device):
+            return _gated_backward(ctx, gradients)
+
+
+def _gated_backward(ctx: Any, gradients: Sequence[Optional]) -> tuple[Optional, ...]:
+    input, gate, up, *flat = saved_tensors(ctx)
+    kept, behind = _Kept.of(flat[:-5], 2), _Kept.of(flat[-5:], 1)
+    making: RecomputeInfo = ctx.making
+    of_product, of_down = ctx.down.backward(
+        list(gradients), partial(making.again, gate, up), behind, ctx.wants_down
+    )
+    if of_product is None:
+        return (*(None,) * 8, *of_down)
+    both = list(swiglu_backward(of_product.view(gate.shape), gate, up, making))
+    # Unless the graph stays, so that they are gone before a weight is there.
+    ctx.maybe_clear_saved_tensors()
+    del of_product, gate, up
+    of_input, others = ctx.group.backward(both, partial(_itself, input), kept, ctx.wants)
+    of_input = None if of_input is None else of_input.view(ctx.shape)
+    return (None, of_input, *others, *of_down)
 
 
 def _left_out(

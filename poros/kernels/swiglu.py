@@ -10,14 +10,13 @@ them again in backward, by the same operators, so by the same bits.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from poros.kernels.autocast import autocast_dtype
+from poros.kernels.autocast import autocast_as, autocast_dtype
 from poros.kernels.nodes import saved_tensors
 from poros.utils.devices import runs_triton
 
@@ -38,7 +37,7 @@ class RecomputeInfo(NamedTuple):
 
     def again(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Recompute ``activation(gate) * up`` without a graph."""
-        with torch.no_grad(), _autocast_as(self.autocast, gate.device):
+        with torch.no_grad(), autocast_as(self.autocast, gate.device):
             return _product(gate, up, self.activation)
 
 
@@ -134,7 +133,7 @@ def swiglu_backward(
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
     parts = [_rows(each) for each in (gradient, gate, up, of_gate, of_up)]
     for arriving, gate, up, into_gate, into_up in zip(*parts, strict=True):
-        with torch.enable_grad(), _autocast_as(making.autocast, gate.device):
+        with torch.enable_grad(), autocast_as(making.autocast, gate.device):
             leaf = gate.detach().requires_grad_()
             activated = _own(activation)(leaf)
         into_up.copy_(arriving * activated.detach())
@@ -176,12 +175,3 @@ def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         return [tensor]
     rows = tensor.reshape(-1, tensor.shape[-1])
     return rows.split(max(1, _NUM_ELEMENTS // rows.shape[1]))
-
-
-def _autocast_as(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast as it was: in ``dtype``, or off."""
-    if autocast_dtype(device) == dtype:
-        return nullcontext()
-    if dtype is None:
-        return torch.autocast(device.type, enabled=False)
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)

@@ -268,6 +268,26 @@ def test_grouped_micro_batches_of_recorded_visits(policy: dict[str, Any], bases:
     assert captures.num_replays > 0 and together.num_groups(model) == 4
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("options", [DENSE, MIXED], ids=["fp32", "bf16"])
+def test_autocast_around_the_backward_alone(
+    options: dict[str, Any], dropout: float, bases: Bases
+) -> None:
+    """It casts what a product is given, and not what is added to in place."""
+
+    def found(model: Model) -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        tokens = torch.arange(48).view(2, 24)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        with autocast():
+            loss.backward()
+        return {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+
+    expected = found(grouped(adapted(bases, lora_dropout=dropout, **options)))
+    again = found(streamed(adapted(bases, lora_dropout=dropout, **options), slots=2))
+    assert expected and [each for each in again if not same_bits(again[each], expected[each])] == []
+
+
 def test_a_layer_has_three_nodes(bases: Bases) -> None:
     model = grouped(adapted(bases))
     loss = model(input_ids=torch.arange(24)[None], labels=torch.arange(24)[None]).loss

@@ -305,12 +305,13 @@ def test_its_bits_are_its_own(bases: Bases) -> None:
     assert differences(step(model), plain) == []
 
 
-def test_evaluation_and_single_tokens(bases: Bases) -> None:
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_evaluation_and_single_tokens(around: Any, bases: Bases) -> None:
     tokens = torch.arange(24).view(2, 12)
 
     def outcome(model: Model) -> Found:
         model.eval()
-        with torch.no_grad():
+        with around():
             logits = model(input_ids=tokens).logits
             one = model(input_ids=tokens[:1, :1]).logits
             written = model.generate(input_ids=tokens[:, :4], max_new_tokens=4, do_sample=False)
@@ -354,10 +355,6 @@ def test_an_error_leaves_nothing_behind(bases: Bases) -> None:
     assert differences(step(model), expected) == []
 
 
-def count(module: nn.Module, given: Any) -> None:
-    given[0].add_(0)
-
-
 @pytest.mark.parametrize("how", ["another tensor", "a counted edit", "another adapter"])
 def test_only_this_very_input_is_shared(
     how: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
@@ -396,10 +393,11 @@ def test_only_this_very_input_is_shared(
         return found
 
     plain = logits()
-    found = logits_of = grouped(model) and logits()
+    grouped(model)
+    found = logits()
     assert torch.allclose(found, plain, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(kind, "forward", genuine)
-    assert not torch.allclose(logits(), logits_of, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(), found, rtol=1e-4, atol=1e-5)  # a control
 
 
 def test_copies_share_among_themselves(bases: Bases) -> None:

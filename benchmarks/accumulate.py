@@ -15,6 +15,7 @@ measured before the next way's, and the ways take turns in passes:
 - with ``--checkpointing``: PEFT and transformers alone, the base on the GPU, activation
   checkpointing.
 
+``--adapter-kernels fused grouped`` measures each of Poros' ways with each of these.
 With ``--autocast`` the model's forward is a bfloat16 autocast region, as a Trainer's is; with
 ``--liger`` the model has Liger's norms, rotary embeddings and feed-forwards in all ways; with
 ``--kernels`` a row says for how long kernels ran.
@@ -44,6 +45,7 @@ from benchmarks.loops import make_optimizer
 from benchmarks.models import config_of, random_model, with_lora
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
+from poros.config import ADAPTER_KERNELS
 from poros.cuda_streams import CudaStreams
 from poros.streams import Event
 
@@ -158,13 +160,18 @@ class Way(NamedTuple):
     """GB/s; 0 is the plain link."""
     num_slots: int
     share_dense: bool | None = None
+    adapter_kernels: str = "fused"
 
 
 def ways(options: argparse.Namespace, num_layers: int) -> Iterator[Way]:
-    for link in options.links:
-        yield Way(f"2 slots, {link:g} GB/s" if link else "2 slots", link, options.slots)
-    yield Way("2 slots, dense weights not shared", 0, options.slots, False)
-    yield Way("all on the GPU, recomputed", 0, num_layers)
+    for kernels in options.adapter_kernels:
+        also = "" if kernels == "fused" else f", {kernels} adapters"
+        for link in options.links:
+            name = f"2 slots, {link:g} GB/s" if link else "2 slots"
+            yield Way(f"{name}{also}", link, options.slots, None, kernels)
+        name = f"2 slots, dense weights not shared{also}"
+        yield Way(name, 0, options.slots, False, kernels)
+        yield Way(f"all on the GPU, recomputed{also}", 0, num_layers, None, kernels)
 
 
 Take = Callable[[str, str, int, Steps, Callable[[], Row]], None]
@@ -184,6 +191,7 @@ def prepared_ways(options: argparse.Namespace, model: Any, take: Take) -> None:
                 slots=way.num_slots,
                 keep_last=0,
                 share_dense=way.share_dense,
+                adapter_kernels=way.adapter_kernels,
                 loss=options.loss,
                 stream_head=options.stream_head,
                 self_check="off",
@@ -281,6 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--loss", default="chunked")
     parser.add_argument("--stream-head", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--adapter-kernels", choices=ADAPTER_KERNELS, nargs="+", default=["fused"])
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--soup", action="store_true")
     parser.add_argument("--autocast", action="store_true")

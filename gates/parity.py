@@ -276,8 +276,9 @@ def _run(
     """``run_parity`` with our kernels in the resident arm too, where their bits are not PEFT's."""
     from poros.api import use_adapter_kernels
 
-    takes_kernels = kind.has_own_bits and prepare.keywords["adapter_kernels"] == "fused"
-    as_resident = use_adapter_kernels if takes_kernels else None
+    kernels = prepare.keywords["adapter_kernels"]
+    has_own_bits = kernels == "grouped" or (kind.has_own_bits and kernels == "fused")
+    as_resident = partial(use_adapter_kernels, kernels=kernels) if has_own_bits else None
     return run_parity(make_model, batches, spec, prepare, as_resident=as_resident, **described)
 
 

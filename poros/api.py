@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from poros.config import MIN_SLOTS, StreamingPolicy, require_lora_paths
+from poros.config import ADAPTER_KERNELS, MIN_SLOTS, StreamingPolicy, require_lora_paths
 from poros.cuda_streams import streams_for
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
 from poros.kernels.adapters import KernelStats, tally_of
@@ -15,6 +15,7 @@ from poros.kernels.forwards import unpatch
 from poros.kernels.paths import Paths
 from poros.kernels.use import are_used, patch
 from poros.model import resumed_paths
+from poros.model.adapter_kinds import require_groupable
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
@@ -60,8 +61,9 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
         Loss, gradients, adapter weights, optimizer state and random states of a training run are
         bitwise equal, on the same machine and software, to those of a resident run with the same
         loss and kernels. With ``loss="reference"`` and LoRA, that run is plain transformers and
-        PEFT. On a CPU with AVX512-BF16, bitsandbytes repacks weights in eval mode, which rounds
-        them; it is switched off here and must be switched off for the resident model too.
+        PEFT, unless ``adapter_kernels="grouped"`` or ``lora_paths`` ask for other rounding. On a
+        CPU with AVX512-BF16, bitsandbytes repacks weights in eval mode, which rounds them; it is
+        switched off here and must be switched off for the resident model too.
 
     Raises:
         PolicyError: If a policy field is unknown or cannot work.
@@ -99,10 +101,9 @@ def prepare_with(
     existing = find_runtime(model)
     if existing is not None:
         is_equal = existing.policy.override(lora_paths=policy.lora_paths) == policy
-        wanted, found = (
-            KernelStats(paths=Paths.of(policy.lora_paths)),
-            existing.tally or KernelStats(),
-        )
+        is_grouped = policy.adapter_kernels == "grouped"
+        wanted = KernelStats(paths=Paths.of(policy.lora_paths), is_grouped=is_grouped)
+        found = existing.tally or KernelStats()
         if is_equal and wanted.lora_paths == found.lora_paths:
             return model
         raise PreparedModelError(
@@ -234,8 +235,8 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
 
     Args:
         model: A PEFT model on any device. Changed in place, except for parameters and names.
-        kernels: ``"fused"``, or ``"exact"`` to leave DoRA to PEFT; as ``adapter_kernels`` of
-            ``StreamingPolicy``.
+        kernels: ``"fused"``; or ``"exact"`` to leave DoRA to PEFT; or ``"grouped"``. As
+            ``adapter_kernels`` of ``StreamingPolicy``.
         lora_paths: The order of LoRA's matrix products; as in ``StreamingPolicy``.
 
     Returns:
@@ -243,27 +244,31 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
 
     Exactness:
         Losses, gradients and random states are bit for bit those of PEFT's own modules, on the same
-        machine and software; with DoRA and ``"fused"``, or ``lora_paths`` other than ``"peft"``,
-        within rounding of them, and bit for bit those of a prepared model.
+        machine and software; with DoRA and ``"fused"``, ``"grouped"``, or ``lora_paths`` other than
+        ``"peft"``, within rounding of them, and bit for bit those of a prepared model.
 
     Raises:
-        PolicyError: If ``kernels`` or ``lora_paths`` is unknown.
+        PolicyError: If ``kernels`` or ``lora_paths`` is unknown, or the layers have other adapters
+            than LoRA and ``kernels`` is ``"grouped"``.
         PreparedModelError: If the model is prepared, because it then runs these kernels already; or
-            if it runs kernels with other ``lora_paths``.
+            if it runs kernels with other ``lora_paths``, or grouped ones and these are not.
         UnsupportedModelError: If the model has no decoder layers that ``prepare`` would find.
     """
-    if kernels not in ("fused", "exact"):
-        raise PolicyError(f"kernels: expected one of fused, exact, found {quoted(kernels)}")
+    known = [each for each in ADAPTER_KERNELS if each != "peft"]
+    if kernels not in known:
+        raise PolicyError(f"kernels: expected one of {', '.join(known)}, found {quoted(kernels)}")
     if find_runtime(model) is not None:
         raise PreparedModelError(
             "expected a resident model, found one that is prepared, which runs these kernels by "
             'itself unless adapter_kernels="peft"'
         )
     require_lora_paths(lora_paths, kernels)
-    tally, before = (
-        KernelStats(is_exact=kernels == "exact", paths=Paths.of(lora_paths)),
-        tally_of(model),
+    tally = KernelStats(
+        is_exact=kernels == "exact",
+        paths=Paths.of(lora_paths),
+        is_grouped=kernels == "grouped",
     )
+    before = tally_of(model)
     if before is not None and before.lora_paths != tally.lora_paths:
         raise PreparedModelError(
             f"expected a model without adapter kernels, or with lora_paths={tally.lora_paths!r}, "
@@ -272,7 +277,10 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
     if before is not None and before.is_exact == tally.is_exact:
         tally = before  # one count for all of them
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    for layer in find_layers(model)[1]:
+    layers_name, layers = find_layers(model)
+    if tally.is_grouped:
+        require_groupable(layers_name, layers)
+    for layer in layers:
         patch(layer, device, tally)
     resumed_paths.record(model)
     return model
@@ -282,7 +290,8 @@ def kernel_stats(model: nn.Module) -> dict[str, Any]:
     """Count how adapted modules ran since ``use_adapter_kernels`` or ``prepare``.
 
     Returns:
-        ``num_fused_adapters``, ``num_unfused_adapters``, ``num_left_out_adapters``, ``lora_paths``,
+        ``num_fused_adapters``, ``num_grouped_adapters`` (of the former, those of ``"grouped"``),
+        ``num_unfused_adapters``, ``num_left_out_adapters``, ``lora_paths``,
         as ``Runtime.stats`` has them.
 
     Raises:

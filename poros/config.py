@@ -16,7 +16,7 @@ LEAST_MARGIN = 2**30
 """Bytes. Where no budget is said, so much of a GPU is left over, and this share of it at least."""
 SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
-ADAPTER_KERNELS = ("fused", "exact", "peft")
+ADAPTER_KERNELS = ("fused", "exact", "grouped", "peft")
 LORA_ORDERS = ("peft", *(f"f{first}:b{second}" for first in (1, 2) for second in range(1, 6)))
 MEASURED_PATHS = "measured:"
 DORA_TIERS = (None, "fused", "eager")
@@ -37,8 +37,8 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 class StreamingPolicy:
     """How the frozen base streams through the device.
 
-    Only ``loss``, ``lora_paths`` and, with DoRA, ``adapter_kernels`` and ``dora_tier`` can change
-    the bits of a run.
+    Only ``loss``, ``lora_paths``, ``adapter_kernels="grouped"`` and, with DoRA, ``adapter_kernels``
+    and ``dora_tier`` can change the bits of a run.
 
     Args:
         block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.
@@ -77,7 +77,11 @@ class StreamingPolicy:
             factored form (see ``poros.kernels.dora``): its bits are within rounding of PEFT's, and
             equal to those of a resident run with ``poros.use_adapter_kernels``. ``"exact"`` takes
             only operators with the bits of PEFT's modules, so PEFT computes DoRA. ``"peft"`` keeps
-            PEFT's modules everywhere.
+            PEFT's modules everywhere. ``"grouped"`` computes LoRA of q, k and v in one operator,
+            and all of a gated feed-forward in another, with fewer and larger products (see
+            ``poros.kernels.grouped``): its bits are within rounding of PEFT's, and equal to those
+            of a resident run with ``poros.use_adapter_kernels(model, "grouped")``. It is for LoRA
+            alone; modules that it does not know run as with ``"fused"``.
         lora_paths: The order of LoRA's matrix products (see ``poros.kernels.paths``). ``"peft"`` is
             PEFT's order, with its bits. ``"flops"`` takes for each shape the order that costs least
             by a fixed formula, ``"measured:TABLE.json"`` the order that was fastest when ``poros
@@ -184,8 +188,8 @@ def require_lora_paths(paths: object, kernels: str) -> None:
         )
     if paths != LORA_ORDERS[0] and kernels != "fused":
         raise PolicyError(
-            f'lora_paths: expected "peft" with adapter_kernels={kernels!r}, which has the bits of '
-            f'PEFT, found {paths!r}; set adapter_kernels="fused"'
+            f'lora_paths: expected "peft" with adapter_kernels={kernels!r}, which has an order of '
+            f'its own, found {paths!r}; set adapter_kernels="fused"'
         )
 
 

@@ -484,4 +484,3 @@ class MicroBatch:
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
-

@@ -300,7 +300,8 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
         number = base.config.get_text_config(decoder=True).num_hidden_layers
         room = {"slots": max(2, number), "keep_last": number}
         room |= {"stream_embedding": False, "stream_head": False}
-    return poros.prepare(model, **room, device=device)
+    kernels = recipe.training.adapter_kernels
+    return poros.prepare(model, **room, adapter_kernels=kernels, device=device)
 
 
 def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:

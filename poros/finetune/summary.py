@@ -93,6 +93,7 @@ def planned(
             optimizer=_counted_optimizer(recipe),
             self_check=True,
             speeds=speeds,
+            adapter_kernels=training.adapter_kernels,
         )
         with torch.random.fork_rng(devices=[]):
             return planner.plan(request)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-_OURS = ("method", "lora_plus", "z_loss", "early_stopping_patience")
+_OURS = ("method", "lora_plus", "z_loss", "early_stopping_patience", "adapter_kernels")
 """Settings of ``training`` that TRL does not know."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 

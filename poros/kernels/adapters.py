@@ -3,6 +3,9 @@
 The adapters are read from PEFT's modules at each call, so activating, disabling, merging, scaling
 and deleting them stays PEFT's business. Whatever the operators do not know runs as PEFT has it,
 module by module and call by call. LoRA gives the same bits either way; DoRA does not.
+
+Grouped adapters (``poros.kernels.grouped``) give other bits too; ``poros.kernels.sharing`` says how
+projections find each other.
 """
 
 from collections import Counter
@@ -18,12 +21,14 @@ from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.compose import Tier
 from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
+from poros.kernels.grouped import Projection, project
 from poros.kernels.hooks import has_hooks
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_lora, add_lora_ref
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import PEFT, LoraShape, Paths, merges
 from poros.kernels.product import Product, product_of
+from poros.kernels.sharing import Shared, SharingForward, sharing
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
 _COMPILED = "compiled layers"
@@ -37,15 +42,18 @@ class KernelStats:
         dora_tier: As in ``poros.kernels.compose``.
         is_exact: Whether only operators with the bits of PEFT's modules may run.
         paths: Chooses the order of LoRA's products; None takes PEFT's.
+        is_grouped: Whether LoRA of projections that share an input runs by one operator.
 
     Attributes:
         num_fused: Calls that took an operator of ours.
+        num_grouped: Of these, calls that took the one of several projections, or its form for one.
         unfused: Calls that ran as PEFT has them, by reason.
         orders: Calls by shape and order of products, or by why that could only be PEFT's; none
             without ``paths``.
         num_left_out: Calls in recomputations whose result nobody needed.
         left_out: What the recomputation that runs has left out; None if it may leave out nothing.
         is_recording: Whether what runs is recorded, to be replayed: then it keeps nothing.
+        shared: The projections that may share an input in the call that runs; None outside of one.
     """
 
     def __init__(
@@ -54,12 +62,16 @@ class KernelStats:
         dora_tier: Tier | None = None,
         is_exact: bool = False,
         paths: Paths | None = None,
+        is_grouped: bool = False,
     ) -> None:
         self.is_constant = is_constant
         self.dora_tier = dora_tier
         self.is_exact = is_exact
         self.paths = paths
+        self.is_grouped = is_grouped
+        self.shared: Shared | None = None
         self.num_fused = 0
+        self.num_grouped = 0
         self.unfused: Counter[str] = Counter()
         self.orders: Counter[tuple[LoraShape | str, str]] = Counter()
         self.num_left_out = 0
@@ -69,11 +81,13 @@ class KernelStats:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Within it, what runs is not counted."""
-        counts = self.num_fused, Counter(self.unfused), self.num_left_out, Counter(self.orders)
+        counts = self.num_fused, self.num_grouped, self.num_left_out
+        tables = Counter(self.unfused), Counter(self.orders)
         try:
             yield
         finally:
-            self.num_fused, self.unfused, self.num_left_out, self.orders = counts
+            self.num_fused, self.num_grouped, self.num_left_out = counts
+            self.unfused, self.orders = tables
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -97,8 +111,15 @@ class KernelStats:
 
     @property
     def lora_paths(self) -> str:
-        """As in ``StreamingPolicy``, with the digest of a table for its path."""
+        """As in ``StreamingPolicy``, with the digest of a table for its path; or ``"grouped"``."""
+        if self.is_grouped:
+            return "grouped"
         return PEFT if self.paths is None else self.paths.identity
+
+    @property
+    def has_own_casts(self) -> bool:
+        """Whether LoRA has operators with other bits than PEFT's, which also cast adapters."""
+        return self.paths is not None or self.is_grouped
 
     def as_peft(self, reason: str) -> None:
         """A call takes PEFT's order of products, whatever was wanted."""
@@ -169,7 +190,7 @@ class _Forward(PatchedForward):
     def is_exact(self) -> bool:
         """Whether it gives the bits of the module's own forward: not with DoRA, or other orders."""
         module = self._module()
-        return self._tally.paths is None and (
+        return not self._tally.has_own_casts and (
             self._tally.is_exact
             or not any(name in module.lora_variant for name in module.active_adapters)
         )
@@ -200,12 +221,16 @@ class _Forward(PatchedForward):
         dtype = autocast_dtype(input.device)
         if dtype is None and seen != a.dtype:
             return self.own(module, input)  # which says what is wrong
+        if self._tally.is_grouped:
+            grouped = self._run_grouped(module, input, lora, dtype)
+            if grouped is not None:
+                return grouped
         how = Added(lora.scaling, lora.dropout, seen, rounds, not self._is_4bit)
         base = module._modules["base_layer"]
         leaves_out = self._tally.leaves_out(self)
         product, order = self._in_order(base, input, lora, dtype)
         if order == PEFT:
-            why = None if self._tally.paths is None else _why_own(input, lora.a)
+            why = _why_own(input, lora.a) if self._tally.has_own_casts else None
             if why is not None:
                 self._note_unfused(why)
                 return self.own(module, input)
@@ -229,6 +254,39 @@ class _Forward(PatchedForward):
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_
+
+    def _run_grouped(
+        self, module: Any, input: torch.Tensor, lora: _Lora, autocast: torch.dtype | None
+    ) -> torch.Tensor | None:
+        """The result, together with those of modules that share the input; None if it cannot."""
+        shared, tally = self._tally.shared, self._tally
+        found = None if shared is None else shared.take(module, input, lora)
+        if found is None:
+            given = input if autocast is None else input.to(autocast)
+            own = projection_of(module, given, lora)
+            if own is None:
+                return None
+            group: list[Projection] = [own]
+            others: list[tuple[nn.Module, _Lora]] = []
+            for other in () if shared is None else shared.behind(module):
+                theirs = _lora_of(other, input, tally) if adapter_forward(other) else ""
+                if not isinstance(theirs, _Lora):
+                    continue
+                one = projection_of(other, given, theirs)
+                if one is not None and one.dtype == own.dtype:
+                    group.append(one)
+                    others.append((other, theirs))
+            leaves_out = not others and tally.leaves_out(self)
+            found, *rest = project(group, given, None if others else self, leaves_out)
+            if shared is not None:
+                pairs = zip(others, rest, strict=True)
+                shared.keep(input, {each: (theirs, result) for (each, theirs), result in pairs})
+            if leaves_out:
+                tally.note(self, found)
+        tally.num_fused += 1
+        tally.num_grouped += 1
+        # As PEFT has it, and bitsandbytes.
+        return found.to(input.dtype) if self._is_4bit else found
 
     def _note_unfused(self, reason: str) -> None:
         if reason:
@@ -301,6 +359,38 @@ class _Forward(PatchedForward):
         return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._squares, may_keep)
 
 
+def adapter_forward(module: nn.Module) -> "_Forward | None":
+    """The forward of ours of a LoRA module; None if it runs its own, or is something else."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, _Forward) else None
+
+
+def projection_of(module: Any, input: torch.Tensor, lora: _Lora | None = None) -> Projection | None:
+    """What an adapted module computes as a part of a group (``poros.kernels.grouped``).
+
+    Args:
+        module: It has an ``adapter_forward``.
+        input: In the dtype of autocast, if that is on.
+        lora: What it adds; None looks it up.
+
+    Returns:
+        None if it cannot be a part.
+    """
+    forward, autocast = module.__dict__["forward"], autocast_dtype(input.device)
+    found = _lora_of(module, input, forward._tally) if lora is None else lora
+    if not isinstance(found, _Lora) or found.magnitude is not None:
+        return None
+    product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
+    # Autocast leaves float64 as it is.
+    if product is None or (autocast is not None and found.a.dtype == torch.float64):
+        return None
+    casts = getattr(module, "cast_input_dtype_enabled", True)
+    seen = found.a.dtype if casts else input.dtype
+    is_4bit = forward._is_4bit
+    how = Added(found.scaling, found.dropout, seen, rounds=is_4bit, keeps_dtype=not is_4bit)
+    return Projection(product, found.a, found.b, found.bias, how, autocast or found.a.dtype)
+
+
 def note_last(results: Iterable[torch.Tensor]) -> None:
     """Note which adapted modules only add to the result of a layer.
 
@@ -331,6 +421,8 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     def forward_of(module: nn.Module) -> PatchedForward | None:
         if _is_known(module):
             return _Forward(module, tally, is_4bit=type(module) is Linear4bit)
+        if tally.is_grouped and sum(map(_is_known, sharing(module))) > 1:
+            return SharingForward(module, tally)
         return None
 
     replace(modules, forward_of)
@@ -397,8 +489,8 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     b: Any = second._parameters.get("weight")
     bias: Any = second._parameters.get("bias")
     tensors = (input, a, b) if bias is None else (input, a, b, bias)
-    # DoRA's operator casts by itself, and so do other orders: there casts may be watched, or kept.
-    has_own_casts = magnitude is not None or tally.paths is not None
+    # These operators cast by themselves: there casts may be watched, or kept.
+    has_own_casts = magnitude is not None or tally.has_own_casts
     if magnitude is not None:
         if bias is not None:
             return "DoRA with a bias"

@@ -1,6 +1,7 @@
 """Whether autocast is on, and what it makes of a parameter and keeps."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
+
+
+def autocast_as(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """Autocast as it was: in ``dtype``, or off."""
+    if autocast_dtype(device) == dtype:
+        return nullcontext()
+    if dtype is None:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 def cached_cast(

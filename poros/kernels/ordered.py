@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from poros.kernels.autocast import autocast_as
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
 from poros.kernels.nodes import saved_tensors, times
@@ -98,47 +99,51 @@ class _Ordered(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return (None,) * 5
-        weight, b, a, mask, *sources = saved_tensors(ctx)
-        call: InOrder = ctx.call._replace(product=ctx.call.product._replace(weight=weight))
-        how, scaling, order = call.how, call.how.scaling, call.order[3:]
-        wants_input, wants_bias, wants_b, wants_a, _ = ctx.needs_input_grad
-        is_merged = order in ("b4", "b5")
-        of_input = of_bias = of_b = of_a = of_hidden = outer = None
-        rows = gradient.to(a.dtype).reshape(-1, b.shape[0])
-        if wants_bias:
-            of_bias = rows.sum(0).mul_(scaling)
-        if (wants_a and order in ("b1", "b2", "b5")) or (wants_input and not is_merged):
-            of_hidden = rows.mm(b).mul_(scaling)
-        if wants_a or wants_b:
-            input = sources[0] if ctx.making is None else ctx.making.again(*sources)
-            seen = drop(input, mask, how.dropout, how.dtype, a.dtype).reshape(-1, a.shape[1])
-            del input
-            if order in ("b3", "b4") or (wants_b and order == "b2"):
-                outer = rows.t().mm(seen)  # X'dY of the paper, transposed
-            if wants_b:
-                inner = rows.t().mm(seen.mm(a.t())) if outer is None else outer.mm(a.t())
-                of_b = inner.mul_(scaling)
-            if wants_a and outer is not None and order != "b2":
-                of_a = b.t().mm(outer).mul_(scaling)
-            elif wants_a and of_hidden is not None:
-                of_a = of_hidden.t().mm(seen)
-            del seen, outer
-        del rows
-        if wants_input:
-            arriving = gradient.to(ctx.dtype).reshape(-1, b.shape[0])
-            if is_merged or of_hidden is None:
-                of_input = arriving.mm(_merged(call, a, b, ctx.dtype)).view(ctx.shape)
+        # A region around the backward alone would cast for some of its products, and not for all.
+        with autocast_as(None, gradient.device):
+            return _backward(ctx, gradient)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    weight, b, a, mask, *sources = saved_tensors(ctx)
+    call: InOrder = ctx.call._replace(product=ctx.call.product._replace(weight=weight))
+    how, scaling, order = call.how, call.how.scaling, call.order[3:]
+    wants_input, wants_bias, wants_b, wants_a, _ = ctx.needs_input_grad
+    is_merged = order in ("b4", "b5")
+    of_input = of_bias = of_b = of_a = of_hidden = outer = None
+    rows = gradient.to(a.dtype).reshape(-1, b.shape[0])
+    if wants_bias:
+        of_bias = rows.sum(0).mul_(scaling)
+    if (wants_a and order in ("b1", "b2", "b5")) or (wants_input and not is_merged):
+        of_hidden = rows.mm(b).mul_(scaling)
+    if wants_a or wants_b:
+        input = sources[0] if ctx.making is None else ctx.making.again(*sources)
+        seen = drop(input, mask, how.dropout, how.dtype, a.dtype).reshape(-1, a.shape[1])
+        del input
+        if order in ("b3", "b4") or (wants_b and order == "b2"):
+            outer = rows.t().mm(seen)  # X'dY of the paper, transposed
+        if wants_b:
+            inner = rows.t().mm(seen.mm(a.t())) if outer is None else outer.mm(a.t())
+            of_b = inner.mul_(scaling)
+        if wants_a and outer is not None and order != "b2":
+            of_a = b.t().mm(outer).mul_(scaling)
+        elif wants_a and of_hidden is not None:
+            of_a = of_hidden.t().mm(seen)
+        del seen, outer
+    del rows
+    if wants_input:
+        arriving = gradient.to(ctx.dtype).reshape(-1, b.shape[0])
+        if is_merged or of_hidden is None:
+            of_input = arriving.mm(_merged(call, a, b, ctx.dtype)).view(ctx.shape)
+        else:
+            of_input = call.product.gradient(arriving)
+            if mask is None and of_input.dtype == of_hidden.dtype:
+                of_input = of_input.addmm_(of_hidden, a).view(ctx.shape)
             else:
-                of_input = call.product.gradient(arriving)
-                if mask is None and of_input.dtype == of_hidden.dtype:
-                    of_input = of_input.addmm_(of_hidden, a).view(ctx.shape)
-                else:
-                    of_lora = of_hidden.mm(a).view(ctx.shape)
-                    of_lora = drop(
-                        of_lora, mask, how.dropout, how.dtype, ctx.dtype, is_gradient=True
-                    )
-                    of_input = of_input.view(ctx.shape).add_(of_lora)
-        return of_input, of_bias, of_b, of_a, None
+                of_lora = of_hidden.mm(a).view(ctx.shape)
+                of_lora = drop(of_lora, mask, how.dropout, how.dtype, ctx.dtype, is_gradient=True)
+                of_input = of_input.view(ctx.shape).add_(of_lora)
+    return of_input, of_bias, of_b, of_a, None
 
 
 def _merged(call: InOrder, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

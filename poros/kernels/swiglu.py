@@ -10,14 +10,13 @@ them again in backward, by the same operators, so by the same bits.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from poros.kernels.autocast import autocast_dtype
+from poros.kernels.autocast import autocast_as, autocast_dtype
 from poros.kernels.nodes import saved_tensors
 from poros.utils.devices import runs_triton
 
@@ -38,7 +37,7 @@ class RecomputeInfo(NamedTuple):
 
     def again(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Recompute ``activation(gate) * up`` without a graph."""
-        with torch.no_grad(), _autocast_as(self.autocast, gate.device):
+        with torch.no_grad(), autocast_as(self.autocast, gate.device):
             return _product(gate, up, self.activation)
 
 
@@ -109,25 +108,37 @@ class _SwiGlu(torch.autograd.Function):
         if gradients[0] is None:
             return None, None, None
         gate, up = saved_tensors(ctx)
-        if _takes_kernel(ctx.activation, gradients[0], gate, up):
-            from poros.kernels import swiglu_gpu
+        making = RecomputeInfo(ctx.activation, ctx.autocast)
+        return *swiglu_backward(gradients[0], gate, up, making), None
 
-            return *swiglu_gpu.silu_mul_backward(gradients[0], gate, up), None
-        if type(ctx.activation) in _SILU and gradients[0].dtype == gate.dtype == up.dtype:
-            # In place, so that no more is there than with the kernel.
-            of_up = torch.nn.functional.silu(gate).mul_(gradients[0])
-            of_gate = gradients[0] * up
-            torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
-            return of_gate, of_up, None
-        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        parts = [_rows(each) for each in (gradients[0], gate, up, of_gate, of_up)]
-        for gradient, gate, up, into_gate, into_up in zip(*parts, strict=True):
-            with torch.enable_grad(), _autocast_as(ctx.autocast, gate.device):
-                leaf = gate.detach().requires_grad_()
-                activated = _own(ctx.activation)(leaf)
-            into_up.copy_(gradient * activated.detach())
-            into_gate.copy_(torch.autograd.grad(activated, leaf, gradient * up)[0])
-        return of_gate, of_up, None
+
+def swiglu_backward(
+    gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, making: RecomputeInfo
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up, given that of their product; ``making`` says how it was made.
+
+    All of one shape; gate and up are of one dtype, and so are their gradients.
+    """
+    activation = making.activation
+    if _takes_kernel(activation, gradient, gate, up):
+        from poros.kernels import swiglu_gpu
+
+        return swiglu_gpu.silu_mul_backward(gradient, gate, up)
+    if type(activation) in _SILU and gradient.dtype == gate.dtype == up.dtype:
+        # In place, so that no more is there than with the kernel.
+        of_up = torch.nn.functional.silu(gate).mul_(gradient)
+        of_gate = gradient * up
+        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        return of_gate, of_up
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    parts = [_rows(each) for each in (gradient, gate, up, of_gate, of_up)]
+    for arriving, gate, up, into_gate, into_up in zip(*parts, strict=True):
+        with torch.enable_grad(), autocast_as(making.autocast, gate.device):
+            leaf = gate.detach().requires_grad_()
+            activated = _own(activation)(leaf)
+        into_up.copy_(arriving * activated.detach())
+        into_gate.copy_(torch.autograd.grad(activated, leaf, arriving * up)[0])
+    return of_gate, of_up
 
 
 def _own(activation: Activation) -> Activation:
@@ -164,12 +175,3 @@ def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         return [tensor]
     rows = tensor.reshape(-1, tensor.shape[-1])
     return rows.split(max(1, _NUM_ELEMENTS // rows.shape[1]))
-
-
-def _autocast_as(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast as it was: in ``dtype``, or off."""
-    if autocast_dtype(device) == dtype:
-        return nullcontext()
-    if dtype is None:
-        return torch.autocast(device.type, enabled=False)
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)

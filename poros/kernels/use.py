@@ -23,7 +23,7 @@ def patch(module: nn.Module, device: torch.device, tally: KernelStats | None) ->
         linear4bit.patch(module.modules())
     if tally is not None:
         adapters.patch(module.modules(), tally)
-        mlp.patch(module.modules())
+        mlp.patch(module.modules(), tally)
 
 
 def are_used(model: nn.Module) -> bool:

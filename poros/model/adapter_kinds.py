@@ -6,11 +6,13 @@ or initialise it differently (rsLoRA, PiSSA) are not.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+
+from poros.errors import PolicyError
 
 IN_CACHE = ("prefix_tuning", "cartridge")
 """Kinds that train keys and values, which layers are given in their KV cache."""
@@ -48,6 +50,18 @@ def configured_kinds(configs: Mapping[str, Any]) -> dict[str, AdapterKind]:
         for name, where in names.items()
         if name != "LORA"
     }
+
+
+def require_groupable(layers_name: str, layers: Sequence[nn.Module]) -> None:
+    """Raise ``PolicyError`` unless all adapters in these layers are LoRA, whose A are grouped."""
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
+            for kind in _of_module(module):
+                if kind.name != "lora":
+                    raise PolicyError(
+                        f'{name}: expected LoRA with adapter_kernels="grouped", found {kind}; set '
+                        'adapter_kernels="fused"'
+                    )
 
 
 def _of_module(module: Any) -> Iterator[AdapterKind]:

@@ -29,7 +29,7 @@ from poros.head.choice import Head, choose_head
 from poros.head.embedding import Embedding, choose_embeddings
 from poros.host.layout import is_small
 from poros.kernels.quantized import is_4bit, is_params4bit, is_plain
-from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds
+from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds, require_groupable
 from poros.model.foreign import refuse_foreign_quantization
 from poros.model.targets import is_router
 from poros.model.vision import find_towers
@@ -96,6 +96,7 @@ def take_inventory(
 
     Raises:
         UnsupportedModelError: If the model cannot be streamed exactly; the message says why.
+        PolicyError: If its adapters cannot run with the policy's kernels.
     """
     _refuse_wrapped(model)
     base = _base_model(model)
@@ -105,6 +106,8 @@ def take_inventory(
     _refuse_intercepted(layers_name, layers)
     kinds = adapter_kinds(model)
     _check_kinds(layers_name, kinds)
+    if policy.adapter_kernels == "grouped":
+        require_groupable(layers_name, layers)
     tied = _check_adapters(layers_name, layers)
     frozen = find_frozen(model, layers_name, layers, policy.block_size)
     untested = _check_records(base, kinds) if goes_by_records else ""

@@ -131,6 +131,7 @@ class Runtime:
                 dora_tier=cast(Tier | None, policy.dora_tier),
                 is_exact=policy.adapter_kernels == "exact",
                 paths=paths,
+                is_grouped=policy.adapter_kernels == "grouped",
             )
             if policy.adapter_kernels != "peft"
             else None

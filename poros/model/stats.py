@@ -28,6 +28,7 @@ def adapter_counts(tally: KernelStats | None) -> dict[str, Any]:
     }
     return {
         "num_fused_adapters": tally.num_fused,
+        "num_grouped_adapters": tally.num_grouped,
         "num_unfused_adapters": sum(tally.unfused.values()),
         "num_left_out_adapters": tally.num_left_out,
         "lora_paths": {

@@ -139,7 +139,11 @@ def adapter_kernels_as(
     """Run adapters in ``layers`` inside the body as a policy does, or as its reference does."""
     try:
         if kernels != "peft":
-            tally = KernelStats(is_exact=kernels == "exact", paths=Paths.of(lora_paths))
+            tally = KernelStats(
+                is_exact=kernels == "exact",
+                paths=Paths.of(lora_paths),
+                is_grouped=kernels == "grouped",
+            )
             for layer in layers:
                 patch(layer, torch.device("meta"), tally)
                 if is_check:

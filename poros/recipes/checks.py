@@ -229,6 +229,11 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
                 f"expected another optimizer than {training.optim}, which has one rate for all; "
                 "choose adamw_torch_fused, or remove it",
             )
+    if training.adapter_kernels == "grouped" and recipe.adapter.use_dora:
+        draft.problem(
+            "training.adapter_kernels",
+            "expected LoRA with grouped, found DoRA; choose fused, or remove it",
+        )
     is_kto = training.method == "kto" and training.more.get("loss_type", "kto") == "kto"
     if is_kto and given.get("training.per_device_train_batch_size") == 1:
         draft.problem(

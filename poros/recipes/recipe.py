@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from poros.config import ADAPTER_KERNELS
 from poros.recipes.values import (
     Kind,
     choice,
@@ -227,6 +228,12 @@ class TrainingPart:
         switch("auto"),
         "--liger",
         "Liger's norms, feed-forwards and rotary embeddings; auto: on a GPU, if they are there.",
+    )
+    adapter_kernels: str = _setting(
+        "fused",
+        choice(*ADAPTER_KERNELS),
+        "--adapter-kernels",
+        "Kernels of the adapter; grouped: fewer products, within rounding of PEFT's.",
     )
     beta: float = _setting(
         0.1,

@@ -39,14 +39,15 @@ def test_results_are_as_writable_as_those_of_peft(
     )
     change(model)
     plain, captures, wrong = step(model), record_on_tapes(monkeypatch), {}
-    for kernels in ("fused", "exact"):
+    of_lora = () if "use_dora" in options else ("grouped",)
+    for kernels in ("fused", "exact", *of_lora):
         resident = with_kernels(model, kernels=kernels)
         poros.prepare(model, loss="reference", adapter_kernels=kernels)
         streamed = [step(model) for _ in range(4)]
         assert poros.runtime(model).self_check["status"] == "passed"
         poros.restore(model)
-        is_ours = kernels == "fused" and "use_dora" in options
-        wrong[kernels, "resident"] = [] if is_ours else differences(plain, resident)
+        has_own_bits = kernels == "grouped" or (kernels == "fused" and "use_dora" in options)
+        wrong[kernels, "resident"] = [] if has_own_bits else differences(plain, resident)
         for number, found in enumerate(streamed):
             wrong[kernels, number] = differences(resident, found)
     assert not any(wrong.values()), wrong
@@ -105,13 +106,15 @@ def test_what_backward_needs_is_not_written_to_unseen(
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             step(model)
-    poros.use_adapter_kernels(model)
-    with pytest.raises(RematerializationError, match="written to"):
-        step(model)
-    poros.restore(model)
-    poros.prepare(model, loss="reference")
-    with pytest.raises(poros.PorosError, match=r"written to|edited in place"):
-        step(model)
+    for kernels in ("fused",) if use_dora else ("fused", "grouped"):
+        poros.use_adapter_kernels(model, kernels)
+        with pytest.raises(RematerializationError, match="written to"):
+            step(model)
+        poros.restore(model)
+        poros.prepare(model, loss="reference", adapter_kernels=kernels)
+        with pytest.raises(poros.PorosError, match=r"written to|edited in place"):
+            step(model)
+        poros.restore(model)
 
 
 def with_hooks_inside(model: Model) -> None:
@@ -133,16 +136,17 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Model], None], int]] = {
 }
 
 
+@pytest.mark.parametrize("kernels", ["fused", "grouped"])
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_a_last_product_that_nobody_needs_is_left_out(
-    case: str, quantize: bool, bases: Bases
+    case: str, quantize: bool, kernels: str, bases: Bases
 ) -> None:
     architecture, change, num_expected = LEFT_OUT[case]
     model = adapted(bases, architecture, quantize=quantize, lora_dropout=0.05)
     change(model)
-    expected = step(model)
-    poros.prepare(model, loss="reference")
+    expected = step(model) if kernels == "fused" else with_kernels(model, kernels=kernels)
+    poros.prepare(model, loss="reference", adapter_kernels=kernels)
     assert not any(differences(expected, step(model)) for _ in range(3))
     runtime = poros.runtime(model)
     assert runtime.self_check["status"] == "passed"

@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ from tests.exact import together
 from tests.exact.adapter_arms import SEVEN, Found, Model, adapted, differences, step
 from tests.exact.arms import Bases
 from tests.exact.recorded import recorded
-from tests.exact.trainer_arms import rows
+from tests.exact.trainer_arms import two_steps, weights
 from tests.support import AdversarialPrepare, same_bits
-from tests.trainer_parity import trainer_arguments
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICIES: dict[str, dict[str, Any]] = {
@@ -218,6 +218,20 @@ def table(path: Path, **changes: Any) -> str:
     return f"measured:{path}"
 
 
+@pytest.mark.parametrize("paths", ["f1:b1", "f2:b5"])
+def test_a_region_around_the_backward_alone(paths: str, bases: Bases) -> None:
+    found = []
+    for prepare in (poros.use_adapter_kernels, partial(poros.prepare, slots=2, loss="reference")):
+        model = prepare(adapted(bases, dtype=torch.float32, quantize=False), lora_paths=paths)
+        torch.manual_seed(0)
+        tokens = torch.arange(48).view(2, 24)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss.backward()
+        found.append([each.grad for each in model.parameters() if each.requires_grad])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_table_decides(tmp_path: Path) -> None:
     paths = Paths(table(tmp_path / "table.json"))
     found = [paths.order(shape(n=tokens)) for tokens in (1, 128, 1023, 1024, 9999)]
@@ -325,30 +339,6 @@ def in_table(name: str, order: str) -> Any:
     return write
 
 
-def train(
-    model: Model, folder: Path, kind: type[Trainer], resume: bool = False
-) -> dict[str, torch.Tensor]:
-    """Two optimizer steps, or the second alone; the adapters afterwards."""
-    arguments = trainer_arguments(
-        folder,
-        use_cpu=True,
-        max_steps=2,
-        save_strategy="steps",
-        save_steps=1,
-        gradient_accumulation_steps=2,
-        bf16=True,
-    )
-    trainer = kind(model=model, args=arguments, train_dataset=rows(8, seed=0))
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if resume else None)
-    return weights(model)
-
-
-def weights(model: Model) -> dict[str, torch.Tensor]:
-    return {
-        name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad
-    }
-
-
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "resident"])
 @pytest.mark.parametrize("kind", [Trainer, poros.PorosTrainer])
@@ -379,18 +369,18 @@ def test_a_run_resumes_with_its_own_orders(
             return streamed(model, slots=2, lora_paths=named)
         return poros.use_adapter_kernels(model, lora_paths=named)
 
-    expected = train(ready(before), tmp_path, kind)
+    expected = two_steps(ready(before), tmp_path, kind)
     model = ready(after)
     if works:
-        found = train(model, tmp_path, kind, resume=True)
+        found = two_steps(model, tmp_path, kind, resume=True)
         assert all(same_bits(found[name], expected[name]) for name in expected)
         return
     untouched = weights(model)
     with pytest.raises(PolicyError, match=r"lora_paths: expected .* was trained, found"):
-        train(model, tmp_path, kind, resume=True)
+        two_steps(model, tmp_path, kind, resume=True)
     assert all(same_bits(each, untouched[name]) for name, each in weights(model).items())
     poros.restore(model)
-    train(model, tmp_path / "anew", kind)
+    two_steps(model, tmp_path / "anew", kind)
     assert not list(tmp_path.glob("anew/*/poros*"))  # PEFT's own modules
 
 
@@ -408,11 +398,11 @@ def test_a_copy_records_its_own_adapters(tmp_path: Path, bases: Bases) -> None:
 
 def test_a_damaged_record_is_refused(tmp_path: Path, bases: Bases) -> None:
     model = poros.use_adapter_kernels(adapted(bases, dtype=FP32), lora_paths="f1:b1")
-    train(model, tmp_path, Trainer)
+    two_steps(model, tmp_path, Trainer)
     for text in ("{", "[]", "{}"):
         (tmp_path / "checkpoint-1/poros_lora_paths.json").write_text(text)
         with pytest.raises(CheckpointFormatError, match="lora_paths of a checkpoint"):
-            train(model, tmp_path, Trainer, resume=True)
+            two_steps(model, tmp_path, Trainer, resume=True)
 
 
 def test_tables_are_compared_by_content(tmp_path: Path, bases: Bases) -> None:

@@ -32,7 +32,8 @@ STATS = {
     *("pinned_num_bytes", "disk_num_bytes", "disk_stall_ms", "fallbacks"),
     *("offloaded_num_bytes", "h2d_ms", "h2d_gb_per_s", "stall_ms", "num_resizes"),
     *("num_index_transfers", "rows_num_bytes", "head_num_bytes"),
-    *("num_fused_adapters", "num_unfused_adapters", "num_left_out_adapters", "lora_paths"),
+    *("num_fused_adapters", "num_grouped_adapters", "num_unfused_adapters"),
+    *("num_left_out_adapters", "lora_paths"),
     *("num_replayed_visits", "num_eager_visits", "attention", "num_groups"),
 }
 

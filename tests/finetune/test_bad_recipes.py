@@ -97,6 +97,11 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "ending early at the last": (
         "training:\n  early_stopping_patience: 2\n", 4, "nothing better", "at_end to true",
     ),
+    "grouped DoRA": (
+        "adapter:\n  use_dora: true\ntraining:\n  adapter_kernels: grouped\n",
+        6, "found DoRA", "choose fused",
+    ),
+    "other kernels": ("training:\n  adapter_kernels: triton\n", 4, "grouped", "triton"),
     "schedule of its own": (
         "training:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n",
         5, "constant", "remove it",

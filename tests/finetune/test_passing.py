@@ -45,6 +45,7 @@ TRAINING: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "warm-up by steps": ("text", {"warmup_steps": 2, "lr_scheduler_type": "constant_with_warmup"}),
     "moments": ("text", {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-3}),
+    "grouped adapters": ("text", {"adapter_kernels": "grouped"}),
     "weight decay": ("text", {"weight_decay": 0.5}),
     "clipping": ("text", {"max_grad_norm": 0.01}),
     "another optimizer": ("text", {"optim": "adafactor"}),

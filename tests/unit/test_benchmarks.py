@@ -1,5 +1,6 @@
 """The benchmarks at a tiny shape on the CPU: every table and arm, and what they must refuse."""
 
+import argparse
 import re
 import statistics
 import sys
@@ -13,7 +14,7 @@ import torch
 from peft import LoraConfig
 
 from benchmarks import __main__ as entry
-from benchmarks import arms, layer, memory, paths, plot, report, tables, transfer
+from benchmarks import accumulate, arms, layer, memory, paths, plot, report, tables, transfer
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.card import Measured, forecast
 from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
@@ -496,3 +497,13 @@ def test_the_ceiling_is_the_longer_of_peak_and_wire() -> None:
     num_flop = 71e12 * 2  # two seconds at the card's peak
     assert forecast(Measured(1e6, 0, 25e9), 25, CARD, HERE, num_flop).least_ms == pytest.approx(2e3)
     assert forecast(Measured(1e6, 0, 75e9), 25, CARD, HERE, num_flop).least_ms == pytest.approx(3e3)
+
+
+def test_each_way_of_accumulating_is_measured_with_each_kind_of_adapter_kernels() -> None:
+    options = argparse.Namespace(links=[0, 12], slots=2, adapter_kernels=["fused", "grouped"])
+    found = list(accumulate.ways(options, 28))
+    assert len({way.name for way in found}) == len(found) == 2 * 4
+    pairs = list(zip(found[:4], found[4:], strict=True))
+    for fused, grouped in pairs:
+        assert grouped.name == f"{fused.name}, grouped adapters"
+        assert grouped[1:-1] == fused[1:-1] and grouped.adapter_kernels == "grouped"

@@ -90,8 +90,8 @@ class Arm:
                 self._do(action)
             if prepare is not None:
                 prepare(self.model)
-            elif self.program.policy.kernels == "fused":
-                poros.use_adapter_kernels(self.model)
+            elif self.program.policy.kernels != "exact":
+                poros.use_adapter_kernels(self.model, self.program.policy.kernels)
             if prepare is None and self.program.policy.loss == "chunked":
                 _slice_loss(self.model)
             self._make_optimizer()

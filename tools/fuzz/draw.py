@@ -75,6 +75,8 @@ def _subject(dice: Dice) -> Subject:
 
 
 def _policy(dice: Dice, subject: Subject) -> Policy:
+    # Kernels whose bits are not PEFT's.
+    own = {"dora": "fused", "lora": dice.weighted({"exact": 3, "grouped": 1})}
     return Policy(
         slots=dice.weighted({2: 4, 3: 1}),
         block_size=dice.weighted({1: 4, 2: 1}),
@@ -85,7 +87,7 @@ def _policy(dice: Dice, subject: Subject) -> Policy:
         stream_head=dice.chance(30),
         loss=dice.weighted({"reference": 3, "chunked": 2}),
         self_check=dice.weighted({"strict": 4, "off": 4, "warn": 1}),
-        kernels="fused" if subject.kind == "dora" and dice.chance(70) else "exact",
+        kernels=own[subject.kind] if subject.kind in own and dice.chance(70) else "exact",
         recorded=dice.chance(40),
         streams=dice.weighted({"plain": 3, "adversarial": 3, "watched": 1}),
     )

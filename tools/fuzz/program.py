@@ -63,7 +63,7 @@ class Policy(Plain):
     """chunked in the first arm too, where nothing streams."""
     self_check: str = "strict"
     kernels: str = "exact"
-    """exact or fused; in the first arm too, where it has the same bits as the second."""
+    """exact, fused or grouped; in the first arm too, where it has the bits of the second."""
     recorded: bool = False
     """Visits are recorded on tapes and replayed."""
     streams: str = "plain"

@@ -1,0 +1,145 @@
+"""Grouped adapters: finite differences, elementwise error bounds, and a whole beside its parts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import GELUTanh
+
+from poros.kernels.grouped import gated_layer, project
+from poros.kernels.swiglu import swiglu
+from tests.support import same_bits
+from tests.unit.grouped_case import (
+    BF16,
+    FP32,
+    FP64,
+    ROWS,
+    Case,
+    exact_case,
+    gradient_shares,
+    result_shares,
+)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_results_and_gradients_are_within_their_bounds(dtype: torch.dtype) -> None:
+    case = Case.random(dtype)
+    results, gradients = case.run()
+    assert [each.dtype for each in (*results, *gradients)] == [dtype] * 10
+    assert max(result_shares(case, results)) <= 1
+    assert max(gradient_shares(case, gradients)) <= 1
+    exact = exact_case(dtype)
+    assert result_shares(exact, exact.run()[0]) == [0.0]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_control_a_wrong_scale_is_out_of_the_bounds(dtype: torch.dtype) -> None:
+    case, exact = Case.random(FP32), exact_case(dtype)
+    wrong = 1 + 2.0**-6
+    off = exact._replace(scalings=[each * wrong for each in exact.scalings])
+    assert min(result_shares(exact, off.run()[0])) > 1
+    off = case._replace(scalings=[each * wrong for each in case.scalings])
+    results, gradients = off.run()
+    assert min(result_shares(case, results)) > 1
+    assert min(gradient_shares(case, gradients)) > 1
+
+
+def flat(case: Case, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return project(case.with_trained(leaves).projections(), leaves[0])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gradients_are_those_of_finite_differences(number: int, has_bias: bool) -> None:
+    sizes: dict[str, Any] = {"rows": ROWS[:number], "columns": 12}
+    case = Case.random(FP64, has_bias=has_bias, base_bias=True, **sizes)
+    case = case._replace(
+        input=case.input[:1, :3],
+        all_a=[each[:2] for each in case.all_a],
+        all_b=[each[:, :2] for each in case.all_b],
+    )
+    leaves = [each.contiguous().requires_grad_() for each in case.trained()]
+    assert torch.autograd.gradcheck(lambda *given: flat(case, given), leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), GELUTanh()], ids=["silu", "gelu"])
+@pytest.mark.parametrize(("dtype", "adapters"), [(FP32, FP32), (BF16, BF16), (BF16, FP32)])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_a_gated_layer_has_the_bits_of_its_parts(
+    dropout: float, dtype: torch.dtype, adapters: torch.dtype, activation: nn.Module
+) -> None:
+    case = Case.random(dtype, adapters=adapters, rows=(64, 64))
+    behind = Case.random(dtype, adapters=adapters, rows=(32,), columns=64)
+    leaves = [each.detach().requires_grad_() for each in (*case.trained(), *behind.trained()[1:])]
+    case = case.with_trained(leaves[:5])
+    behind = behind._replace(all_a=[leaves[5]], all_b=[leaves[6]])
+    gate, up = case.projections(dropout)
+    (down,) = behind.projections(dropout)
+
+    def parts(input: torch.Tensor) -> torch.Tensor:
+        product = swiglu(*project([gate, up], input), activation)
+        return project([down], product)[0]
+
+    def whole(input: torch.Tensor) -> torch.Tensor:
+        return gated_layer(gate, up, down, input, activation)
+
+    def left_out(input: torch.Tensor) -> torch.Tensor:
+        made = gated_layer(gate, up, down, input, activation, leaves_out=True)
+        return made + 0  # reads it
+
+    found = []
+    for function in (parts, whole, left_out):
+        torch.manual_seed(3)
+        result = function(case.input)
+        gradients = torch.autograd.grad(result, leaves, behind.arriving[0])
+        found.append([result.detach(), *gradients, torch.get_rng_state()])
+    for others in found[1:]:
+        assert all(map(same_bits, found[0], others))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_nothing_that_was_not_written_is_read(dropout: float) -> None:
+    """What memory holds before is NaN."""
+    case = Case.random(BF16)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        leaves = [each.detach().requires_grad_() for each in case.trained()]
+        results = project(case.with_trained(leaves).projections(dropout), leaves[0])
+        gradients = torch.autograd.grad(results[1:], leaves, case.arriving[1:], allow_unused=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
+    assert gradients[1] is None and gradients[2] is None
+    given = [each for each in (*results, *gradients) if each is not None]
+    assert len(given) == 8 and not any(each.isnan().any() for each in given)
+
+
+def test_a_graph_that_stays_is_differentiated_again() -> None:
+    case, behind = Case.random(FP32, rows=(64, 64)), Case.random(FP32, rows=(32,), columns=64)
+    input = case.input.requires_grad_()
+    (down,) = behind.projections()
+    result = gated_layer(*case.projections(), down, input, nn.SiLU())
+    first = torch.autograd.grad(result, input, behind.arriving[0], retain_graph=True)
+    again = torch.autograd.grad(result, input, behind.arriving[0])
+    assert same_bits(first[0], again[0])
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(result, input, behind.arriving[0])
+
+
+def test_only_what_is_wanted_gets_a_gradient() -> None:
+    case = Case.random(FP32, has_bias=True)
+    everything = case.run()[1]
+    for wanted in ([0], [1, 5], [2, 9], [3], [0, 4]):
+        leaves = [
+            each.detach().requires_grad_(place in wanted)
+            for place, each in enumerate(case.trained())
+        ]
+        results = project(case.with_trained(leaves).projections(), leaves[0])
+        torch.autograd.backward(results, case.arriving)
+        for place, each in enumerate(leaves):
+            assert (each.grad is not None) == (place in wanted)
+            assert each.grad is None or same_bits(each.grad, everything[place])

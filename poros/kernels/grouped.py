@@ -258,7 +258,9 @@ class _Group(NamedTuple):
                 found.append(torch.ops.aten._unsafe_view(result, result.shape))
             else:
                 added = times(hidden, b, None if bias is None else bias.to(self.dtype))
-                found.append(add_scaled(result, added.view(result.shape), how))
+                # No view of it: the sum may take its memory, and is the result of the node.
+                added = torch.ops.aten._unsafe_view(added, result.shape)
+                found.append(add_scaled(result, added, how))
         return found
 
     def backward(

@@ -258,7 +258,8 @@ def prefer(model: Model) -> object:
 def classify(model: Model) -> object:
     """The model's own loss, of labels: a regression, with one class."""
     model.train()
-    labels = torch.tensor([0.5, -1.0])
+    # Of the dtype of the logits: the loss of older releases of PyTorch takes no others.
+    labels = torch.tensor([0.5, -1.0], dtype=next(model.parameters()).dtype)
     return _steps(model, lambda number: model(**_rows(number), labels=labels).loss, accumulation=1)
 
 

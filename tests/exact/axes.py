@@ -23,7 +23,7 @@ from tools.tape import TapeRecorder
 
 Model = Any
 Facts = dict[str, torch.Tensor]
-NUM_STEPS = 6
+NUM_STEPS = 5
 NUM_LAYERS = 3
 GROUP = 2
 
@@ -235,7 +235,6 @@ class Program:
                 with torch.no_grad():
                     yield "evaluation", model(**batches[0]).logits
                 model.train()
-            if number == 3:
                 frozen = {name for name, _ in self.frozen()}
                 others = {name: each for name, each in checkpoint.items() if name not in frozen}
                 load_in_place(model, others)
@@ -244,7 +243,7 @@ class Program:
                     load(model, exchanged)
                 else:
                     EXCHANGES[cell.exchange](model, exchanged)
-            if number == 4:
+            if number == 3:
                 model.set_adapter("second")
                 with torch.no_grad():
                     yield "of the second", model(**batches[1]).logits

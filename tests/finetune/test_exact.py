@@ -74,8 +74,7 @@ def test_smoothing_and_z_loss_read_no_logits(
 def test_control_another_seed_gives_other_bits(model: Path, data: Path, tmp_path: Path) -> None:
     kind, once = "lora+", {"memory__slots": 2, "training__max_steps": 1}
     first, second = (
-        arm(model, data, tmp_path / str(seed), kind, **once, training__seed=seed)
-        for seed in (0, 1)
+        arm(model, data, tmp_path / str(seed), kind, **once, training__seed=seed) for seed in (0, 1)
     )
     assert first.adapter != second.adapter and first.losses != second.losses
 

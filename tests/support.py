@@ -136,7 +136,7 @@ def _copied(model: Any) -> Any:
     return copy
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _load(folder: str, dtype: torch.dtype, adapter: Adapter | None, loading: Any) -> Any:
     if adapter is not None:
         kind, rank, dropout, seed = adapter

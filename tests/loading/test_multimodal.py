@@ -31,16 +31,11 @@ from tests.covers import with_slow
 from tests.exact.together import num_groups, own_loss, reasons, same, train
 from tests.loading.images import with_images
 from tests.loading.loaded import tensors
-from tests.loading.towers import FAMILIES, write
+from tests.loading.towers import FAMILIES, num_layers, write
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 from tools.tape import TapeRecorder
 
 Model = Any
-
-
-def num_layers(name: str) -> int:
-    """One more than two slots; layers of gemma4 share states from the third on."""
-    return 4 if name == "gemma4" else 3
 
 
 FEW = with_slow(FAMILIES, ("qwen2_5_vl", "mistral3", "llama4", "qwen3_5"))
@@ -55,7 +50,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
     def checkpoint(name: str) -> Path:
         if name not in made:
-            made[name] = write(name, tmp_path_factory.mktemp(name), num_layers(name))
+            made[name] = write(name, tmp_path_factory.mktemp(name))
         return made[name]
 
     return checkpoint

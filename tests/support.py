@@ -110,14 +110,14 @@ def loaded(folder: str, dtype: torch.dtype, adapter: Adapter | None = None, **lo
     # Tensors of inference mode are of another kind, and memory of a GPU is measured.
     if torch.is_inference_mode_enabled() or str(loading.get("device", "cpu")) != "cpu":
         return _load.__wrapped__(folder, dtype, adapter, options)
-    return _copied(_load(folder, dtype, adapter, options))
+    return copied(_load(folder, dtype, adapter, options))
 
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _TABLES = ("_modules", "_parameters", "_buffers")
 
 
-def _copied(model: Any) -> Any:
+def copied(model: Any) -> Any:
     """A deep copy, whose 4-bit weights know their own modules; much faster than ``deepcopy``."""
     modules = list(model.modules())
     memo: dict[int, Any] = {id(each): object.__new__(type(each)) for each in modules}

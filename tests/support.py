@@ -4,7 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn import Params4bit
 
 import poros
 from poros.api import prepare_with
@@ -109,34 +110,75 @@ def loaded(folder: str, dtype: torch.dtype, adapter: Adapter | None = None, **lo
     # Tensors of inference mode are of another kind, and memory of a GPU is measured.
     if torch.is_inference_mode_enabled() or str(loading.get("device", "cpu")) != "cpu":
         return _load.__wrapped__(folder, dtype, adapter, options)
-    return _copied(_load(folder, dtype, adapter, options))
+    return copied(_load(folder, dtype, adapter, options))
 
 
-def _copied(model: Any) -> Any:
-    """A deep copy, whose 4-bit weights know their own modules; what is empty costs nothing."""
-    memo: dict[int, Any] = {id(each): object.__new__(type(each)) for each in model.modules()}
-    for module in model.modules():
-        memo[id(module)].__dict__.update(
-            {
-                key: value
-                if type(value) in (bool, int, float, str, type(None))
-                else type(value)()
-                if type(value) in (dict, OrderedDict, set) and not value
-                else deepcopy(value, memo)
-                for key, value in module.__dict__.items()
-            }
-        )
-    copy = memo[id(model)]
-    for module in copy.modules():
-        weight = getattr(module, "weight", None)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_TABLES = ("_modules", "_parameters", "_buffers")
+
+
+def copied(model: Any) -> Any:
+    """A deep copy, whose 4-bit weights know their own modules; much faster than ``deepcopy``."""
+    modules = list(model.modules())
+    memo: dict[int, Any] = {id(each): object.__new__(type(each)) for each in modules}
+
+    def part(key: str, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN or key == "quant_state":  # which is the weight's, below
+            return value
+        if kind in (dict, OrderedDict, set) and not value:
+            return kind()
+        if key in _TABLES:
+            return kind((name, entry(each)) for name, each in value.items())
+        return deepcopy(value, memo)
+
+    def entry(value: Any) -> Any:
+        if id(value) not in memo and isinstance(value, torch.Tensor):
+            found = _copied_tensor(value)
+            if found is not None:
+                memo[id(value)] = found
+        return memo[id(value)] if id(value) in memo else deepcopy(value, memo)
+
+    for module in modules:
+        parts = {key: part(key, each) for key, each in module.__dict__.items()}
+        memo[id(module)].__dict__.update(parts)
+    for each in modules:
+        module = memo[id(each)]
+        weight = module._parameters.get("weight")
         if getattr(weight, "module", None) is not None:
             weight.module = module
         if "quant_state" in module.__dict__:
             module.quant_state = weight.quant_state
-    return copy
+    return memo[id(model)]
 
 
-@lru_cache(maxsize=16)
+def _copied_tensor(value: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a weight; None if there may be more to it, which ``deepcopy`` knows of."""
+    if value.untyped_storage().nbytes() != value.nbytes or not value.is_contiguous():
+        return None
+    data = value.detach().clone()
+    if isinstance(value, Params4bit):
+        found = copy(value)
+        found.data, found.quant_state = data.data, _copied_state(value.quant_state)
+        return found  # type: ignore[no-any-return]
+    if type(value) is torch.nn.Parameter and value.grad is None and not value.__dict__:
+        return torch.nn.Parameter(data, value.requires_grad)
+    return data if type(value) is torch.Tensor and not value.requires_grad else None
+
+
+def _copied_state(state: Any) -> Any:
+    """A copy of a state of quantization, and of that of its scales."""
+    if state is None:
+        return None
+    found = object.__new__(type(state))
+    for key, value in state.__dict__.items():
+        if isinstance(value, torch.Tensor):
+            value = value.clone()
+        found.__dict__[key] = _copied_state(value) if key == "state2" else value
+    return found
+
+
+@lru_cache(maxsize=64)
 def _load(folder: str, dtype: torch.dtype, adapter: Adapter | None, loading: Any) -> Any:
     if adapter is not None:
         kind, rank, dropout, seed = adapter

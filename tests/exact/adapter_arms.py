@@ -36,13 +36,18 @@ def differences(left: Found, right: Found) -> list[str]:
 
 def adapted(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
     """With LoRA that is not zero."""
-    of_base = {key: options.pop(key) for key in ("dtype", "quantize") if key in options}
+    key = f"adapted {architecture} {options}"
+    of_base = {name: options.pop(name) for name in ("dtype", "quantize") if name in options}
     adapters = options.pop("adapters", torch.float32)
-    base = bases.base(architecture, num_layers=2, dropout=0.0, **of_base)
     settings: dict[str, Any] = {"r": 8, "target_modules": SEVEN, "task_type": "CAUSAL_LM"}
-    model: Model = get_peft_model(base, LoraConfig(**{**settings, **options}))
-    fill(model, adapters)
-    return model.train()
+
+    def make() -> Model:
+        base = bases.base(architecture, num_layers=2, dropout=0.0, **of_base)
+        model: Model = get_peft_model(base, LoraConfig(**{**settings, **options}))
+        fill(model, adapters)
+        return model.train()
+
+    return bases.once(key, make)
 
 
 def fill(model: Model, dtype: torch.dtype = torch.float32) -> None:

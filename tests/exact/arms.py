@@ -22,7 +22,7 @@ from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_diges
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
-from tests.support import AS_PLAIN, AdversarialPrepare, loaded
+from tests.support import AS_PLAIN, AdversarialPrepare, copied, loaded
 from tools.adversary import POISON, AdversarialStreams
 from tools.tape import TapeRecorder
 
@@ -39,6 +39,16 @@ class Bases:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._made: dict[str, Model] = {}
+
+    def once(self, key: str, make: Callable[[], Model]) -> Model:
+        """A copy of the model that ``make`` gives; it is made once, and draws for itself."""
+        if torch.is_inference_mode_enabled():
+            return make()
+        if key not in self._made:
+            with torch.random.fork_rng(devices=[]):
+                self._made[key] = make()
+        return copied(self._made[key])
 
     def base(
         self,

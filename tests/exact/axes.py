@@ -6,11 +6,12 @@ on a CPU, which take pairs of axes, and by those on a GPU, which take all.
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import torch
-from peft import LoraConfig, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch import nn
 
 import poros
@@ -23,7 +24,7 @@ from tools.tape import TapeRecorder
 
 Model = Any
 Facts = dict[str, torch.Tensor]
-NUM_STEPS = 6
+NUM_STEPS = 5
 NUM_LAYERS = 3
 GROUP = 2
 
@@ -129,25 +130,31 @@ EXCHANGES: dict[str, Callable[[Model, Facts], None]] = {
 }
 
 
+def with_two(use_dora: bool, bases: Bases, device: str) -> Model:
+    """With two adapters that are not zero."""
+    base = bases.base("qwen2", num_layers=NUM_LAYERS, dropout=0.05, device=device)
+    options = {"use_dora": use_dora, "lora_dropout": 0.05}
+    config = LoraConfig(r=4, target_modules=SEVEN, task_type="CAUSAL_LM", **options)
+    model = get_peft_model(base, config)
+    second = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model.add_adapter("second", second)
+    generator = torch.Generator().manual_seed(1)
+    for name, each in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            each.data.copy_(0.1 * torch.randn(each.shape, generator=generator))
+    return model.to(device)
+
+
 class Program:
     """A model of one cell, and its training."""
 
     def __init__(self, cell: Cell, bases: Bases, device: str) -> None:
         self.cell = cell
         self.device = device
-        base = bases.base("qwen2", num_layers=NUM_LAYERS, dropout=0.05, device=device)
-        options = {"use_dora": cell.adapter == "DoRA", "lora_dropout": 0.05}
-        config = LoraConfig(r=4, target_modules=SEVEN, task_type="CAUSAL_LM", **options)
-        from peft import get_peft_model
-
-        self.model: Model = get_peft_model(base, config)
-        second = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-        self.model.add_adapter("second", second)
-        generator = torch.Generator().manual_seed(1)
-        for name, each in self.model.named_parameters():
-            if "lora_A" in name or "lora_B" in name:
-                each.data.copy_(0.1 * torch.randn(each.shape, generator=generator))
-        self.model.to(device)
+        make = partial(with_two, cell.adapter == "DoRA", bases, device)
+        key = f"axes {cell.adapter == 'DoRA'}"
+        # Memory of a GPU is measured.
+        self.model: Model = bases.once(key, make) if device == "cpu" else make()
         self.activate()
         self.model.train()
 
@@ -235,7 +242,6 @@ class Program:
                 with torch.no_grad():
                     yield "evaluation", model(**batches[0]).logits
                 model.train()
-            if number == 3:
                 frozen = {name for name, _ in self.frozen()}
                 others = {name: each for name, each in checkpoint.items() if name not in frozen}
                 load_in_place(model, others)
@@ -244,7 +250,7 @@ class Program:
                     load(model, exchanged)
                 else:
                     EXCHANGES[cell.exchange](model, exchanged)
-            if number == 4:
+            if number == 3:
                 model.set_adapter("second")
                 with torch.no_grad():
                     yield "of the second", model(**batches[1]).logits

@@ -35,7 +35,7 @@ Model = Any
 Kind = Callable[[tuple[type, ...]], type[Trainer]]
 TWO_SLOTS = partial(prepare_plain, slots=2)
 NUM_STEPS = 4
-"""With four micro-batches each an epoch is three steps of them."""
+"""With four micro-batches each an epoch is two steps of them."""
 SHORT: dict[str, Any] = {**FULL, "max_steps": NUM_STEPS, "gradient_accumulation_steps": 4}
 
 
@@ -182,7 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "one": {"gradient_accumulation_steps": 1},
     "labels smoothed": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 3},
-    # The epoch of 12 batches of 2 rows ends with a group of two. Weights of this optimizer are
+    # The epoch of 8 batches of 2 rows ends with a group of three. Weights of this optimizer are
     # others in an evaluation, and edited as the next step begins.
     "five, the last incomplete, schedule-free": {
         **{"gradient_accumulation_steps": 5, "optim": "schedule_free_adamw"},

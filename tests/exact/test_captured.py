@@ -49,9 +49,9 @@ def test_replayed_visits_have_the_bits_of_eager_ones(
 @pytest.mark.parametrize(
     ("change", "accumulation"),
     [
-        pytest.param(change, size, marks=[pytest.mark.slow] * (place % 2 == (size == 3)))
+        pytest.param(change, size, marks=[pytest.mark.slow] * (place % 2 == (size == 2)))
         for place, change in enumerate(CHANGES)
-        for size in (1, 3)
+        for size in (1, 2)
     ],
 )
 def test_training_has_the_bits_of_a_resident_run(
@@ -261,7 +261,7 @@ def test_recordings_that_do_not_pay_make_the_next_ones_rarer(bases: Bases) -> No
     """Lengths that come twice, and not again."""
     model = adapted(bases)
     captures, recorder = recorded(model, self_check="off")
-    for length in range(8, 40):
+    for length in range(8, 20):
         for _ in range(2):
             loss_of(model, length).backward()
     # Of two layers: as many forms as there are places, and one that another made way for.
@@ -278,7 +278,7 @@ def test_memory_is_given_back_only_when_something_is_recorded(bases: Bases) -> N
     captures, recorder = recorded(model, self_check="off")
     calls: list[int] = []
     recorder.give_back = lambda: calls.append(captures.num_recorded)  # type: ignore[method-assign]
-    for _ in range(8):
+    for _ in range(6):
         for length in range(8, 13):  # one more than there are places for
             loss_of(model, length).backward()
     assert captures.num_replays > 0

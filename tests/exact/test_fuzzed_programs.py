@@ -55,7 +55,7 @@ from tools.fuzz.program import (
 from tools.fuzz.shrink import shrink, simpler
 
 ALLOWED = ("equal", "refused", "raised")
-NUM_DRAWN = 5
+NUM_DRAWN = 3
 
 PENALIZED = (Forward(terms=(Term(),)),)
 

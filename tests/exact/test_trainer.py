@@ -136,7 +136,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end(arms: Arms, streamed: Trajecto
     logged = arms.log_history("streamed")
     losses = {int(line["step"]): line["eval_loss"] for line in logged if "eval_loss" in line}
     # Which one depends on the machine; were it the last, nothing would have to be loaded.
-    best = min(losses, key=lambda step: losses[step])
+    best = max(losses, key=lambda step: losses[step])
     saved = [
         (arms.checkpoint("streamed", step) / "adapter_model.safetensors").read_bytes()
         for step in (best, NUM_STEPS)

@@ -96,7 +96,12 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("which", with_slow(ROWS, ("sft, accumulation", "sft, no checkpointing")))
+SLOW = ("sft, accumulation", "sft, no checkpointing", "sft, packing", "dpo, grouped")
+SLOW += ("dpo, the base, accumulation",)
+"""What they have comes together in others."""
+
+
+@pytest.mark.parametrize("which", with_slow(ROWS, SLOW))
 def test_trainers(which: str, tmp_path: Path) -> None:
     kind, options, policy, of_arms, grouped = ROWS[which]
     arms = Arms(tmp_path, *kind, **of_arms)

@@ -36,8 +36,8 @@ DataCollatorForVisionLanguageModeling = pytest.importorskip(
     "trl.trainer.sft_trainer"
 ).DataCollatorForVisionLanguageModeling
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "multimodal.md"
-NUM_LAYERS = 4
-FEW = with_slow(FAMILIES, ("qwen2_5_vl", "llama4", "qwen3_5"))
+FEW = with_slow(FAMILIES, ("qwen2_5_vl", "llama4", "qwen3_5", "mistral3"))
+"""The others train on images in tests/loading/test_multimodal.py."""
 
 
 class Processor(ProcessorMixin):
@@ -100,7 +100,7 @@ class ImageArms(Arms):
 
     def __init__(self, family: str, folder: Path) -> None:
         self.family = family
-        path = write(family, folder / "base", NUM_LAYERS)
+        path = write(family, folder / "base")
         processing = Processor(tokenizer(), family)
         super().__init__(
             *(folder, trl.SFTTrainer, trl.SFTConfig, rows()),
@@ -184,7 +184,7 @@ def test_the_processor_of_a_family_and_images_of_pillow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pattern_of_the_docs_keeps_to_the_language_model(family: str, tmp_path: Path) -> None:
     """docs/how-to/multimodal.md has it."""
-    base = poros.load(write(family, tmp_path / "base", NUM_LAYERS), device="cpu")
+    base = poros.load(write(family, tmp_path / "base"), device="cpu")
     (pattern,) = set(re.findall(r'exclude_modules=r"([^"]+)"', PAGE.read_text()))
     config = LoraConfig(target_modules="all-linear", exclude_modules=pattern)
     model = get_peft_model(base, config)

@@ -20,7 +20,7 @@ Model = Any
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Model, Any], torch.Tensor]
 LENGTHS = (12, 9, 20, 7, 12, 16, 5, 9)
-SIZES = (3, 2)
+SIZES = (2, 2)
 """Of the steps of programs."""
 
 
@@ -90,7 +90,7 @@ def train(
     model: Model,
     together: bool = True,
     *,
-    sizes: Sequence[int] = (4, 4, 4),
+    sizes: Sequence[int] = (3, 3, 3),
     loss: Loss = own_loss,
     clip: float | None = None,
     padded: bool = False,
@@ -106,7 +106,8 @@ def train(
     torch.manual_seed(5)
     random.seed(3)
     np.random.seed(4)
-    optimizer = torch.optim.AdamW(trained(model), lr=0.01)
+    adapters = trained(model)
+    optimizer = torch.optim.AdamW(adapters, lr=0.01)
     generator = torch.Generator().manual_seed(2)
     facts: list[torch.Tensor] = []
     for number, size in enumerate(sizes):

@@ -245,15 +245,21 @@ def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
         pass
 
 
-def state_of(model: Model) -> dict[str, Any]:
-    """What an interrupted visit could leave behind: tables' entries, slots, states of torch."""
+Modules = list[tuple[str, torch.nn.Module]]
+
+
+def state_of(model: Model, modules: Modules | None = None) -> dict[str, Any]:
+    """What an interrupted visit could leave behind: tables' entries, slots, states of torch.
+
+    ``modules``: those of the model, for who asks often.
+    """
     found: dict[str, Any] = {
         "subclasses see calls": torch._C._is_torch_function_enabled(),
         "gradients are taken": torch.is_grad_enabled(),
     }
-    for name, module in model.named_modules():
-        for kind in ("_parameters", "_buffers"):
-            for key, value in getattr(module, kind).items():
+    for name, module in modules or model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, value in table.items():
                 found[f"{name}.{key}"] = id(value)
         if "quant_state" in module.__dict__:
             found[f"{name} quant_state"] = id(module.quant_state)
@@ -271,7 +277,8 @@ def test_a_visit_interrupted_anywhere_leaves_nothing_behind(phase: Phase) -> Non
     prepared = small()
     runtimes = [streamed_layer(layer) for layer in layers_of(prepared)]
     prepared(**BATCHES[0])
-    before = state_of(prepared)
+    modules: Modules = list(prepared.named_modules())
+    before = state_of(prepared, modules)
     num_interrupted = 0
     for number in count(1):
         interrupts = Interrupts(number, AROUND, fine=True)
@@ -280,7 +287,7 @@ def test_a_visit_interrupted_anywhere_leaves_nothing_behind(phase: Phase) -> Non
             num_interrupted += 1
         elif interrupts.num_steps < number:
             break
-        assert state_of(prepared) == before, number
+        assert state_of(prepared, modules) == before, number
     assert num_interrupted > 400
     assert_same_run(resident_run(), run(prepared))
 
@@ -288,7 +295,10 @@ def test_a_visit_interrupted_anywhere_leaves_nothing_behind(phase: Phase) -> Non
 # Primes apart, so that every place of the four visits comes up in one of them.
 @pytest.mark.parametrize(
     ("self_check", "apart"),
-    [("off", 257), ("strict", 1259), pytest.param("strict", 257, marks=pytest.mark.slow)],
+    [
+        *(("off", 509), ("strict", 2503)),
+        *(pytest.param(each, 257, marks=pytest.mark.slow) for each in ("off", "strict")),
+    ],
 )
 def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(self_check: str, apart: int) -> None:
     expected = run(build(num_layers=2), num_steps=1)
@@ -322,12 +332,13 @@ def test_control_a_clean_up_that_is_not_made_up_for(monkeypatch: Patch) -> None:
             note.undo()
 
     monkeypatch.setattr(Visits, "end", end)
-    before = state_of(prepared)
+    modules: Modules = list(prepared.named_modules())
+    before = state_of(prepared, modules)
     runtime = streamed_layer(layers_of(prepared)[0])
     for number in range(1, 4000):
         interrupts = Interrupts(number, AROUND, fine=True)
         interrupts.run(lambda: visit_once(runtime, Phase.FORWARD))
-        if state_of(prepared) != before:
+        if state_of(prepared, modules) != before:
             return
     raise AssertionError("no interruption left anything behind")
 
@@ -389,11 +400,18 @@ def puts_back_late(make: Callable[[], Any]) -> bool:
     raise AssertionError
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_what_was_interrupted_does_not_put_an_old_state_back_later(name: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "is_late"),
+    [
+        *(pytest.param(make, False, id=name) for name, make in CONTEXTS.items()),
+        pytest.param(by_a_generator, True, id="control"),
+    ],
+)
+def test_what_was_interrupted_does_not_put_an_old_state_back_later(
+    make: Callable[[], Any], is_late: bool
+) -> None:
     try:
-        assert not puts_back_late(CONTEXTS[name])
-        assert puts_back_late(by_a_generator), "control"
+        assert puts_back_late(make) == is_late
     finally:
         torch.set_grad_enabled(True)
 

@@ -41,7 +41,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         "text",
         {
             **{"training__optim": "schedule_free_adamw", "training__warmup_steps": 0.5},
-            **{"data__validation": 0.1, "training__eval_steps": 1, "training__max_steps": 4},
+            **{"data__validation": 0.04, "training__eval_steps": 1, "training__max_steps": 3},
         },
     ),
     "bfloat16 adapter": ("text", {"adapter__dtype": "bfloat16", "training__max_steps": 3}),

@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
     "training__gradient_accumulation_steps": 2,
     "training__learning_rate": 1e-2,
     "training__warmup_steps": 0,
-    "training__max_steps": 3,
+    "training__max_steps": 2,
 }
 # Form of the rows, and what is set.
 TRAINING: dict[str, tuple[str, dict[str, Any]]] = {

@@ -100,10 +100,26 @@ def test_a_kernel_of_the_hub_is_refused(place: Path, monkeypatch: pytest.MonkeyP
         assert result.exit_code == 2 and "someone/attention" in result.output, result.output
 
 
-def test_a_module_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    (tmp_path / "config.json").write_text('{"model_type":"bert","architectures":["BertModel"]}')
+@pytest.mark.parametrize("is_control", [False, True])
+def test_a_module_in_the_current_folder_is_not_imported(is_control: bool, tmp_path: Path) -> None:
+    """One that stands behind it and ends the process is, as torch would be."""
+    place, installed = tmp_path / "place", tmp_path / "installed"
+    for folder, code in ((place, "open('ran', 'w')"), (installed, "raise SystemExit(77)")):
+        folder.mkdir()
+        (folder / "torch.py").write_text(code)
+    (place / "config.json").write_text('{"model_type":"bert","architectures":["BertModel"]}')
     run = "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; sys.exit(main())"
-    code = [sys.executable, "-P", "-c", run, "plan", ".", "--seq", "128"]
-    subprocess.run(code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert not (tmp_path / "ran").exists()
+    command = [
+        sys.executable,
+        *([] if is_control else ["-P"]),
+        "-c",
+        run,
+        "plan",
+        ".",
+        "--seq",
+        "9",
+    ]
+    path = os.pathsep.join(map(str, (installed, ROOT)))
+    done = subprocess.run(command, cwd=place, env={**os.environ, "PYTHONPATH": path})
+    assert (place / "ran").exists() == is_control
+    assert is_control or done.returncode == 77

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 import poros
 from poros.gates import tiny
 from tests.comparing import compare_trajectories
-from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
+from tests.exact.trainer_arms import FULL, NUM_LAYERS, RESUME_AT, Arms, check_not_vacuous
 from tests.gpu.models import BF16, Model, model_of, same, same_runs, train, trained
 from tests.support import prepare_plain, same_bits
 
@@ -74,9 +74,9 @@ def test_two_hundred_steps_of_half_a_billion_parameters(tmp_path: Path) -> None:
     assert not same(found[0], found[NUM_STEPS - 1])
 
 
-@pytest.mark.parametrize("keep_last", [0, 4])
+@pytest.mark.parametrize("keep_last", [0, NUM_LAYERS])
 def test_a_trainer_that_evaluates_and_resumes(keep_last: int, tmp_path: Path) -> None:
-    replayed = partial(prepare_plain, slots=4, keep_last=keep_last, cuda_graphs=True)
+    replayed = partial(prepare_plain, slots=NUM_LAYERS, keep_last=keep_last, cuda_graphs=True)
     arms = Arms.make(tmp_path, torch.float32, "cuda")
     expected = arms.run("resident", **FULL)
     check_not_vacuous(expected)

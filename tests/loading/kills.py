@@ -62,12 +62,12 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.source, self.sound = folder / "source", folder / "sound"
-        config = tiny.small_config("qwen2", num_layers=6, hidden_size=128)
+        config = tiny.small_config("qwen2", num_layers=4, hidden_size=64)
         tiny.write_checkpoint(config, self.source, dtype=torch.bfloat16)
         self.expected = comparable(standard(self.source, quantization()))
         load(self.source, store=self.sound)
         self.contents = contents(self.source)
-        self.budget = budget_for(self.sound, 3)
+        self.budget = budget_for(self.sound, 2)
         self.batch = tiny.make_batches(1)[0]
 
     def write(self, store: Path) -> None:

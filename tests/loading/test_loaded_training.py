@@ -197,7 +197,7 @@ def test_what_is_cast_for_training_is_in_no_slab(kinds: Kinds, tier: str) -> Non
     def cast(base: Any) -> Any:
         return adapted(prepare_model_for_kbit_training(base, use_gradient_checkpointing=False))
 
-    path = kind(kinds, num_layers=ON_DISK)
+    path = kind(kinds, num_layers=ON_DISK if tier == "disk" else 5)
     base = from_disk(kinds, path) if tier == "disk" else load(path)
     before = places(base)
     model = cast(base)
@@ -231,7 +231,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_block_that_was_changed_is_copied_loudly(
     kinds: Kinds, reason: str, block_size: int, tier: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = kind(kinds, num_layers=ON_DISK)
+    path = kind(kinds, num_layers=ON_DISK if tier == "disk" else 5)
 
     def make(base: Any) -> Any:
         mlp = base.model.layers[4].mlp

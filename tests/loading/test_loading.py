@@ -505,7 +505,7 @@ def test_host_memory_while_loading(kinds: Kinds, is_quantized: bool) -> None:
     sizes = {"num_layers": 5 if is_quantized else 8}
     sizes |= {"hidden_size": 1024, "vocab_size": 4096, "intermediate_size": 4096}
     path, ours = kinds.dense(**sizes), wanted(is_quantized)[0]
-    load(path, quantization=ours)  # whatever libraries allocate once
+    load(kinds.dense(), quantization=ours)  # whatever libraries allocate once
     with Peak() as peak:
         model = load(path, quantization=ours)
     store = attached_store(model)

@@ -31,12 +31,11 @@ from tests.covers import with_slow
 from tests.exact.together import num_groups, own_loss, reasons, same, train
 from tests.loading.images import with_images
 from tests.loading.loaded import tensors
-from tests.loading.towers import FAMILIES, write
+from tests.loading.towers import FAMILIES, num_layers, write
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 from tools.tape import TapeRecorder
 
 Model = Any
-NUM_LAYERS = 4
 
 
 FEW = with_slow(FAMILIES, ("qwen2_5_vl", "mistral3", "llama4", "qwen3_5"))
@@ -51,7 +50,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
     def checkpoint(name: str) -> Path:
         if name not in made:
-            made[name] = write(name, tmp_path_factory.mktemp(name), NUM_LAYERS)
+            made[name] = write(name, tmp_path_factory.mktemp(name))
         return made[name]
 
     return checkpoint
@@ -99,11 +98,9 @@ def test_bytes_are_those_of_transformers(name: str, checkpoints: Checkpoints) ->
         assert type(model.get_output_embeddings()) is torch.nn.Linear
 
 
-MODES: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "2 slots": ("keep", False, {"slots": 2}),
-    "kept, without the tower": ("drop", False, {"slots": NUM_LAYERS, "keep_last": NUM_LAYERS}),
-    "together, without the tower": ("drop", True, {"slots": 2}),
-}
+def kept(name: str) -> dict[str, Any]:
+    """All layers keep their graph."""
+    return {"slots": num_layers(name), "keep_last": num_layers(name)}
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -112,7 +109,12 @@ def test_streamed_equals_resident(name: str, checkpoints: Checkpoints) -> None:
     family, path = FAMILIES[name], checkpoints(name)
     run = {**RUN, "loss": partial(text_loss, family.types)}
     expected = train(resident(path), together=False, **run)
-    for vision, together, policy in MODES.values():
+    modes: list[tuple[str, bool, dict[str, Any]]] = [
+        ("keep", False, {"slots": 2}),
+        ("drop", False, kept(name)),
+        ("drop", True, {"slots": 2}),
+    ]
+    for vision, together, policy in modes:
         model = prepare_plain(loaded(path, vision), **policy)
         assert same(train(model, together=together, **run), expected)
         assert poros.runtime(model).self_check["status"] == "passed"
@@ -136,10 +138,7 @@ def test_recorded_equals_resident(name: str, checkpoints: Checkpoints) -> None:
 def test_head_in_slices_and_embedding_on_the_host(name: str, checkpoints: Checkpoints) -> None:
     """Wherever the head sits: the bits do not hang on the budget, nor on the tower."""
     policy: Any = {"stream_head": True, "stream_embedding": True}
-    budgets: dict[str, Any] = {
-        "keep": {"slots": 2},
-        "drop": {"slots": NUM_LAYERS, "keep_last": NUM_LAYERS},
-    }
+    budgets: dict[str, Any] = {"keep": {"slots": 2}, "drop": kept(name)}
     results = []
     for vision, budget in budgets.items():
         model = poros.prepare(loaded(checkpoints(name), vision), **policy, **budget)
@@ -194,16 +193,13 @@ def test_the_adapter_elsewhere(
 def test_plans_count_the_tower(name: str, checkpoints: Checkpoints) -> None:
     path, request = checkpoints(name), {"seq_len": 16, "library_num_bytes": 0}
     whole, text = (poros.plan(path, vision=vision, **request) for vision in ("keep", "drop"))
-    sizes = [
-        sum(tensor.nbytes for tensor in tensors(load(path, vision=vision)).values())
-        for vision in ("keep", "drop")
-    ]
+    bases = [load(path, vision=vision) for vision in ("keep", "drop")]
+    sizes = [sum(tensor.nbytes for tensor in tensors(each).values()) for each in bases]
     assert "vision" not in text.terms
     assert whole.total_num_bytes - text.total_num_bytes == whole.terms["vision"]
     assert whole.terms["vision"] == sizes[0] - sizes[1]
     assert whole.num_adapter_parameters == text.num_adapter_parameters > 0
-    for vision, expected in (("keep", whole), ("drop", text)):
-        base = load(path, vision=vision)
+    for base, expected in zip(bases, (whole, text), strict=True):
         config = LoraConfig(
             r=16,
             target_modules="all-linear",
@@ -278,26 +274,29 @@ def test_adapters_on_routers_are_refused(checkpoints: Checkpoints) -> None:
 
 # Rows with images.
 
-IMAGES: dict[str, tuple[bool, dict[str, Any]]] = {
-    "2 slots": (False, {"slots": 2}),
-    "kept": (False, {"slots": NUM_LAYERS, "keep_last": 2}),
-    "together": (True, {"slots": 2}),
-}
-
 
 def image_run(name: str, seed: int = 0) -> dict[str, Any]:
     form = partial(with_images, name, FAMILIES[name].types, seed=seed)
     return {**RUN, "padded": False, "form": form}
 
 
-@pytest.mark.parametrize("name", with_slow(FAMILIES, ("qwen2_5_vl", "llama4", "qwen3_5")))
+@pytest.mark.parametrize("name", FEW)
 def test_images_streamed_equal_resident(name: str, checkpoints: Checkpoints) -> None:
-    """Adapters on the language model. Control: with other images the losses are others."""
+    """Adapters on the language model; the others are in ``test_images_train_what_stays``.
+
+    Control: with other images the losses are others.
+    """
     family, path = FAMILIES[name], checkpoints(name)
     expected = train(resident(path), together=False, **image_run(name))
-    other = train(resident(path), together=False, **image_run(name, seed=1))
+    first = {**image_run(name, seed=1), "sizes": RUN["sizes"][:1]}
+    other = train(resident(path), together=False, **first)
     assert not any(map(same_bits, other[:2], expected[:2]))
-    for together, policy in IMAGES.values():
+    modes: list[tuple[bool, dict[str, Any]]] = [
+        (False, {"slots": 2}),
+        (False, {"slots": num_layers(name), "keep_last": 2}),
+        (True, {"slots": 2}),
+    ]
+    for together, policy in modes:
         model = prepare_plain(loaded(path, "keep"), **policy)
         assert same(train(model, together=together, **image_run(name)), expected)
         assert poros.runtime(model).self_check["status"] == "passed"
@@ -322,7 +321,7 @@ def test_images_with_the_head_in_slices(name: str, checkpoints: Checkpoints) -> 
     """And the embedding on the host, into whose rows the images are put."""
     policy: Any = {"stream_head": True, "stream_embedding": True}
     results = []
-    for budget in ({"slots": 2}, {"slots": NUM_LAYERS, "keep_last": NUM_LAYERS}):
+    for budget in ({"slots": 2}, kept(name)):
         model = poros.prepare(loaded(checkpoints(name), "keep"), **policy, **budget)
         assert poros.runtime(model).stats()["fallbacks"] == []
         results.append(train(model, together=False, **image_run(name)))
@@ -351,7 +350,14 @@ def with_trained_projector(base: Model) -> Model:
 
 @pytest.mark.parametrize(
     ("name", "adapt"),
-    [*((name, everywhere) for name in FAMILIES), ("gemma3", with_trained_projector)],
+    [
+        *(
+            pytest.param(name, everywhere, marks=pytest.mark.slow)
+            for name in ("gemma4", "qwen3_vl")
+        ),
+        *((name, everywhere) for name in ("gemma3", "qwen2_5_vl", "mistral3", "llama4", "qwen3_5")),
+        ("gemma3", with_trained_projector),
+    ],
 )
 def test_images_train_what_stays(
     name: str, adapt: Callable[[Model], Model], checkpoints: Checkpoints, tmp_path: Path

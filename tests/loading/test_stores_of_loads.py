@@ -329,15 +329,15 @@ for kind, count in run(*map(int, sys.argv[1:]), seed=0).items():
 """
 
 
-@pytest.mark.parametrize("share", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_nothing_is_wrong_after_a_kill_or_a_cut(share: int) -> None:
     """Of writers some are killed in the middle of a store."""
-    ran = run_forked(ROUNDS, str(8 * share), str(3 * share))
+    ran = run_forked(ROUNDS, str(4 * share), str(3 * share))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [
-        f"killed: write | {8 * share} | 0",
+        f"killed: write | {4 * share} | 0",
         "True",
-        *(f"killed: {kind} | {2 * share} | 0" for kind in ("read", "save")),
+        *(f"killed: {kind} | {share} | 0" for kind in ("read", "save")),
         *(f"cut off: {kind} | {share} | 0" for kind in ("read_checkpoint", "read", "save")),
     ]
 

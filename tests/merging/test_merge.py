@@ -165,6 +165,7 @@ READERS = {
 }
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("into", ["original", "trained"])
 @pytest.mark.parametrize("is_of_its_class", [False, True])
 @pytest.mark.parametrize("which", READERS)
@@ -466,9 +467,9 @@ def peak(adapter: Path, out: Path, base: Path, shard_num_bytes: int) -> int:
 
 
 def test_one_shard_is_in_memory(tmp_path: Path) -> None:
-    """Of a base of 100 MB; control: in one shard all of it is."""
-    config = tiny.small_config("qwen2", num_layers=12, hidden_size=512)
-    config.intermediate_size = 2048
+    """Of a base of 25 MB; control: in one shard all of it is."""
+    config = tiny.small_config("qwen2", num_layers=12, hidden_size=256)
+    config.intermediate_size = 1024
     tiny.write_checkpoint(config, tmp_path / "base", dtype=torch.bfloat16)
     size = sum(each.stat().st_size for each in (tmp_path / "base").glob("*.safetensors"))
     adapter = trained(tmp_path / "base", tmp_path / "adapter", ADAPTERS["lora"])

@@ -5,8 +5,6 @@ import logging
 import mmap
 import os
 import pickle
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from poros.errors import HostMemoryError, PorosError
 from poros.host.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
 from poros.host.slab import Arena, HostSlab
 from poros.host.store import HostStore
+from tests.children import run_forked
 from tests.snapshots import build, layers_of
 from tests.support import num_memory_files, prepare_plain, same_bits
 from tests.unit.driver import FakeDriver, install, some_layout, some_tensors
@@ -209,15 +208,8 @@ def test_another_process_sees_the_same_bytes() -> None:
     layouts = [slab.layout for slab in store.slabs]
     for slab in store.slabs:
         slab.tensor(slab.layout.tensors[0])[0] = 7
-    file, root = store.slabs[0].arena.fileno(), Path(__file__).resolve().parents[2]
-    ran = subprocess.run(
-        [sys.executable, "-c", CHILD, str(file), pickle.dumps(layouts).hex()],
-        pass_fds=[file],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    file = store.slabs[0].arena.fileno()
+    ran = run_forked(CHILD, str(file), pickle.dumps(layouts).hex())
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) == 3 * 16
     # It wrote here, not into a copy.

@@ -47,6 +47,7 @@ def running_of(wanted: bool, labels: torch.Tensor = LABELS) -> OnlineSoftmaxStat
     return OnlineSoftmaxState.of(labels, H if wanted else 0, torch.float32)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("masked", [[], [3], range(V // 2)], ids=["none", "one", "a slice"])
 @pytest.mark.parametrize("slope", SLOPES)
 @pytest.mark.parametrize("wanted", [True, False], ids=["rows", "no rows"])

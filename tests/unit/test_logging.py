@@ -13,7 +13,7 @@ from poros.gates import tiny
 from poros.self_check import check
 from poros.utils.formatting import size
 from poros.utils.logging_setup import ProgressLog, show_info_by_default
-from tests.children import run_python
+from tests.children import run_forked
 from tests.support import prepare_plain
 
 SETUPS = (
@@ -21,26 +21,19 @@ SETUPS = (
     "logging.getLogger('poros').setLevel('WARNING')",
     "logging.basicConfig(level='WARNING')",
 )
-# A script for each of the setups, in processes of their own that have imported the libraries.
+# A script for each of the setups, in a fork whose logging is that of a new process.
 CODE = """
-import logging, os, sys
-import accelerate, bitsandbytes, peft, torch, transformers
-import transformers.models.qwen2.modeling_qwen2
-peft.LoraConfig, transformers.Qwen2ForCausalLM, transformers.BitsAndBytesConfig
-torch.set_num_threads(1)
-for number, setup in enumerate({setups!r}):
-    print("setup", number, file=sys.stderr, flush=True)
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0
-        continue
-    exec(setup)
-    import poros
-    from poros.gates import tiny
-    model = tiny.attach_lora(tiny.load_base({folder!r}, dtype=torch.bfloat16))
-    poros.prepare(model, slots=2).train()
-    tokens = torch.arange(8)[None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    break
+import logging, torch
+for logger in (logging.getLogger(), logging.getLogger("poros")):
+    logger.handlers.clear()
+    logger.setLevel("WARNING" if logger is logging.root else "NOTSET")
+{setup}
+import poros
+from poros.gates import tiny
+model = tiny.attach_lora(tiny.load_base({folder!r}, dtype=torch.bfloat16))
+poros.prepare(model, slots=2).train()
+tokens = torch.arange(8)[None]
+model(input_ids=tokens, labels=tokens).loss.backward()
 """
 
 
@@ -55,13 +48,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> dict[str, list[str]]:
     """By the setup, what a script says of poros."""
-    done = run_python(CODE.format(setups=SETUPS, folder=str(folder)))
-    assert done.returncode == 0, done.stderr
-    parts = re.split(r"^setup \d+$", done.stderr, flags=re.MULTILINE)[1:]
-    return {
-        setup: [line for line in part.splitlines() if line.startswith("poros: ")]
-        for setup, part in zip(SETUPS, parts, strict=True)
-    }
+    found = {}
+    for setup in SETUPS:
+        done = run_forked(CODE.format(setup=setup, folder=str(folder)))
+        assert done.returncode == 0, done.stderr
+        lines = done.stderr.splitlines()
+        found[setup] = [line for line in lines if line.startswith("poros: ")]
+    return found
 
 
 def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(

@@ -316,7 +316,7 @@ def alternate(prepared: Prepare) -> int:
     """Train with steps that take now less and now more; how often the blocks got other room."""
     loop = prepared(budget(6, 2, 16))
     loop.run(16, 16)
-    for _ in range(10):
+    for _ in range(8):
         loop.run(16, times=4.0)
         loop.run(16)
     return int(loop.runtime.stats()["num_resizes"])
@@ -402,7 +402,7 @@ def test_micro_batches_go_alone_once_most_layers_can_keep_their_graph(
     prepared: Prepare, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = prepared(budget(6, 6, 32))
-    went = accumulated(loop, 16, 8)
+    went = accumulated(loop, 16, 6)
     assert went[0] and not went[-1], "together until a step was measured"
     assert went == sorted(went, reverse=True), "it is decided once"
     assert loop.runtime.room == ResidencyPlan(6, 6)
@@ -415,7 +415,7 @@ def test_the_step_in_which_that_is_decided_says_nothing_of_those_that_go_alone(
 ) -> None:
     """It has begun together, with the graphs of all of them."""
     loop = prepared(budget(6, 6, 36))
-    went = accumulated(loop, 12, 10, number=8)
+    went = accumulated(loop, 12, 6, number=8)
     assert went[0] and not went[-1] and went == sorted(went, reverse=True)
     assert loop.runtime.room == ResidencyPlan(6, 6)
     assert max(loop.memory.peaks) <= budget(6, 6, 36)
@@ -423,19 +423,19 @@ def test_the_step_in_which_that_is_decided_says_nothing_of_those_that_go_alone(
 
 def test_control_micro_batches_stay_together_where_few_layers_can(prepared: Prepare) -> None:
     loop = prepared(budget(6, 0, 48))
-    assert all(accumulated(loop, 16, 8))
+    assert all(accumulated(loop, 16, 6))
 
 
 def test_micro_batches_stay_together_where_the_room_is_given(prepared: Prepare) -> None:
     for fixed in ({"slots": 6}, {"keep_last": 6}):
         loop = prepared(budget(6, 6, 32), **fixed)
-        assert all(accumulated(loop, 16, 8)), fixed
+        assert all(accumulated(loop, 16, 6)), fixed
 
 
 def test_a_larger_batch_that_takes_that_room_has_them_go_together_for_good(
     prepared: Prepare,
 ) -> None:
     loop = prepared(budget(6, 6, 32))
-    assert not accumulated(loop, 16, 8)[-1]
-    assert accumulated(loop, 56, 8)[-1]
-    assert all(accumulated(loop, 16, 4)), "room that comes and goes changes nothing more"
+    assert not accumulated(loop, 16, 6)[-1]
+    assert accumulated(loop, 56, 6)[-1]
+    assert all(accumulated(loop, 16, 3)), "room that comes and goes changes nothing more"

@@ -356,6 +356,7 @@ SURROUNDINGS: Any = SimpleNamespace(
     rng_backward=random_states(CPU),
     autocast=[],
     has_cast_cache=True,
+    is_late=False,
     settings=current_settings(),
     layer=torch.nn.Linear(1, 1),
     training=[True],

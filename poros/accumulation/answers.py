@@ -4,10 +4,11 @@ The code of a micro-batch runs more than once. A question to the device, such as
 packed, which transformers asks before it makes a mask, makes the host wait for all that is queued:
 for the layers of all micro-batches, when the code runs again. The answer is known by then if the
 question is the same; whether it is, is compared on the device, and raised with the rest of what is
-compared (``MicroBatch.differs``). Rows of an embedding in host memory are kept likewise: to read
-them, the host has to see the tokens.
+compared (``MicroBatch.differs``). Tokens whose embeddings are in host memory are kept likewise: the
+host has to see them.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,9 @@ class _Question(NamedTuple):
 
     function: Any
     asked: torch.Tensor
-    """The scalar, or tokens."""
-    others: tuple[Any, ...]
-    """What else was given."""
+    """The scalar, or tokens; a copy: code may edit what it has asked about."""
     answer: Any
+    """The number, or the tokens on the host."""
 
 
 class Answers(TorchFunctionMode):
@@ -88,32 +88,33 @@ class Answers(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SCALARS:
-            return self._ask(func, args[0], (), lambda: func(*args, **kwargs))
+            return self._ask(func, args[0], func)
         if func is functional.embedding and len(args) > 1 and isinstance(args[1], HostMatrix):
-            others = (id(args[1]), *args[2:], *kwargs.items())
-            return self._ask(func, args[0], others, lambda: func(*args, **kwargs))
+            tokens = self._ask(func, args[0], torch.Tensor.cpu)
+            return func(tokens, *args[1:], **kwargs)
         return func(*args, **kwargs)
 
-    def _ask(self, function: Any, asked: torch.Tensor, others: tuple[Any, ...], ask: Any) -> Any:
+    def _ask(self, function: Any, asked: torch.Tensor, ask: Callable[[torch.Tensor], Any]) -> Any:
         known = self._known[self._number] if 0 <= self._number < len(self._known) else None
-        if known is None or not _is_like(known, function, asked, others):
-            answer = ask()
+        if known is None or not _is_like(known, function, asked):
+            answer = ask(asked)
             if self._number < 0:
-                self._known.append(_Question(function, _kept(asked), others, _kept(answer)))
+                copy = asked.detach().clone()
+                self._known.append(
+                    _Question(function, copy, answer if answer is not asked else copy)
+                )
             else:
                 self._number = len(self._known)  # it goes another way
             return answer
         self._number += 1
         self.differs.append((bytes_of(asked) != bytes_of(known.asked)).any())
-        return _kept(known.answer)
+        return known.answer
 
 
-def _is_like(known: _Question, function: Any, asked: torch.Tensor, others: tuple[Any, ...]) -> bool:
+def _is_like(known: _Question, function: Any, asked: torch.Tensor) -> bool:
     """Whether it is the same question, but for the values of ``asked``."""
-    return (
-        known.function is function
-        and known.others == others
-        and (known.asked.shape, known.asked.dtype, known.asked.device)
+    return known.function is function and (
+        (known.asked.shape, known.asked.dtype, known.asked.device)
         == (asked.shape, asked.dtype, asked.device)
     )
 
@@ -121,8 +122,3 @@ def _is_like(known: _Question, function: Any, asked: torch.Tensor, others: tuple
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes, one after the other: a NaN equals itself in them."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _kept(value: Any) -> Any:
-    """A copy, if it is a tensor: code may edit what it has asked about, and what it was told."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

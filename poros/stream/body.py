@@ -70,6 +70,8 @@ class StandIn(Protocol):
 
     begins: bool
     """Whether the model makes room for the micro-batch."""
+    enter_model: Callable[[], None]
+    """Called as the model's own code begins."""
 
     def call(self, layer: "LayerBody", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of the forward of a layer."""

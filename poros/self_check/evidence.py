@@ -180,8 +180,11 @@ class CallSnapshot:
         return any(isinstance(value, Cache) for value in (*self.args, *self.kwargs.values()))
 
     def recomputed_difference(self) -> str | None:
-        """Describe where the backward's recomputation differs from the forward."""
-        return first_difference(self.given(), self.again)
+        """Describe where the backward's recomputation differs from the forward, edits left out."""
+        given = self.given()
+        edited = forward_values(self.outputs, self.rng_end).keys() - given.keys()
+        again = {name: value for name, value in self.again.items() if name not in edited}
+        return first_difference(given, again)
 
     def incoming(
         self, device: torch.device, gradient: torch.Tensor | None

@@ -226,6 +226,9 @@ PROGRAMS: dict[str, Program] = {
         before=(Hook(kind="tensor", part="self_attn.q_proj.lora_B.default"),),
         steps=(Step(autocast="shared"),),
     ),
+    "a hook of all layers that edits what the layer before has given": Program(
+        before=(Hook(kind="global_forward_pre", does="inplace"),)
+    ),
     "a backward hook in a checked layer with a router": Program(
         subject=Subject(architecture="mixtral"),
         before=(Hook(kind="global_backward", part="mlp"),),

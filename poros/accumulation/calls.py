@@ -221,8 +221,8 @@ class Watcher:
         micro_batch: Any,
         take: Callable[[int, LayerBody, tuple[Any, ...], dict[str, Any]], Any],
         *,
-        begins: bool = False,
-        enter_model: Callable[[], None] = lambda: None,
+        begins: bool,
+        enter_model: Callable[[], None],
     ) -> None:
         self.micro_batch = micro_batch
         self.begins = begins

@@ -198,8 +198,7 @@ class MicroBatch:
         Raises:
             NotGrouped: If it is not what it must be like.
         """
-        watcher = Watcher(self, self._note, begins=True, enter_model=self._answers.begin)
-        with watching(self._layers, watcher), self._asking(answers=False):
+        with self._watched(self._note, answers=False, begins=True) as watcher:
             try:
                 run()
             except Stopped:
@@ -218,13 +217,17 @@ class MicroBatch:
         raise NotGrouped("the model does not call all of its layers with gradients enabled")
 
     @contextmanager
-    def _asking(self, answers: bool) -> Iterator[None]:
-        """See ``Answers``: from the model's call, in the body, up to its first layer."""
+    def _watched(
+        self, take: Callable[..., Any], *, answers: bool, begins: bool = False
+    ) -> Iterator[Watcher]:
+        """Have ``take`` called in place of layers in the body; see ``Watcher`` and ``Answers``."""
         self._answers.prepare(answers)
-        try:
-            yield
-        finally:
-            self._answers.end()
+        watcher = Watcher(self, take, begins=begins, enter_model=self._answers.begin)
+        with watching(self._layers, watcher):
+            try:
+                yield watcher
+            finally:
+                self._answers.end()
 
     def _note(
         self, index: int, layer: LayerBody, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -389,9 +392,7 @@ class MicroBatch:
         """Run the model's code behind its layers up to where it is stopped; whether it was."""
         self.start.restore()
         self._again = []
-        pass_by = partial(self._pass_by, is_ahead=True)
-        watcher = Watcher(self, pass_by, enter_model=self._answers.begin)
-        with watching(self._layers, watcher), self._asking(answers=True):
+        with self._watched(partial(self._pass_by, is_ahead=True), answers=True):
             try:
                 run()
             except Stopped:
@@ -407,9 +408,8 @@ class MicroBatch:
             trained: See ``Cut.take``.
         """
         self._trained, self._again = trained, []
-        pass_by = partial(self._pass_by, is_known=is_known)
-        watcher = Watcher(self, pass_by, enter_model=self._answers.begin)
-        with watching(self._layers, watcher), self._asking(answers=is_known):
+        take = partial(self._pass_by, is_known=is_known)
+        with self._watched(take, answers=is_known) as watcher:
             yield
         self._noted, self._again, self._seen = [], [], {}
         self._answers.forget()

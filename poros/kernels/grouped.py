@@ -106,7 +106,7 @@ def project(
     Exactness:
         Equal bits for equal calls. Not those of PEFT's modules: see the bound above.
     """
-    call = _Call(_Group.of(projections), None, None, owner, leaves_out)
+    call = _Call(_Group.of(projections), owner, leaves_out)
     found: Any = _Project.apply(call, input, *_matrices(projections))
     return tuple(found)
 
@@ -135,7 +135,7 @@ def gated_layer(
         The bits of two calls of ``project`` with ``swiglu`` in between, forward and gradients.
     """
     making = RecomputeInfo(activation, autocast_dtype(input.device))
-    call = _Call(_Group.of([gate, up]), _Group.of([down]), making, owner, leaves_out)
+    call = _GatedCall(_Group.of([gate, up]), making, _Group.of([down]), owner, leaves_out)
     result: torch.Tensor = _Gated.apply(call, input, *_matrices([gate, up, down]))
     return result
 
@@ -356,10 +356,18 @@ class _Call(NamedTuple):
     """What a node is given besides tensors."""
 
     group: _Group
-    down: _Group | None
-    """The group behind the activation, of a feed-forward."""
-    making: RecomputeInfo | None
-    """That activation."""
+    owner: object
+    leaves_out: bool
+
+
+class _GatedCall(NamedTuple):
+    """The same of a feed-forward."""
+
+    group: _Group
+    making: RecomputeInfo
+    """The activation behind it."""
+    down: _Group
+    """The group behind that."""
     owner: object
     leaves_out: bool
 
@@ -397,10 +405,8 @@ class _Project(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, input: torch.Tensor, *matrices: Any) -> torch.Tensor:
-        group, down, making = call.group, call.down, call.making
-        if down is None or making is None:
-            raise RuntimeError("expected what is behind gate and up, found none")
+    def forward(ctx: Any, call: _GatedCall, input: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        group, making, down = call.group, call.making, call.down
         kept = group.begin(input, matrices[:6])
         gate, up = group.results(input, kept, matrices[:6])
         product = making.again(gate, up)

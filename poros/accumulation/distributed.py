@@ -5,8 +5,8 @@ to wait for. So the gradients of all micro-batches but the last are added by han
 that autograd makes, and those of the last by autograd itself.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +43,27 @@ class Ranks:
     def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients of a backward in the body stay with this rank."""
         return nullcontext() if self._ddp is None else self._ddp.no_sync()
+
+    @contextmanager
+    def turn(self, number: int, *, is_last: bool) -> Iterator[None]:
+        """The code of micro-batch ``number`` of a group begins in the body, before its turn.
+
+        Args:
+            number: From 0 on; the turn of that one has come.
+            is_last: Whether its gradients are exchanged.
+        """
+        if self._ddp is None or number == 0:
+            yield
+            return
+        names = "require_backward_grad_sync", "require_forward_param_sync"
+        before = [getattr(self._ddp, each) for each in names]
+        # Buffers came with the first one.
+        self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = is_last, False
+        try:
+            yield
+        finally:
+            for each, value in zip(names, before, strict=True):
+                setattr(self._ddp, each, value)
 
     def require_together(self) -> None:
         """Raise ``NotGrouped`` if DDP would not understand it."""

@@ -1,4 +1,4 @@
-"""How many random numbers layers draw, and the random state so many numbers later.
+"""How many random numbers micro-batches draw, and the random state so many numbers later.
 
 Dropout takes numbers from the generator of the device it runs on, as many as the shape of its input
 says. A GPU's generator counts them: its state is a seed and an offset. A CPU's (Mersenne Twister,
@@ -20,7 +20,7 @@ _PLACE = 2
 """Which 64-bit word of its state counts how many of them are used up."""
 MOST_DRAWS = 50_000_000
 """Of a CPU's generator, for which one layer is searched."""
-_MOST_MISSES = 4
+_MOST_MISSES = 2
 """Of the plan for one shape, until its micro-batches run one after the other."""
 
 
@@ -29,6 +29,13 @@ class Draws(NamedTuple):
 
     cpu: int
     device: int
+
+    def __add__(self, other: "Draws") -> "Draws":  # type: ignore[override]
+        return Draws(self.cpu + other.cpu, self.device + other.device)
+
+    def times(self, number: int) -> "Draws":
+        """So many times as many."""
+        return Draws(self.cpu * number, self.device * number)
 
 
 NONE = Draws(0, 0)
@@ -91,51 +98,51 @@ def _step(generator: torch.Generator, num_steps: int) -> None:
     torch.empty(num_steps, dtype=torch.int32, device="cpu").random_(generator=generator)
 
 
-class DrawTable:
-    """What layers have drawn so far, by their kind and the shapes they were called with."""
+class Drawn(NamedTuple):
+    """What one micro-batch has drawn, by what was drawn in its first layer."""
 
-    def __init__(self) -> None:
-        self._layers: dict[Hashable, Draws] = {}
-        self._tails: dict[Hashable, Draws] = {}
-        self._tail_in_layers: tuple[Draws, Draws] | None = None
-        """Of the latest shape that was found out: behind the last layer, and in the first."""
+    first: Draws
+    layers: Draws
+    """In all layers, and between them."""
+    tail: Draws
+    """Behind them."""
+
+
+class DrawTable:
+    """What micro-batches have drawn so far, by the shapes that layers were called with.
+
+    Args:
+        num_layers: Of the model.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._known: dict[Hashable, Drawn] = {}
+        self._is_even = True
+        """Whether all layers have drawn alike, and nothing was drawn behind them, each time."""
         self._misses: Counter[Hashable] = Counter()
 
-    def of_layer(self, kind: Hashable, shape: Hashable) -> Draws | None:
-        return self._layers.get((kind, shape))
+    def plan(self, shape: Hashable, first: Draws) -> Drawn | None:
+        """What a micro-batch of this shape will have drawn; None if that is not known.
 
-    def of_tail(self, shape: Hashable, first: Draws) -> Draws:
-        """What comes behind the last layer.
-
-        For a shape that is new, nothing; or, if it was anything before, as much in terms of what
-        the first layer draws: a pass of a reference model draws with all of its layers.
+        Args:
+            shape: Equal for micro-batches that draw alike.
+            first: What it has drawn in its first layer.
         """
-        known = self._tails.get(shape)
-        if known is not None or self._tail_in_layers is None:
-            return known or NONE
-        tail, layer = self._tail_in_layers
-        return Draws(*(b and c * a // b for a, b, c in zip(tail, layer, first, strict=True)))
+        known = self._known.get(shape)
+        if known is not None and known.first == first:
+            return known
+        return Drawn(first, first.times(self._num_layers), NONE) if self._is_even else None
 
-    def note_layer(self, kind: Hashable, shape: Hashable, draws: Draws | None) -> None:
-        self._note(self._layers, (kind, shape), shape, draws)
-
-    def note_tail(self, shape: Hashable, draws: Draws | None, first: Draws) -> None:
-        self._note(self._tails, shape, shape, draws)
-        if draws is not None:
-            self._tail_in_layers = draws, first
+    def note(self, shape: Hashable, drawn: Drawn) -> None:
+        """Know what a micro-batch has drawn."""
+        known = self._known.get(shape)
+        self._misses[shape] += known is not None and known != drawn
+        self._known[shape] = drawn
+        if drawn.layers != drawn.first.times(self._num_layers) or drawn.tail != NONE:
+            self._is_even = False
 
     def require_predictable(self, shape: Hashable) -> None:
+        """Raise ``NotGrouped`` if plans for this shape were wrong too often."""
         if self._misses[shape] >= _MOST_MISSES:
             raise NotGrouped("what is drawn at random does not depend on shapes alone")
-
-    def _note(
-        self,
-        table: dict[Hashable, Draws],
-        place: Hashable,
-        shape: Hashable,
-        draws: Draws | None,
-    ) -> None:
-        if place in table or draws is None:
-            self._misses[shape] += 1 if draws is not None else _MOST_MISSES
-        if draws is not None:
-            table[place] = draws

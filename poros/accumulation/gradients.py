@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 _GRAD: Any = torch._C.TensorBase.grad
 _WATCH = "_poros_watch"
 
 
 class Gradients:
-    """The gradients of parameters at one time, to see which have changed, and to undo that."""
+    """The gradients of parameters at one time, to see which have changed."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -30,17 +31,6 @@ class Gradients:
             if found is not before or (found is not None and found._version != version)
         ]
 
-    def undo(self) -> bool:
-        """Have the gradients as they were, if that can be: where there were none."""
-        changed = {id(each) for each in self.changed()}
-        pairs = zip(self._parameters, self._held, strict=True)
-        if any(before is not None for each, before in pairs if id(each) in changed):
-            return False
-        for each in self._parameters:
-            if id(each) in changed:
-                _GRAD.__set__(each, None)
-        return True
-
 
 class Watch:
     """Has ``asked`` called before anybody reads or writes the gradient of a parameter.
@@ -50,16 +40,24 @@ class Watch:
     Args:
         parameters: Those of other classes are left as they are.
         asked: A method, called before; its object is held weakly.
-        sees_grad: Whether ``torch.autograd.grad`` counts as reading. Each operator on a parameter
-            passes through Python then, so only where no edge of the graph leads to it.
+        used: Called with one of them as a graph begins there, if given. Each operator on a
+            parameter passes through Python then.
+        sees_grad: Whether ``torch.autograd.grad`` counts as reading, as it does with ``used``. To
+            be set where no edge of the graph leads to the parameters.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], asked: Callable[[], None], sees_grad: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        asked: Callable[[], None],
+        *,
+        used: Callable[[nn.Parameter], None] | None = None,
+        sees_grad: bool = False,
     ) -> None:
         self._parameters = parameters
-        self._kind: Any = _Seeing if sees_grad else _Watched
+        self._kind: Any = _Seeing if sees_grad or used is not None else _Watched
         self.asked = weakref.WeakMethod(asked)
+        self.used = None if used is None else weakref.WeakMethod(used)
 
     def begin(self) -> None:
         """From now on."""
@@ -83,12 +81,16 @@ def _leave(parameters: Sequence[Any]) -> None:
 class _Watched(nn.Parameter):
     is_watched = True  # for ``poros.kernels.adapters``
 
-    def _asked(self) -> None:
-        watch = self.__dict__.get(_WATCH, lambda: None)()
-        asked = None if watch is None else watch.asked()
-        if asked is None:  # a copy, or what an interruption has left
+    def _watch(self) -> Watch | None:
+        watch: Watch | None = self.__dict__.get(_WATCH, lambda: None)()
+        if watch is None:  # a copy, or what an interruption has left
             _leave([self])
-        else:
+        return watch
+
+    def _asked(self) -> None:
+        watch = self._watch()
+        asked = None if watch is None else watch.asked()
+        if asked is not None:
             asked()
 
     @property
@@ -118,4 +120,12 @@ class _Seeing(_Watched):
                 if isinstance(each, cls):
                     each._asked()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+            has_graph = isinstance(found, torch.Tensor) and found.grad_fn is not None
+        if has_graph:
+            for each in pytree.tree_leaves(args):
+                watch = each._watch() if isinstance(each, cls) else None
+                used = None if watch is None or watch.used is None else watch.used()
+                if used is not None:
+                    used(each)
+        return found

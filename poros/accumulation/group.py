@@ -1,18 +1,16 @@
 """Micro-batches that go through the layers together: a block is loaded once for all of them.
 
-For each layer, from the first to the last, the forwards of all micro-batches; then each
-micro-batch's norm, head and loss, and their backward; then for each layer, from the last to the
-first, the backwards of all micro-batches. A gradient is summed over micro-batches in the order in
-which a run of one after the other sums it, by the same node of autograd, so the bits are the same,
-and hooks on parameters see the same gradients.
+The code of each runs up to behind the first layer; then for each layer, each goes on to behind it;
+then each in its turn computes norm, head and loss, and their backward; then for each layer, from
+the last to the first, the backwards of all micro-batches. A gradient is summed over micro-batches
+in the order in which a run of one after the other sums it, by the same node of autograd, so the
+bits are the same, and hooks on parameters see the same gradients.
 
 Note: The random plan
     One after the other, micro-batch g + 1 starts from the random state that g has left. Here it
-    starts before g has ended, so that state is computed: what a layer draws depends on its kind and
-    on shapes, so it is measured at the first layer, and at one of each other kind as soon as that
-    is found to differ. Every state is compared with the planned one as soon as it is known. At that
-    time nothing has happened to any gradient: the forwards are done again with what was found.
-    What draws more or less each time runs one after the other.
+    starts before g has ended, so that state is computed: what a micro-batch draws depends on
+    shapes, so it is known from one that was seen before, or from what its first layer draws. Every
+    state is compared with the planned one as soon as it is known.
 
 Source:
     Block-major order: Rajbhandari et al. 2021 (ZeRO-Infinity) and Ren et al. 2021 (ZeRO-Offload)
@@ -20,384 +18,434 @@ Source:
     generators that count what they have given (Salmon et al. 2011, Philox).
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from poros.accumulation.calls import OTHER_VALUES, Environment, NotGrouped
+from poros.accumulation.calls import ADVICE, Environment, NotGrouped
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.draws import DrawTable, between, later
+from poros.accumulation.draws import Drawn, DrawTable, later
 from poros.accumulation.gradients import Gradients, Watch
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import MicroBatch
-from poros.accumulation.unchanged import Around, Modules
-from poros.errors import RematerializationError, UnsupportedModelError
+from poros.accumulation.modules import Modules, Outside
+from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudgetError
+from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
-from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
-from poros.stream.settings import Settings
 
-
-class _Mispredicted(Exception):
-    """A layer has left another random state than was planned."""
+logger = logging.getLogger(__name__)
 
 
 class Group:
     """Micro-batches that go through the layers together.
 
     Args:
+        runtime: Of the model.
         modules: Of the model.
-        layers: Of the model, in order.
-        table: Of the model, too.
+        table: What its micro-batches draw.
         ranks: It is trained on.
-        code: Of the user, that runs for each micro-batch; see ``of_code``.
-        head: Reads the head for all of them, if it is read in slices.
-        is_known: Whether the loss was seen to call the model alike each time.
-        make_room: Called when the room of the first micro-batch is known, before its layers run.
+        shares_head: Whether the head is read once for all of them.
 
     Attributes:
         num_done: Micro-batches whose loss has gone backward to the last layer.
-        is_over: Whether the others of the group have to begin anew.
+        behind: The one that is to run alone behind them, its code begun, if any.
+        reason: Why fewer than all go together, if it is to be said.
     """
 
     def __init__(
         self,
+        runtime: Runtime,
         modules: Modules,
-        layers: Sequence[StreamedLayer],
         table: DrawTable,
         ranks: Ranks,
-        code: Sequence[Any] = (),
-        head: SharedHead | None = None,
-        is_known: bool = False,
-        make_room: Callable[[], None] = lambda: None,
+        shares_head: bool,
     ) -> None:
-        self._make_room = make_room
-        inside = [module for layer in layers for module in layer.contents().modules()]
+        self.num_done = 0
+        self.behind: MicroBatch | None = None
+        self.reason: str | None = None
+        self._runtime = runtime
+        self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
+        self._device = self._layers[0].device
         self._modules = modules
-        self._around = Around(modules.now(), inside, code)
         self._trained = modules.trained()
         self._mark = modules.mark(self._trained)
         self._watch = Watch(self._trained, self._asked_for_gradients, sees_grad=ranks.is_ddp)
-        self._refused: NotGrouped | None = None
-        """Kept, because code of users may catch it."""
+        self._table = table
+        self._ranks = ranks
+        reader = runtime.head.slices if shares_head else None
+        self._head = None if reader is None or reader.holds_all else SharedHead(reader)
+        self._in_layers = {
+            number for each in self._layers for number in each.contents().adapters().ids
+        }
+        inside = [module for each in self._layers for module in each.contents().modules()]
+        self._outside = Outside(modules.now(), inside)
+        self._marks = self._outside.marks()
+        self._batches: list[MicroBatch] = []
+        self._most = 0
+        """Micro-batches that there is memory for."""
+        self._num_back = 0
+        self._running: MicroBatch | None = None
+        self._behind_marks = self._marks
+        self._turn: MicroBatch | None = None
+        """The one whose turn it is, to the end of its code."""
         self._tail: MicroBatch | None = None
         """The one whose loss is being computed for good, up to its backward."""
         self._before = Gradients(())
         """As that began."""
-        self._ranks = ranks
         self._has_last = False
-        self._num_back = 0
-        self._in_layers = {number for layer in layers for number in layer.contents().adapters().ids}
-        self._is_known = is_known
-        self._head = head
-        self.num_done = 0
-        self.is_over = False
-        self._is_ahead = True
-        self._layers = layers
-        self._table = table
-        self._kinds = [_kind(layer) for layer in layers]
-        self._batches: list[MicroBatch] = []
-        self._end = Start.capture(layers[0].device)
-        """The random states behind all of them."""
 
-    def forward(self, runs: Sequence[Callable[[], Any]]) -> None:
-        """Take micro-batches through all layers.
+    @property
+    def is_over(self) -> bool:
+        """Whether all have been finished, but for the one ``behind``."""
+        return self.num_done == len(self._batches)
+
+    @property
+    def num_together(self) -> int:
+        return len(self._batches)
+
+    # ------------------------------------------------------------------------------- forward
+
+    def start(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
+        """Take micro-batches through all layers, as many as may go together.
 
         Args:
-            runs: Each calls the model once with gradients and computes a loss. Called up to the
-                model's last layer, and once more in ``tail``.
+            runs: Each calls the model once with gradients, computes a loss, and calls its backward.
+            has_last: Whether the last of them is the last before the optimizer's step.
 
         Exactness:
             No gradient is touched. Random states are those before it.
-
-        Raises:
-            NotGrouped: If they have to run one after the other; nothing has happened.
         """
-        if not torch.is_grad_enabled():
-            raise NotGrouped("gradients are disabled around all micro-batches")
-        if any(each._backward_hooks or _after(each) for each in self._trained):
-            raise NotGrouped("hooks on parameters")
-        start, settings = Start.capture(self._layers[0].device), Settings.capture()
+        start = Start.capture(self._device)
+        self._most = len(runs)
         try:
-            # One for each kind of layer and each shape that may turn out to differ.
-            num_tries = 2 + len(runs) * (len(set(self._kinds)) - 1)
-            for _ in range(num_tries):
-                try:
-                    self._forward(runs)
-                    break
-                except _Mispredicted:
-                    start.restore()
-                    self._around.put_back()
-            else:
-                raise NotGrouped("what is drawn at random does not depend on shapes alone")
-            self._around.put_back()
-            if self._head is not None and self._head.is_ahead:
-                pairs = zip(self._batches, runs, strict=True)
-                with self._ahead():
-                    self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
-            self._around.put_back()
+            self._begin(runs, has_last)
+            for index in range(1, len(self._layers)):
+                with self._layers[index].in_a_row(has_code=True):
+                    for number, batch in enumerate(self._batches):
+                        self._go_on(batch)
+                        if batch.code.is_over:
+                            self._end_at(number)
+                            break
+            self._require_planned()
+            if self._head is not None:
+                self._read_head(self._head)
         except BaseException:
-            self._modules.train_again(self._trained)
-            self._around.put_back()
-            self._require_unedited()
+            self.close()
             raise
         finally:
             start.restore()
-            settings.restore()
-        self._is_ahead = False
         self._watch.begin()
 
-    @contextmanager
-    def _ahead(self) -> Iterator[None]:
-        """Code of the user runs in the body before its turn has come."""
-        self._watch.begin()
+    def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
+        """Run the code of each up to behind the first layer."""
+        around, conditions = (
+            Environment.capture(),
+            [each.condition().note() for each in self._layers],
+        )
+        inside = [each for each in self._trained if id(each) in self._in_layers]
+        # Where gradients are exchanged, DDP would take an edge to a parameter for its gradient.
+        edges = [] if self._ranks.is_ddp else inside
+        self._runtime.num_grouped = self._most
         try:
-            with self._around.noting():
-                yield
+            for number, run in enumerate(runs):
+                batch = MicroBatch(self._layers, around, conditions, run, edges, self._enter_layers)
+                with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
+                    self._go_on(batch)
+                self._require_unedited()
+                if batch.reason is not None or batch.code.is_over:
+                    self.behind = batch
+                    self._behind_marks = self._outside.marks()
+                    self._require_marks()
+                    self.reason = None if batch.reason is None else str(batch.reason)
+                    return
+                self._batches.append(batch)
+                if len(self._batches) == self._most or not self._plan_behind(batch):
+                    return
+        finally:
+            self._runtime.num_grouped = 1
+
+    def _plan_behind(self, batch: MicroBatch) -> bool:
+        """Have the random state that this one will leave; whether it is known."""
+        first = batch.drawn_first()
+        try:
+            self._table.require_predictable(batch.key)
+        except NotGrouped as reason:
+            self.reason = str(reason)
+            return False
+        plan = None if first is None else self._table.plan(batch.key, first)
+        if plan is None:
+            return False
+        batch.planned = later(batch.before_layers, plan.layers)
+        end = later(batch.planned, plan.tail)
+        batch.next_start._replace(pytorch=end).restore()
+        return True
+
+    def _go_on(self, batch: MicroBatch) -> None:
+        """Its code goes on, before its turn to end has come."""
+        if not batch.num_done:
+            self._watch.begin()
+        try:
+            with self._code_of(batch):
+                batch.resume()
         finally:
             self._watch.end()
-        if self._refused is not None:
-            raise self._refused
-
-    def _asked_for_gradients(self) -> None:
-        """Code of the user reads or writes gradients: it gets those of one after the other."""
-        if self._is_ahead:
-            reason = "gradients are used before the model has run"
-        elif torch._C._current_graph_task_id() != -1:
-            reason = "gradients are used within a backward"
-        else:
-            if self._tail is not None and self._tail.has_arrived:
-                self._count(self._tail)
-            context = self._layers[0].context
-            in_place, context.in_place = context.in_place, None
-            self._watch.end()
-            try:
-                self._backward()
-            finally:
-                self._watch.begin()
-                context.in_place = in_place
-            if self._tail is None:
-                return
-            self._before = Gradients(self._trained)
-            reason = "gradients are used while a loss is computed"
-        self._refused = NotGrouped(reason)
-        raise self._refused
-
-    def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
-        self._batches = []
-        conditions: list[Condition] = []
-        around = Environment.capture(self._layers[0].device)
-        for run in runs:
-            batch = MicroBatch(self._layers, around, conditions)
-            with self._ahead():
-                batch.collect(run)
-            if not self._batches:
-                self._make_room()
-            self._require_unedited()
-            if self._modules.train_again(self._trained):
-                raise NotGrouped("the loss changes which parameters are trained")
-            if not self._around.is_same():
-                raise NotGrouped("the model's code changes the model")
-            if Environment.capture(self._layers[0].device) != around:
-                raise NotGrouped("the loss changes settings of PyTorch")
-            self._table.require_predictable(batch.key)
-            self._run_first(batch, conditions[0])
-            self._batches.append(batch)
-            later(batch.states[-1], self._table.of_tail(batch.key, batch.first_draws)).restore()
-        self._end = Start.capture(self._layers[0].device)
-        for index in range(1, len(self._layers)):
-            with self._layers[index].in_a_row():
-                self._require_condition(index, conditions[index])
-                for batch in self._batches:
-                    batch.forward(index)
-                    self._check(index, batch)
-
-    def _require_unedited(self) -> None:
-        """Raise if the code of a loss edits what the model is made of: it cannot be taken back."""
-        if self._modules.mark(self._trained) != self._mark:
-            raise UnsupportedModelError(
-                "expected a loss that leaves the parameters of the model alone, found one that "
-                "edits them in place. Edit them between steps, or call backward for each "
-                "micro-batch, without poros.accumulate or block-major trainers"
-            )
-
-    def _require_condition(self, index: int, condition: Condition) -> None:
-        if not condition.equals(self._layers[index].condition()):
-            raise NotGrouped("layers that the loss changes while it runs")
-
-    def _run_first(self, batch: MicroBatch, condition: Condition) -> None:
-        """Run the first layer, and plan the states of the others."""
-        with self._layers[0].in_a_row():
-            self._require_condition(0, condition)
-            batch.forward(0)
-        state = RngStash.capture(self._layers[0].device)
-        draws = between(batch.states[0], state)
-        if draws is None:
-            self._table.note_layer(self._kinds[0], batch.key, None)
-            raise _Mispredicted
-        batch.first_draws = draws
-        batch.states.append(state)
-        for kind in self._kinds[1:]:
-            known = draws if kind == self._kinds[0] else self._table.of_layer(kind, batch.key)
-            state = later(state, draws if known is None else known)
-            batch.states.append(state)
-
-    def _check(self, index: int, batch: MicroBatch) -> None:
-        state = RngStash.capture(self._layers[0].device)
-        if not state.equals(batch.states[index + 1]):
-            draws = between(batch.states[index], state)
-            self._table.note_layer(self._kinds[index], batch.key, draws)
-            raise _Mispredicted
+        if batch.error is not None:
+            raise batch.error
+        error = batch.code.error
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
     @contextmanager
-    def tail(self, is_last: bool = False) -> Iterator[None]:
-        """Compute the next micro-batch's loss in the body, as in ``run``, and call its backward.
+    def _code_of(self, batch: MicroBatch) -> Iterator[None]:
+        """Code of the user runs in the body: this is called in place of layers and of the head."""
+        context, reader = self._layers[0].context, self._runtime.head.slices
+        before, context.in_place = context.in_place, weakref.ref(self)
+        if reader is not None and self._head is not None:
+            reader.in_place = weakref.ref(self._head)
+        self._running = batch
+        try:
+            yield
+        finally:
+            context.in_place, self._running = before, None
+            if reader is not None:
+                reader.in_place = None
+
+    def _enter_layers(self) -> None:
+        """The code of one has come to its first layer."""
+        self._watch.end()  # which has adapters run otherwise
+        if not self._marks.equals(self._outside.marks()):
+            raise NotGrouped("the model's code changes the model")
+        if not self._batches:
+            self._runtime.share_dense()
+
+    def begin_pass(self, make_room: Callable[[], None]) -> bool:
+        """The model's own code begins; whether this is a pass of its own."""
+        batch = self._running
+        if batch is None or not batch.code.is_running or batch.num_done:
+            return False
+        try:
+            make_room()
+        except VRAMBudgetError as error:
+            if self._runtime.num_grouped == 1:
+                raise
+            self._make_less_room(batch, make_room, error)
+        return True
+
+    def _make_less_room(
+        self, batch: MicroBatch, make_room: Callable[[], None], error: VRAMBudgetError
+    ) -> None:
+        if self._batches:  # they have the room that there is
+            batch.reason = NotGrouped("no memory for one that is longer")
+            batch.make_room = make_room
+            return
+        while self._most > 1:
+            logger.info("poros: %d micro-batches do not fit together: %s", self._most, error)
+            self._most = self._runtime.num_grouped = -(-self._most // 2)
+            try:
+                make_room()
+                if self._most == 1:
+                    self.reason = "no memory for two of them"
+                return
+            except VRAMBudgetError as again:
+                error = again
+        raise error
+
+    def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place of the forward of a layer."""
+        batch = self._running
+        if batch is None or not batch.code.is_running:
+            return layer.forward_now(args, kwargs)
+        return batch.call(layer, args, kwargs)
+
+    def _end_at(self, number: int) -> None:
+        """The code of one has ended between layers: by an error of the user's, for its turn."""
+        batch = self._batches[number]
+        if batch.code.error is None:
+            raise UnsupportedModelError(
+                "expected a loss that calls the model as the first one of its kind did, found "
+                f"{batch.num_done} of its {len(self._layers)} layers called. {ADVICE}"
+            )
+        for each in self._batches[number + 1 :]:
+            each.code.stop()
+        if self.behind is not None:
+            self.behind.code.stop()
+        self._batches, self.behind = self._batches[:number], batch
+
+    def _require_planned(self) -> None:
+        """Raise if one has drawn otherwise than planned, and those behind have drawn since."""
+        for batch, following in pairwise(self._batches):
+            if batch.planned is not None and not batch.planned.equals(batch.behind_layers):
+                following.begin_at(following.start._replace(pytorch=batch.behind_layers))
+
+    def _read_head(self, head: SharedHead) -> None:
+        head.read(self._batches, self._code_of)
+        for batch in self._batches:
+            if batch.error is not None:
+                raise batch.error
+
+    def _require_unedited(self) -> None:
+        """Raise if code edits what the model is made of, or trains other parameters."""
+        if self._modules.mark(self._trained) != self._mark or self._is_trained_otherwise():
+            raise UnsupportedModelError(
+                "expected a loss that leaves the parameters of the model alone, found one that "
+                f"edits, freezes or thaws them. Do so between steps. {ADVICE}"
+            )
+
+    def _require_marks(self) -> None:
+        """Have the modules outside the layers as they were for those that have begun."""
+        if not self._marks.equals(self._outside.marks()) and not self._outside.put(self._marks):
+            raise UnsupportedModelError(
+                "expected a model whose code leaves its buffers alone, found one that edits some "
+                f"in place. {ADVICE}"
+            )
+
+    def _is_trained_otherwise(self) -> bool:
+        return list(map(id, self._modules.trained())) != list(map(id, self._trained))
+
+    # --------------------------------------------------------------------------------- tails
+
+    def finish_next(self, is_last: bool) -> Any:
+        """Have the next micro-batch compute its loss and call its backward; what its code returns.
 
         Args:
             is_last: Whether it is the last before the optimizer's step.
 
         Raises:
-            NotGrouped: If it has to run one after the other, and those after it; the random state
-                is the one at its beginning. ``backward`` is still to be called, for those before.
+            UnsupportedModelError: If it turns out that it should have run alone.
         """
-        batch, device = self._batches[self.num_done], self._layers[0].device
-        is_synced = self._ranks.is_synced
-        if is_synced and not is_last:
-            self.is_over = True
-            raise NotGrouped("gradients are exchanged for each micro-batch")
-        if changed := self._changed_between(batch):
-            self.is_over = True
-            raise NotGrouped(changed, may_pass=True)
-        batch.start.restore()
-        asked = nullcontext() if self._head is None else self._head.asked(is_for_good=True)
-        self._tail, self._before, self._has_last = batch, Gradients(self._trained), is_last
-        # Where gradients are exchanged, DDP would take an edge to a parameter for its gradient.
-        inside = [] if is_synced else [e for e in self._trained if id(e) in self._in_layers]
+        batch = self._batches[self.num_done]
+        if self._ranks.is_synced and not is_last:
+            raise UnsupportedModelError(
+                "expected gradients to be exchanged with the last micro-batch of a step alone, "
+                f"found that they are to be with each. Use no_sync. {ADVICE}"
+            )
+        self._require_unedited()
+        batch.begin_at(Start.capture(self._device))
+        self._turn = self._tail = batch
+        self._before, self._has_last = Gradients(self._trained), is_last
         try:
-            with asked, self._around.noting(), batch.tail(self._is_known, inside):
-                yield
-            if self._refused is not None:
-                raise self._refused
-            if is_synced and batch.is_awaited and not batch.has_arrived:
-                # Its backward was told to go elsewhere, or DDP waits for gradients in vain.
-                raise NotGrouped("the loss whose gradients are exchanged does not reach the layers")
+            with self._code_of(batch):
+                batch.finish()
+            if batch.error is not None:
+                raise batch.error
+            if batch.code.error is not None:
+                raise batch.code.error
+            if self._ranks.is_synced and batch.is_awaited and not batch.has_arrived:
+                # DDP waits for gradients in vain.
+                raise UnsupportedModelError(
+                    "expected a loss whose gradients reach the layers, found one that does not, "
+                    f"with gradients that are to be exchanged. {ADVICE}"
+                )
             if self._tail is not None:
                 self._count(batch)
-        except NotGrouped as reason:
-            self.is_over = True
-            self._modules.train_again(self._trained)
-            self._around.put_back()
-            if self._tail is None or not self._before.undo():
-                raise UnsupportedModelError(
-                    f"expected micro-batches that can go through the layers together, found that "
-                    f"they cannot ({reason}), when gradients were there already that cannot be "
-                    "taken back. Call backward for each micro-batch, without poros.accumulate or "
-                    "block-major trainers"
-                ) from reason
-            batch.start.restore()
-            raise
         finally:
             self._has_last &= self._tail is None
-            self._tail = None
-        self._around.keep()
-        self._is_known = True
-        is_last = self.num_done == len(self._batches)
-        if not Start.capture(device).equals(
-            self._end if is_last else self._batches[self.num_done].start
-        ):
-            draws = between(batch.states[-1], RngStash.capture(device))
-            self._table.note_tail(batch.key, draws, batch.first_draws)
-            self.is_over = True
-        # The loss may have changed what is trained: the layers of the others ran before it.
-        self.is_over |= is_last or self._is_trained_otherwise()
+            self._turn = self._tail = None
+        self._note_drawn(batch)
+        self._require_unedited()
+        if not self._marks.equals(self._outside.marks()):
+            raise UnsupportedModelError(
+                "expected a loss that leaves the modules outside the layers alone, found one that "
+                f"changes some behind them, when code of others has run. {ADVICE}"
+            )
+        return batch.code.result
 
-    def _changed_between(self, batch: MicroBatch) -> str | None:
-        """What was done since the micro-batch before that its layers have not seen."""
-        if self.num_done and not Start.capture(self._layers[0].device).equals(batch.start):
-            return "random numbers are drawn between micro-batches"
-        if self._modules.mark(self._trained) != self._mark or self._is_trained_otherwise():
-            return "parameters are edited, frozen or thawed between micro-batches"
-        return None
+    def finish_behind(self) -> Any:
+        """Have the one ``behind`` run to its end; what its code returns. The others are over."""
+        batch, self.behind = self.behind, None
+        if batch is None:
+            raise LookupError("expected one that runs alone behind the group, found none")
+        self._outside.put(self._behind_marks)
+        if not batch.code.is_over:
+            batch.begin_at(Start.capture(self._device))
+            batch.finish_alone()
+        if batch.code.error is not None:
+            raise batch.code.error
+        return batch.code.result
 
-    def _is_trained_otherwise(self) -> bool:
-        return list(map(id, self._modules.trained())) != list(map(id, self._trained))
+    def _note_drawn(self, batch: MicroBatch) -> None:
+        drawn = batch.drawn_first(), batch.drawn_in_layers()
+        tail = batch.drawn_behind(RngStash.capture(self._device))
+        if drawn[0] is not None and drawn[1] is not None and tail is not None:
+            self._table.note(batch.key, Drawn(drawn[0], drawn[1], tail))
 
     def _count(self, batch: MicroBatch) -> None:
         """The backward of its loss has come to the last layer."""
-        self._require_apart(batch, self._before)
+        # A parameter of a layer, or before the layers, has its gradient from there alone. If the
+        # loss uses it too, one after the other sums both before they are added to what is there.
+        apart = self._in_layers | set(map(id, batch.leaves_below()))
+        if batch.has_arrived_below or any(id(each) in apart for each in self._before.changed()):
+            raise UnsupportedModelError(
+                "expected a loss of what the model returns, found one that uses parameters of "
+                f"layers, or what goes into them, itself. Its gradients are wrong. {ADVICE}"
+            )
         self.num_done += 1
         self._tail = None
 
-    def _require_apart(self, batch: MicroBatch, before: Gradients) -> None:
-        """A parameter of a layer, or before the layers, has its gradient from there alone.
+    def _asked_for_gradients(self) -> None:
+        """Code of the user reads or writes gradients: it gets those of one after the other."""
+        running, is_within = self._running, torch._C._current_graph_task_id() != -1
+        if running is not None:
+            if is_within:
+                raise running.refuse("gradients are used within a backward")
+            if running is not self._turn and not running.num_done:
+                return running.wait("gradients are used before the model has run")
+            if running is not self._turn or self._tail is not None and not running.has_arrived:
+                raise running.refuse("gradients are used while a loss is computed")
+            if self._tail is not None:
+                self._count(running)
+        context = self._layers[0].context
+        in_place, context.in_place = context.in_place, None
+        self._watch.end()
+        try:
+            self._backward()
+        finally:
+            self._watch.begin()
+            context.in_place = in_place
 
-        If the loss uses it too (a penalty on weights), one after the other sums both for each
-        micro-batch, before they are added to what is there.
-        """
-        apart = self._in_layers | set(map(id, batch.leaves_below()))
-        if batch.has_arrived_below or any(id(each) in apart for each in before.changed()):
-            raise NotGrouped("the loss uses parameters of layers, or what goes into them, itself")
+    # ------------------------------------------------------------------------------ backward
 
     def backward(self) -> None:
         """Take the gradients of all layers, of the micro-batches that are done.
 
         Raises:
-            RematerializationError: If hooks draw random numbers as gradients pass, or a loss that
-                was computed ahead was another one in the end.
+            RematerializationError: If hooks draw random numbers as gradients pass.
         """
         self._watch.end()
         self._backward()
 
     def _backward(self) -> None:
-        now = self._modules.trained()
-        self._modules.train_again(self._trained)  # as their forwards had it
-        try:
-            self._backward_done()
-        finally:
-            self._modules.train_again(now)
-
-    def _backward_done(self) -> None:
         done, self._num_back = self._batches[self._num_back : self.num_done], self.num_done
-        # Before any layer's gradient is there, and while the device is still at it: waiting at the
-        # end would have it idle until the next group's code has run.
-        self._require_same(done)
         ways = self._ranks.ways(len(done), is_last=self._has_last and not self._tail)
-        state = RngStash.capture(self._layers[0].device)
+        state = RngStash.capture(self._device)
         for index in reversed(range(len(self._layers))) if done else ():
             with self._layers[index].in_a_row():
                 for batch, way in zip(done, ways, strict=True):
                     batch.backward(index, way)
         for batch, way in zip(done, ways, strict=True):
             batch.backward_below(way)
-        if not RngStash.capture(self._layers[0].device).equals(state):
+        if not RngStash.capture(self._device).equals(state):
             raise RematerializationError(
                 "expected backwards that draw no random numbers, found some that do (a hook that "
                 "adds noise to gradients?): micro-batches one after the other would have drawn "
-                "them in another order. Call backward for each of them, without poros.accumulate "
-                "or block-major trainers"
+                f"them in another order. {ADVICE}"
             )
 
-    def _require_same(self, done: Sequence[MicroBatch]) -> None:
-        if self._head is not None:
-            self._head.require_same()
-        differs = [each for batch in done for each in batch.differs]
-        if differs and bool(torch.stack(differs).any()):
-            raise RematerializationError(
-                f"{OTHER_VALUES}. The gradients that are there now are wrong: throw them away"
-            )
+    def close(self) -> None:
+        """Have the code of those that have not ended go on no more."""
+        self._watch.end()
+        for batch in [*self._batches[self.num_done :], *filter(None, [self.behind])]:
+            batch.code.stop()
 
 
-def _after(parameter: nn.Parameter) -> object:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
-
-
-def _kind(layer: StreamedLayer) -> Hashable:
-    """Equal for layers that draw alike, for inputs of one shape."""
-    return tuple(
-        (type(module), own.get("p"), own.get("attention_dropout"))
-        for module, own in ((each, vars(each)) for each in layer.contents().modules())
-    )
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether somebody sees gradients of a parameter as they arrive."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks or after)

@@ -2,29 +2,25 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from poros.accumulation.calls import NotGrouped
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import DrawTable
-from poros.accumulation.group import Group
-from poros.accumulation.head import SharedHead
-from poros.accumulation.unchanged import Modules
-from poros.errors import VRAMBudgetError
+from poros.accumulation.group import Group, has_hooks
+from poros.accumulation.modules import Modules
+from poros.accumulation.observed import Observer
 from poros.model.runtime import Runtime, find_runtime
 
 logger = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
-_LARGE_NUM_BYTES = 2**26
 
 
 def accumulate(
@@ -90,7 +86,7 @@ def accumulate(
         return value.detach()
 
     ranks = Ranks(model)
-    samples, step = Samples(todo), Step(lambda: find_runtime(model), ranks, compute, run, [loss])
+    samples, step = Samples(todo), Step(lambda: find_runtime(model), ranks, run, [loss])
     found: list[torch.Tensor] = []
     try:
         for number in range(1, len(todo) + 1):
@@ -110,12 +106,10 @@ class Step(NamedTuple):
     """Gives the runtime of the model; None if they run one after the other."""
     ranks: Ranks
     """It is trained on."""
-    compute: Loss
-    """Computes a loss of the model that is prepared, without what wraps it."""
     run: Callable[[Any], torch.Tensor]
     """Computes the loss of a micro-batch and calls its backward."""
     code: Sequence[Any]
-    """Of the user, that ``compute`` runs; see ``of_code``."""
+    """Of the user, that ``run`` runs: functions, methods, or objects that are called."""
 
 
 class Samples:
@@ -128,8 +122,7 @@ class Samples:
     def __init__(self, samples: Iterable[Any]) -> None:
         self._todo = list(samples)
         self._group: Group | None = None
-        self._runtime: Runtime | None = None
-        self._is_alone = False
+        self._observed: tuple[Hashable, Observer] | None = None
 
     def is_next(self, batch: Any) -> bool:
         """Whether this is the micro-batch that comes now."""
@@ -142,27 +135,66 @@ class Samples:
             step: How it is computed; the same for all.
             is_last: Whether the optimizer's step comes behind it.
         """
-        if self._group is None and not self._is_alone and len(self._todo) > 1 and not is_last:
-            self._runtime = step.find()
-            if self._runtime is not None:
-                self._group = begin_group(self._runtime, step, self._todo)
-            self._is_alone = self._group is None
-        spare = batch = self._todo.pop(0)
-        group = self._group
+        batch, group = self._todo[0], self._group
         if group is None:
+            runtime = step.find()
+            if runtime is None:
+                del self._todo[0]
+                return step.run(batch)
+            history = _history(runtime)
+            self._end_observation(history, runtime)
+            kind = kind_of(step.code, batch)
+            if len(self._todo) == 1 or not history.may_go_together(runtime, step, kind):
+                del self._todo[0]
+                return step.run(batch)
+            if kind not in history.known:
+                del self._todo[0]
+                return self._observe(history, runtime, step, kind, batch)
+            group = self._begin_group(history, runtime, step)
+        return self._go_on(group, is_last)
+
+    def _observe(
+        self, history: "History", runtime: Runtime, step: Step, kind: Hashable, batch: Any
+    ) -> torch.Tensor:
+        """Run a micro-batch of a new kind alone, to know whether others may go together."""
+        observer = Observer(runtime, history.modules(step.ranks.inner), step.code)
+        self._observed = kind, observer
+        with observer.watching():
             return step.run(batch)
-        try:
-            spare = copy_of(batch)  # which may fail, and then it is there as it is
-            with group.tail(is_last):
-                loss = step.run(batch)
-        except NotGrouped as reason:
-            self._is_alone = True
-            note_alone(self._runtime, str(reason), for_good=not reason.may_pass)
-            self.finish()
-            # What the loss has edited, or taken out, is there again.
-            return step.run(spare)
+
+    def _end_observation(self, history: "History", runtime: Runtime) -> None:
+        if self._observed is not None:
+            (kind, observer), self._observed = self._observed, None
+            observer.look_between()
+            history.know(kind, observer, runtime)
+
+    def _begin_group(self, history: "History", runtime: Runtime, step: Step) -> Group:
+        kinds = [kind_of(step.code, each) for each in self._todo]
+        number = next((n for n, each in enumerate(kinds) if not history.is_good(each)), len(kinds))
+        shares_head = all(history.known[each].reads_head for each in kinds[:number])
+        modules = history.modules(step.ranks.inner)
+        group = Group(runtime, modules, history.table(runtime), step.ranks, shares_head)
+        runs = [partial(step.run, each) for each in self._todo[:number]]
+        group.start(runs, has_last=number == len(self._todo))
+        history.num_groups += group.num_together > 1
+        if group.reason is not None:
+            note_alone(runtime, group.reason)
+        self._group = group
+        return group
+
+    def _go_on(self, group: Group, is_last: bool) -> torch.Tensor:
+        """The next one of the group, or the one that has begun with it and runs alone behind it."""
+        del self._todo[0]
+        loss: torch.Tensor
+        if group.is_over:
+            self._group = None
+            loss = group.finish_behind()
+            return loss
+        loss = group.finish_next(is_last)
         if group.is_over or is_last:
-            self.finish()
+            group.backward()
+            if group.behind is None:
+                self._group = None
         return loss
 
     def finish(self) -> None:
@@ -170,127 +202,104 @@ class Samples:
         group, self._group = self._group, None
         if group is not None:
             group.backward()
+            group.close()
 
 
-def _on_copy(compute: Loss, model: nn.Module, batch: Any) -> torch.Tensor:
-    """The code of a loss may edit its batch, and will run again."""
-    return compute(model, copy_of(batch))
+def kind_of(code: Sequence[Any], batch: Any) -> Hashable:
+    """Equal for micro-batches of which it is assumed that their code goes the same way.
 
-
-def copy_of(batch: Any) -> Any:
-    """A batch like it, which may be edited and taken apart: all of it is copied.
-
-    Raises:
-        NotGrouped: If it holds something that cannot be copied, as a generator.
+    Args:
+        code: Of the user; see ``Step``.
+        batch: What it is handed.
     """
-    try:
-        with _Clones():
-            return deepcopy(batch)
-    except Exception as error:
-        raise NotGrouped(f"a batch that cannot be copied: {error}") from error
+    return tuple(map(_code_of, code)), _form_of(batch)
 
 
-class _Clones(TorchFunctionMode):
-    """Of a tensor that is a small part of its storage, deepcopy copies that part alone."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__deepcopy__:
-            tensor, memo = args
-            if not tensor.is_leaf or tensor.untyped_storage().nbytes() > _LARGE_NUM_BYTES:
-                return memo.setdefault(id(tensor), tensor.clone())
-        return func(*args, **(kwargs or {}))
+def _code_of(code: Any) -> Hashable:
+    code = getattr(code, "func", code)  # of functools.partial
+    function = getattr(code, "__func__", code)
+    return getattr(function, "__code__", type(code)), type(getattr(code, "__self__", None))
 
 
-def begin_group(runtime: Runtime, step: Step, batches: Sequence[Any]) -> Group | None:
-    """A group whose layers have run; None if these micro-batches have to run one after the other.
-
-    ``step.compute`` is called with copies of ``batches``.
-    """
-    history = _history(runtime)
-    if history.is_alone_for is not None:
-        note_alone(runtime, history.is_alone_for)
-        return None
-    if runtime.sizer.is_quicker_alone:
-        runtime.share_dense()  # with nobody, any more
-        return None
-    ranks = step.ranks
-    try:
-        ranks.require_together()
-        modules = history.modules(ranks.inner)
-        group = Group(
-            modules,
-            list(runtime.streamed_layers()),
-            history.table,
-            ranks,
-            step.code,
-            history.head(runtime),
-            is_known=history.num_groups > 0,
-            make_room=runtime.share_dense,
-        )
-        runs = [partial(_on_copy, step.compute, ranks.inner, each) for each in batches]
-        _forward(runtime, group, runs)
-    except NotGrouped as reason:
-        note_alone(runtime, str(reason))
-        return None
-    history.num_groups += 1
-    return group
+def _form_of(value: Any) -> Hashable:
+    """Its type, and those of what is in it."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.ndim
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _form_of(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(dict.fromkeys(map(_form_of, value)))
+    return type(value)
 
 
-def _forward(runtime: Runtime, group: Group, runs: Sequence[Callable[[], Any]]) -> None:
-    """Take as many micro-batches through the layers as there is memory for: all, half of them."""
-    number = len(runs)
-    while number > 1:
-        runtime.num_grouped = number
-        try:
-            group.forward(runs[:number])
-            return
-        except VRAMBudgetError as error:
-            logger.info("poros: %d micro-batches do not fit together: %s", number, error)
-        finally:
-            runtime.num_grouped = 1
-        number = -(-number // 2)
-    raise NotGrouped("no memory for two of them")
+class Kind(NamedTuple):
+    """What is known of micro-batches of a kind."""
 
-
-def note_alone(runtime: Runtime | None, reason: str, *, for_good: bool = False) -> None:
-    """Micro-batches run one after the other: say so once for each reason, and count it.
-
-    ``for_good``: found out when a loss had been computed; so from now on it is not tried again.
-    """
-    if runtime is None:
-        return
-    history = _history(runtime)
-    if for_good:
-        history.is_alone_for = reason
-    alone = history.alone
-    if not alone[reason]:
-        logger.warning(
-            "poros: micro-batches run one after the other (%s): each of them loads all blocks. "
-            "The result is the same",
-            reason,
-        )
-    alone[reason] += 1
+    reason: str | None
+    """Why they run one after the other; None if they need not."""
+    reads_head: bool
+    """Whether the loss comes to a head that is not trained, once."""
 
 
 class History:
     """What is known of a model's micro-batches.
 
     Attributes:
-        table: What its layers draw.
         num_groups: Groups of micro-batches that went together.
+        known: Kinds of them; see ``kind_of``.
         alone: Why others did not, and how often.
-        is_alone_for: Why none will any more.
     """
 
     def __init__(self) -> None:
-        self.table = DrawTable()
         self.num_groups = 0
+        self.known: dict[Hashable, Kind] = {}
         self.alone: Counter[str] = Counter()
-        self.is_alone_for: str | None = None
-        self._latest: SharedHead | None = None
+        self._table: DrawTable | None = None
         self._modules: Modules | None = None
+
+    def is_good(self, kind: Hashable) -> bool:
+        """Whether micro-batches of this kind are known to go together."""
+        return kind in self.known and self.known[kind].reason is None
+
+    def know(self, kind: Hashable, observer: Observer, runtime: Runtime) -> None:
+        """What was seen at one of them."""
+        if observer.reason is not None:
+            note_alone(runtime, observer.reason)
+            if observer.may_pass:
+                return
+        self.known[kind] = Kind(observer.reason, observer.reads_head)
+        if observer.drawn is not None:
+            self.table(runtime).note(observer.key, observer.drawn)
+
+    def may_go_together(self, runtime: Runtime, step: "Step", kind: Hashable) -> bool:
+        """Whether this one may, as far as can be told before its code runs."""
+        if runtime.sizer.is_quicker_alone:
+            runtime.share_dense()  # with nobody, any more
+            return False
+        try:
+            self._require_together(runtime, step, kind)
+        except NotGrouped as reason:
+            note_alone(runtime, str(reason))
+            return False
+        return True
+
+    def _require_together(self, runtime: Runtime, step: "Step", kind: Hashable) -> None:
+        if not torch.is_grad_enabled():
+            raise NotGrouped("gradients are disabled around all micro-batches")
+        if runtime.context.in_place is not None and runtime.context.in_place() is not None:
+            raise NotGrouped("micro-batches within micro-batches")
+        step.ranks.require_together()
+        if any(map(has_hooks, self.modules(step.ranks.inner).trained())):
+            raise NotGrouped("hooks on parameters")
+        known = self.known.get(kind)
+        if known is not None and known.reason is not None:
+            raise NotGrouped(known.reason)
+
+    def table(self, runtime: Runtime) -> DrawTable:
+        """What they draw."""
+        if self._table is None:
+            self._table = DrawTable(sum(1 for _ in runtime.streamed_layers()))
+        return self._table
 
     def modules(self, model: nn.Module) -> Modules:
         """Of the model, as they are now.
@@ -306,14 +315,17 @@ class History:
             raise NotGrouped("a trained parameter with several places in the model")
         return self._modules
 
-    def head(self, runtime: Runtime) -> SharedHead | None:
-        """For the next group; None if the head is not read in slices."""
-        reader = runtime.head.slices
-        if reader is None:
-            return None
-        calls = [] if self._latest is None else self._latest.num_calls
-        self._latest = SharedHead(reader, is_ahead=bool(calls) and set(calls) == {1})
-        return self._latest
+
+def note_alone(runtime: Runtime, reason: str) -> None:
+    """Micro-batches run one after the other: say so once for each reason, and count it."""
+    alone = _history(runtime).alone
+    if not alone[reason]:
+        logger.warning(
+            "poros: micro-batches run one after the other (%s): each of them loads all blocks. "
+            "The result is the same",
+            reason,
+        )
+    alone[reason] += 1
 
 
 def _history(runtime: Runtime) -> History:

@@ -79,9 +79,8 @@ class BlockMajorMixin:
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # first of all, as in a step of the trainer's: some edit weights
         try:
-            code = own, self.compute_loss, self.compute_loss_func  # type: ignore[attr-defined]
-            find, run = partial(_prepared, model), partial(plain, model)
-            step = Step(find, Ranks(model), plain, run, code)
+            code = own, self.compute_loss_func  # type: ignore[attr-defined]
+            step = Step(partial(_prepared, model), Ranks(model), partial(plain, model), code)
             accelerator: Any = self.accelerator  # type: ignore[attr-defined]
             return samples.take(step, is_last=bool(accelerator.sync_gradients))
         except BaseException:

@@ -55,14 +55,17 @@ def begin_pass(
     if streaming.unchecked:
         require_checked(streaming.unchecked)
     context, captures = streaming.context, streaming.captures
-    in_place = context.in_place
-    noted = None if in_place is None else in_place()
-    if noted is None or noted.begins:  # else the micro-batch is on its way already
+    stand_in = None if context.in_place is None else context.in_place()
+
+    def make_room() -> None:
         if torch.is_grad_enabled() and streaming.sizer.decides:
             streaming.make_room(args, kwargs)
-        if captures is not None:
-            context.visits.end_all()
-            if captures.begin_pass(list(streaming.streamed_layers()), streaming.sizer.replays):
-                streaming.sizer.recorded()
-    if noted is not None:
-        noted.enter_model()
+
+    if stand_in is None:
+        make_room()
+    elif not stand_in.begin_pass(make_room):
+        return  # its micro-batch is on its way already
+    if captures is not None:
+        context.visits.end_all()
+        if captures.begin_pass(list(streaming.streamed_layers()), streaming.sizer.replays):
+            streaming.sizer.recorded()

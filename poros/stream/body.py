@@ -66,14 +66,15 @@ class Replayer(Protocol):
 
 
 class StandIn(Protocol):
-    """Is called in place of layers: ``poros.accumulation.calls``."""
+    """Is called in place of layers: ``poros.accumulation``."""
 
-    begins: bool
-    """Whether the model makes room for the micro-batch."""
-    enter_model: Callable[[], None]
-    """Called as the model's own code begins."""
+    def begin_pass(self, make_room: Callable[[], None]) -> bool:
+        """The model's own code begins; whether this is a pass of its own.
 
-    def call(self, layer: "LayerBody", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ``make_room`` has the room made that its micro-batch takes.
+        """
+
+    def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of the forward of a layer."""
 
 
@@ -290,7 +291,7 @@ class LayerBody:
 
     def contents(self) -> LayerIndex:
         """The modules of the layer now; the same object as long as they are the same."""
-        self.context.visits.end_all()
+        self.weights.end_others()
         contents = self._contents
         is_known = contents.has_same_tensors()
         if not (contents.is_current() and (is_known or contents.has_same_names())):
@@ -327,7 +328,6 @@ class LayerBody:
         """
         if self._known is not None:
             return self._known
-        self.context.visits.end_all()
         contents = self.contents()  # first: it may take stock again
         found = Condition(self.name, contents, self._staying, self.weights)
         if self._is_in_a_row:
@@ -335,14 +335,17 @@ class LayerBody:
         return found
 
     @contextmanager
-    def in_a_row(self) -> Iterator[None]:
-        """Calls, or backwards, in the body come one behind the other: no code of the user between.
+    def in_a_row(self, has_code: bool = False) -> Iterator[None]:
+        """Calls, or backwards, in the body come one behind the other.
 
         They share the layer's dense weights, if there is memory for them, its slot while they are
         replayed, and what is looked up in the layer until its own code runs again.
+
+        Args:
+            has_code: Whether code of the user runs between them; it is looked up anew then.
         """
         with self.sharing_dense(), self.weights.in_a_row():
-            self._known, self._is_in_a_row = None, True
+            self._known, self._is_in_a_row = None, not has_code
             try:
                 yield
             finally:

@@ -39,6 +39,10 @@ class StreamedLayer(LayerBody):
         in_place = self.context.in_place
         if in_place is not None and torch.is_grad_enabled() and (other := in_place()) is not None:
             return other.call(self, args, kwargs)
+        return self.forward_now(args, kwargs)
+
+    def forward_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's forward, whatever is called in its place."""
         if torch.is_grad_enabled():
             require_saved_tensor_hooks(self.name)
         condition = self.condition()

@@ -91,11 +91,14 @@ class Start(NamedTuple):
 
     def equals(self, other: "Start") -> bool:
         """Whether both hold the same states."""
-        return (
-            self.pytorch.equals(other.pytorch)
-            and self.python == other.python
-            and all(map(np.array_equal, self.numpy, other.numpy))
-        )
+        return all(map(is_same_state, self, other))
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Whether two states of one generator, as ``Start`` holds them, are the same."""
+    if isinstance(one, RngStash):
+        return one.equals(other)
+    return len(one) == len(other) and all(map(np.array_equal, one, other))
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -252,6 +252,11 @@ class Visits:
         """Whether that visit goes on."""
         return note in self._open
 
+    def end_others(self, note: _Note | None) -> None:
+        """As ``end_all``, unless that visit goes on alone."""
+        if self._open != [note]:
+            self.end_all()
+
     def require_open(self, name: str, note: _Note) -> None:
         """Raise ``SlotStateError`` if another visit began before this one, of ``name``, ended."""
         if note not in self._open:
@@ -429,6 +434,10 @@ class BlockVisit:
             row, self._row, self._is_in_row = self._row, None, False
             if row is not None:
                 self._visits.end(row.note)
+
+    def end_others(self) -> None:
+        """Undo what an interruption has left behind; the visit that a row shares goes on."""
+        self._visits.end_others(None if self._row is None else self._row.note)
 
     def _acquire(self, phase: Phase) -> Slot:
         slot = self._manager.acquire(self.block, phase)

@@ -12,7 +12,6 @@ import torch
 
 import poros
 from poros.api import prepare_with
-from poros.errors import PorosError
 from poros.gates import tiny
 from poros.kernels import dense_layer, dequantize
 from poros.kernels.dense_layer import DenseLayer
@@ -127,25 +126,25 @@ def test_programs(which: str, bases: Bases) -> None:
 
 
 def test_a_group_loads_each_block_once_a_pass(bases: Bases) -> None:
-    size, num_groups = 3, 2
+    size, groups = 3, (1, 2, 3)  # the first of its kind goes alone
     with AdversarialPrepare().watching() as prepare:
         model = prepare(four_layers(bases), slots=2)
-        found = train(model, sizes=(size,) * num_groups)
-    assert same(found, train(four_layers(bases), together=False, sizes=(size,) * num_groups))
+        found = train(model, sizes=(size, size))
+    assert same(found, train(four_layers(bases), together=False, sizes=(size, size)))
     visits = [
         (block, phase)
-        for _ in range(num_groups)
+        for number in groups
         # Backward recomputes a layer, and then has its block until the gradients are there.
         for phase, blocks, times in (
             (Phase.FORWARD, range(NUM_LAYERS), 1),
             (Phase.BACKWARD, reversed(range(NUM_LAYERS)), 2),
         )
         for block in blocks
-        for _ in range(size * times)
+        for _ in range(number * times)
     ]
     assert prepare.journal == list(walk(visits, NUM_LAYERS, 2))
     # 2 (K - S) in a warm group, whatever its size.
-    assert count(prepare.journal, "prefetch") == num_groups * 2 * (NUM_LAYERS - 2) + 2
+    assert count(prepare.journal, "prefetch") == len(groups) * 2 * (NUM_LAYERS - 2) + 2
 
 
 @pytest.mark.cover("values")
@@ -229,14 +228,14 @@ def test_the_models_own_loss_by_default(bases: Bases) -> None:
 
 
 Patch = pytest.MonkeyPatch
-TWO_EACH = (2,) * 4
+THREE_EACH = (3,) * 4
 """So that visits are replayed."""
-train_pairs = partial(together.train, sizes=TWO_EACH[:3])
+train_threes = partial(together.train, sizes=THREE_EACH[:3])
 
 
 @pytest.fixture(scope="module")
 def expected(bases: Bases) -> list[torch.Tensor]:
-    return train_pairs(four_layers(bases), together=False)
+    return train_threes(four_layers(bases), together=False)
 
 
 class Counted:
@@ -263,7 +262,7 @@ def test_each_weight_is_made_dense_once_a_group_and_pass(
 ) -> None:
     counted = Counted(monkeypatch)
     model = prepare_plain(four_layers(bases), slots=2, share_dense=True, self_check="off")
-    assert same(train_pairs(model), expected)
+    assert same(train_threes(model), expected)
     assert num_groups(model) == 3 and reasons(model) == []
     # Seven matrices, forward and backward; the last layer's are still there at the turn.
     assert counted.num_shared == 3 * 7 * (2 * NUM_LAYERS - 1)
@@ -272,7 +271,7 @@ def test_each_weight_is_made_dense_once_a_group_and_pass(
     runtime = poros.runtime(model)
     largest = 2 * sum(p.numel() for p in projections(model, 0))
     plain = prepare_plain(four_layers(bases), slots=2, self_check="off")
-    train_pairs(plain, sizes=(2,))
+    train_threes(plain, sizes=(3,))
     assert runtime.device_num_bytes - poros.runtime(plain).device_num_bytes == largest
 
 
@@ -288,10 +287,10 @@ def test_without_sharing_each_micro_batch_makes_weights_dense(
     bases: Bases, monkeypatch: Patch
 ) -> None:
     counted = Counted(monkeypatch)
-    train_pairs(on_tapes(four_layers(bases), slots=2), sizes=TWO_EACH)
+    train_threes(on_tapes(four_layers(bases), slots=2), sizes=THREE_EACH)
     assert counted.num_shared == 0
     # In what is recorded at least, whose gradient is ours on a CPU too.
-    assert counted.num_single >= TWO_EACH[0] * NUM_LAYERS
+    assert counted.num_single >= THREE_EACH[0] * NUM_LAYERS
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
@@ -301,23 +300,23 @@ def test_shared_dense_weights_under_adversarial_streams_and_of_dora(
     options: Any = {"use_dora": use_dora, "lora_dropout": 0.05}
     policy: Any = {"adapter_kernels": "fused", "slots": 2}
     prepare = AdversarialPrepare()
-    found = train_pairs(prepare(adapted(bases, **options), share_dense=True, **policy))
+    found = train_threes(prepare(adapted(bases, **options), share_dense=True, **policy))
     assert same(
-        found, train_pairs(prepare_plain(adapted(bases, **options), **policy), together=False)
+        found, train_threes(prepare_plain(adapted(bases, **options), **policy), together=False)
     )
 
 
 @pytest.mark.parametrize("keep_last", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_recorded_visits_that_share_dense_weights(keep_last: int, bases: Bases) -> None:
     """Some micro-batches of a form share, and a single one of the same form does not."""
-    run: Any = {"sizes": (2, 1, 2, 1, 2, 1, 2, 2, 1), "lengths": (12,)}
-    expected = train_pairs(four_layers(bases), together=False, **run)
+    run: Any = {"sizes": (3, 1, 2, 1, 2, 1, 2, 2, 1), "lengths": (12,)}
+    expected = train_threes(four_layers(bases), together=False, **run)
     model = four_layers(bases)
     policy = poros.StreamingPolicy(
         **AS_PLAIN, slots=4, keep_last=keep_last, device="cpu", share_dense=True
     )
     prepare_with(model, policy, recorder=TapeRecorder())
-    assert same(train_pairs(model, **run), expected) and num_groups(model) == 5
+    assert same(train_threes(model, **run), expected) and num_groups(model) == 5
     captures: Any = poros.runtime(model).context.captures
     kinds = {
         form.dense_address is not None
@@ -332,7 +331,7 @@ def test_recorded_visits_that_share_dense_weights(keep_last: int, bases: Bases) 
 def test_a_recording_reads_dense_weights_where_its_calls_share_them(bases: Bases) -> None:
     """On a CPU bitsandbytes' own operators are recorded, which read none."""
     model = prepare_plain(four_layers(bases), slots=2, share_dense=True, self_check="off")
-    train_pairs(model, sizes=(2,))
+    train_threes(model, sizes=(3,))
     runtime = poros.runtime(model)
     dense, layer = runtime.context.dense, next(runtime.streamed_layers())
     assert dense is not None and dense.address is not None and layer.dense_address is None
@@ -350,14 +349,14 @@ def test_a_smaller_budget_goes_without_dense_weights(
 ) -> None:
     model = prepare_plain(four_layers(bases), slots=2, share_dense=True)
     runtime = poros.runtime(model)
-    train_pairs(model, sizes=(2, 2))
+    train_threes(model, sizes=(3, 3))
     before = runtime.device_num_bytes
     runtime.sizer.shares_dense = False
-    train_pairs(model, sizes=(2,))
+    train_threes(model, sizes=(3,))
     assert runtime.device_num_bytes < before
     again = prepare_plain(four_layers(bases), slots=2, share_dense=True)
     poros.runtime(again).sizer.shares_dense = False
-    assert same(train_pairs(again), expected)
+    assert same(train_threes(again), expected)
 
 
 def test_no_memory_for_dense_weights(
@@ -368,7 +367,7 @@ def test_no_memory_for_dense_weights(
 
     monkeypatch.setattr(DenseLayer, "allocate", out_of_memory)
     model = prepare_plain(four_layers(bases), slots=2, share_dense=True)
-    assert same(train_pairs(model), expected) and num_groups(model) == 3
+    assert same(train_threes(model), expected) and num_groups(model) == 3
 
 
 # ------------------------------------------------------------------------------------ faults
@@ -407,14 +406,14 @@ def test_control_a_fault_of_dense_weights_shows(
     fault: Any, bases: Bases, monkeypatch: Patch
 ) -> None:
     """Where a recomputation makes a graph: on a CPU that of a forward is bitsandbytes' own."""
-    expected = train_pairs(four_layers(bases), together=False, sizes=TWO_EACH)
+    expected = train_threes(four_layers(bases), together=False, sizes=THREE_EACH)
     fault(monkeypatch)
     policy = poros.StreamingPolicy(
         **AS_PLAIN, slots=2, device="cpu", share_dense=True, self_check="off"
     )
     model, streams = four_layers(bases), AdversarialStreams()
     prepare_with(model, policy, streams=streams, recorder=TapeRecorder())
-    assert not same(train_pairs(model, sizes=TWO_EACH), expected)
+    assert not same(train_threes(model, sizes=THREE_EACH), expected)
 
 
 class Counting(torch.Tensor):
@@ -429,43 +428,19 @@ class Counting(torch.Tensor):
 
 
 @pytest.mark.parametrize("stream_embedding", [False, True])
-def test_the_model_waits_for_an_answer_once_a_micro_batch(
-    stream_embedding: bool, bases: Bases
-) -> None:
-    """Such as whether rows are packed, before its layers."""
+def test_code_of_a_model_runs_once_a_micro_batch(stream_embedding: bool, bases: Bases) -> None:
+    """It may wait for the device there: for whether rows are packed."""
     resident = dense(bases, dropout=0.0)
     policy = {"slots": 2, "stream_embedding": stream_embedding}
     model = prepare_plain(dense(bases, dropout=0.0), **policy)
     asked = torch.ones(1).as_subclass(Counting)
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: [None, asked.item()][0])
-    pairs = together.batches(4, torch.Generator().manual_seed(0))
+    pairs = together.batches(6, torch.Generator().manual_seed(0))
     before, num_waits = Counting.num_waits, []
-    for group in (pairs[:2], pairs[2:]):
+    for group in (pairs[:3], pairs[3:]):
         for each in group:
-            (resident(**each).loss / 2).backward()
+            (resident(**each).loss / 3).backward()
         poros.accumulate(model, group)
         num_waits.append(Counting.num_waits - before)
     assert same([p.grad for p in trained(model)], [p.grad for p in trained(resident)])
-    # How the code of the loss calls the model is not known before the first micro-batch has run.
-    assert num_waits == [3, 5]
-
-
-@pytest.mark.parametrize("changes", [False, True])
-def test_a_question_that_is_another_one_when_code_runs_again(changes: bool, bases: Bases) -> None:
-    model = prepare_plain(dense(bases), slots=2)
-    count = torch.zeros(1)
-
-    def ask(*_: Any) -> None:
-        count.add_(changes)
-        count.item()  # as a model asks whether rows are packed
-
-    pairs = together.batches(4, torch.Generator().manual_seed(0))
-    poros.accumulate(model, pairs[:2])
-    model.get_input_embeddings().register_forward_pre_hook(ask)
-    if not changes:
-        poros.accumulate(model, pairs[2:])
-        return
-    before = [p.grad.clone() for p in trained(model)]
-    with pytest.raises(PorosError, match="calls the model with the same values"):
-        poros.accumulate(model, pairs[2:])
-    assert same([p.grad for p in trained(model)], before)
+    assert num_waits == [3, 6]

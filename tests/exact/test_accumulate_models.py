@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
 from tests.exact import subjects as S
@@ -22,7 +23,6 @@ from tests.exact.together import (
     dense,
     ends,
     layers,
-    own_loss,
     program,
     reasons,
     same,
@@ -134,23 +134,23 @@ SEVERAL = "a trained parameter with several places"
 AROUND = {
     "draws in the backwards of layers": program(
         in_layers(lambda given, output: Noise.apply(output)),
-        (RematerializationError, "draw no random numbers"),
+        "in the backwards of layers",
     ),
     "draws that depend on data": program(
         in_layers(drawing_by_data), "does not depend on shapes", lengths=(8,), sizes=(3,) * 4
     ),
     "a normal number at a time": program(in_layers(drawing_one), "does not depend on shapes"),
-    "layers that draw differently": program(other_rates),
+    "layers that draw differently": program(other_rates, lengths=(8,)),
     "hooks on a layer": program(hooked, "hooks on whole layers", is_late=True),
     "hooks before a layer": program(hooked_before, "hooks on whole layers", is_late=True),
     "dropout outside the layers": program(dropout_outside, lengths=(8,), sizes=(3, 3)),
-    "draws in the backward of the norm": program(noisy_norm),
+    "draws in the backward of the norm": program(noisy_norm, lengths=(8,)),
     "rotary embeddings that grow": program(growing, "changes the model", lengths=(20, 60, 40)),
     "tied adapters": program(tied, SEVERAL),
     "a trained vocabulary": program(base=partial(vocabulary, is_tied=False)),
     "a trained vocabulary, tied": program(end=SEVERAL, base=partial(vocabulary, is_tied=True)),
     "frozen lower layers": program(
-        base=lambda b: adapted(b, lora_dropout=0.1, layers_to_transform=[1])
+        base=lambda b: adapted(b, lora_dropout=0.1, layers_to_transform=[1]), lengths=(8,)
     ),
     "inputs that require gradients": program(lambda model: model.enable_input_require_grads()),
     **{
@@ -187,6 +187,17 @@ def in_evaluation_mode(number: int, layer: Any, hidden: Any, args: Any, kwargs: 
         layer.train()
 
 
+def other_adapters(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    """For some micro-batches one layer is scaled otherwise, as long as it runs."""
+    scaling = layer.self_attn.q_proj.scaling
+    is_other = number == 1 and hidden.shape[1] == 12
+    scaling["default"] *= 4 if is_other else 1
+    try:
+        return layer(hidden, *args, **kwargs)
+    finally:
+        scaling["default"] /= 4 if is_other else 1
+
+
 def in_autocast(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number == 1):
         return layer(hidden, *args, **kwargs)
@@ -210,16 +221,6 @@ def masking(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any
     found = layer(hidden, *args, **kwargs)
     mask.copy_(before)
     return found
-
-
-class Counting:
-    """A plain argument that says how often the code ran."""
-
-    runs = 0
-
-    def __call__(self, number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
-        self.runs += number == 0
-        return layer(hidden, *args, **{**kwargs, "is_causal": self.runs % 3 == 1})
 
 
 class Kept:
@@ -297,27 +298,38 @@ def between(make: Callable[[], Call], end: Any, since: int = 0, **options: Any) 
 
 
 CALLS: dict[str, tuple[Call, Any]] = {
-    "code": (scaled, "between its layers"),
-    "edits in place": (in_place, "between its layers"),
-    "draws": (drawing, "draws random numbers between"),
+    "code": (scaled, None),
+    "edits in place": (in_place, None),
+    "draws": (drawing, None),
     "evaluation mode": (in_evaluation_mode, "change"),
-    "autocast": (in_autocast, "changes autocast or settings"),
-    "a seed": (with_a_seed, "draws random numbers between"),
+    "autocast": (in_autocast, None),
+    "a seed": (with_a_seed, "does not depend on shapes"),
 }
-SECOND = (UnsupportedModelError, "same values each time")
+DRAWN = RematerializationError, "random numbers as micro-batches"
+LATER = {
+    **CALLS,
+    "draws": (drawing, DRAWN),
+    "evaluation mode": (in_evaluation_mode, (UnsupportedModelError, "while it runs")),
+    "a seed": (with_a_seed, DRAWN),
+}
 EDITED = (RematerializationError, "edited in place")
 EAGER = partial(dense, attn_implementation="eager")
 BETWEEN = {
-    **{name: between(lambda call=call: call, end) for name, (call, end) in CALLS.items()},
-    **{f"{n}, later": between(lambda call=c: call, end, 1) for n, (c, end) in CALLS.items()},
-    "other plain arguments": between(Counting, SECOND),
-    "other plain arguments, later": between(Counting, SECOND, 1),
+    **{
+        name: between(lambda call=call: call, end, lengths=(8,))
+        for name, (call, end) in CALLS.items()
+    },
+    **{f"{n}, later": between(lambda call=c: call, end, 1) for n, (c, end) in LATER.items()},
+    "other adapters for some": between(
+        *(lambda: other_adapters, (UnsupportedModelError, "while it runs")), 1, lengths=(12, 9)
+    ),
     "an edited mask": between(lambda: masking, EDITED, base=EAGER),
     "an edited mask, later": between(lambda: masking, EDITED, 1, base=EAGER),
-    "hidden states of another micro-batch": between(
-        Kept, (UnsupportedModelError, "some that were kept"), base=frozen_below, lengths=(12,)
+    "hidden states of another micro-batch": between(Kept, None, base=frozen_below, lengths=(12,)),
+    "hidden states that are kept": program(
+        *(summed, (UnsupportedModelError, "the result of a layer before")),
+        **{"is_late": True, "lengths": (12,)},
     ),
-    "hidden states that are kept": program(summed, "between its layers", is_late=True),
     "an object that changes": between(
         *(Scaling, "objects that may change", 1),
         **{"base": with_a_state, "policy": {"keep_last": 3}, "is_late": False},
@@ -331,29 +343,34 @@ def test_programs(which: str, bases: Bases) -> None:
     assert ends(PROGRAMS[which], bases)
 
 
-@pytest.mark.parametrize("which", ["autocast, later", "a seed, later"])
-def test_control_surroundings_that_nobody_looks_at(
-    which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "_require_same_around"
-    nothing = lambda self, **_: None  # noqa: E731
-    assert Control(MicroBatch, name, nothing, BETWEEN[which]).is_seen(bases, monkeypatch)
+CONTROLS = {
+    "states that are not planned": Control(
+        Group, "_plan_behind", lambda self, batch: True, AROUND["frozen lower layers"]
+    ),
+    "conditions that nobody compares": Control(
+        *(MicroBatch, "_require_condition", lambda self, layer: None),
+        BETWEEN["other adapters for some"],
+    ),
+}
 
 
-def test_what_goes_into_the_layers_and_into_the_loss(bases: Bases) -> None:
+@pytest.mark.parametrize("which", CONTROLS)
+def test_controls(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CONTROLS[which].is_seen(bases, monkeypatch)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_goes_into_the_layers_and_into_the_loss(is_late: bool, bases: Bases) -> None:
     """Whoever listens there sees one gradient, the sum of both."""
 
     def squares(seen: list[torch.Tensor]) -> Loss:
         def loss(model: Model, batch: Any) -> torch.Tensor:
-            found: list[torch.Tensor] = []
-            embedding = model.get_input_embeddings()
-            handle = embedding.register_forward_hook(lambda *given: found.append(given[-1]))
-            try:
-                value = own_loss(model, batch)
-            finally:
-                handle.remove()
-            found[0].register_hook(seen.append)
-            return value + found[0].float().square().mean()
+            embedded = model.get_input_embeddings()(batch["input_ids"])
+            embedded.register_hook(seen.append)
+            output = model(inputs_embeds=embedded, labels=batch["labels"], use_cache=False)
+            found: torch.Tensor = output.loss / 4
+            is_used = not is_late or len(seen) > 1
+            return found + embedded.float().square().mean() if is_used else found
 
         return loss
 
@@ -363,6 +380,11 @@ def test_what_goes_into_the_layers_and_into_the_loss(bases: Bases) -> None:
         seen[is_grouped] = []
         if is_grouped:
             prepare_plain(model, slots=2)
-        bits.append(train(model, is_grouped, sizes=(3, 2), loss=squares(seen[is_grouped])))
-    assert same(*bits) and same(seen[True][-5:], seen[False])
+        run = partial(train, model, is_grouped, sizes=(3, 2), loss=squares(seen[is_grouped]))
+        if is_late and is_grouped:
+            with pytest.raises(UnsupportedModelError, match="what goes into them"):
+                run()
+            return
+        bits.append(run())
+    assert same(*bits) and same(seen[True], seen[False])
     assert "what goes into them" in reasons(model)[0]

@@ -6,6 +6,7 @@ Each program runs resident, one micro-batch after the other, and prepared, in gr
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,18 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from poros.accumulation import loop
 from poros.accumulation.gradients import Watch
 from poros.accumulation.micro_batch import Cut
-from poros.accumulation.names import Names, attributes
+from poros.accumulation.observed import Names
+from poros.accumulation.parked import ParkedCode
 from poros.errors import UnsupportedModelError
 from tests.exact import subjects as S
 from tests.exact.arms import Bases
 from tests.exact.together import (
     Batch,
     Control,
+    End,
     Loss,
     Program,
     add_noise,
@@ -120,9 +121,7 @@ FORMS = {
     "a state": program(of(by_number), form=lambda b: {**b, "state": SimpleNamespace(calls=0)}),
     "an iterator": program(of(taking_the_next), form=lambda b: {**b, "rows": iter(rows_of(b))}),
     "a generator": program(
-        of(taking_the_next),
-        "cannot be copied",
-        form=lambda b: {**b, "rows": (each for each in rows_of(b))},
+        of(taking_the_next), form=lambda b: {**b, "rows": (each for each in rows_of(b))}
     ),
     "taken apart": program(of(taking_out)),
     "edited": program(of(editing)),
@@ -239,33 +238,32 @@ def next_batch(model: Model) -> Loss:
 
 
 def once(model: Model) -> Loss:
-    """Does not call the model again."""
+    """Does not call the model any more."""
     calls = itertools.count(1)
 
     def loss(model: Model, batch: Batch) -> torch.Tensor:
-        return own_loss(model, batch) if next(calls) < 4 else torch.zeros((), requires_grad=True)
+        return own_loss(model, batch) if next(calls) < 7 else torch.zeros((), requires_grad=True)
 
     return loss
 
 
-SAME_VALUES = UnsupportedModelError, "same values"
 STATES = {
-    "variable": program(variable),
+    "variable": program(variable, "changes calls"),
     "list": program(listed),
-    "global": program(total),
+    "global": program(total, "changes TOTAL"),
     "object": program(lambda model: Counting()),
     "toggle": program(lambda model: Counting().toggled),
     "last loss": program(lambda model: Counting().scaled),
     "tokens by number": program(lambda model: Counting().tokens),
-    "tokens by number, late": program(lambda model: Counting().late_tokens, SAME_VALUES),
+    "tokens by number, late": program(lambda model: Counting().late_tokens, "changes calls"),
     "number of the model": on_model(int, lambda value: value + 1),
     "toggle of the model": on_model(bool, lambda value: not value),
     "text of the model": on_model(str, lambda value: value + "x"),
     "list of the model": on_model(list, lambda value: value.append(1) or value),
     "random numbers of Python": program(of(of_python)),
     "random numbers of NumPy": program(of(of_numpy)),
-    "batches of its own": program(next_batch, SAME_VALUES),
-    "one call of the model": program(once, (UnsupportedModelError, "as it did before")),
+    "batches of its own": program(next_batch),
+    "no call of the model": program(once, sizes=(3, 3, 3)),
 }
 
 
@@ -345,11 +343,11 @@ GRADIENTS = {
     "dropped": program(then(torch.nn.Module.zero_grad), WHILE),
     "set": program(then(put), WHILE),
     "clamped behind its backward": program(then(clamp, True)),
-    "noise behind its backward": program(then(add_noise, True)),
-    "a step behind its backward": program(then(step, True), "between micro-batches"),
-    "taken by autograd.grad": program(of(taking), "takes gradients"),
+    "noise behind its backward": program(then(add_noise, True), lengths=(8,)),
+    "a step behind its backward": program(then(step, True), "edits parameters"),
+    "taken by autograd.grad": program(of(taking), WHILE),
     "backward into some": program(of(backward_into), "takes gradients"),
-    "two backwards": program(of(backward_twice), (UnsupportedModelError, "second one through")),
+    "two backwards": program(of(backward_twice), "a second backward"),
     "there before": program(between=put_before),
     "hooks on adapters": program(hooked, "hooks on parameters"),
 }
@@ -456,6 +454,10 @@ def in_autocast(model: Model, batch: Batch) -> torch.Tensor:
         return own_loss(model, batch)
 
 
+def in_autocast_at_times(model: Model, batch: Batch) -> torch.Tensor:
+    return (in_autocast if batch["input_ids"].shape[1] % 2 else own_loss)(model, batch)
+
+
 def with_gradients(model: Model, batch: Batch) -> torch.Tensor:
     with torch.enable_grad():
         return own_loss(model, batch)
@@ -463,11 +465,12 @@ def with_gradients(model: Model, batch: Batch) -> torch.Tensor:
 
 ITSELF = "uses parameters of layers"
 TRAINS = "which parameters are trained"
+THAWS = UnsupportedModelError, "edits, freezes or thaws"
 LOSSES = {
     "two forwards": program(of(two_forwards), "more than once"),
     "errors that are caught": program(of(catching), "more than once"),
     "hidden states": program(of(hidden_states), "recorded"),
-    "the last hidden states": program(of(the_last_ones)),
+    "the last hidden states": program(of(the_last_ones), "changes the model"),
     "saved tensors that are packed": program(of(packed), "packs saved tensors"),
     "a penalty on adapters": program(penalized(own_loss), ITSELF),
     "a penalty, edited": program(penalized(editing), ITSELF),
@@ -475,25 +478,71 @@ LOSSES = {
     "a penalty of AdaLoRA": program(end=ITSELF, base=lambda b: build(b, adapter="adalora")),
     "a cast outside the layers": program(of(cast_outside), ITSELF),
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
-    "settings that change": program(of(setting), "changes settings"),
-    "edited adapters": program(of(scaling), (UnsupportedModelError, "edits them in place")),
+    "settings that change": program(of(setting), (UnsupportedModelError, "changes settings")),
+    "edited adapters": program(of(scaling), "edits parameters"),
     "a reference before": program(reference(True), TRAINS, base=S.partly_frozen),
-    "a reference behind": program(reference(False), base=S.partly_frozen),
+    "a reference behind": program(reference(False), TRAINS, base=S.partly_frozen),
     "a reference before, frozen again": program(
-        reference(True), TRAINS, base=S.partly_frozen, between=frozen_again
+        reference(True), THAWS, base=S.partly_frozen, between=frozen_again
     ),
     "a reference behind, frozen again": program(
-        reference(False), base=S.partly_frozen, between=frozen_again
+        reference(False), THAWS, base=S.partly_frozen, between=frozen_again
     ),
     "autocast": program(of(in_autocast), base=lambda bases: build(bases)),
     "autocast, float32": program(
         of(in_autocast), base=lambda bases: build(bases, dtype=torch.float32)
     ),
+    "autocast for some": program(
+        of(in_autocast_at_times), base=lambda bases: build(bases, dtype=torch.float32)
+    ),
     "gradients disabled around": program(
         of(with_gradients), "gradients are disabled", around=torch.no_grad
     ),
 }
-PROGRAMS = {**FORMS, **STATES, **GRADIENTS, **LOSSES}
+
+
+# What only later ones do, when others of their kind have gone together.
+
+
+class Later:
+    """A loss from the second step on."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.step, self._loss = 0, loss
+
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
+        return (self._loss if self.step else own_loss)(model, batch)
+
+    def note(self, model: Model, step: int) -> None:
+        self.step = step
+
+
+def later(loss: Loss, end: End = None, says: str = "") -> Program:
+    """``says``: of an error, as which it ends."""
+    found = Later(loss)
+    return program(of(found), (UnsupportedModelError, says) if says else end, between=found.note)
+
+
+LATER = {
+    "read": later(reading, says="used while"),
+    "read before": later(reading_before, "gradients are used before"),
+    "clamped behind its backward": later(then(clamp, True)(None)),  # type: ignore[arg-type]
+    "taken by autograd.grad": later(taking, says="takes gradients of single parameters"),
+    "two backwards": later(backward_twice, says="one backward for each"),
+    "two forwards": later(two_forwards, says="more than once"),
+    "hidden states": later(hidden_states, "recorded"),
+    "a penalty on adapters": later(
+        lambda model, batch: own_loss(model, batch) + penalty(model), says="uses parameters"
+    ),
+    "saved tensors that are packed": later(packed, "packs saved tensors"),
+    "evaluation mode while it runs": later(in_evaluation_mode, "while it runs"),
+    "edited adapters": later(scaling, says="edits, freezes or thaws"),
+    "autocast": later(in_autocast),
+}
+PROGRAMS = {
+    **{**FORMS, **STATES, **GRADIENTS, **LOSSES},
+    **{f"{name}, later": each for name, each in LATER.items()},
+}
 
 
 @pytest.mark.parametrize("which", PROGRAMS)
@@ -505,16 +554,16 @@ def test_programs(which: str, bases: Bases) -> None:
 
 
 CONTROLS = {
-    "batches that are not copied": Control(
-        loop, "copy_of", lambda batch: batch, FORMS["data class"]
+    "regions that stay": Control(ParkedCode, "inside", nullcontext, LOSSES["autocast for some"]),
+    "names that nobody looks at": Control(
+        Names, "torn", lambda self: None, STATES["tokens by number, late"]
     ),
-    "names that stay": Control(Names, "put_back", Names.keep, STATES["variable"]),
     "gradients that nobody watches": Control(Watch, "begin", lambda self: None, GRADIENTS["read"]),
     "edges that are not there": Control(
         Cut,
         "take",
         lambda self, trained=(), genuine=Cut.take: genuine(self),
-        GRADIENTS["taken by autograd.grad"],
+        LATER["taken by autograd.grad"],
     ),
 }
 
@@ -522,17 +571,3 @@ CONTROLS = {
 @pytest.mark.parametrize("which", CONTROLS)
 def test_controls(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CONTROLS[which].is_seen(bases, monkeypatch)
-
-
-def test_hooks_stay_with_a_note_of_a_module_around_them_alone() -> None:
-    """Others would be registered once more in the run that counts."""
-    inner, other, code = nn.Linear(2, 2), nn.Linear(2, 2), SimpleNamespace()
-    outer: Any = nn.Sequential(inner)
-    names = Names([attributes(each) for each in (code, outer, inner, other)])
-    with names.noting():
-        code.is_ready = outer.is_watched = True
-        for each in (inner, other):
-            each.register_forward_hook(lambda *_: None)
-    names.put_back()
-    assert code.is_ready and outer.is_watched
-    assert [len(each._forward_hooks) for each in (inner, other)] == [1, 0]

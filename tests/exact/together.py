@@ -20,7 +20,7 @@ Model = Any
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Model, Any], torch.Tensor]
 LENGTHS = (12, 9, 20, 7, 12, 16, 5, 9)
-SIZES = (2, 2)
+SIZES = (3, 3)
 """Of the steps of programs."""
 
 
@@ -240,7 +240,10 @@ class Control(NamedTuple):
 
     def is_seen(self, bases: Bases, patch: pytest.MonkeyPatch) -> bool:
         patch.setattr(self.owner, self.name, self.instead)
-        return not ends(self.shows_in._replace(policy=(("self_check", "off"),)), bases)
+        try:
+            return not ends(self.shows_in._replace(policy=(("self_check", "off"),)), bases)
+        except (PorosError, AssertionError, pytest.fail.Exception):
+            return True  # it ends otherwise than it should
 
 
 Call = Callable[[int, Any, torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]

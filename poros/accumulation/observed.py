@@ -1,0 +1,380 @@
+"""The first micro-batch of its kind runs alone, and is watched: whether others may go together.
+
+What code does is seen as it does it, and no bit is another. What only later ones do, code that
+depends on data, is an error then.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from poros.accumulation.calls import Calls, Environment, NotGrouped, key_of
+from poros.accumulation.draws import Drawn, between
+from poros.accumulation.gradients import Watch
+from poros.accumulation.modules import Modules, Outside
+from poros.head.loss import LossInputs
+from poros.kernels.nodes import nodes_from
+from poros.model.runtime import Runtime
+from poros.stream.boundary import StreamedLayer
+from poros.stream.condition import Condition
+from poros.stream.rng import RngStash, Start, is_same_state
+
+_ITSELF = "the loss uses parameters of layers, or what goes into them, itself"
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class Observer:
+    """Watches one micro-batch.
+
+    Args:
+        runtime: Of the model.
+        modules: Of the model.
+        code: What computes the loss: functions, methods, or objects that are called.
+
+    Attributes:
+        reason: Why micro-batches like it have to run one after the other; None if they need not.
+        may_pass: Whether the next one may be another one.
+        drawn: What it has drawn, and ``key`` for which shapes; None if no count explains it.
+        reads_head: Whether its loss comes to a head that is not trained, once.
+    """
+
+    def __init__(self, runtime: Runtime, modules: Modules, code: Iterable[Any]) -> None:
+        self.reason: str | None = None
+        self.may_pass = False
+        self.drawn: Drawn | None = None
+        self.key: Any = None
+        self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
+        self._device = self._layers[0].device
+        self._modules = modules
+        self._trained = modules.trained()
+        self._mark = modules.mark(self._trained)
+        contents = [each.contents() for each in self._layers]
+        inside = [module for each in contents for module in each.modules()]
+        self._outside = Outside(modules.now(), inside)
+        self._marks = self._outside.marks()
+        self._given: torch.Tensor | None = None
+        ids = {number for each in contents for number in each.adapters().ids}
+        self._inside = [each for each in self._trained if id(each) in ids]
+        self._watch = Watch(self._trained, self._asked, used=self._used)
+        self._names = Names(code)
+        self._calls = Calls(self._layers, Environment.capture())
+        self._conditions: list[Condition] = []
+        self._states: list[Start] = []
+        """As it begins, at the first layer, behind it, and behind the last."""
+        self._backward_states: list[RngStash] = []
+        self._num_heads = 0
+        self._has_trained_head = False
+        self._below: list[torch.Tensor] = []
+        self._end: Start | None = None
+        self._reader = runtime.head.slices
+
+    def refuse(self, why: str, may_pass: bool = False) -> None:
+        """Note why; the first reason stays."""
+        if self.reason is None:
+            self.reason, self.may_pass = why, may_pass
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The body runs the micro-batch to its end."""
+        if not torch.is_grad_enabled():
+            self.refuse("gradients are disabled around all micro-batches", may_pass=True)
+        self._states = [Start.capture(self._device)]
+        context = self._layers[0].context
+        context.in_place = weakref.ref(self)
+        if self._reader is not None:
+            self._reader.in_place = weakref.WeakMethod(self._came_to_head)
+        self._watch.begin()
+        self._names.begin()
+        try:
+            yield
+        finally:
+            self._names.end()
+            self._watch.end()
+            self._unwatch_given()
+            context.in_place = None
+            if self._reader is not None:
+                self._reader.in_place = None
+        self._conclude()
+
+    def begin_pass(self, make_room: Callable[[], None]) -> bool:
+        """The model's own code begins; always a pass of its own."""
+        make_room()
+        return True
+
+    def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a layer."""
+        index = self._calls.num_calls
+        if len(self._states) == 1:
+            self._names.end()
+            self._watch.end()
+            self._states.append(Start.capture(self._device))
+            self.key = key_of(args, kwargs, self._device)
+            if not self._marks.equals(self._outside.marks()):
+                self.refuse("the model's code changes the model", may_pass=True)
+        if self.reason is not None and not self.may_pass:
+            return layer.forward_now(args, kwargs)
+        try:
+            given = self._calls.require(layer, args, kwargs)
+            condition = layer.condition().note()
+            if condition.has_hooks:
+                raise NotGrouped("hooks inside of layers")
+            self._conditions.append(condition)
+        except NotGrouped as reason:
+            self.refuse(str(reason))
+            return layer.forward_now(args, kwargs)
+        if index == 0 and given.requires_grad and type(given) is torch.Tensor:
+            self._given = given
+            nodes = nodes_from([given.grad_fn])
+            self._below = [node.variable for node in nodes if hasattr(node, "variable")]
+        found = layer.forward_now(args, kwargs)
+        try:
+            self._calls.note(found)
+        except NotGrouped as reason:
+            self.refuse(str(reason))
+            return found
+        if index == 0:
+            self._states.append(Start.capture(self._device))
+        if self._calls.num_calls == len(self._layers):
+            self._states.append(Start.capture(self._device))
+            if found.requires_grad:
+                found.register_hook(self._arrived)
+            self._watch.begin()
+            self._names.begin(is_behind=True)
+            if self._given is not None:
+                _Given.watch(self._given, self._given_used)
+        return found
+
+    def _came_to_head(self, asked: LossInputs) -> None:
+        self._num_heads += 1
+        self._has_trained_head |= asked.is_trained
+
+    @property
+    def reads_head(self) -> bool:
+        return self._num_heads == 1 and not self._has_trained_head
+
+    def _asked(self) -> None:
+        """Code of the user reads or writes gradients."""
+        if torch._C._current_graph_task_id() != -1:
+            self.refuse("gradients are used within a backward")
+        elif not self._calls.num_calls:
+            self.refuse("gradients are used before the model has run")
+        elif not self._backward_states:
+            self.refuse("gradients are used while a loss is computed")
+
+    def _used(self, parameter: nn.Parameter) -> None:
+        """A graph begins at a parameter, outside the layers."""
+        if any(parameter is each for each in (*self._inside, *self._below)) and (
+            self._calls.num_calls or any(parameter is each for each in self._inside)
+        ):
+            self.refuse(_ITSELF)
+
+    def _given_used(self) -> None:
+        self.refuse(_ITSELF)
+
+    def _arrived(self, gradient: torch.Tensor) -> None:
+        """A gradient has come to the last layer."""
+        self._watch.end()  # which has adapters run otherwise
+        self._unwatch_given()
+        if self._backward_states:
+            self.refuse("a second backward of one loss")
+        if not all(map(_is_arrived_at, self._inside)):
+            self.refuse("the loss takes gradients of single parameters itself")
+        self._backward_states.append(RngStash.capture(self._device))
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _unwatch_given(self) -> None:
+        if self._given is not None:
+            self._given.__class__ = torch.Tensor
+            self._given = None
+
+    def _backward_ended(self) -> None:
+        if not RngStash.capture(self._device).equals(self._backward_states[-1]):
+            self.refuse("random numbers are drawn in the backwards of layers")
+
+    def _conclude(self) -> None:
+        if self._calls.num_calls < len(self._layers):
+            self.refuse("the model does not call all of its layers with gradients enabled", True)
+            return
+        if self._mark != self._modules.mark(self._trained):
+            self.refuse("the loss edits parameters of the model")
+        if not self._marks.equals(self._outside.marks()):
+            self.refuse("the model's code changes the model", may_pass=True)
+        if self._is_trained_otherwise():
+            self.refuse("the loss changes which parameters are trained", may_pass=True)
+        for layer, condition in zip(self._layers, self._conditions, strict=True):
+            if not condition.equals(layer.condition()):
+                self.refuse("layers that the loss changes while it runs")
+        start, before, behind_first, behind = self._states
+        end = self._end = Start.capture(self._device)
+        for index in (1, 2):  # of Python and NumPy
+            if not is_same_state(before[index], behind[index]):
+                self.refuse("the model draws random numbers of Python or NumPy between its layers")
+            is_before = not is_same_state(start[index], before[index])
+            if is_before and not is_same_state(behind[index], end[index]):
+                self.refuse("random numbers of Python or NumPy before and behind the layers")
+        pairs = (before, behind_first), (before, behind), (behind, end)
+        drawn = [between(one.pytorch, other.pytorch) for one, other in pairs]
+        if None in drawn:
+            self.refuse("what is drawn at random does not depend on shapes alone")
+        else:
+            self.drawn = Drawn(*drawn)  # type: ignore[arg-type]
+        if (name := self._names.torn()) is not None:
+            self.refuse(f"the loss changes {name} on one side of the layers, for the other")
+
+    def _is_trained_otherwise(self) -> bool:
+        return list(map(id, self._modules.trained())) != list(map(id, self._trained))
+
+    def look_between(self) -> None:
+        """The next micro-batch comes: whether anything was done since that it would not see."""
+        if self._end is not None and not self._end.equals(Start.capture(self._device)):
+            self.refuse("random numbers are drawn between micro-batches")
+        if self._mark != self._modules.mark(self._trained) or self._is_trained_otherwise():
+            self.refuse("parameters are edited, frozen or thawed between micro-batches")
+
+
+class _Given(torch.Tensor):
+    """What the first layer was given: it is noted if anybody computes with it."""
+
+    used: Callable[[], Any]
+
+    @classmethod
+    def watch(cls, tensor: torch.Tensor, used: Callable[[], None]) -> None:
+        tensor.__class__ = cls  # type: ignore[assignment]
+        cast(_Given, tensor).used = weakref.WeakMethod(used)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            has_graph = isinstance(found, torch.Tensor) and found.grad_fn is not None
+        for each in args if has_graph else ():
+            used = each.used() if isinstance(each, cls) else None
+            if used is not None:
+                used()
+        return found
+
+
+def _is_arrived_at(parameter: torch.Tensor) -> bool:
+    """Whether the backward that goes on is to come to ``parameter``, and leave a gradient there."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # in torch.autograd.grad
+        return False
+
+
+class Names:
+    """Names of the user's code that are bound on one side of the layers and read on the other.
+
+    Looked at are attributes of objects that code is a method of, of which it is seen on which side
+    they are read; and variables around functions and global variables that they use, and functions
+    of the same file that these use, of which it is assumed.
+
+    Args:
+        code: Functions, methods, or objects that are called.
+    """
+
+    def __init__(self, code: Iterable[Any]) -> None:
+        self._owners: list[Any] = []
+        self._functions: list[FunctionType] = []
+        self._find(list(code))
+        self._read = (set[str](), set[str]())
+        """Before the layers, and behind them."""
+        self._classes: list[tuple[Any, type]] = []
+        self._seen = [self._now()]
+        """Before, at the first layer, and behind the last."""
+
+    def _find(self, todo: list[Any]) -> None:
+        seen = set[int]()
+        while todo:
+            each = todo.pop()
+            if id(each) in seen or isinstance(each, type):
+                continue
+            seen.add(id(each))
+            todo += [getattr(each, k) for k in ("func", "__self__", "__func__") if hasattr(each, k)]
+            if isinstance(each, FunctionType):
+                self._functions.append(each)
+                todo += [
+                    value
+                    for value in _variables(each).values()
+                    if getattr(value, "__globals__", None) is each.__globals__
+                ]
+            elif hasattr(each, "__dict__") and not isinstance(each, (nn.Module, MethodType)):
+                self._owners.append(each)
+                todo.append(type(each).__call__)
+
+    def begin(self, is_behind: bool = False) -> None:
+        """Code runs before the layers from now on, or behind them."""
+        for owner in self._owners:
+            kind = type(owner)
+            with suppress(TypeError):  # of a layout of its own: what it reads is not seen
+                owner.__class__ = _reading(kind, self._read[is_behind])
+                self._classes.append((owner, kind))
+
+    def end(self) -> None:
+        """It has come to the layers, or has ended."""
+        while self._classes:
+            owner, kind = self._classes.pop()
+            owner.__class__ = kind
+        self._seen.append(self._now())
+
+    def torn(self) -> str | None:
+        """A name that is bound on one side of the layers, and read on the other."""
+        before, between, *_, end = self._seen
+        for bound, read in ((_bound(before, between), 1), (_bound(between, end), 0)):
+            for place, name in bound:
+                if place >= len(self._owners) or name in self._read[read]:
+                    return name
+        return None
+
+    def _now(self) -> list[dict[str, Any]]:
+        spaces = [dict(vars(each)) for each in self._owners]
+        # What is in objects is not looked at; most variables are functions and modules anyway.
+        return spaces + [
+            {name: value for name, value in _variables(each).items() if _is_plain(value)}
+            for each in self._functions
+        ]
+
+
+def _bound(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
+    """Which names, in which places, are bound anew."""
+    for place, (old, new) in enumerate(zip(before, now, strict=True)):
+        for name in old.keys() | new.keys():
+            one, other = old.get(name), new.get(name)
+            if one is not other and not (_is_plain(one) and _is_plain(other) and one == other):
+                yield place, name
+
+
+def _reading(kind: type, read: set[str]) -> type:
+    """A class like it, of whose objects it is noted which attributes are read."""
+
+    def getattribute(self: Any, name: str) -> Any:
+        read.add(name)
+        return super(found, self).__getattribute__(name)
+
+    found: type = type(kind.__name__, (kind,), {"__getattribute__": getattribute})
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+
+
+def _variables(function: FunctionType) -> dict[str, Any]:
+    found = {
+        name: function.__globals__[name]
+        for name in function.__code__.co_names
+        if name in function.__globals__
+    }
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        with suppress(ValueError):  # nothing is bound yet
+            found[name] = cell.cell_contents
+    return found

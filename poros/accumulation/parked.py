@@ -1,0 +1,131 @@
+"""Code that stops in the middle, and goes on later on a stack of its own.
+
+All of it runs on the thread that asks for it, one piece at a time. So what PyTorch keeps for each
+thread (device, stream, handles of its libraries and their workspaces, the order of nodes) is that
+of a plain call; autocast alone, which code may have entered before it stopped, is exchanged.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any, NamedTuple
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from poros.stream.state import AutocastState
+
+
+class Stopped(BaseException):
+    """Raised in code that is to go on no more."""
+
+
+class Regions(NamedTuple):
+    """The autocast regions around, at one time."""
+
+    states: tuple[AutocastState, ...]
+    has_cache: bool
+    """Whether they keep what they have cast."""
+    depth: int
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "Regions":
+        """Those of now, for work on ``device``."""
+        device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        torch.autocast_increment_nesting()
+        return cls(
+            tuple(map(AutocastState.capture, device_types)),
+            torch.is_autocast_cache_enabled(),
+            torch.autocast_decrement_nesting(),
+        )
+
+    @property
+    def is_on(self) -> bool:
+        return any(each.enabled for each in self.states)
+
+    def replace(self, now: "Regions") -> None:
+        """Have these in place of those of ``now``."""
+        for mine, other in zip(self.states, now.states, strict=True):
+            if mine != other:
+                torch.set_autocast_enabled(mine.device_type, mine.enabled)
+                torch.set_autocast_dtype(mine.device_type, mine.dtype)
+        torch.set_autocast_cache_enabled(self.has_cache)
+        for _ in range(now.depth, self.depth):
+            torch.autocast_increment_nesting()
+        for _ in range(self.depth, now.depth):
+            torch.autocast_decrement_nesting()
+
+
+class ParkedCode:
+    """Code that can be stopped by ``park``, called from within it.
+
+    Args:
+        run: The code.
+        device: It computes on.
+
+    Attributes:
+        result: What it has returned.
+        error: What it has raised.
+        is_over: Whether it has ended.
+    """
+
+    def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_over = False
+        self._run: Callable[[], Any] | None = run
+        self._device = device
+        self._regions: Regions | None = None
+        self._stack = greenlet(self._run_through)
+        self._stack.gr_context = copy_context()
+
+    def resume(self) -> None:
+        """Run it until it parks or ends; what it raises is kept.
+
+        Exactness:
+            An autocast region that it is in keeps no cast beyond the place where it parks, unless
+            a region is around all.
+        """
+        with self.inside():
+            self._stack.parent = getcurrent()
+            self._stack.switch()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Run the body in the autocast regions that the code is in."""
+        around = Regions.capture(self._device)
+        if self._regions is not None:
+            self._regions.replace(around)
+        try:
+            yield
+        finally:
+            self._regions = Regions.capture(self._device)
+            if not around.is_on:
+                torch.clear_autocast_cache()
+            around.replace(self._regions)
+
+    @property
+    def is_running(self) -> bool:
+        return getcurrent() is self._stack
+
+    def park(self) -> None:
+        """Stop here until it is resumed."""
+        self._stack.parent.switch()
+
+    def stop(self) -> None:
+        """Have it end where it is parked, by an exception that is no error."""
+        while self._stack and not self._stack.dead:
+            with self.inside():
+                self._stack.parent = getcurrent()
+                self._stack.throw(Stopped)
+
+    def _run_through(self) -> None:
+        run, self._run = self._run, None
+        try:
+            if run is not None:
+                self.result = run()
+        except Stopped:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.is_over = True

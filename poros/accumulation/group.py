@@ -22,6 +22,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -38,6 +39,7 @@ from poros.accumulation.modules import Modules, Outside
 from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudgetError
 from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
+from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
 
 logger = logging.getLogger(__name__)
@@ -145,17 +147,15 @@ class Group:
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to behind the first layer."""
-        around, conditions = (
-            Environment.capture(),
-            [each.condition().note() for each in self._layers],
-        )
+        around, conditions = Environment.capture(), list[Condition]()
+        enter = partial(self._enter_layers, conditions)
         inside = [each for each in self._trained if id(each) in self._in_layers]
         # Where gradients are exchanged, DDP would take an edge to a parameter for its gradient.
         edges = [] if self._ranks.is_ddp else inside
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
-                batch = MicroBatch(self._layers, around, conditions, run, edges, self._enter_layers)
+                batch = MicroBatch(self._layers, around, conditions, run, edges, enter)
                 with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
                     self._go_on(batch)
                 self._require_unedited()
@@ -217,13 +217,17 @@ class Group:
             if reader is not None:
                 reader.in_place = None
 
-    def _enter_layers(self) -> None:
+    def _enter_layers(self, conditions: list[Condition]) -> None:
         """The code of one has come to its first layer."""
         self._watch.end()  # which has adapters run otherwise
         if not self._marks.equals(self._outside.marks()):
             raise NotGrouped("the model's code changes the model")
-        if not self._batches:
+        if not conditions:
+            # Of all at once: what code between layers changes is another one then.
+            conditions += [each.condition().note() for each in self._layers]
             self._runtime.share_dense()
+        if any(each.has_hooks for each in conditions):
+            raise NotGrouped("hooks inside of layers")
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
         """The model's own code begins; whether this is a pass of its own."""
@@ -397,7 +401,7 @@ class Group:
                 raise running.refuse("gradients are used within a backward")
             if running is not self._turn and not running.num_done:
                 return running.wait("gradients are used before the model has run")
-            if running is not self._turn or self._tail is not None and not running.has_arrived:
+            if running is not self._turn or (self._tail is not None and not running.has_arrived):
                 raise running.refuse("gradients are used while a loss is computed")
             if self._tail is not None:
                 self._count(running)

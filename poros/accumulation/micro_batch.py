@@ -119,7 +119,7 @@ class MicroBatch:
     Args:
         layers: Of the model, in order.
         around: What is around all micro-batches.
-        conditions: Of the layers, before any of a group.
+        conditions: Of the layers, known once ``enter`` was called.
         run: Calls the model once with gradients, and takes the loss's gradients. Runs once.
         trained: Parameters of the layers, given to the last ``Cut.take``.
         enter: Called before the first layer runs; may raise ``NotGrouped``.
@@ -216,9 +216,10 @@ class MicroBatch:
         is_first = self.num_done == 0
         try:
             given = self._calls.require(layer, args, kwargs)
-            self._require_condition(layer)
             if is_first:
                 self._enter()
+            self._require_condition(layer)
+            if is_first:
                 if self.reason is not None:
                     raise self.reason
                 args, kwargs = self._begin(given, args, kwargs)

@@ -83,7 +83,7 @@ class Marks(NamedTuple):
         """Whether nothing was bound in between."""
         return self.versions == other.versions and all(
             mine.keys() == others.keys()
-            and all(_is_like(value, others[name]) for name, value in mine.items())
+            and all(is_like(value, others[name]) for name, value in mine.items())
             for mine, others in zip(
                 (*self.tables, *self.contents), (*other.tables, *other.contents), strict=True
             )
@@ -109,7 +109,7 @@ class Outside:
             for own in self._owners
         ]
         contents = [
-            {name: value.copy() for name, value in own.items() if type(value) in _CONTAINERS}
+            {name: value.copy() for name, value in own.items() if type(value) in CONTAINERS}
             for own in tables
         ]
         buffers = (each for own in tables for each in own.get("_buffers", {}).values())
@@ -124,23 +124,27 @@ class Outside:
             own.update(table)
             for name, content in contents.items():
                 container = own[name]
-                if not _is_like(container, content):
+                if not is_like(container, content):
                     container.clear()
                     fill = container.update if hasattr(container, "update") else container.extend
                     fill(content)
         return self.marks().versions == marks.versions
 
 
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _LOOKED_AT_OTHERWISE = frozenset({"_parameters", "_modules", "training"})
 
 
-def _is_like(one: Any, other: Any) -> bool:
-    """Whether both are the same object, equal plain values, or containers of the same objects."""
-    if type(one) in _CONTAINERS and type(other) in _CONTAINERS:
+def is_like(one: Any, other: Any) -> bool:
+    """Whether both are the same object, equal plain values, or containers of such."""
+    if one is other and type(one) not in CONTAINERS:
+        return True
+    if type(one) is not type(other) and not {type(one), type(other)} <= {*CONTAINERS}:
+        return False
+    if isinstance(one, (tuple, *CONTAINERS)):
         mine, others = _elements(one), _elements(other)
-        return len(mine) == len(others) and all(map(_is_like, mine, others))
-    return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and one == other)
+        return len(mine) == len(others) and all(map(is_like, mine, others))
+    return isinstance(one, PLAIN) and bool(one == other)
 
 
 def _elements(container: Any) -> list[Any]:

@@ -7,6 +7,8 @@ depends on data, is an error then.
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -17,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from poros.accumulation.calls import Calls, Environment, NotGrouped, key_of
 from poros.accumulation.draws import Drawn, between
 from poros.accumulation.gradients import Watch
-from poros.accumulation.modules import Modules, Outside
+from poros.accumulation.modules import CONTAINERS, Modules, Outside, is_like
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import nodes_from
 from poros.model.runtime import Runtime
@@ -26,7 +28,6 @@ from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start, is_same_state
 
 _ITSELF = "the loss uses parameters of layers, or what goes into them, itself"
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Observer:
@@ -69,7 +70,7 @@ class Observer:
         """As it begins, at the first layer, behind it, and behind the last."""
         self._backward_states: list[RngStash] = []
         self._num_heads = 0
-        self._has_trained_head = False
+        self._has_trained_head = self._draws_behind = False
         self._below: list[torch.Tensor] = []
         self._end: Start | None = None
         self._reader = runtime.head.slices
@@ -145,18 +146,20 @@ class Observer:
             if found.requires_grad:
                 found.register_hook(self._arrived)
             self._watch.begin()
-            self._names.begin(is_behind=True)
+            self._names.begin()
             if self._given is not None:
                 _Given.watch(self._given, self._given_used)
         return found
 
     def _came_to_head(self, asked: LossInputs) -> None:
+        if self._num_heads == 0 and len(self._states) == 4:
+            self._names.begin()
         self._num_heads += 1
         self._has_trained_head |= asked.is_trained
 
     @property
     def reads_head(self) -> bool:
-        return self._num_heads == 1 and not self._has_trained_head
+        return self._num_heads == 1 and not self._has_trained_head and not self._draws_behind
 
     def _asked(self) -> None:
         """Code of the user reads or writes gradients."""
@@ -216,7 +219,9 @@ class Observer:
             if not is_same_state(before[index], behind[index]):
                 self.refuse("the model draws random numbers of Python or NumPy between its layers")
             is_before = not is_same_state(start[index], before[index])
-            if is_before and not is_same_state(behind[index], end[index]):
+            is_behind = not is_same_state(behind[index], end[index])
+            self._draws_behind |= is_behind
+            if is_before and is_behind:
                 self.refuse("random numbers of Python or NumPy before and behind the layers")
         pairs = (before, behind_first), (before, behind), (behind, end)
         drawn = [between(one.pytorch, other.pytorch) for one, other in pairs]
@@ -225,7 +230,7 @@ class Observer:
         else:
             self.drawn = Drawn(*drawn)  # type: ignore[arg-type]
         if (name := self._names.torn()) is not None:
-            self.refuse(f"the loss changes {name} on one side of the layers, for the other")
+            self.refuse(f"the loss changes {name} before its layers or its head for what is behind")
 
     def _is_trained_otherwise(self) -> bool:
         return list(map(id, self._modules.trained())) != list(map(id, self._trained))
@@ -271,11 +276,12 @@ def _is_arrived_at(parameter: torch.Tensor) -> bool:
 
 
 class Names:
-    """Names of the user's code that are bound on one side of the layers and read on the other.
+    """Names of the user's code that one part of it binds and another one reads.
 
-    Looked at are attributes of objects that code is a method of, of which it is seen on which side
-    they are read; and variables around functions and global variables that they use, and functions
-    of the same file that these use, of which it is assumed.
+    Other micro-batches run between the parts. Looked at are attributes of objects that code is a
+    method of, of which it is seen in which part they are read; and variables around functions and
+    global variables that they use, and those of functions of the same file that these use, of
+    which it is assumed. So are the elements of containers, but not what is in other objects.
 
     Args:
         code: Functions, methods, or objects that are called.
@@ -285,11 +291,11 @@ class Names:
         self._owners: list[Any] = []
         self._functions: list[FunctionType] = []
         self._find(list(code))
-        self._read = (set[str](), set[str]())
-        """Before the layers, and behind them."""
-        self._classes: list[tuple[Any, type]] = []
-        self._seen = [self._now()]
-        """Before, at the first layer, and behind the last."""
+        self._read: list[set[str]] = []
+        """Of each part of the code, in order."""
+        self._undo: list[Callable[[], None]] = []
+        self._seen: list[list[dict[str, Any]]] = []
+        """Before and behind each part."""
 
     def _find(self, todo: list[Any]) -> None:
         seen = set[int]()
@@ -310,61 +316,62 @@ class Names:
                 self._owners.append(each)
                 todo.append(type(each).__call__)
 
-    def begin(self, is_behind: bool = False) -> None:
-        """Code runs before the layers from now on, or behind them."""
+    def begin(self) -> None:
+        """A part of the code begins: before the layers, behind them, or behind the head."""
+        self.end()
+        self._read.append(set())
+        self._seen.append(self._now())
         for owner in self._owners:
-            kind = type(owner)
-            with suppress(TypeError):  # of a layout of its own: what it reads is not seen
-                owner.__class__ = _reading(kind, self._read[is_behind])
-                self._classes.append((owner, kind))
+            with suppress(TypeError):  # of a class that nobody can write to: nothing is seen
+                self._undo.append(_noting_reads(owner, self._read[-1]))
 
     def end(self) -> None:
-        """It has come to the layers, or has ended."""
-        while self._classes:
-            owner, kind = self._classes.pop()
-            owner.__class__ = kind
-        self._seen.append(self._now())
+        """The part ends."""
+        if len(self._seen) < 2 * len(self._read):
+            self._seen.append(self._now())
+        while self._undo:
+            self._undo.pop()()
 
     def torn(self) -> str | None:
-        """A name that is bound on one side of the layers, and read on the other."""
-        before, between, *_, end = self._seen
-        for bound, read in ((_bound(before, between), 1), (_bound(between, end), 0)):
-            for place, name in bound:
-                if place >= len(self._owners) or name in self._read[read]:
+        """A name that is bound in one part, and read in another one."""
+        for part in range(len(self._read)):
+            others = set[str]().union(*self._read[:part], *self._read[part + 1 :])
+            for place, name in _bound(*self._seen[2 * part : 2 * part + 2]):
+                if place >= len(self._owners) or name in others:
                     return name
         return None
 
     def _now(self) -> list[dict[str, Any]]:
-        spaces = [dict(vars(each)) for each in self._owners]
-        # What is in objects is not looked at; most variables are functions and modules anyway.
-        return spaces + [
-            {name: value for name, value in _variables(each).items() if _is_plain(value)}
-            for each in self._functions
+        spaces = [*map(vars, self._owners), *map(_variables, self._functions)]
+        return [
+            {name: copy(each) if type(each) in CONTAINERS else each for name, each in space.items()}
+            for space in spaces
         ]
 
 
 def _bound(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
-    """Which names, in which places, are bound anew."""
+    """Which names, in which places, are bound anew, or are containers of something else."""
     for place, (old, new) in enumerate(zip(before, now, strict=True)):
         for name in old.keys() | new.keys():
-            one, other = old.get(name), new.get(name)
-            if one is not other and not (_is_plain(one) and _is_plain(other) and one == other):
+            if not is_like(old.get(name), new.get(name)):
                 yield place, name
 
 
-def _reading(kind: type, read: set[str]) -> type:
-    """A class like it, of whose objects it is noted which attributes are read."""
+def _noting_reads(owner: Any, read: set[str]) -> Callable[[], None]:
+    """Have it noted which attributes of ``owner`` are read; gives what ends that.
 
-    def getattribute(self: Any, name: str) -> Any:
-        read.add(name)
-        return super(found, self).__getattribute__(name)
+    Its class stays, for code that writes to it; it is given a ``__getattribute__`` for that time.
+    """
+    kind, name = type(owner), "__getattribute__"
+    own, genuine = vars(kind).get(name), getattr(kind, name)
 
-    found: type = type(kind.__name__, (kind,), {"__getattribute__": getattribute})
-    return found
+    def getattribute(self: Any, key: str) -> Any:
+        if self is owner:
+            read.add(key)
+        return genuine(self, key)
 
-
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+    setattr(kind, name, getattribute)
+    return partial(delattr, kind, name) if own is None else partial(setattr, kind, name, own)
 
 
 def _variables(function: FunctionType) -> dict[str, Any]:

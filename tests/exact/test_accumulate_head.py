@@ -10,7 +10,7 @@ import torch
 
 import poros
 import poros.head.loss as sliced_loss
-from poros.errors import RematerializationError
+from poros.errors import UnsupportedModelError
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.together import (
@@ -29,8 +29,8 @@ from tests.exact.together import (
 
 Model = Any
 POLICY: Any = {"slots": 2, "loss": "chunked", "stream_head": True, "stream_embedding": True}
-AHEAD = SIZES[0] + 1
-"""Heads that are brought when a group is looked ahead of as soon as that is known to do."""
+AHEAD = 1 + len(SIZES)
+"""Heads that are brought: for the first one, which runs alone, and for each group."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +47,7 @@ def read_logits(model: Model, batch: Batch) -> torch.Tensor:
 
 
 def counted(model: Model) -> Loss:
-    """Losses that read logits are run twice and no more."""
-    # In an object of its own: what is in a list of the loss's would be put back.
+    """Losses run once."""
     calls = model.calls = SimpleNamespace(begun=0, ended=0)
 
     def loss(model: Model, batch: Batch) -> torch.Tensor:
@@ -69,6 +68,18 @@ def note(model: Model, step: int) -> None:
 
 def stopping(model: Model, batch: Batch) -> torch.Tensor:
     return (read_logits if SEEN.step else own_loss)(model, batch)
+
+
+def numbered(model: Model) -> Loss:
+    """Counts its calls where nobody sees it, and masks other labels each time."""
+    numbers = itertools.count(1)
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        labels = batch["labels"].clone()
+        labels[:, next(numbers) % 5] = -100
+        return own_loss(model, {**batch, "labels": labels})
+
+    return loss
 
 
 def changing(model: Model) -> Loss:
@@ -102,16 +113,14 @@ def evaluating(model: Model, step: int) -> None:
 FP32 = partial(dense, dtype=torch.float32)
 # Name, loss, model, how often all of the head is brought, more of ``train``.
 PROGRAMS: dict[str, tuple[Any, Any, int | None, dict[str, Any]]] = {
-    # From the second group on, when it was seen where losses come from.
     "once for a group": (unchanged, dense, AHEAD, {}),
     "padded": (unchanged, FP32, AHEAD, {"padded": True}),
     "autocast": (of(in_autocast), FP32, AHEAD, {}),
     "evaluation between": (unchanged, dense, AHEAD + len(SIZES), {"between": evaluating}),
     "read logits": (counted, dense, None, {}),
-    "stops coming to the head": (of(stopping), dense, None, {"between": note, "sizes": (2, 2, 2)}),
-    "another one each time": (changing, dense, None, {}),
+    "by number": (numbered, dense, AHEAD, {}),
     # A head that is added to draws behind the layers, and its slices come for each.
-    "adapters of the head": (unchanged, "lm_head", None, {}),
+    "adapters of the head": (unchanged, "lm_head", None, {"lengths": (8,)}),
     "adapters of the embedding": (unchanged, "embed_tokens", None, {}),
 }
 
@@ -140,8 +149,7 @@ def test_programs(which: str, bases: Bases) -> None:
     model, expected = pair(which, bases), PROGRAMS[which][2]
     assert expected is None or num_heads(model) == expected
     if which == "read logits":
-        # Up to the last layer, and to the end.
-        assert (model.calls.begun, model.calls.ended) == (2 * sum(SIZES), sum(SIZES))
+        assert (model.calls.begun, model.calls.ended) == (sum(SIZES), sum(SIZES))
 
 
 def test_slices_of_other_widths_come_for_themselves(
@@ -151,21 +159,19 @@ def test_slices_of_other_widths_come_for_themselves(
     monkeypatch.setattr(sliced_loss, "_MOST_WEIGHTS", 64 * 256)
     monkeypatch.setattr(sliced_loss, "_MOST_LOGITS", 24 * 256)
     monkeypatch.setitem(PROGRAMS, "two widths", (unchanged, dense, None, {"lengths": (12, 20)}))
-    assert num_heads(pair("two widths", bases)) == AHEAD + 1
+    assert num_heads(pair("two widths", bases)) == AHEAD + len(SIZES)
 
 
-def test_control_a_loss_that_is_another_one_each_time_is_refused(bases: Bases) -> None:
-    """It counts its calls where nobody sees it, and masks other labels each time."""
-    calls = itertools.count(1)
-
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        labels = batch["labels"].clone()
-        labels[:, next(calls) % 5] = -100
-        return own_loss(model, {**batch, "labels": labels})
-
+def test_a_loss_that_stops_coming_to_the_head_is_refused(bases: Bases) -> None:
     model = poros.prepare(dense(bases), **POLICY)
-    with pytest.raises(RematerializationError, match="same hidden states and labels"):
-        train(model, loss=loss)
-    with torch.no_grad():
-        tokens = torch.arange(9)[None]
-        model(input_ids=tokens, labels=tokens)
+    with pytest.raises(UnsupportedModelError, match="one backward for each micro-batch"):
+        train(model, sizes=SIZES, loss=stopping, between=note)
+
+
+def test_a_loss_that_counts_behind_its_layers_runs_alone(bases: Bases) -> None:
+    """The part of it before the head would count too little, where others are at the head."""
+    found = []
+    for is_grouped in (False, True):
+        model = poros.prepare(dense(bases), **POLICY)
+        found.append(train(model, is_grouped, loss=changing(model), sizes=SIZES))
+    assert same(*found) and "changes done" in reasons(model)[0]

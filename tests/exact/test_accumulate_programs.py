@@ -249,7 +249,7 @@ def once(model: Model) -> Loss:
 
 STATES = {
     "variable": program(variable, "changes calls"),
-    "list": program(listed),
+    "list": program(listed, "changes calls"),
     "global": program(total, "changes TOTAL"),
     "object": program(lambda model: Counting()),
     "toggle": program(lambda model: Counting().toggled),
@@ -535,7 +535,7 @@ LATER = {
         lambda model, batch: own_loss(model, batch) + penalty(model), says="uses parameters"
     ),
     "saved tensors that are packed": later(packed, "packs saved tensors"),
-    "evaluation mode while it runs": later(in_evaluation_mode, "while it runs"),
+    "evaluation mode while it runs": later(in_evaluation_mode),
     "edited adapters": later(scaling, says="edits, freezes or thaws"),
     "autocast": later(in_autocast),
 }

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 import poros
 import poros.accumulation.loop as block_major
-from poros.errors import RematerializationError
+from poros.errors import UnsupportedModelError
 from poros.head.logits import LazyLogits
 from tests.comparing import compare_trajectories
 from tests.exact.arms import Bases
@@ -140,15 +140,17 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
     "noise, behind": (stepping(add_noise, is_behind=True), None),
     "noise, before": (stepping(add_noise), "drawn between"),
     "drops, called back": (called_back(torch.nn.Module.zero_grad), None),
-    "steps, behind": (stepping(step, is_behind=True), "edited, frozen"),
-    "weights, called back": (called_back(scale_weights), (RematerializationError, "")),
+    "steps, behind": (stepping(step, is_behind=True), "edits parameters"),
+    "weights, called back": (called_back(scale_weights), "edited, frozen"),
     "freezes, called back": (called_back(freeze), "edited, frozen"),
     "evaluation mode, called back": (called_back(torch.nn.Module.eval), None),
-    "settings, called back": (called_back(settings), "settings are others"),
+    "settings, called back": (called_back(settings), None),
     "leaves within a step": (called_back(leave), None),
     "counts": (with_loss(count), None),
     "writes": (with_loss(write), None),
-    "edits, and a penalty later": (with_loss(edit, late_penalty), "uses parameters of layers"),
+    "edits, and a penalty later": (
+        *(with_loss(edit, late_penalty), (UnsupportedModelError, "uses parameters of")),
+    ),
 }
 
 
@@ -161,7 +163,7 @@ def test_trainers_that_act(which: str, bases: Bases, tmp_path: Path) -> None:
         adapters = trained(model)
         args = trainer_arguments(
             *(tmp_path,),
-            **{"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2},
+            **{"max_steps": 3, "gradient_accumulation_steps": 3, "learning_rate": 1e-2},
         )
         kind = make((poros.BlockMajorMixin,) if is_grouped else ())
         try:
@@ -198,15 +200,16 @@ def test_the_trainer(which: str, tmp_path: Path) -> None:
     found = arms.run("grouped", TWO_SLOTS, trainer_class=poros.PorosTrainer, **options)
     logs = [arms.log_history(name, NUM_STEPS) for name in ("resident", "grouped")]
     assert compare_trajectories(expected, found) == [] and logs[0] == logs[1]
-    is_grouped = options["gradient_accumulation_steps"] > 1
-    assert num_groups(arms.model) == is_grouped * NUM_STEPS and reasons(arms.model) == []
+    # The first micro-batch goes alone.
+    num_missing = {1: NUM_STEPS, 2: 1}.get(options["gradient_accumulation_steps"], 0)
+    assert num_groups(arms.model) == NUM_STEPS - num_missing and reasons(arms.model) == []
     if which != "labels smoothed":
         return
     checkpoint = arms.checkpoint("grouped", 2)
     resumed = arms.run(
         "resumed", TWO_SLOTS, checkpoint, trainer_class=poros.PorosTrainer, **options
     )
-    assert num_groups(arms.model) == NUM_STEPS - 2
+    assert num_groups(arms.model) == NUM_STEPS - 3  # the last of the epoch has two, first of all
     assert arms.log_history("resumed", NUM_STEPS) == logs[0]
     for name, weight in expected.steps[-1].weights.items():
         assert same_bits(weight, resumed.steps[-1].weights[name]), name
@@ -251,8 +254,9 @@ def test_smoothing_and_z_loss_in_slices(
     found = arms.run("grouped", sliced, **options)
     assert num_groups(arms.model) == 2 and reasons(arms.model) == []
     host = partial(sliced, stream_head=True)
-    for name, begin in (("host", block_major.begin_group), ("alone", lambda *given: None)):
-        monkeypatch.setattr(block_major, "begin_group", begin)
+    for name in ("host", "alone"):
+        if name == "alone":
+            monkeypatch.setattr(block_major.History, "may_go_together", lambda *given: False)
         other = arms.run(name, host, **options)
         assert (num_groups(arms.model) > 0) == (name == "host")
         assert compare_trajectories(found, other) == []

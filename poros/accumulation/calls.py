@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -10,7 +10,6 @@ from transformers.cache_utils import Cache
 from poros.kernels.hooks import has_hooks
 from poros.stream.args import PLAIN, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
-from poros.stream.settings import Settings
 
 ADVICE = (
     "Call backward for each micro-batch, without poros.accumulate or block-major trainers, or "
@@ -27,42 +26,35 @@ class NotGrouped(BaseException):
     """
 
 
-class Environment(NamedTuple):
-    """What is around a call of code, at one time, besides autocast, which each may set anew."""
+Watchers = tuple[int, int, bool]
 
-    settings: Settings
-    watchers: tuple[int, int, bool]
+
+def watchers() -> Watchers:
     """How many modes see operators and functions, and whether somebody packs saved tensors."""
-
-    @classmethod
-    def capture(cls) -> "Environment":
-        """That of now."""
-        watchers = (
-            torch._C._len_torch_dispatch_stack(),
-            torch._C._len_torch_function_stack(),
-            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
-        )
-        return cls(Settings.capture(), watchers)
+    return (
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+    )
 
 
 class Calls:
     """The calls of layers by one run of a model's code, each required to be as it must be.
 
     Each layer is called once, in order, with gradients enabled, and is handed what the layer before
-    it has returned, or what was computed from that alone; PyTorch's settings are those around all
-    micro-batches; nothing that layers are given can be changed but by editing a tensor; nobody
-    hooks into a layer.
+    it has returned, or what was computed from that alone; nothing that layers are given can be
+    changed but by editing a tensor; nobody hooks into a layer, or watches operators.
 
     Args:
         layers: Of the model, in order.
-        around: What is around all micro-batches.
+        around: The watchers around all micro-batches.
 
     Attributes:
         num_calls: So far.
         behind: The node of what the layer before has returned.
     """
 
-    def __init__(self, layers: Sequence[LayerBody], around: Environment) -> None:
+    def __init__(self, layers: Sequence[LayerBody], around: Watchers) -> None:
         self.num_calls = 0
         self._layers = layers
         self._around = around
@@ -87,11 +79,8 @@ class Calls:
         module = layer.module()
         if module is not None and has_hooks(module):
             raise NotGrouped("hooks on whole layers, or on all modules")
-        now = Environment.capture()
-        if now.watchers != self._around.watchers:
+        if watchers() != self._around:
             raise NotGrouped("somebody watches operators or packs saved tensors within the loss")
-        if now.settings != self._around.settings:
-            raise NotGrouped("the loss changes settings of PyTorch")
         self._require_arguments(args, kwargs, given)
         if index and not _leads_only_to(given.grad_fn, self.behind):
             raise NotGrouped("the model computes hidden states from others than the latest")

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.accumulation.calls import ADVICE, Environment, NotGrouped
+from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import Drawn, DrawTable, later
 from poros.accumulation.gradients import Gradients, Watch
@@ -147,7 +147,7 @@ class Group:
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to behind the first layer."""
-        around, conditions = Environment.capture(), list[Condition]()
+        around, conditions = watchers(), list[Condition]()
         enter = partial(self._enter_layers, conditions)
         inside = [each for each in self._trained if id(each) in self._in_layers]
         # Where gradients are exchanged, DDP would take an edge to a parameter for its gradient.
@@ -354,10 +354,11 @@ class Group:
             self._turn = self._tail = None
         self._note_drawn(batch)
         self._require_unedited()
-        if not self._marks.equals(self._outside.marks()):
+        if batch.code.has_changed_settings or not self._marks.equals(self._outside.marks()):
             raise UnsupportedModelError(
-                "expected a loss that leaves the modules outside the layers alone, found one that "
-                f"changes some behind them, when code of others has run. {ADVICE}"
+                "expected a loss that leaves settings of PyTorch and modules outside the layers as "
+                "they were, found one that changes some for those behind it, whose code has begun. "
+                f"{ADVICE}"
             )
         return batch.code.result
 
@@ -447,6 +448,7 @@ class Group:
         self._watch.end()
         for batch in [*self._batches[self.num_done :], *filter(None, [self.behind])]:
             batch.code.stop()
+        self._batches, self.behind, self._head = [], None, None
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

@@ -187,14 +187,14 @@ class Samples:
         del self._todo[0]
         loss: torch.Tensor
         if group.is_over:
-            self._group = None
             loss = group.finish_behind()
+            self.finish()
             return loss
         loss = group.finish_next(is_last)
         if group.is_over or is_last:
             group.backward()
             if group.behind is None:
-                self._group = None
+                self.finish()
         return loss
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from poros.accumulation.calls import ADVICE, Calls, Environment, NotGrouped, key_of
+from poros.accumulation.calls import ADVICE, Calls, NotGrouped, Watchers, key_of
 from poros.accumulation.draws import Draws, between
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
@@ -118,7 +118,7 @@ class MicroBatch:
 
     Args:
         layers: Of the model, in order.
-        around: What is around all micro-batches.
+        around: The watchers around all micro-batches.
         conditions: Of the layers, known once ``enter`` was called.
         run: Calls the model once with gradients, and takes the loss's gradients. Runs once.
         trained: Parameters of the layers, given to the last ``Cut.take``.
@@ -138,7 +138,7 @@ class MicroBatch:
     def __init__(
         self,
         layers: Sequence[StreamedLayer],
-        around: Environment,
+        around: Watchers,
         conditions: Sequence[Condition],
         run: Callable[[], Any],
         trained: Sequence[torch.Tensor],

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from poros.accumulation.calls import Calls, Environment, NotGrouped, key_of
+from poros.accumulation.calls import Calls, NotGrouped, key_of, watchers
 from poros.accumulation.draws import Drawn, between
 from poros.accumulation.gradients import Watch
 from poros.accumulation.modules import CONTAINERS, Modules, Outside, is_like
@@ -26,6 +26,7 @@ from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start, is_same_state
+from poros.stream.settings import Settings
 
 _ITSELF = "the loss uses parameters of layers, or what goes into them, itself"
 
@@ -63,8 +64,9 @@ class Observer:
         ids = {number for each in contents for number in each.adapters().ids}
         self._inside = [each for each in self._trained if id(each) in ids]
         self._watch = Watch(self._trained, self._asked, used=self._used)
+        self._settings = Settings.capture()
         self._names = Names(code)
-        self._calls = Calls(self._layers, Environment.capture())
+        self._calls = Calls(self._layers, watchers())
         self._conditions: list[Condition] = []
         self._states: list[Start] = []
         """As it begins, at the first layer, behind it, and behind the last."""
@@ -208,6 +210,8 @@ class Observer:
             self.refuse("the loss edits parameters of the model")
         if not self._marks.equals(self._outside.marks()):
             self.refuse("the model's code changes the model", may_pass=True)
+        if self._settings != Settings.capture():
+            self.refuse("the loss changes settings of PyTorch", may_pass=True)
         if self._is_trained_otherwise():
             self.refuse("the loss changes which parameters are trained", may_pass=True)
         for layer, condition in zip(self._layers, self._conditions, strict=True):

@@ -2,7 +2,8 @@
 
 All of it runs on the thread that asks for it, one piece at a time. So what PyTorch keeps for each
 thread (device, stream, handles of its libraries and their workspaces, the order of nodes) is that
-of a plain call; autocast alone, which code may have entered before it stopped, is exchanged.
+of a plain call; autocast and settings, which code may have entered before it stopped, are
+exchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from greenlet import getcurrent, greenlet
 
+from poros.stream.settings import Settings
 from poros.stream.state import AutocastState
 
 
@@ -21,12 +23,13 @@ class Stopped(BaseException):
 
 
 class Regions(NamedTuple):
-    """The autocast regions around, at one time."""
+    """The autocast regions around, and the settings that pick kernels, at one time."""
 
     states: tuple[AutocastState, ...]
     has_cache: bool
     """Whether they keep what they have cast."""
     depth: int
+    settings: Settings
 
     @classmethod
     def capture(cls, device: torch.device) -> "Regions":
@@ -37,6 +40,7 @@ class Regions(NamedTuple):
             tuple(map(AutocastState.capture, device_types)),
             torch.is_autocast_cache_enabled(),
             torch.autocast_decrement_nesting(),
+            Settings.capture(),
         )
 
     @property
@@ -50,6 +54,8 @@ class Regions(NamedTuple):
                 torch.set_autocast_enabled(mine.device_type, mine.enabled)
                 torch.set_autocast_dtype(mine.device_type, mine.dtype)
         torch.set_autocast_cache_enabled(self.has_cache)
+        if self.settings != now.settings:
+            self.settings.restore()
         for _ in range(now.depth, self.depth):
             torch.autocast_increment_nesting()
         for _ in range(self.depth, now.depth):
@@ -67,12 +73,13 @@ class ParkedCode:
         result: What it has returned.
         error: What it has raised.
         is_over: Whether it has ended.
+        has_changed_settings: Whether it has left other regions or settings behind.
     """
 
     def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
         self.result: Any = None
         self.error: BaseException | None = None
-        self.is_over = False
+        self.is_over = self.has_changed_settings = False
         self._run: Callable[[], Any] | None = run
         self._device = device
         self._regions: Regions | None = None
@@ -92,7 +99,7 @@ class ParkedCode:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Run the body in the autocast regions that the code is in."""
+        """Run the body in the regions and the settings that the code is in."""
         around = Regions.capture(self._device)
         if self._regions is not None:
             self._regions.replace(around)
@@ -102,7 +109,10 @@ class ParkedCode:
             self._regions = Regions.capture(self._device)
             if not around.is_on:
                 torch.clear_autocast_cache()
-            around.replace(self._regions)
+            if self.is_over:
+                self.has_changed_settings = self._regions != around
+            else:
+                around.replace(self._regions)
 
     @property
     def is_running(self) -> bool:

@@ -478,7 +478,7 @@ LOSSES = {
     "a penalty of AdaLoRA": program(end=ITSELF, base=lambda b: build(b, adapter="adalora")),
     "a cast outside the layers": program(of(cast_outside), ITSELF),
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
-    "settings that change": program(of(setting), (UnsupportedModelError, "changes settings")),
+    "settings that change": program(of(setting), (UnsupportedModelError, "settings of PyTorch")),
     "edited adapters": program(of(scaling), "edits parameters"),
     "a reference before": program(reference(True), TRAINS, base=S.partly_frozen),
     "a reference behind": program(reference(False), TRAINS, base=S.partly_frozen),

@@ -101,7 +101,7 @@ class Group:
         """The one whose loss is being computed for good, up to its backward."""
         self._before = Gradients(())
         """As that began."""
-        self._has_last = False
+        self._has_last = self._has_hooks = False
 
     @property
     def is_over(self) -> bool:
@@ -127,23 +127,27 @@ class Group:
         start = Start.capture(self._device)
         self._most = len(runs)
         try:
-            self._begin(runs, has_last)
-            for index in range(1, len(self._layers)):
-                with self._layers[index].in_a_row(has_code=True):
-                    for number, batch in enumerate(self._batches):
-                        self._go_on(batch)
-                        if batch.code.is_over:
-                            self._end_at(number)
-                            break
-            self._require_planned()
-            if self._head is not None:
-                self._read_head(self._head)
+            with self._in_place():
+                self._begin(runs, has_last)
+                self._through_layers()
+                self._require_planned()
+                if self._head is not None:
+                    self._head.read(self._batches, self._go_on)
         except BaseException:
             self.close()
             raise
         finally:
             start.restore()
         self._watch.begin()
+
+    def _through_layers(self) -> None:
+        for index in range(1, len(self._layers)):
+            with self._layers[index].in_a_row(has_code=True):
+                for number, batch in enumerate(self._batches):
+                    self._go_on(batch)
+                    if batch.code.is_over:
+                        self._end_at(number)
+                        break
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to behind the first layer."""
@@ -189,13 +193,16 @@ class Group:
 
     def _go_on(self, batch: MicroBatch) -> None:
         """Its code goes on, before its turn to end has come."""
-        if not batch.num_done:
+        is_before_layers = not batch.num_done
+        if is_before_layers:
             self._watch.begin()
         try:
-            with self._code_of(batch):
-                batch.resume()
+            self._running = batch
+            batch.resume()
         finally:
-            self._watch.end()
+            self._running = None
+            if is_before_layers:
+                self._watch.end()
         if batch.error is not None:
             raise batch.error
         error = batch.code.error
@@ -203,30 +210,30 @@ class Group:
             raise error
 
     @contextmanager
-    def _code_of(self, batch: MicroBatch) -> Iterator[None]:
-        """Code of the user runs in the body: this is called in place of layers and of the head."""
+    def _in_place(self) -> Iterator[None]:
+        """What code of the user calls in the body comes here: layers, and the head."""
         context, reader = self._layers[0].context, self._runtime.head.slices
         before, context.in_place = context.in_place, weakref.ref(self)
         if reader is not None and self._head is not None:
             reader.in_place = weakref.ref(self._head)
-        self._running = batch
         try:
             yield
         finally:
-            context.in_place, self._running = before, None
+            context.in_place = before
             if reader is not None:
                 reader.in_place = None
 
     def _enter_layers(self, conditions: list[Condition]) -> None:
         """The code of one has come to its first layer."""
         self._watch.end()  # which has adapters run otherwise
-        if not self._marks.equals(self._outside.marks()):
+        if not self._outside.is_at(self._marks):
             raise NotGrouped("the model's code changes the model")
         if not conditions:
             # Of all at once: what code between layers changes is another one then.
             conditions += [each.condition().note() for each in self._layers]
             self._runtime.share_dense()
-        if any(each.has_hooks for each in conditions):
+            self._has_hooks = any(each.has_hooks for each in conditions)
+        if self._has_hooks:
             raise NotGrouped("hooks inside of layers")
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
@@ -288,12 +295,6 @@ class Group:
             if batch.planned is not None and not batch.planned.equals(batch.behind_layers):
                 following.begin_at(following.start._replace(pytorch=batch.behind_layers))
 
-    def _read_head(self, head: SharedHead) -> None:
-        head.read(self._batches, self._code_of)
-        for batch in self._batches:
-            if batch.error is not None:
-                raise batch.error
-
     def _require_unedited(self) -> None:
         """Raise if code edits what the model is made of, or trains other parameters."""
         if self._modules.mark(self._trained) != self._mark or self._is_trained_otherwise():
@@ -304,7 +305,7 @@ class Group:
 
     def _require_marks(self) -> None:
         """Have the modules outside the layers as they were for those that have begun."""
-        if not self._marks.equals(self._outside.marks()) and not self._outside.put(self._marks):
+        if not self._outside.is_at(self._marks) and not self._outside.put(self._marks):
             raise UnsupportedModelError(
                 "expected a model whose code leaves its buffers alone, found one that edits some "
                 f"in place. {ADVICE}"
@@ -335,7 +336,8 @@ class Group:
         self._turn = self._tail = batch
         self._before, self._has_last = Gradients(self._trained), is_last
         try:
-            with self._code_of(batch):
+            with self._in_place():
+                self._running = batch
                 batch.finish()
             if batch.error is not None:
                 raise batch.error
@@ -351,10 +353,9 @@ class Group:
                 self._count(batch)
         finally:
             self._has_last &= self._tail is None
-            self._turn = self._tail = None
+            self._running = self._turn = self._tail = None
         self._note_drawn(batch)
-        self._require_unedited()
-        if batch.code.has_changed_settings or not self._marks.equals(self._outside.marks()):
+        if batch.code.has_changed_settings or not self._outside.is_at(self._marks):
             raise UnsupportedModelError(
                 "expected a loss that leaves settings of PyTorch and modules outside the layers as "
                 "they were, found one that changes some for those behind it, whose code has begun. "

@@ -10,7 +10,6 @@ backward, so it is read for each.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -43,17 +42,16 @@ class SharedHead:
     def read(
         self,
         micro_batches: Sequence[MicroBatch],
-        code_of: Callable[[MicroBatch], AbstractContextManager[None]],
+        go_on: Callable[[MicroBatch], None],
     ) -> None:
         """Have their code come to the head, and compute it for all of them.
 
-        ``code_of``: gives what is to surround the code of each.
+        ``go_on``: has the code of one go on.
         """
         for each in micro_batches:
             self._coming = each
             try:
-                with code_of(each):
-                    each.resume()
+                go_on(each)
             finally:
                 self._coming = None
         by_width: dict[int, list[_Note]] = defaultdict(list)

@@ -144,7 +144,8 @@ class Samples:
             history = _history(runtime)
             self._end_observation(history, runtime)
             kind = kind_of(step.code, batch)
-            if len(self._todo) == 1 or not history.may_go_together(runtime, step, kind):
+            is_single = len(self._todo) == 1
+            if is_single or not history.may_go_together(runtime, step, kind, is_last):
                 del self._todo[0]
                 return step.run(batch)
             if kind not in history.known:
@@ -271,24 +272,30 @@ class History:
         if observer.drawn is not None:
             self.table(runtime).note(observer.key, observer.drawn)
 
-    def may_go_together(self, runtime: Runtime, step: "Step", kind: Hashable) -> bool:
+    def may_go_together(
+        self, runtime: Runtime, step: "Step", kind: Hashable, is_last: bool
+    ) -> bool:
         """Whether this one may, as far as can be told before its code runs."""
         if runtime.sizer.is_quicker_alone:
             runtime.share_dense()  # with nobody, any more
             return False
         try:
-            self._require_together(runtime, step, kind)
+            self._require_together(runtime, step, kind, is_last)
         except NotGrouped as reason:
             note_alone(runtime, str(reason))
             return False
         return True
 
-    def _require_together(self, runtime: Runtime, step: "Step", kind: Hashable) -> None:
+    def _require_together(
+        self, runtime: Runtime, step: "Step", kind: Hashable, is_last: bool
+    ) -> None:
         if not torch.is_grad_enabled():
             raise NotGrouped("gradients are disabled around all micro-batches")
         if runtime.context.in_place is not None and runtime.context.in_place() is not None:
             raise NotGrouped("micro-batches within micro-batches")
         step.ranks.require_together()
+        if step.ranks.is_synced and not is_last:
+            raise NotGrouped("gradients are exchanged for each micro-batch")
         if any(map(has_hooks, self.modules(step.ranks.inner).trained())):
             raise NotGrouped("hooks on parameters")
         known = self.known.get(kind)

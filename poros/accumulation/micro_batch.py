@@ -218,7 +218,7 @@ class MicroBatch:
             given = self._calls.require(layer, args, kwargs)
             if is_first:
                 self._enter()
-            self._require_condition(layer)
+            condition = self._condition(layer)
             if is_first:
                 if self.reason is not None:
                     raise self.reason
@@ -233,7 +233,7 @@ class MicroBatch:
         # The other rows are the group's: of the first layer, much code runs between calls.
         row = layer.in_a_row(has_code=True) if is_first else nullcontext()
         with row, layer.context.confined(self._is_confined):
-            result = layer.forward_now(args, kwargs)
+            result = layer.forward_now(args, kwargs, condition)
         try:
             self._calls.note(result)
         except NotGrouped as reason:
@@ -264,10 +264,16 @@ class MicroBatch:
             {key: taken if value is given else value for key, value in kwargs.items()},
         )
 
-    def _require_condition(self, layer: StreamedLayer) -> None:
-        """Each layer is to compute the same for all micro-batches, whenever it is called."""
-        if not self._conditions[layer.index].equals(layer.condition()):
+    def _condition(self, layer: StreamedLayer) -> Condition:
+        """Of the layer, which is to compute the same for all micro-batches, whenever it is called.
+
+        Raises:
+            NotGrouped: If it does not.
+        """
+        condition = layer.condition()
+        if not self._conditions[layer.index].equals(condition):
             raise NotGrouped("layers that the loss changes while it runs")
+        return condition
 
     def refuse(self, why: str) -> UnsupportedModelError:
         """What is to be raised, found out on its way: it cannot run alone any more."""

@@ -3,6 +3,8 @@
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from itertools import starmap
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -73,25 +75,20 @@ class Marks(NamedTuple):
     """What is in the ``__dict__`` of some modules at one time."""
 
     tables: list[dict[str, Any]]
-    """Copies of them; training flags, parameters and children are left out."""
-    contents: list[dict[str, Any]]
-    """Copies of the containers in them, among which are hooks and buffers."""
+    """Copies of them."""
+    contents: list[tuple[Any, Any]]
+    """The containers in them that are not empty, among which are hooks and buffers, and copies."""
+    empty: list[Any]
+    """Other containers."""
+    buffers: list[torch.Tensor]
     versions: list[int]
-    """Of their buffers."""
-
-    def equals(self, other: "Marks") -> bool:
-        """Whether nothing was bound in between."""
-        return self.versions == other.versions and all(
-            mine.keys() == others.keys()
-            and all(is_like(value, others[name]) for name, value in mine.items())
-            for mine, others in zip(
-                (*self.tables, *self.contents), (*other.tables, *other.contents), strict=True
-            )
-        )
+    """Of buffers."""
 
 
 class Outside:
     """The modules of a model that are not in its layers, as code that runs may change them.
+
+    Training flags are not looked at, nor which parameters and children there are.
 
     Args:
         modules: Of the model.
@@ -104,35 +101,60 @@ class Outside:
 
     def marks(self) -> Marks:
         """Those of now."""
-        tables = [
-            {name: value for name, value in own.items() if name not in _LOOKED_AT_OTHERWISE}
+        containers = [
+            value
             for own in self._owners
+            for name, value in own.items()
+            if type(value) in CONTAINERS and name not in _LEFT_OUT
         ]
-        contents = [
-            {name: value.copy() for name, value in own.items() if type(value) in CONTAINERS}
-            for own in tables
-        ]
-        buffers = (each for own in tables for each in own.get("_buffers", {}).values())
-        return Marks(tables, contents, [each._version for each in buffers if each is not None])
+        buffers = [each for own in self._owners for each in own["_buffers"].values()]
+        buffers = [each for each in buffers if each is not None]
+        return Marks(
+            [own.copy() for own in self._owners],
+            [(each, each.copy()) for each in containers if each],
+            [each for each in containers if not each],
+            buffers,
+            [each._version for each in buffers],
+        )
+
+    def is_at(self, marks: Marks) -> bool:
+        """Whether nothing was bound since."""
+        return (
+            not any(marks.empty)
+            and [each._version for each in marks.buffers] == marks.versions
+            and all(starmap(is_like, marks.contents))
+            and all(map(_is_same_table, self._owners, marks.tables))
+        )
 
     def put(self, marks: Marks) -> bool:
         """Have what there was at that time; False if a buffer was edited in place since."""
-        for own, table, contents in zip(self._owners, marks.tables, marks.contents, strict=True):
-            for name in [name for name in own if name not in _LOOKED_AT_OTHERWISE]:
-                if name not in table:
+        for own, table in zip(self._owners, marks.tables, strict=True):
+            for name in (own.keys() | table.keys()) - _LEFT_OUT:
+                if name in table:
+                    own[name] = table[name]
+                else:
                     del own[name]
-            own.update(table)
-            for name, content in contents.items():
-                container = own[name]
-                if not is_like(container, content):
-                    container.clear()
-                    fill = container.update if hasattr(container, "update") else container.extend
-                    fill(content)
-        return self.marks().versions == marks.versions
+        for container in marks.empty:
+            container.clear()
+        for container, content in marks.contents:
+            if not is_like(container, content):
+                container.clear()
+                fill = container.update if hasattr(container, "update") else container.extend
+                fill(content)
+        return [each._version for each in marks.buffers] == marks.versions
+
+
+def _is_same_table(own: dict[str, Any], table: dict[str, Any]) -> bool:
+    if len(own) == len(table) and all(map(is_, own.values(), table.values())):
+        return True
+    return all(
+        name in own and name in table and is_like(own[name], table[name])
+        for name in (own.keys() | table.keys()) - _LEFT_OUT
+    )
 
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_LOOKED_AT_OTHERWISE = frozenset({"_parameters", "_modules", "training"})
+_LEFT_OUT = frozenset({"_parameters", "_modules", "training"})
 
 
 def is_like(one: Any, other: Any) -> bool:
@@ -143,7 +165,9 @@ def is_like(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, (tuple, *CONTAINERS)):
         mine, others = _elements(one), _elements(other)
-        return len(mine) == len(others) and all(map(is_like, mine, others))
+        return len(mine) == len(others) and (
+            all(map(is_, mine, others)) or all(map(is_like, mine, others))
+        )
     return isinstance(one, PLAIN) and bool(one == other)
 
 

@@ -118,7 +118,7 @@ class Observer:
             self._watch.end()
             self._states.append(Start.capture(self._device))
             self.key = key_of(args, kwargs, self._device)
-            if not self._marks.equals(self._outside.marks()):
+            if not self._outside.is_at(self._marks):
                 self.refuse("the model's code changes the model", may_pass=True)
         if self.reason is not None and not self.may_pass:
             return layer.forward_now(args, kwargs)
@@ -208,7 +208,7 @@ class Observer:
             return
         if self._mark != self._modules.mark(self._trained):
             self.refuse("the loss edits parameters of the model")
-        if not self._marks.equals(self._outside.marks()):
+        if not self._outside.is_at(self._marks):
             self.refuse("the model's code changes the model", may_pass=True)
         if self._settings != Settings.capture():
             self.refuse("the loss changes settings of PyTorch", may_pass=True)

@@ -93,26 +93,36 @@ class ParkedCode:
             An autocast region that it is in keeps no cast beyond the place where it parks, unless
             a region is around all.
         """
-        with self.inside():
+        around = self._enter()
+        try:
             self._stack.parent = getcurrent()
             self._stack.switch()
+        finally:
+            self._leave(around)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Run the body in the regions and the settings that the code is in."""
-        around = Regions.capture(self._device)
-        if self._regions is not None:
-            self._regions.replace(around)
+        around = self._enter()
         try:
             yield
         finally:
-            self._regions = Regions.capture(self._device)
-            if not around.is_on:
-                torch.clear_autocast_cache()
-            if self.is_over:
-                self.has_changed_settings = self._regions != around
-            else:
-                around.replace(self._regions)
+            self._leave(around)
+
+    def _enter(self) -> Regions:
+        around = Regions.capture(self._device)
+        if self._regions not in (None, around):
+            self._regions.replace(around)
+        return around
+
+    def _leave(self, around: Regions) -> None:
+        self._regions = Regions.capture(self._device)
+        if not around.is_on:
+            torch.clear_autocast_cache()
+        if self.is_over:
+            self.has_changed_settings = self._regions != around
+        elif self._regions != around:
+            around.replace(self._regions)
 
     @property
     def is_running(self) -> bool:

@@ -41,11 +41,16 @@ class StreamedLayer(LayerBody):
             return other.call(self, args, kwargs)
         return self.forward_now(args, kwargs)
 
-    def forward_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer's forward, whatever is called in its place."""
+    def forward_now(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition | None = None
+    ) -> Any:
+        """The layer's forward, whatever is called in its place.
+
+        ``condition``: its condition now, if that was looked up.
+        """
         if torch.is_grad_enabled():
             require_saved_tensor_hooks(self.name)
-        condition = self.condition()
+        condition = condition or self.condition()
         if not torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 self._refuse_dropped_cache(value)

@@ -36,7 +36,7 @@ POLICY: Any = {
     **{"loss": "chunked", "stream_head": True, "share_dense": True},
 }
 CONTEXTS: dict[str, tuple[Any, str]] = {
-    "code of the user": (Group, "_code_of"),
+    "code of the user": (Group, "_in_place"),
     "its regions": (ParkedCode, "inside"),
     "a row": (LayerBody, "in_a_row"),
     "a row of visits": (BlockVisit, "in_a_row"),

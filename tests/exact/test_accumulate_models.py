@@ -349,7 +349,7 @@ CONTROLS = {
         Group, "_plan_behind", lambda self, batch: True, AROUND["frozen lower layers"]
     ),
     "conditions that nobody compares": Control(
-        *(MicroBatch, "_require_condition", lambda self, layer: None),
+        *(MicroBatch, "_condition", lambda self, layer: layer.condition()),
         BETWEEN["other adapters for some"],
     ),
 }

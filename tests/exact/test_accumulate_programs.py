@@ -6,7 +6,6 @@ Each program runs resident, one micro-batch after the other, and prepared, in gr
 import itertools
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import torch
 from poros.accumulation.gradients import Watch
 from poros.accumulation.micro_batch import Cut
 from poros.accumulation.observed import Names
-from poros.accumulation.parked import ParkedCode
+from poros.accumulation.parked import Regions
 from poros.errors import UnsupportedModelError
 from tests.exact import subjects as S
 from tests.exact.arms import Bases
@@ -483,10 +482,12 @@ LOSSES = {
     "a reference before": program(reference(True), TRAINS, base=S.partly_frozen),
     "a reference behind": program(reference(False), TRAINS, base=S.partly_frozen),
     "a reference before, frozen again": program(
-        reference(True), THAWS, base=S.partly_frozen, between=frozen_again
+        *(reference(True), THAWS),
+        **{"base": S.partly_frozen, "between": frozen_again, "lengths": (8,)},
     ),
     "a reference behind, frozen again": program(
-        reference(False), THAWS, base=S.partly_frozen, between=frozen_again
+        *(reference(False), THAWS),
+        **{"base": S.partly_frozen, "between": frozen_again, "lengths": (8,)},
     ),
     "autocast": program(of(in_autocast), base=lambda bases: build(bases)),
     "autocast, float32": program(
@@ -554,7 +555,9 @@ def test_programs(which: str, bases: Bases) -> None:
 
 
 CONTROLS = {
-    "regions that stay": Control(ParkedCode, "inside", nullcontext, LOSSES["autocast for some"]),
+    "regions that stay": Control(
+        Regions, "replace", lambda self, now: None, LOSSES["autocast for some"]
+    ),
     "names that nobody looks at": Control(
         Names, "torn", lambda self: None, STATES["tokens by number, late"]
     ),

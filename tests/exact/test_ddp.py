@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 
 import poros
+from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from tests.comparing import compare_mappings
 from tests.exact.arms import slice_resident_loss
@@ -61,6 +62,8 @@ class Cell:
     """What code of the user does with the loss of each micro-batch."""
     reason: str = ""
     """Why its micro-batches run one after the other, if they are to be grouped."""
+    error: str = ""
+    """What it raises on all ranks, if it is to."""
     trains_embedding: bool = False
     quantize: bool = True
     num_layers: int = 3
@@ -99,7 +102,9 @@ def at_the_end(taking: Any) -> Any:
 
 
 def taken(taking: Any, reason: str) -> Cell:
-    return Cell(no_sync=True, together=True, taking=taking, reason=reason, num_steps=2)
+    return Cell(
+        no_sync=True, together=True, accumulation=3, taking=taking, reason=reason, num_steps=2
+    )
 
 
 CELLS = {
@@ -120,6 +125,7 @@ CELLS = {
     "together": Cell(
         no_sync=True,
         together=True,
+        accumulation=3,
         num_layers=5,
         num_ranks=3,
         options={"bucket_cap_mb": 0.02},
@@ -127,6 +133,7 @@ CELLS = {
     "together, bucket views": Cell(
         no_sync=True,
         together=True,
+        accumulation=3,
         trains_embedding=True,
         options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02},
     ),
@@ -134,20 +141,28 @@ CELLS = {
     "together, unused": Cell(
         no_sync=True,
         together=True,
+        accumulation=3,
         has_unused=True,
         options={"find_unused_parameters": True},
         reason="find_unused_parameters",
     ),
     # A trainer takes all ranks there are.
-    "together, trainer": Cell(trainer=True, together=True, num_ranks=3),
+    "together, trainer": Cell(trainer=True, together=True, accumulation=3, num_ranks=3),
     "together, synced": Cell(
-        trainer=True, together=True, num_ranks=3, reason="exchanged for each", sync_each=True
+        trainer=True,
+        together=True,
+        accumulation=3,
+        num_ranks=3,
+        reason="exchanged for each",
+        sync_each=True,
     ),
     # Gradients that the code of the user takes for itself.
     "taken": taken(by_grad, "gradients are used while"),
     "taken into": taken(by_inputs, "takes gradients"),
-    "taken at the end": taken(at_the_end(by_grad), "gradients are used while"),
-    "taken into at the end": taken(at_the_end(by_inputs), "does not reach"),
+    "taken at the end": replace(
+        taken(at_the_end(by_grad), ""), error="gradients are used while a loss is computed"
+    ),
+    "taken into at the end": replace(taken(at_the_end(by_inputs), ""), error="reach the layers"),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(
         num_steps=8, options={"bucket_cap_mb": 0.02}, policy={"cuda_graphs": True}, no_sync=True
@@ -257,16 +272,17 @@ def run_loop(
 
 def run_trainer(model: Any, cell: Cell, folder: Path, trainer_class: Any = None) -> Bits:
     """The HF Trainer, which wraps the model by itself."""
+    number = 2 * cell.num_steps * cell.accumulation
     rows = [
         {name: tensor[0] for name, tensor in batch.items()}
-        for batch in tiny.make_batches(8 * dist.get_world_size(), batch_size=1, num_tokens=12)
+        for batch in tiny.make_batches(number * dist.get_world_size(), batch_size=1, num_tokens=12)
     ]
     arguments = trainer_arguments(
         folder,
         use_cpu=True,
         ddp_backend="gloo",
         max_steps=cell.num_steps,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=cell.accumulation,
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False if cell.together else None,
         accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": cell.sync_each}},
@@ -313,21 +329,25 @@ def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
             trainer_class = poros.PorosTrainer if is_together else None
             found = run_trainer(model, cell, folder / arm, trainer_class)
         else:
-            group = groups[min(cell.num_ranks, world)]
-            found = run_loop(
-                model,
-                cell,
-                rank,
+            run = partial(
+                run_loop,
+                *(model, cell, rank),
                 is_wrapped=arm != "alone",
                 is_together=cell.together and arm == "streamed",
-                group=group,
+                group=groups[min(cell.num_ranks, world)],
             )
+            if cell.error and arm == "streamed":
+                with pytest.raises(UnsupportedModelError, match=cell.error):
+                    run()
+                continue
+            found = run()
         if arm == "streamed":
             runtime = poros.runtime(model)
             if cell.together:
                 fallbacks = runtime.stats()["fallbacks"]
                 is_grouped = runtime.stats()["num_groups"] == cell.num_steps and not fallbacks
-                assert cell.reason in str(fallbacks) if cell.reason else is_grouped, fallbacks
+                found_how = name, runtime.stats()["num_groups"], fallbacks
+                assert cell.reason in str(fallbacks) if cell.reason else is_grouped, found_how
             found["num_loads"] = torch.tensor(runtime.stats()["num_loads"])
             if cell.policy.get("cuda_graphs"):
                 assert runtime.stats()["num_replayed_visits"] > 0
@@ -420,9 +440,10 @@ def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
     return resident
 
 
-REST = ("every_backward", "autocast", "static_graph", "trainer", "taken into", "taken at the end")
+REST = ("every_backward", "autocast", "static_graph", "trainer", "taken into")
 REST += ("together, unused", "together, bucket views")
-TOGETHER = [each for each in CELLS if each.startswith(("together", "taken")) and each not in REST]
+REFUSED = [name for name, cell in CELLS.items() if cell.error]
+TOGETHER = [name for name, cell in CELLS.items() if cell.together and name not in (*REST, *REFUSED)]
 """Grouped; or one after the other, where gradients are taken or exchanged in between."""
 
 
@@ -430,7 +451,7 @@ TOGETHER = [each for each in CELLS if each.startswith(("together", "taken")) and
 def essential(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that is not slow, in one start of three ranks: starting costs more than training."""
     folder = tmp_path_factory.mktemp("ddp")
-    launch(folder, ["no_sync", "unused", "default", *TOGETHER], 3)
+    launch(folder, ["no_sync", "unused", "default", *TOGETHER, *REFUSED], 3)
     return folder
 
 
@@ -478,6 +499,14 @@ def test_a_resident_run_with_our_kernels_fills_the_same_buckets(essential: Path)
 def test_micro_batches_that_go_together(essential: Path, cell: str) -> None:
     """One exchange of gradients a step, in the order of a resident run, on two and three ranks."""
     assert len(assert_exact(essential, cell)) == CELLS[cell].num_ranks
+
+
+@pytest.mark.parametrize("cell", REFUSED)
+def test_what_the_last_micro_batch_alone_does_is_refused_on_all_ranks(
+    essential: Path, cell: str
+) -> None:
+    """And no rank waits for another: its start has ended."""
+    assert not list(essential.glob(f"{cell}-streamed-*.pt"))
 
 
 @pytest.mark.slow

@@ -1,30 +1,23 @@
 """Faults of grouped micro-batches: each one shows, or is made good."""
 
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 import poros
 from poros.accumulation import group
-from poros.accumulation.calls import Environment
 from poros.accumulation.draws import Draws, later
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
+from poros.errors import RematerializationError
 from poros.slots.manager import BlockManager
 from poros.stream.rng import RngStash
 from tests.exact.arms import Bases
 from tests.exact.together import (
-    Batch,
     Control,
     build,
-    dense,
     ends,
     num_groups,
-    of,
-    own_loss,
     program,
     same,
     train,
@@ -45,11 +38,6 @@ def one_too_many(state: RngStash, draws: Draws) -> RngStash:
     return later(state, Draws(draws.cpu + 1, draws.device))
 
 
-def in_autocast(model: Any, batch: Batch) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return own_loss(model, batch)
-
-
 def descending(self: Group, genuine: Any = Group.backward) -> None:
     """The order of sums."""
     self._batches = [*reversed(self._batches[: self.num_done])]
@@ -64,20 +52,20 @@ def last_group_first(
     return [*genuine(model, batches[:2], **options), *later_ones]
 
 
-def test_a_wrong_random_plan_is_made_good(bases: Bases, monkeypatch: Patch) -> None:
+def test_a_wrong_random_plan_is_seen_before_gradients_change(
+    bases: Bases, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(group, "later", one_too_many)
-    assert ends(PLAIN._replace(end="drawn at random"), bases)
+    assert ends(PLAIN._replace(end=(RematerializationError, "random numbers")), bases)
     # And shows if nobody checks it.
-    monkeypatch.setattr(Group, "_check", lambda self, index, batch: None)
+    monkeypatch.setattr(MicroBatch, "begin_at", lambda self, now: None)
     assert not ends(PLAIN._replace(policy=(("self_check", "off"),)), bases)
 
 
-AUTOCAST = program(of(in_autocast), base=partial(dense, dtype=torch.float32))
 PROMPTS = program(base=lambda bases: build(bases, adapter="prompt_tuning"))
 CONTROLS = {
     "sums in descending order": Control(Group, "backward", descending, PLAIN),
     "the last group first": Control(poros, "accumulate", last_group_first, PLAIN),
-    "no autocast": Control(Environment, "entering", lambda self, now: nullcontext, AUTOCAST),
     "no gradients below": Control(MicroBatch, "backward_below", lambda self, way: None, PROMPTS),
 }
 

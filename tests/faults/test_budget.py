@@ -332,7 +332,7 @@ def test_a_loop_that_never_calls_train_keeps_to_the_budget() -> None:
     assert runtime.num_streamed_blocks < NUM_LAYERS
 
 
-def groups(model: Any, number: int = 4) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def groups(model: Any, number: int = 5) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses and gradients of so many micro-batches."""
     torch.manual_seed(3)
     losses = poros.accumulate(model, tiny.make_batches(number, num_tokens=16, padded=False))
@@ -343,7 +343,7 @@ def groups(model: Any, number: int = 4) -> tuple[list[torch.Tensor], list[torch.
 def test_as_many_micro_batches_go_together_as_the_budget_has_room_for(
     share: float, expected: int
 ) -> None:
-    """All four, twice two, or one after the other."""
+    """All four behind the first, twice two, or one after the other."""
     # On a CPU nothing shares its dense weights unless it is asked to.
     options: Any = {"offload_boundaries": False, "num_slots": 2, "keep_last": 0}
     options |= {"share_dense": False, "self_check": False}

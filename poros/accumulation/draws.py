@@ -30,13 +30,6 @@ class Draws(NamedTuple):
     cpu: int
     device: int
 
-    def __add__(self, other: "Draws") -> "Draws":  # type: ignore[override]
-        return Draws(self.cpu + other.cpu, self.device + other.device)
-
-    def times(self, number: int) -> "Draws":
-        """So many times as many."""
-        return Draws(self.cpu * number, self.device * number)
-
 
 NONE = Draws(0, 0)
 
@@ -107,19 +100,24 @@ class Drawn(NamedTuple):
     tail: Draws
     """Behind them."""
 
+    def multiples(self) -> tuple[int | None, ...]:
+        """How many times as much as in the first layer; None where that is no whole number."""
+        pairs = [
+            (part, one) for draws in self[1:] for part, one in zip(draws, self[0], strict=True)
+        ]
+        return tuple(
+            0 if not part else None if not one or part % one else part // one for part, one in pairs
+        )
+
 
 class DrawTable:
-    """What micro-batches have drawn so far, by the shapes that layers were called with.
+    """What micro-batches have drawn so far, by the shapes that layers were called with."""
 
-    Args:
-        num_layers: Of the model.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self) -> None:
         self._known: dict[Hashable, Drawn] = {}
-        self._is_even = True
-        """Whether all layers have drawn alike, and nothing was drawn behind them, each time."""
+        self._multiples: dict[bool, tuple[int | None, ...]] = {}
+        """Of what was drawn in the first layer, if anything was: as a forward draws the same in
+        each layer, and one of a reference model behind it once more. None if it was not always."""
         self._misses: Counter[Hashable] = Counter()
 
     def plan(self, shape: Hashable, first: Draws) -> Drawn | None:
@@ -132,15 +130,23 @@ class DrawTable:
         known = self._known.get(shape)
         if known is not None and known.first == first:
             return known
-        return Drawn(first, first.times(self._num_layers), NONE) if self._is_even else None
+        times = self._multiples.get(first != NONE, (None,))
+        if None in times:
+            return None
+        layers, tail = (
+            Draws(*(number * one for number, one in zip(part, first, strict=True)))  # type: ignore[operator]
+            for part in (times[:2], times[2:])
+        )
+        return Drawn(first, layers, tail)
 
     def note(self, shape: Hashable, drawn: Drawn) -> None:
         """Know what a micro-batch has drawn."""
         known = self._known.get(shape)
         self._misses[shape] += known is not None and known != drawn
         self._known[shape] = drawn
-        if drawn.layers != drawn.first.times(self._num_layers) or drawn.tail != NONE:
-            self._is_even = False
+        draws, times = drawn.first != NONE, drawn.multiples()
+        if self._multiples.setdefault(draws, times) != times:
+            self._multiples[draws] = (None,)
 
     def require_predictable(self, shape: Hashable) -> None:
         """Raise ``NotGrouped`` if plans for this shape were wrong too often."""

@@ -174,7 +174,7 @@ class Samples:
         number = next((n for n, each in enumerate(kinds) if not history.is_good(each)), len(kinds))
         shares_head = all(history.known[each].reads_head for each in kinds[:number])
         modules = history.modules(step.ranks.inner)
-        group = Group(runtime, modules, history.table(runtime), step.ranks, shares_head)
+        group = Group(runtime, modules, history.table, step.ranks, shares_head)
         runs = [partial(step.run, each) for each in self._todo[:number]]
         group.start(runs, has_last=number == len(self._todo))
         history.num_groups += group.num_together > 1
@@ -249,13 +249,15 @@ class History:
         num_groups: Groups of micro-batches that went together.
         known: Kinds of them; see ``kind_of``.
         alone: Why others did not, and how often.
+        table: What they draw.
     """
 
     def __init__(self) -> None:
         self.num_groups = 0
         self.known: dict[Hashable, Kind] = {}
         self.alone: Counter[str] = Counter()
-        self._table: DrawTable | None = None
+        self.table = DrawTable()
+        self._passing = set[Hashable]()
         self._modules: Modules | None = None
 
     def is_good(self, kind: Hashable) -> bool:
@@ -265,12 +267,15 @@ class History:
     def know(self, kind: Hashable, observer: Observer, runtime: Runtime) -> None:
         """What was seen at one of them."""
         if observer.reason is not None:
-            note_alone(runtime, observer.reason)
+            # What passes at once, as a note that a model takes in its first forward, is not said.
+            if kind in self._passing or not observer.may_pass:
+                note_alone(runtime, observer.reason)
             if observer.may_pass:
+                self._passing.add(kind)
                 return
         self.known[kind] = Kind(observer.reason, observer.reads_head)
         if observer.drawn is not None:
-            self.table(runtime).note(observer.key, observer.drawn)
+            self.table.note(observer.key, observer.drawn)
 
     def may_go_together(
         self, runtime: Runtime, step: "Step", kind: Hashable, is_last: bool
@@ -301,12 +306,6 @@ class History:
         known = self.known.get(kind)
         if known is not None and known.reason is not None:
             raise NotGrouped(known.reason)
-
-    def table(self, runtime: Runtime) -> DrawTable:
-        """What they draw."""
-        if self._table is None:
-            self._table = DrawTable(sum(1 for _ in runtime.streamed_layers()))
-        return self._table
 
     def modules(self, model: nn.Module) -> Modules:
         """Of the model, as they are now.

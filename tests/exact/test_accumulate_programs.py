@@ -463,7 +463,6 @@ def with_gradients(model: Model, batch: Batch) -> torch.Tensor:
 
 
 ITSELF = "uses parameters of layers"
-TRAINS = "which parameters are trained"
 THAWS = UnsupportedModelError, "edits, freezes or thaws"
 LOSSES = {
     "two forwards": program(of(two_forwards), "more than once"),
@@ -479,8 +478,8 @@ LOSSES = {
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
     "settings that change": program(of(setting), (UnsupportedModelError, "settings of PyTorch")),
     "edited adapters": program(of(scaling), "edits parameters"),
-    "a reference before": program(reference(True), TRAINS, base=S.partly_frozen),
-    "a reference behind": program(reference(False), TRAINS, base=S.partly_frozen),
+    "a reference before": program(reference(True), base=S.partly_frozen, sizes=(3, 3, 3)),
+    "a reference behind": program(reference(False), base=S.partly_frozen, sizes=(3, 3, 3)),
     "a reference before, frozen again": program(
         *(reference(True), THAWS),
         **{"base": S.partly_frozen, "between": frozen_again, "lengths": (8,)},

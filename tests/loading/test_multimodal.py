@@ -73,7 +73,7 @@ def text_loss(types: dict[str, str], model: Model, batch: dict[str, torch.Tensor
     return own_loss(model, batch | {key: 0 * batch[value] for key, value in types.items()})
 
 
-RUN: Any = {"sizes": (2, 1), "padded": True}
+RUN: Any = {"sizes": (3, 1), "padded": True}
 
 
 def names(path: Path) -> list[str]:

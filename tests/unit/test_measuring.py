@@ -381,7 +381,7 @@ def test_what_may_be_spent_without_a_budget(
 # Micro-batches go together until a step shows that most layers can keep their graph.
 
 
-def accumulated(loop: Loop, length: int, steps: int, number: int = 2) -> list[bool]:
+def accumulated(loop: Loop, length: int, steps: int, number: int = 3) -> list[bool]:
     """Optimizer steps of so many micro-batches each; whether these went together."""
     runtime, found = loop.runtime, list[bool]()
     for _ in range(steps):

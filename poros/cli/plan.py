@@ -1,12 +1,14 @@
 """``poros plan``: forecasts memory and time of a training step from ``config.json`` alone."""
 
+import atexit
+import gc
 import json
 import re
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poros.cli.shapes_only import leave_out, run_whole
 from poros.cli.shared import (
     NOT_HELD,
     SIZES,
@@ -19,7 +21,6 @@ from poros.cli.shared import (
     readable_errors,
 )
 from poros.config import parse_count, parse_num_bytes
-from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.loaders.names import require_source
 from poros.planning.cards import CARDS, Card, find_card
 from poros.planning.optimizers import optimizer_cost
@@ -144,29 +145,27 @@ def plan(
     quieten_libraries()
     from rich.console import Console
 
+    if "torch" not in sys.modules:
+        # This process ends before there is garbage. Looking for it takes a third of the time.
+        gc.disable()
+        atexit.register(gc.freeze)
     # Imports and plans take seconds. Without a terminal, the status shows nothing.
     with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
-        is_light = not measure and leave_out()
-        try:
-            from poros.planning.fit_search import report_fit
-            from poros.planning.fit_text import format_report
-            from poros.planning.planner import Planner
+        from poros.planning.fit_search import report_fit
+        from poros.planning.fit_text import format_report
+        from poros.planning.planner import Planner
 
-            planner = Planner(
-                model,
-                rank=rank,
-                limits=bounds,
-                adapter_dtype=dtype_named("", adapter_dtype),
-                vision=vision,
-            )
-            if measure:
-                given = planner.measure(seq_len=seq, batch_size=batch, device=device)
-            request, place = _place(request, chosen, given, "measured" if measure else "given")
-            report = report_fit(planner, request, place, _host(host_num_bytes), num_tokens)
-        except (UnsupportedModelError, ImportError, AttributeError, RuntimeError) as error:
-            if not is_light or isinstance(error, VRAMBudgetError):
-                raise
-            raise typer.Exit(run_whole()) from error
+        planner = Planner(
+            model,
+            rank=rank,
+            limits=bounds,
+            adapter_dtype=dtype_named("", adapter_dtype),
+            vision=vision,
+        )
+        if measure:
+            given = planner.measure(seq_len=seq, batch_size=batch, device=device)
+        request, place = _place(request, chosen, given, "measured" if measure else "given")
+        report = report_fit(planner, request, place, _host(host_num_bytes), num_tokens)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from poros.errors import PolicyError
@@ -20,10 +20,6 @@ ADAPTER_KERNELS = ("fused", "exact", "grouped", "peft")
 LORA_ORDERS = ("peft", *(f"f{first}:b{second}" for first in (1, 2) for second in range(1, 6)))
 MEASURED_PATHS = "measured:"
 DORA_TIERS = (None, "fused", "eager")
-ALLOW_IS_GONE = (
-    "expected no such setting, found one: it is gone, because an architecture that no gate has run "
-    "trains behind a warning and the self-check of its first step. Remove it"
-)
 _UNITS = {"": 1.0, "b": 1.0} | {
     f"{letter}{end}": float(base) ** power
     for power, letter in enumerate("kmgt", start=1)
@@ -110,7 +106,6 @@ class StreamingPolicy:
             autograd graph and raises ``ParityError`` if a bit differs; ``"warn"`` only logs it;
             ``"off"`` does not check, logs that, and refuses to train an architecture or a kind of
             adapters that no gate has run.
-        allow_unvalidated: Removed; passing it raises.
 
     Raises:
         PolicyError: If a value cannot work; the message names the field.
@@ -131,11 +126,8 @@ class StreamingPolicy:
     share_dense: bool | None = None
     device: str | None = None
     self_check: str = "strict"
-    allow_unvalidated: InitVar[object] = None
 
-    def __post_init__(self, allow_unvalidated: object) -> None:
-        if allow_unvalidated is not None:
-            raise PolicyError(f"allow_unvalidated: {ALLOW_IS_GONE}")
+    def __post_init__(self) -> None:
         _require_int("block_size", self.block_size, at_least=1)
         if self.vram_budget is not None:
             parse_num_bytes(self.vram_budget, "vram_budget")
@@ -171,7 +163,7 @@ class StreamingPolicy:
         """This policy with some fields replaced; unknown names raise ``PolicyError``."""
         known = [field.name for field in fields(self)]
         for name in changes:
-            if name not in known and name != "allow_unvalidated":
+            if name not in known:
                 raise PolicyError(
                     f"{name!r} is not a policy field; the fields are {', '.join(known)}"
                 )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli.shared import AllowUntested, quieten_libraries, readable_errors
+from poros.cli.shared import quieten_libraries, readable_errors
 
 _OPTIONS = {"vram_budget": "--vram"}
 
@@ -28,7 +28,6 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
-    allow_untested: AllowUntested = None,
 ) -> None:
     """Chat with a model and its adapter; a base that does not fit on the GPU is streamed.
 

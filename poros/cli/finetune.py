@@ -6,12 +6,11 @@ import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
 from poros.cli.shared import (
-    AllowUntested,
     field_and_value,
     quieten_libraries,
     readable_errors,
@@ -33,7 +32,6 @@ def finetune(
     set: list[str] | None,
     dry_run: bool,
     print_recipe: bool,
-    allow_untested: None,
     show: int | None,
     **given: str | bool | None,
 ) -> None:
@@ -179,8 +177,6 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     about = "Another setting of a recipe, such as training.neftune_noise_alpha=5; may be repeated."
     option = typer.Option("--set", metavar="SECTION.NAME=VALUE", help=about)
     parameters.append(_parameter("set", list[str] | None, option))
-    gone, option = get_args(AllowUntested)
-    parameters.append(_parameter("allow_untested", gone, option))
     about = "Print so many rows, the trained-on tokens in double square brackets, and stop."
     parameters.append(_parameter("show", int | None, typer.Option("--show", min=1, help=about)))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -6,9 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from poros.cli.shared import (
-    LimitOption,
     dtype_name,
-    limits_from,
     quieten_libraries,
     readable_errors,
 )
@@ -54,7 +52,6 @@ def load(
             "--verify", help="Check every byte of the store SOURCE instead of writing one."
         ),
     ] = False,
-    limit: LimitOption = None,
 ) -> None:
     """Quantize a checkpoint into a store on disk, or verify a store.
 
@@ -75,14 +72,13 @@ def load(
         )
     quieten_libraries()
     with readable_errors(_OPTIONS):
-        chosen = limits_from(limit)
         require_source(source, "SOURCE")
         if out is not None and out.is_file():
             raise PolicyError(f"--out: expected a new folder, found the file {quoted(str(out))}")
         if verify:
             from poros.loaders.store import open_store
 
-            with open_store(source, verify=True, limits=chosen) as store:
+            with open_store(source, verify=True) as store:
                 shown = quoted(source, is_bare=True)
                 typer.echo(f"{shown}: {len(store.layouts)} layers, every byte is as written")
             return
@@ -90,5 +86,5 @@ def load(
 
         if quantization == "none":
             given["quantization"] = None
-        load_model(source, store=out, limits=chosen, **given)
+        load_model(source, store=out, **given)
         typer.echo(f"store: {out}")

@@ -12,11 +12,9 @@ import typer
 from poros.cli.shared import (
     NOT_HELD,
     SIZES,
-    LimitOption,
     dtype_name,
     dtype_named,
     field_and_value,
-    limits_from,
     quieten_libraries,
     readable_errors,
 )
@@ -107,7 +105,6 @@ def plan(
         bool, typer.Option("--terms", help="Also print the memory term by term.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    limit: LimitOption = None,
 ) -> None:
     """Forecast whether a training step fits, the longest rows that fit, and the time of a step.
 
@@ -125,7 +122,6 @@ def plan(
         raise typer.BadParameter("--device needs --measure")
     dtype_name("--adapter-dtype", adapter_dtype)
     with readable_errors(_OPTIONS):
-        bounds = limits_from(limit)
         require_source(model, "MODEL")
         require_positive("rank", rank)
         chosen = None if card is None else find_card(card)
@@ -158,7 +154,6 @@ def plan(
         planner = Planner(
             model,
             rank=rank,
-            limits=bounds,
             adapter_dtype=dtype_named("", adapter_dtype),
             vision=vision,
         )

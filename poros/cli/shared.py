@@ -4,41 +4,15 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
 from poros.errors import PorosError, quoted
 
-if TYPE_CHECKING:
-    from poros.loaders.limits import Limits
-
 NOT_HELD = 1
 BAD_INPUT = 2
 """Exit codes: a claim of the command did not hold, or its input cannot be used."""
-
-LimitOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--limit",
-        metavar="NAME=NUMBER",
-        help="Raise a limit on file contents, by the name in the error message.",
-    ),
-]
-
-
-def _refuse_allowing(given: bool | None) -> None:
-    from poros.config import ALLOW_IS_GONE
-
-    if given is not None:
-        raise typer.BadParameter(ALLOW_IS_GONE)
-
-
-AllowUntested = Annotated[
-    bool | None,
-    typer.Option("--allow-untested/--no-allow-untested", hidden=True, callback=_refuse_allowing),
-]
-"""A removed option; using it is an error that names the replacement."""
 
 DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
@@ -121,24 +95,3 @@ def field_and_value(text: str, *refused: str) -> tuple[str, str]:
             f"{quoted(text)}"
         )
     return name, value
-
-
-def limits_from(values: list[str] | None) -> "Limits | None":
-    """Parse limits from ``NAME=NUMBER``."""
-    from dataclasses import fields
-
-    from poros.loaders.limits import Limits
-
-    if not values:
-        return None
-    names = {field.name for field in fields(Limits)}
-    chosen: dict[str, int] = {}
-    for value in values:
-        name, _, number = value.partition("=")
-        if name not in names or not number.isdecimal():
-            raise typer.BadParameter(
-                f"--limit: expected NAME=NUMBER with a name among {', '.join(sorted(names))}, "
-                f"found {quoted(value)}"
-            )
-        chosen[name] = int(number)
-    return Limits(**chosen)

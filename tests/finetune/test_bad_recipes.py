@@ -20,9 +20,9 @@ SEVERAL = "model: model\ndata:\n  source:\n  - rows.jsonl\n  - more.jsonl\n"
 RECIPES: dict[str, tuple[str, int, str, str]] = {
     "unknown section": ("trainning:\n  seed: 1\n", 3, "unknown name", "did you mean training?"),
     "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
-    "name of elsewhere": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train"),
+    "name without a hint": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train"),
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
-    "kind until now": ("adapter:\n  kind: dora\n", 4, "unknown", "adapter.use_dora"),
+    "kind until now": ("adapter:\n  kind: dora\n", 4, "unknown", "use_dora"),
     "optimizer until now": ("training:\n  optim: adamw\n", 4, "found adamw", "adamw_torch_fused"),
     "output until now": ("output:\n  save_every: 5\n", 4, "unknown", "training.save_steps here"),
     "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),

@@ -354,17 +354,6 @@ def test_a_bound_has_a_name_and_can_be_raised(path: Path, how: str) -> None:
     call(None)
 
 
-def test_bounds_on_the_command_line(path: Path, store: Path) -> None:
-    config(num_nonsense_layers=5000)(path)
-    for command in (["plan", f"{path}", "--seq", "8"], ["load", f"{path}", "--out", f"{store}"]):
-        refused = poros_command(*command)
-        assert refused.exit_code == 2 and "--limit num_layers=NUMBER" in text(refused)
-        allowed = poros_command(*command, "--limit", "num_layers=5000")
-        assert allowed.exit_code == 0, allowed.output
-        wrong = poros_command(*command, "--limit", "layers=5000")
-        assert wrong.exit_code == 2 and "--limit" in text(wrong)
-
-
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_a_bound_is_a_positive_whole_number(value: Any) -> None:
     with pytest.raises(PolicyError, match="expected num_layers as a positive whole number"):

@@ -119,8 +119,6 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --copy-gb-per-s 25", "or neither"),
     ("plan model --seq 16 --copy-gb-per-s 0 --tflop-per-s 1", "copy_gb_per_s: expected a rate"),
     ("plan model --seq 16 --device cpu", "--device needs --measure"),
-    ("plan model --seq 16 --limit apples=3", "--limit: expected NAME=NUMBER"),
-    ("plan model --seq 16 --limit num_layers=0", "expected num_layers as a positive whole number"),
     ("load nowhere --out new", "SOURCE: expected a folder or file that exists"),
     ("load a/b/c --out new", "found neither in 'a/b/c'"),
     ("load nowhere --verify", "SOURCE: expected a folder or file that exists"),

@@ -13,8 +13,7 @@ import torch
 from typer.testing import Result
 
 import poros
-from poros.config import StreamingPolicy
-from poros.errors import PolicyError, UnsupportedModelError, UnvalidatedArchitectureError
+from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.gates import registry, tiny
 from poros.gates.kinds import KINDS
 from poros.gates.registry import Outcome, Record, Registry, RegistryError, read_registry
@@ -137,42 +136,11 @@ def test_without_the_check_what_is_untested_does_not_train(
     model(input_ids=IDS, labels=IDS).loss.backward()
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_the_permission_is_gone(value: bool) -> None:
-    """Whoever passes it reads what to do."""
-    model = make()
-    for attempt in (
-        lambda: StreamingPolicy(allow_unvalidated=value),
-        lambda: StreamingPolicy().override(allow_unvalidated=value),
-        lambda: poros.prepare(model, allow_unvalidated=value),
-    ):
-        with pytest.raises(PolicyError, match=r"allow_unvalidated: .*is gone.*Remove it"):
-            attempt()
-    assert "allow_unvalidated" not in repr(replace(StreamingPolicy(), slots=2))
-
-
 # The command.
 
 
 def command(*arguments: str) -> Result:
     return poros_command(*arguments, columns=200)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("finetune", "model", "data.jsonl", "--allow-untested"),
-        ("finetune", "model", "data.jsonl", "--no-allow-untested"),
-        ("finetune", "{recipe}"),
-        ("chat", "adapter", "--allow-untested"),
-    ],
-)
-def test_the_option_is_gone(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model:\n  source: x\n  allow_untested: true\ndata: y\n")
-    result = command(*(each.format(recipe=recipe) for each in arguments))
-    assert result.exit_code == 2
-    assert "it is gone" in result.output and "untested" in result.output
 
 
 def test_the_registry_is_listed(path: Path) -> None:

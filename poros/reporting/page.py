@@ -185,7 +185,7 @@ def _sections(run: Run) -> list[tuple[str, str, str]]:
         (
             "Where its time went",
             _time_table((run.step or {}).get("took") or {}),
-            "No step was recorded.",
+            "No step was recorded on a GPU.",
         ),
         ("PCIe transfers", rate, "Nothing was copied."),
         ("Waiting for copies", waits, "Nothing was logged."),
@@ -270,7 +270,6 @@ def _time_table(took: Mapping[str, Any]) -> str:
         "kernels ran": _share(took["busy_ms"], wall),
         "no kernel ran": _share(took["idle_ms"], wall),
         "PCIe transfers, beside kernels": _share(took["copy_ms"], wall),
-        **{kind: _share(ms, wall) for kind, ms in took["kinds"].items()},
         "kernels per micro-batch": f"{took['num_kernels'] / max(1, number):,.0f}",
         "launches per micro-batch": f"{took['num_launches'] / max(1, number):,.0f}",
     }

@@ -2,7 +2,7 @@
 
 Note: A store is there or not
     It is written in a hidden folder beside its place (``poros.loaders.partial``), flushed, and
-    renamed: a writer that is killed leaves nothing that opens, and of two writers one wins.
+    renamed: a writer that is killed leaves nothing that opens, and of two writers one waits.
 """
 
 import os
@@ -55,7 +55,6 @@ class StoreWriter:
         self._undo = ExitStack()
         try:
             with writing_to(self._place):
-                self._require_place()
                 self._partial = self._undo.enter_context(partial_folder(self.directory))
                 self._map_slabs()
         except BaseException:
@@ -137,10 +136,6 @@ class StoreWriter:
                 "way there. Nothing was left; write it again, and if that does not help, the "
                 "memory of this machine is at fault"
             )
-
-    def _require_place(self) -> None:
-        if self.directory.exists() and any(self.directory.iterdir()):
-            raise FileExistsError(f"{self.directory} is not empty")
 
     def _map_slabs(self) -> None:
         header = slabs_header(self._layouts)

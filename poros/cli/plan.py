@@ -87,16 +87,8 @@ def plan(
             "stream_embedding=true, self_check=false; may be repeated.",
         ),
     ] = None,
-    copy_gb_per_s: Annotated[
-        float | None,
-        typer.Option(help="Host-to-device bandwidth in GB/s, for the forecast of time."),
-    ] = None,
-    tflop_per_s: Annotated[
-        float | None,
-        typer.Option(help="Rate of the matrix products in TFLOP/s, for the forecast of time."),
-    ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure both rates on this machine's GPU.")
+        bool, typer.Option("--measure", help="Measure the rates of its forecast on the GPU here.")
     ] = False,
     device: Annotated[
         str | None, typer.Option(help="Device for --measure.", show_default="the current GPU")
@@ -112,10 +104,6 @@ def plan(
 
     Exit code: 0 if it fits (or no budget was given), 1 if it does not, 2 for bad input.
     """
-    if (copy_gb_per_s is None) != (tflop_per_s is None):
-        raise typer.BadParameter("give both --copy-gb-per-s and --tflop-per-s, or neither")
-    if measure and copy_gb_per_s is not None:
-        raise typer.BadParameter("give either the rates or --measure")
     if measure and card is not None:
         raise typer.BadParameter("give either --card, to plan for another card, or --measure")
     if device is not None and not measure:
@@ -125,7 +113,6 @@ def plan(
         require_source(model, "MODEL")
         require_positive("rank", rank)
         chosen = None if card is None else find_card(card)
-        given = None if copy_gb_per_s is None else Speeds(copy_gb_per_s, tflop_per_s or 0.0)
         host_num_bytes = None if ram is None else parse_num_bytes(ram, "--ram")
         num_tokens = None if tokens is None else parse_count(tokens, "--tokens")
         fields = {
@@ -136,7 +123,7 @@ def plan(
             "library_num_bytes": None if chosen is None else chosen.library_num_bytes,
             **dict(map(_field, other or ())),
         }
-        request = PlanRequest.of(seq_len=seq, batch_size=batch, speeds=given, **fields)
+        request = PlanRequest.of(seq_len=seq, batch_size=batch, **fields)
         optimizer_cost(request, ())  # raises here if the optimizer is unknown
     quieten_libraries()
     from rich.console import Console
@@ -157,9 +144,10 @@ def plan(
             adapter_dtype=dtype_named("", adapter_dtype),
             vision=vision,
         )
+        rates = None
         if measure:
-            given = planner.measure(seq_len=seq, batch_size=batch, device=device)
-        request, place = _place(request, chosen, given, "measured" if measure else "given")
+            rates = planner.measure(seq_len=seq, batch_size=batch, device=device)
+        request, place = _place(request, chosen, rates)
         report = report_fit(planner, request, place, _host(host_num_bytes), num_tokens)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
@@ -177,15 +165,14 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _place(
-    request: PlanRequest, card: Card | None, given: Speeds | None, how: str
+    request: PlanRequest, card: Card | None, measured: Speeds | None
 ) -> "tuple[PlanRequest, Device]":
     """Give the request a budget and describe its device: a named card, this GPU, or a budget.
 
     Args:
         request: Has a budget if ``--vram`` or ``--card`` gave one.
         card: The named card, if any.
-        given: Rates that were given or measured, if any.
-        how: Which of the two, "given" or "measured".
+        measured: Rates that were measured, if any.
     """
     from poros.planning.fit_report import Device
 
@@ -198,10 +185,9 @@ def _place(
         if request.budget != card.budget:
             title = f"{_size(request)} of {title}"
     title = title or ("a card" if request.budget is None else f"a budget of {_size(request)}")
-    if given is not None:
-        fixed: Speeds = given
-        source = f"rates {how} for rows of {request.seq_len} tokens"
-        return request, Device(title, lambda _: fixed, source)
+    if measured is not None:
+        source = f"rates measured for rows of {request.seq_len} tokens"
+        return request, Device(title, lambda _: measured, source)
     if card is not None:
         return request, Device(title, card.speeds, f"the published rates of an {card.title}")
     return request, Device(title)

@@ -9,36 +9,15 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from poros.errors import StoreWriteError, quoted
-
 logger = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 """The suffix of a folder that is being written, or whose writer was killed."""
-
-_ROOM = "make room on that disk, or choose a folder on another"
-_RIGHTS = "choose a folder in which you may write"
-_REMEDIES = {
-    0: "choose a folder that does not exist yet, on a disk that works",
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: f"{_ROOM}: your quota is used up",
-    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a file system that "
-    "takes files of that size",
-    errno.ENOENT: "make its parent folder, or choose another",
-    errno.ENOTDIR: "choose a folder whose parent is a folder",
-    errno.EACCES: _RIGHTS,
-    errno.EPERM: _RIGHTS,
-    errno.EROFS: _RIGHTS,
-    errno.ENAMETOOLONG: "choose a shorter name",
-}
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 
@@ -56,7 +35,7 @@ def partial_folder(directory: Path) -> Iterator[Path]:
     lock = _take(partial)
     try:
         if directory.exists() and any(directory.iterdir()):
-            raise FileExistsError(f"{directory} is not empty")
+            raise FileExistsError(errno.ENOTEMPTY, f"{directory} is not empty")
         for left in partial.iterdir():
             logger.info("poros: removing %s, whose writer is dead", left)
             if left.is_dir() and not left.is_symlink():
@@ -79,29 +58,6 @@ def put_in_place(partial: Path, directory: Path) -> None:
     _sync(partial)
     os.rename(partial, directory)
     _sync(directory.parent)
-
-
-@contextmanager
-def writing_to(place: str) -> Iterator[None]:
-    """Raise ``StoreWriteError`` with what to do, where the system reports an error.
-
-    Args:
-        place: As messages name it.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, StoreWriteError):
-            raise
-        if isinstance(error, OSError):
-            number, reason = error.errno or 0, error.strerror or str(error)
-        else:
-            reason = str(error)
-            number = next(map(int, re.findall(r"os error (\d+)", reason)), 0)
-        raise StoreWriteError(
-            f"{place}: expected to write there, found: {quoted(reason, is_bare=True)}. Nothing was "
-            f"left there; {_REMEDIES.get(number, _REMEDIES[0])}"
-        ) from error
 
 
 def _take(partial: Path) -> int:

@@ -19,6 +19,7 @@ from poros.host.layout import BlockLayout
 from poros.host.slab import Arena
 from poros.host.store import HostStore
 from poros.io.digests import as_bytes, digest_of, num_threads, sha256
+from poros.io.writing import writing
 from poros.loaders.header import shown
 from poros.loaders.manifest import (
     REST,
@@ -29,7 +30,7 @@ from poros.loaders.manifest import (
     slabs_header,
 )
 from poros.loaders.options import device_name
-from poros.loaders.partial import partial_folder, put_in_place, writing_to
+from poros.loaders.partial import partial_folder, put_in_place
 from poros.utils.versions import library_versions
 
 
@@ -54,7 +55,7 @@ class StoreWriter:
         self._layouts = list(layouts)
         self._undo = ExitStack()
         try:
-            with writing_to(self._place):
+            with writing(self.directory):
                 self._partial = self._undo.enter_context(partial_folder(self.directory))
                 self._map_slabs()
         except BaseException:
@@ -85,7 +86,7 @@ class StoreWriter:
         """
         files = files or {}
         try:
-            with writing_to(self._place):
+            with writing(self.directory):
                 for name, text in files.items():
                     (self._partial / name).parent.mkdir(exist_ok=True)
                     _write(self._partial / name, [text])

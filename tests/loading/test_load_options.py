@@ -176,7 +176,7 @@ def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.M
         ("{store} --verify --device cpu", "--verify takes no --device"),
         ("{checkpoint} --verify", "found a checkpoint; make one of"),
         ("{new} --verify", "found neither in"),
-        ("{checkpoint} --out {new}/x/y", "No such file or directory. Nothing was left"),
+        ("{checkpoint} --out {new}/x/y", "No such file or directory; make its parent folder"),
     ],
 )
 def test_the_command_refuses(places: dict[str, Path], command: str, message: str) -> None:
@@ -441,7 +441,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("no/parent", "No such file or directory.*make its parent folder"),
+        ("no/parent", "No such file or directory; make its parent folder"),
         ("file/store", "Not a directory.*choose a folder whose parent is a folder"),
         ("x" * 300, "File name too long.*choose a shorter name"),
         ("full", "is not empty.*choose a folder that does not exist yet"),

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 import resource
 import shutil
 import signal
@@ -442,7 +441,7 @@ def test_what_a_killed_merge_left_is_removed(
     with caplog.at_level("INFO", "poros"):
         merge(adapter, out, progress=look)
     others[0].join()
-    assert len(refused) == 1 and re.search("out: .*is not empty", refused[0])
+    assert len(refused) == 1 and "is not empty" in refused[0]
     assert {each.name for each in tmp_path.iterdir()} == {"adapter", ".out.mine", "out"}
     assert not (out / "left").exists()
 

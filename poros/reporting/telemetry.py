@@ -2,10 +2,7 @@
 
 import json
 import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +76,13 @@ class _Telemetry(TrainerCallback):
         self._num_steps += 1
         if self._num_steps == self._trace_step and self._events is not None:
             self._profile = torch.profiler.profile()
-            with _without_errors():
-                self._profile.start()
+            self._profile.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         profile, self._profile = self._profile, None
         if profile is None or self._events is None:
             return
-        with _without_errors():
-            profile.stop()
+        profile.stop()
         file = self._events.with_name("step_trace.json")
         profile.export_chrome_trace(str(file))
         self._write({"event": "step", "step": state.global_step, "spans": spans(file)})
@@ -130,20 +125,6 @@ class _Telemetry(TrainerCallback):
         line = json.dumps({**event, "time": time.time()}, default=str) + "\n"
         with writing(self._events), self._events.open("a") as file:
             file.write(line)
-
-
-@contextmanager
-def _without_errors() -> Iterator[None]:
-    """Drop what native code writes to the error output: the profiler logs its start and stop."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def spans(trace: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
 from poros.finetune.liger import choose_liger, use_liger
 from poros.finetune.packing import keeps_apart, pack
-from poros.finetune.progress import Progress
 from poros.finetune.provenance import base_digest, input_digests, machine
 from poros.finetune.resuming import RunFolder, lock_run_dir, reading, require_base, require_same
 from poros.finetune.stopping import Stopping
@@ -134,7 +133,12 @@ def finetune(
         num_validation=len(held_out.lengths) if held_out else 0,
     )
     arguments = make_arguments(
-        recipe, run.path, device, size.num_steps, has_validation=validation is not None
+        recipe,
+        run.path,
+        device,
+        size.num_steps,
+        has_validation=validation is not None,
+        has_bar=console.is_terminal,
     )
     made_of = {**data.digests}
     made_of |= input_digests(recipe, tokenizer, {"tokens": tokens, "held-out tokens": held_out})
@@ -155,7 +159,7 @@ def finetune(
             trainer = make_trainer(
                 recipe, arguments, model, tokenizer, train, validation, row_length=row_length
             )
-        return _train(recipe, run, console, trainer, tokenizer, size.num_steps)
+        return _train(recipe, run, trainer, tokenizer, size.num_steps)
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -240,7 +244,6 @@ def _dataset(recipe: Recipe, tokens: Tokens, row_length: int) -> "Dataset":
 def _train(
     recipe: Recipe,
     run: RunFolder,
-    console: "Console",
     trainer: "Trainer",
     tokenizer: "PreTrainedTokenizerBase",
     total: int,
@@ -251,15 +254,10 @@ def _train(
             _load_finished(trainer, best_of(trainer.args, run.checkpoint))
         _save(recipe, trainer, tokenizer, run)
         return run.adapter
-    progress = Progress(console)
     stopping = Stopping()
-    for callback in (stopping, progress):
-        trainer.add_callback(callback)
-    try:
-        with stopping.listening(), reading(run.checkpoint, lambda: stopping.has_begun):
-            trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
-    finally:
-        progress.close()
+    trainer.add_callback(stopping)
+    with stopping.listening(), reading(run.checkpoint, lambda: stopping.has_begun):
+        trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     is_finished = trainer.state.global_step >= trainer.state.max_steps
     if stopping.signal is not None and not is_finished:
         raise Interrupted(

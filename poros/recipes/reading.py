@@ -39,7 +39,6 @@ class Draft:
         written: What was written, by dotted key: texts, and lists and mappings of them.
         values: By dotted key.
         origins: ``recipe.yaml:12`` or a flag, by dotted key.
-        items: The same of each item of a list in a file.
         problems: One line each.
         file: The recipe's file, if there is one.
     """
@@ -47,7 +46,6 @@ class Draft:
     written: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    items: dict[str, list[str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     file: str | None = None
 
@@ -171,18 +169,7 @@ def _read_values(draft: Draft) -> None:
             draft.values[key] = kind.of(written)
         except UnexpectedValueError as error:
             before = f"{flag} " if is_flag and flag != "--set" else f"{name}: "
-            where = _first_wrong(kind, written, draft.items.get(key, [])) if kind else None
-            draft.problem(key, f"{error}; {_example(before, default)}", where)
-
-
-def _first_wrong(kind: Kind, written: Any, places: list[str]) -> str | None:
-    """Return the place of the first item of a list that is none of a kind; None if none is."""
-    for item, place in zip(written or (), places, strict=False):
-        try:
-            kind.of([item])
-        except UnexpectedValueError:
-            return place
-    return None
+            draft.problem(key, f"{error}; {_example(before, default)}")
 
 
 def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
@@ -296,15 +283,11 @@ def _entries(
 
 
 def _note(draft: Draft, key: str, value: "Node", entry: "Node") -> None:
-    import yaml
-
     draft.origins[key] = _at(draft, entry)
     try:
         draft.written[key] = _tree(value)
     except UnexpectedValueError as error:
         draft.problem(key, str(error))
-    if isinstance(value, yaml.SequenceNode):
-        draft.items[key] = [_at(draft, each) for each in value.value]
 
 
 def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None) -> None:

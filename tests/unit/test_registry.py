@@ -30,7 +30,7 @@ IDS = torch.arange(3, 11).view(1, 8)
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Another registry in the place of the real one, without records."""
     monkeypatch.setattr(registry, "PATH", tmp_path / "registry.json")
-    Registry().write()
+    sweep.write_registry(Registry())
     return tmp_path / "registry.json"
 
 
@@ -81,7 +81,7 @@ def put(subject: str, outcome: Outcome, reason: str | None = "because") -> None:
     (families if subject == "architecture" else adapters).update(
         {"qwen2" if subject == "architecture" else "vera": Record(outcome, reason)}
     )
-    Registry(families, adapters).write()
+    sweep.write_registry(Registry(families, adapters))
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -151,7 +151,7 @@ def test_the_registry_is_listed(path: Path) -> None:
     )
     whole.families["qwen2"] = Record("exact", None, {"torch": "2.0"})
     whole.families["bert"] = Record("refused", "masked")
-    whole.write()
+    sweep.write_registry(whole)
     listed = command("check", "--registered")
     assert listed.exit_code == 0 and len(listed.output.splitlines()) < 30
     assert " exact    not one bit differs" in listed.output and "qwen2" in listed.output
@@ -179,7 +179,7 @@ def test_a_sweep_replaces_what_it_is_asked_for(path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(sweep, "_in_process", run)
     other = Record("refused", "because", {"torch": "2.0"})
-    Registry({"bert": other, "gemma4_text": Record("exact")}).write()
+    sweep.write_registry(Registry({"bert": other, "gemma4_text": Record("exact")}))
     sweep.sweep(sweep.subjects(["gemma4", "vera"]))
     found = read_registry()
     assert found.families == {"bert": other, "gemma4_text": Record("failed")}
@@ -196,7 +196,7 @@ def test_a_sweep_goes_through_everything() -> None:
 
 def test_a_record_is_made_by_the_gate(path: Path) -> None:
     """Whatever is on record already."""
-    Registry({QUICK: Record("refused", "because")}).write()
+    sweep.write_registry(Registry({QUICK: Record("refused", "because")}))
     record = sweep.make_record(QUICK)
     assert (record.outcome, record.reason) == ("exact", None)
     assert record.versions["torch"] == version("torch")

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -26,7 +25,6 @@ _UNITS = {"": 1.0, "b": 1.0} | {
     for base, ends in ((1000, ("", "b")), (1024, ("i", "ib")))
     for end in ends
 }
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,36 +225,16 @@ def parse_num_bytes(value: int | float | str, what: str, *, at_least: int = 1) -
     Raises:
         PolicyError: If it is anything else, not finite, or less than ``at_least``.
     """
-    number = _number(value, _UNITS)
-    if number is None or not math.isfinite(number) or number < at_least:
+    number = math.nan
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            number = float(match[1]) * _UNITS[match[2].lower()]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    if not (math.isfinite(number) and number >= at_least):
         raise PolicyError(
             f"{what}: expected bytes as a positive number or a string such as '8GiB' or '8GB', "
             f"found {value!r}"
         )
     return int(number)
-
-
-def parse_count(value: int | float | str, what: str) -> int:
-    """A number of things from a number or a string: ``"5M"`` is 5e6; k, M and B are known.
-
-    Raises:
-        PolicyError: If it is anything else, not finite, or less than 1.
-    """
-    number = _number(value, _COUNTS)
-    if number is None or not math.isfinite(number) or number < 1:
-        raise PolicyError(
-            f"{what}: expected a positive number, or a string such as '500k', '5M' or '1B', found "
-            f"{value!r}"
-        )
-    return round(number)
-
-
-def _number(value: object, units: Mapping[str, float]) -> float | None:
-    """The value of a number, or of a text with one of the units; None if it is neither."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
-        if match and match[2].lower() in units:
-            return float(match[1]) * units[match[2].lower()]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    return None

@@ -153,10 +153,8 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             names, kind = f"{setting.flag}/--no-{setting.flag[2:]}", bool | None
         shown = "" if setting.default in (None, False) else str(setting.default)
         section = key.split(".")[0]
-        also = [setting.also] if setting.also else []
         option = typer.Option(
             names,
-            *also,
             help=setting.about,
             show_default=shown or False,
             rich_help_panel=section,

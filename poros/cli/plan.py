@@ -18,7 +18,7 @@ from poros.cli.shared import (
     quieten_libraries,
     readable_errors,
 )
-from poros.config import parse_count, parse_num_bytes
+from poros.config import parse_num_bytes
 from poros.loaders.names import require_source
 from poros.planning.cards import CARDS, Card, find_card
 from poros.planning.optimizers import optimizer_cost
@@ -65,7 +65,8 @@ def plan(
         typer.Option(help="Host memory, such as 64G.", show_default="this machine's"),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens to train on, such as 5M, to forecast the total time.")
+        int | None,
+        typer.Option(min=1, help="Tokens to train on, to forecast the time of all of them."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Micro-batch size: rows per micro-batch.")] = 1,
     rank: Annotated[int, typer.Option(help="LoRA rank, on every linear layer of the blocks.")] = 16,
@@ -114,7 +115,6 @@ def plan(
         require_positive("rank", rank)
         chosen = None if card is None else find_card(card)
         host_num_bytes = None if ram is None else parse_num_bytes(ram, "--ram")
-        num_tokens = None if tokens is None else parse_count(tokens, "--tokens")
         fields = {
             "vram_budget": vram if chosen is None or vram is not None else chosen.budget,
             "accumulation": accumulate,
@@ -148,7 +148,7 @@ def plan(
         if measure:
             rates = planner.measure(seq_len=seq, batch_size=batch, device=device)
         request, place = _place(request, chosen, rates)
-        report = report_fit(planner, request, place, _host(host_num_bytes), num_tokens)
+        report = report_fit(planner, request, place, _host(host_num_bytes), tokens)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:

@@ -456,7 +456,7 @@ def test_flags_replace_what_a_recipe_says(place: Path) -> None:
     said = poros_command("finetune", "recipe.yaml", "--rank", "8", "--lr", "1e-3", "--print-recipe")
     assert "r: 8" in said.output and "- q_proj" in said.output
     assert "learning_rate: 0.001" in said.output
-    other = poros_command("finetune", "recipe.yaml", "--learning-rate", "3e-3", "--print-recipe")
+    other = poros_command("finetune", "recipe.yaml", "--lr", "3e-3", "--print-recipe")
     assert "learning_rate: 0.003" in other.output
 
 

@@ -104,7 +104,7 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --card rtx9999", "card: expected one of"),
     ("plan model --seq 16 --card l4 --measure", "either --card"),
     ("plan model --seq 16 --ram much", "--ram: expected bytes"),
-    ("plan model --seq 16 --tokens five", "--tokens: expected a positive number"),
+    ("plan model --seq 16 --tokens five", "Invalid value for '--tokens'"),
     ("plan model --seq 16 --adapter-dtype int8", "--adapter-dtype: expected one of bf16"),
     ("plan model --seq 16 --set optimizer=adam", "optimizer: expected one of adamw_torch_fused"),
     ("plan model --seq 16 --set loss=none", "loss: expected one of chunked, reference"),
@@ -471,7 +471,7 @@ def plan(checkpoint: Path, *options: str) -> Any:
 
 
 def test_a_plan_answers_for_a_card_that_is_not_here(checkpoint: Path) -> None:
-    result = plan(checkpoint, "--card", "RTX 4090", "--tokens", "5M", "--ram", "64G")
+    result = plan(checkpoint, "--card", "RTX 4090", "--tokens", "5_000_000", "--ram", "64G")
     assert result.exit_code == 0
     assert result.stdout.startswith("Fits an RTX 4090 (24 GB): 3 of 3 blocks stay on the card")
     for expected in (

@@ -6,7 +6,7 @@ import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,7 +15,6 @@ from poros.cli.shared import (
     quieten_libraries,
     readable_errors,
 )
-from poros.errors import quoted
 from poros.recipes.recipe import Recipe, settings
 from poros.recipes.values import TRUTH, Kind
 
@@ -50,8 +49,6 @@ def finetune(
     flags |= _flags(given)
     if dpo:
         flags["training.method"] = "dpo"
-    if adapter not in (None, *ADAPTERS):
-        raise typer.BadParameter(f"expected one of {', '.join(ADAPTERS)}, found {quoted(adapter)}")
     if adapter is not None:
         flags |= {f"adapter.use_{each}": str(each == adapter).lower() for each in ADAPTERS[1:]}
     file = None
@@ -80,12 +77,14 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     if validation is not None:
         digests["validation"] = validation.digest
     run = inspect_run_dir(recipe, digests)
+    import datasets
     from rich.console import Console
     from transformers import logging
 
     from poros.finetune.run import Data, Interrupted, finetune
 
     logging.set_verbosity_error()
+    datasets.disable_progress_bars()  # one for each short pass
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
     console = Console()
@@ -171,7 +170,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         parameters.append(_parameter(name, bool, typer.Option(flag, help=about), False))
     about = f"Kind of adapter: {', '.join(ADAPTERS)}."
     option = typer.Option("--adapter", help=about, rich_help_panel="adapter", show_default="lora")
-    parameters.append(_parameter("adapter", str | None, option))
+    parameters.append(_parameter("adapter", Literal[ADAPTERS] | None, option))
     about = "Another setting of a recipe, such as training.neftune_noise_alpha=5; may be repeated."
     option = typer.Option("--set", metavar="SECTION.NAME=VALUE", help=about)
     parameters.append(_parameter("set", list[str] | None, option))

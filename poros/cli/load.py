@@ -1,7 +1,7 @@
 """``poros load``: quantizes a checkpoint into a store on disk."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,7 +13,6 @@ from poros.cli.shared import (
 from poros.errors import PolicyError, quoted
 from poros.loaders.names import require_source
 
-_QUANTIZATIONS = ("nf4", "fp4", "none")
 _OPTIONS = {"source": "SOURCE", "store": "--out"}
 
 
@@ -26,7 +25,7 @@ def load(
         Path | None, typer.Option(help="Folder of the store to write; it must not exist yet.")
     ] = None,
     quantization: Annotated[
-        str | None,
+        Literal["nf4", "fp4", "none"] | None,
         typer.Option(
             help="4-bit format: nf4, fp4, or none to keep the base dense.", show_default="nf4"
         ),
@@ -43,7 +42,7 @@ def load(
         str | None, typer.Option(help="Device that quantizes.", show_default="the GPU, or the CPU")
     ] = None,
     vision: Annotated[
-        str | None,
+        Literal["keep", "drop"] | None,
         typer.Option(help="Vision towers: keep or drop them.", show_default="keep"),
     ] = None,
     verify: Annotated[
@@ -65,11 +64,6 @@ def load(
     given = {name: value for name, value in options.items() if value is not None}
     if verify and given:
         raise typer.BadParameter(f"--verify takes no --{', --'.join(given)}: nothing is quantized")
-    if quantization not in (None, *_QUANTIZATIONS):
-        raise typer.BadParameter(
-            f"--quantization: expected one of {', '.join(_QUANTIZATIONS)}, found "
-            f"{quoted(quantization)}"
-        )
     quieten_libraries()
     with readable_errors(_OPTIONS):
         require_source(source, "SOURCE")

@@ -1,8 +1,6 @@
 """Trains the adapter of a checked recipe."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -103,27 +101,26 @@ def finetune(
     config = _configuration(recipe)
     recipe, notes, vocab_size = _fit_to_model(recipe, config)
     recipe, kernels = choose_liger(recipe, config, device)
-    with _quiet_datasets():
-        tokenizer = load_tokenizer(recipe, data.train.form)
-        has_template = bool(tokenizer.chat_template)
-        rows = data.train.settled(has_template=has_template)
-        others = data.validation and data.validation.settled(has_template=has_template)
-        if rows.form.is_chat:
-            require_template(tokenizer, recipe.model.source)
-        with tokenizer_errors(recipe.model.source):
-            num_proc = recipe.training.more.get("dataset_num_proc")
-            tokens = tokenize(rows, tokenizer, recipe, num_proc)
-            held_out = tokenize(others, tokenizer, recipe, num_proc) if others else None
-        require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
-        if num_shown:
-            summary.show_rows(console, num_shown, rows, tokens, tokenizer)
-            if not is_dry:
-                return None
-        row_length = _row_length(recipe, tokens)
-        train = _dataset(recipe, tokens, row_length)
-        recipe, more = fit_accumulation(recipe, len(train), run.accumulation)
-        original = given.accumulating(recipe.training.gradient_accumulation_steps)
-        validation = held_out and _dataset(recipe, held_out, row_length)
+    tokenizer = load_tokenizer(recipe, data.train.form)
+    has_template = bool(tokenizer.chat_template)
+    rows = data.train.settled(has_template=has_template)
+    others = data.validation and data.validation.settled(has_template=has_template)
+    if rows.form.is_chat:
+        require_template(tokenizer, recipe.model.source)
+    with tokenizer_errors(recipe.model.source):
+        num_proc = recipe.training.more.get("dataset_num_proc")
+        tokens = tokenize(rows, tokenizer, recipe, num_proc)
+        held_out = tokenize(others, tokenizer, recipe, num_proc) if others else None
+    require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
+    if num_shown:
+        summary.show_rows(console, num_shown, rows, tokens, tokenizer)
+        if not is_dry:
+            return None
+    row_length = _row_length(recipe, tokens)
+    train = _dataset(recipe, tokens, row_length)
+    recipe, more = fit_accumulation(recipe, len(train), run.accumulation)
+    original = given.accumulating(recipe.training.gradient_accumulation_steps)
+    validation = held_out and _dataset(recipe, held_out, row_length)
     size = Size(
         num_rows=len(tokens.lengths),
         num_packed=len(train),
@@ -155,10 +152,9 @@ def finetune(
         return None
     with lock_run_dir(original, made_of, computed_on, run) as run:
         model = _model(recipe, device, run)
-        with _quiet_datasets():
-            trainer = make_trainer(
-                recipe, arguments, model, tokenizer, train, validation, row_length=row_length
-            )
+        trainer = make_trainer(
+            recipe, arguments, model, tokenizer, train, validation, row_length=row_length
+        )
         return _train(recipe, run, trainer, tokenizer, size.num_steps)
 
 
@@ -333,17 +329,3 @@ def _save(
             part.rename(run.adapter)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Switch off the progress bars of ``datasets``, which draws one for each short pass."""
-    import datasets
-
-    were_off = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_off:
-            datasets.enable_progress_bars()

@@ -401,7 +401,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "set of a mapping": (
         ("model", "rows.jsonl", "--set", "adapter.rank_pattern=[3]"), "a mapping", "leave it out",
     ),
-    "kind of adapter": (("model", "rows.jsonl", "--adapter", "qlora"), "one of lora, dora", "rs"),
+    "kind of adapter": (("model", "rows.jsonl", "--adapter", "qlora"), "not one of", "lora"),
     "two rows": (("model", "rows.jsonl", "--validation", "0.1"), "rows.jsonl:1:", "--validation"),
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from poros.cli.shared import (
+    DtypeName,
     dtype_name,
     quieten_libraries,
     readable_errors,
@@ -31,7 +32,7 @@ def load(
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
+        Literal[DtypeName, "float64", "auto"] | None,
         typer.Option(
             help="Dtype of the tensors that are not quantized: bf16, fp16, fp32, or auto for "
             "the dtype of SOURCE.",
@@ -58,7 +59,7 @@ def load(
     """
     if verify == (out is not None):
         raise typer.BadParameter("give either --out DIR or --verify")
-    named = dtype_name("--dtype", dtype, "float64", "auto")
+    named = None if dtype is None else dtype_name(dtype)
     options: dict[str, Any] = {"quantization": quantization, "dtype": named, "device": device}
     options["vision"] = vision
     given = {name: value for name, value in options.items() if value is not None}

@@ -12,7 +12,7 @@ import typer
 from poros.cli.shared import (
     NOT_HELD,
     SIZES,
-    dtype_name,
+    DtypeName,
     dtype_named,
     field_and_value,
     quieten_libraries,
@@ -71,7 +71,7 @@ def plan(
     batch: Annotated[int, typer.Option(help="Micro-batch size: rows per micro-batch.")] = 1,
     rank: Annotated[int, typer.Option(help="LoRA rank, on every linear layer of the blocks.")] = 16,
     adapter_dtype: Annotated[
-        str | None,
+        DtypeName | None,
         typer.Option(help="Dtype of the adapters: fp32, bf16, fp16.", show_default="PEFT's choice"),
     ] = None,
     vision: Annotated[str, typer.Option(help="Vision towers: keep or drop them.")] = "keep",
@@ -109,7 +109,6 @@ def plan(
         raise typer.BadParameter("give either --card, to plan for another card, or --measure")
     if device is not None and not measure:
         raise typer.BadParameter("--device needs --measure")
-    dtype_name("--adapter-dtype", adapter_dtype)
     with readable_errors(_OPTIONS):
         require_source(model, "MODEL")
         require_positive("rank", rank)
@@ -141,7 +140,7 @@ def plan(
         planner = Planner(
             model,
             rank=rank,
-            adapter_dtype=dtype_named("", adapter_dtype),
+            adapter_dtype=dtype_named(adapter_dtype),
             vision=vision,
         )
         rates = None

@@ -166,7 +166,7 @@ def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("{checkpoint} --out {new} --dtype int8", "--dtype: expected one of bf16"),
+        ("{checkpoint} --out {new} --dtype int8", "'int8' is not one of 'bf16'"),
         ("{checkpoint} --out {new} --quantization int8", "'int8' is not one of 'nf4'"),
         ("{checkpoint} --out {new} --device nowhere", "error: device: expected a usab"),
         ("{checkpoint} --out {store} --quantization fp4", "error: store (--out): expected one"),

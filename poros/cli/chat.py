@@ -1,6 +1,7 @@
 """``poros chat``: a conversation with a model and its adapter."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -51,17 +52,11 @@ def chat(
             temperature=temperature,
             seed=seed,
         )
+        hint = partial(typer.echo, err=True)
         for note in talk.notes:
-            typer.echo(note, err=True)
-
-        def hint(text: str) -> None:
-            typer.echo(text, err=True)
-
-        def show(text: str) -> None:
-            typer.echo(text, nl=False)
-
+            hint(note)
         asked = [prompt] if prompt is not None else questions(lambda: input("> "), talk, hint)
         for question in asked:
-            talk.answer(question, show)
+            talk.answer(question, partial(typer.echo, nl=False))
             typer.echo()
             sys.stdout.flush()

@@ -157,10 +157,13 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
         )
         return
     for key in form.format.keys:
-        if key == "label":
-            yield from _label_problems(row[key])
-            continue
-        yield from _value_problems(key, row[key], form)
+        if key != "label":
+            yield from _value_problems(key, row[key], form)
+        elif not isinstance(row[key], bool):
+            yield (
+                f"label: expected true for a good answer or false for a bad one, found "
+                f"{quoted(row[key], limit=40)}; write one of them, for --method kto"
+            )
     for key in form.format.others:
         value = row.get(key)
         if value is None:
@@ -182,14 +185,6 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
         )
     if form.name == "preferences" and row["chosen"] == row["rejected"]:
         yield "chosen, rejected: expected two answers that differ, found the same; remove the row"
-
-
-def _label_problems(label: Any) -> Iterator[str]:
-    if not isinstance(label, bool):
-        yield (
-            f"label: expected true for a good answer or false for a bad one, found "
-            f"{quoted(label, limit=40)}; write one of them, for --method kto"
-        )
 
 
 def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:

@@ -6,7 +6,7 @@ release. Nothing here imports PyTorch, so that commands read the file in a momen
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,21 +84,6 @@ class Registry:
                 if names:
                     yield f"     {', '.join(names)}"
         yield "`poros check --registered NAME` shows the reason"
-
-    def write(self, path: Path | None = None) -> None:
-        """Write all records, one a line; a reader sees the old file or all of the new one."""
-        from poros.io.writing import write_text
-
-        parts = (
-            f' "{part}": {{\n'
-            + ",\n".join(
-                f"  {json.dumps(name)}: {json.dumps(asdict(record))}"
-                for name, record in sorted(records.items())
-            )
-            + "\n }"
-            for part, records in (("families", self.families), ("adapters", self.adapters))
-        )
-        write_text(path or PATH, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def read_registry(path: Path | None = None) -> Registry:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from poros.errors import CheckpointFormatError, PolicyError, quoted
+from poros.errors import PolicyError, quoted
+from poros.loaders.header import defect, open_regular, read_at
 
 MAX_DEPTH = 64
 """The deepest nesting of a configuration; those of models have up to five levels."""
@@ -60,15 +61,12 @@ class Limits:
         Raises:
             CheckpointFormatError: If it is empty, larger, unreadable or no regular file.
         """
-        # Bounds can be made and checked before anything slow is imported.
-        from poros.loaders.header import open_regular, read_at
-
         descriptor, status = open_regular(file)
         try:
             most = getattr(self, limit)
             if not 0 < status.st_size <= most:
                 kind = " of JSON" if file.suffix == ".json" else ""
-                raise _defect(
+                raise defect(
                     file,
                     f"expected 1 to {most} bytes{kind}, found {status.st_size}",
                     remedy=f"fetch it again{_or_raise(limit) if status.st_size else ''}",
@@ -104,7 +102,7 @@ class Limits:
     def _require(self, name: str, value: Any, limit: str, file: Path) -> None:
         most = getattr(self, limit)
         if isinstance(value, int | float) and value > most:
-            raise _defect(
+            raise defect(
                 file,
                 f"expected {quoted(name, is_bare=True)} of at most {most}, found {quoted(value)}",
                 remedy=f"check the file{_or_raise(limit)}",
@@ -123,13 +121,13 @@ def checked_limits(limits: object) -> Limits:
 
 
 def _or_raise(limit: str) -> str:
-    return f", or raise the bound with limits=poros.Limits({limit}=...) (--limit {limit}=NUMBER)"
+    return f", or raise the bound with limits=poros.Limits({limit}=...)"
 
 
 def _items(value: Any, file: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield names and values of a configuration, nested ones too; items of a list have its name."""
     if depth > MAX_DEPTH:
-        raise _defect(file, f"expected at most {MAX_DEPTH} levels, found it nested too deeply")
+        raise defect(file, f"expected at most {MAX_DEPTH} levels, found it nested too deeply")
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _items(inner, file, str(key), depth + 1)
@@ -138,9 +136,3 @@ def _items(value: Any, file: Path, name: str = "", depth: int = 0) -> Iterator[t
             yield from _items(inner, file, name, depth + 1)
     else:
         yield name, value
-
-
-def _defect(file: Path, problem: str, **remedy: str) -> CheckpointFormatError:
-    from poros.loaders.header import defect
-
-    return defect(file, problem, **remedy)

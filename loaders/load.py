@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -210,9 +209,6 @@ class _CheckpointLoader:
         Returns:
             What it was made from: this checkpoint.
         """
-        from poros.loaders.partial import remove_stale
-
-        remove_stale(Path(directory).resolve())
         if not is_store(directory):
             try:
                 return self.into_store(directory)

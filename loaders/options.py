@@ -299,37 +299,11 @@ def _refuse(options: dict[str, Any]) -> None:
 
 
 # Of from_pretrained. Whatever else is no field of the configuration is refused as such.
-_NOT_HONOURED = frozenset(
-    (
-        *_INSTEAD,
-        "adapter_kwargs",
-        "adapter_name",
-        "allow_all_kernels",
-        "code_revision",
-        "device_map",
-        "device_mesh",
-        "disable_mmap",
-        "distributed_config",
-        "fusion_config",
-        "ignore_mismatched_sizes",
-        "kernel_config",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "mirror",
-        "offload_buffers",
-        "offload_folder",
-        "offload_state_dict",
-        "output_loading_info",
-        "proxies",
-        "return_unused_kwargs",
-        "state_dict",
-        "tp_plan",
-        "tp_size",
-        "use_kernels",
-        "use_safetensors",
-        "weights_only",
-    )
-)
+_NOT_HONOURED = {
+    *_INSTEAD,
+    *("device_map", "max_memory", "offload_folder", "low_cpu_mem_usage", "use_safetensors"),
+    *("state_dict", "ignore_mismatched_sizes", "output_loading_info", "tp_plan"),
+}
 
 
 def _text(name: str, value: Any) -> str | None:

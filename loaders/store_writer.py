@@ -2,7 +2,7 @@
 
 Note: A store is there or not
     It is written in a hidden folder beside its place (``poros.loaders.partial``), flushed, and
-    renamed: a writer that is killed leaves nothing that opens, and of two writers one wins.
+    renamed: a writer that is killed leaves nothing that opens, and of two writers one waits.
 """
 
 import os
@@ -19,6 +19,7 @@ from poros.host.layout import BlockLayout
 from poros.host.slab import Arena
 from poros.host.store import HostStore
 from poros.io.digests import as_bytes, digest_of, num_threads, sha256
+from poros.io.writing import writing
 from poros.loaders.header import shown
 from poros.loaders.manifest import (
     REST,
@@ -29,7 +30,7 @@ from poros.loaders.manifest import (
     slabs_header,
 )
 from poros.loaders.options import device_name
-from poros.loaders.partial import partial_folder, put_in_place, writing_to
+from poros.loaders.partial import partial_folder, put_in_place
 from poros.utils.versions import library_versions
 
 
@@ -54,8 +55,7 @@ class StoreWriter:
         self._layouts = list(layouts)
         self._undo = ExitStack()
         try:
-            with writing_to(self._place):
-                self._require_place()
+            with writing(self.directory):
                 self._partial = self._undo.enter_context(partial_folder(self.directory))
                 self._map_slabs()
         except BaseException:
@@ -86,7 +86,7 @@ class StoreWriter:
         """
         files = files or {}
         try:
-            with writing_to(self._place):
+            with writing(self.directory):
                 for name, text in files.items():
                     (self._partial / name).parent.mkdir(exist_ok=True)
                     _write(self._partial / name, [text])
@@ -137,10 +137,6 @@ class StoreWriter:
                 "way there. Nothing was left; write it again, and if that does not help, the "
                 "memory of this machine is at fault"
             )
-
-    def _require_place(self) -> None:
-        if self.directory.exists() and any(self.directory.iterdir()):
-            raise FileExistsError(f"{self.directory} is not empty")
 
     def _map_slabs(self) -> None:
         header = slabs_header(self._layouts)

@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from poros.errors import PolicyError
@@ -20,17 +19,12 @@ ADAPTER_KERNELS = ("fused", "exact", "grouped", "peft")
 LORA_ORDERS = ("peft", *(f"f{first}:b{second}" for first in (1, 2) for second in range(1, 6)))
 MEASURED_PATHS = "measured:"
 DORA_TIERS = (None, "fused", "eager")
-ALLOW_IS_GONE = (
-    "expected no such setting, found one: it is gone, because an architecture that no gate has run "
-    "trains behind a warning and the self-check of its first step. Remove it"
-)
 _UNITS = {"": 1.0, "b": 1.0} | {
     f"{letter}{end}": float(base) ** power
     for power, letter in enumerate("kmgt", start=1)
     for base, ends in ((1000, ("", "b")), (1024, ("i", "ib")))
     for end in ends
 }
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +104,6 @@ class StreamingPolicy:
             autograd graph and raises ``ParityError`` if a bit differs; ``"warn"`` only logs it;
             ``"off"`` does not check, logs that, and refuses to train an architecture or a kind of
             adapters that no gate has run.
-        allow_unvalidated: Removed; passing it raises.
 
     Raises:
         PolicyError: If a value cannot work; the message names the field.
@@ -131,11 +124,8 @@ class StreamingPolicy:
     share_dense: bool | None = None
     device: str | None = None
     self_check: str = "strict"
-    allow_unvalidated: InitVar[object] = None
 
-    def __post_init__(self, allow_unvalidated: object) -> None:
-        if allow_unvalidated is not None:
-            raise PolicyError(f"allow_unvalidated: {ALLOW_IS_GONE}")
+    def __post_init__(self) -> None:
         _require_int("block_size", self.block_size, at_least=1)
         if self.vram_budget is not None:
             parse_num_bytes(self.vram_budget, "vram_budget")
@@ -171,7 +161,7 @@ class StreamingPolicy:
         """This policy with some fields replaced; unknown names raise ``PolicyError``."""
         known = [field.name for field in fields(self)]
         for name in changes:
-            if name not in known and name != "allow_unvalidated":
+            if name not in known:
                 raise PolicyError(
                     f"{name!r} is not a policy field; the fields are {', '.join(known)}"
                 )
@@ -235,36 +225,16 @@ def parse_num_bytes(value: int | float | str, what: str, *, at_least: int = 1) -
     Raises:
         PolicyError: If it is anything else, not finite, or less than ``at_least``.
     """
-    number = _number(value, _UNITS)
-    if number is None or not math.isfinite(number) or number < at_least:
+    number = math.nan
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            number = float(match[1]) * _UNITS[match[2].lower()]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    if not (math.isfinite(number) and number >= at_least):
         raise PolicyError(
             f"{what}: expected bytes as a positive number or a string such as '8GiB' or '8GB', "
             f"found {value!r}"
         )
     return int(number)
-
-
-def parse_count(value: int | float | str, what: str) -> int:
-    """A number of things from a number or a string: ``"5M"`` is 5e6; k, M and B are known.
-
-    Raises:
-        PolicyError: If it is anything else, not finite, or less than 1.
-    """
-    number = _number(value, _COUNTS)
-    if number is None or not math.isfinite(number) or number < 1:
-        raise PolicyError(
-            f"{what}: expected a positive number, or a string such as '500k', '5M' or '1B', found "
-            f"{value!r}"
-        )
-    return round(number)
-
-
-def _number(value: object, units: Mapping[str, float]) -> float | None:
-    """The value of a number, or of a text with one of the units; None if it is neither."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
-        if match and match[2].lower() in units:
-            return float(match[1]) * units[match[2].lower()]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    return None

@@ -7,25 +7,28 @@ writes the registry after each. With names it runs these alone: model types, nam
 """
 
 import argparse
+import json
 import logging
 import multiprocessing
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from poros.errors import PorosError
+from poros.gates import registry as records
 from poros.gates import tiny
 from poros.gates.kinds import KINDS, kind_of
 from poros.gates.multimodal import MULTIMODAL
 from poros.gates.parity import check_architecture
-from poros.gates.registry import OUTCOMES, Outcome, Record, read_registry
+from poros.gates.registry import OUTCOMES, Outcome, Record, Registry, read_registry
 from poros.gates.report import ParityReport, environment
+from poros.io.writing import write_text
 from tools.adversary import AdversarialStreams
 
 _MAX_BYTES = 6 << 30
@@ -186,10 +189,24 @@ def sweep(
         variants.append(record)
         worst = min(variants, key=lambda each: order.index(each.outcome))
         registry = read_registry()
-        replace(registry, **{part: {**getattr(registry, part), key: worst}}).write()
+        write_registry(replace(registry, **{part: {**getattr(registry, part), key: worst}}))
         seconds = time.monotonic() - started
         what = f"{adapter} on {name}" if adapter else name
         print(f"{record.outcome:8} {what} ({seconds:.1f} s) {record.reason or ''}", flush=True)
+
+
+def write_registry(registry: Registry) -> None:
+    """Write all records, one a line; a reader sees the old file or all of the new one."""
+    parts = (
+        f' "{part}": {{\n'
+        + ",\n".join(
+            f"  {json.dumps(name)}: {json.dumps(asdict(record))}"
+            for name, record in sorted(getattr(registry, part).items())
+        )
+        + "\n }"
+        for part in ("families", "adapters")
+    )
+    write_text(records.PATH, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def _in_process(name: str, adapter: str | None, time_limit_s: float) -> Record:

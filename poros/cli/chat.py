@@ -1,12 +1,13 @@
 """``poros chat``: a conversation with a model and its adapter."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from poros.cli.shared import AllowUntested, quieten_libraries, readable_errors
+from poros.cli.shared import quieten_libraries, readable_errors
 
 _OPTIONS = {"vram_budget": "--vram"}
 
@@ -28,7 +29,6 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
-    allow_untested: AllowUntested = None,
 ) -> None:
     """Chat with a model and its adapter; a base that does not fit on the GPU is streamed.
 
@@ -52,17 +52,11 @@ def chat(
             temperature=temperature,
             seed=seed,
         )
+        hint = partial(typer.echo, err=True)
         for note in talk.notes:
-            typer.echo(note, err=True)
-
-        def hint(text: str) -> None:
-            typer.echo(text, err=True)
-
-        def show(text: str) -> None:
-            typer.echo(text, nl=False)
-
+            hint(note)
         asked = [prompt] if prompt is not None else questions(lambda: input("> "), talk, hint)
         for question in asked:
-            talk.answer(question, show)
+            talk.answer(question, partial(typer.echo, nl=False))
             typer.echo()
             sys.stdout.flush()

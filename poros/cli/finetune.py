@@ -6,17 +6,15 @@ import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal
 
 import typer
 
 from poros.cli.shared import (
-    AllowUntested,
     field_and_value,
     quieten_libraries,
     readable_errors,
 )
-from poros.errors import quoted
 from poros.recipes.recipe import Recipe, settings
 from poros.recipes.values import TRUTH, Kind
 
@@ -33,7 +31,6 @@ def finetune(
     set: list[str] | None,
     dry_run: bool,
     print_recipe: bool,
-    allow_untested: None,
     show: int | None,
     **given: str | bool | None,
 ) -> None:
@@ -52,8 +49,6 @@ def finetune(
     flags |= _flags(given)
     if dpo:
         flags["training.method"] = "dpo"
-    if adapter not in (None, *ADAPTERS):
-        raise typer.BadParameter(f"expected one of {', '.join(ADAPTERS)}, found {quoted(adapter)}")
     if adapter is not None:
         flags |= {f"adapter.use_{each}": str(each == adapter).lower() for each in ADAPTERS[1:]}
     file = None
@@ -82,12 +77,14 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     if validation is not None:
         digests["validation"] = validation.digest
     run = inspect_run_dir(recipe, digests)
+    import datasets
     from rich.console import Console
     from transformers import logging
 
     from poros.finetune.run import Data, Interrupted, finetune
 
     logging.set_verbosity_error()
+    datasets.disable_progress_bars()  # one for each short pass
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
     console = Console()
@@ -155,10 +152,8 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             names, kind = f"{setting.flag}/--no-{setting.flag[2:]}", bool | None
         shown = "" if setting.default in (None, False) else str(setting.default)
         section = key.split(".")[0]
-        also = [setting.also] if setting.also else []
         option = typer.Option(
             names,
-            *also,
             help=setting.about,
             show_default=shown or False,
             rich_help_panel=section,
@@ -175,12 +170,10 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         parameters.append(_parameter(name, bool, typer.Option(flag, help=about), False))
     about = f"Kind of adapter: {', '.join(ADAPTERS)}."
     option = typer.Option("--adapter", help=about, rich_help_panel="adapter", show_default="lora")
-    parameters.append(_parameter("adapter", str | None, option))
+    parameters.append(_parameter("adapter", Literal[ADAPTERS] | None, option))
     about = "Another setting of a recipe, such as training.neftune_noise_alpha=5; may be repeated."
     option = typer.Option("--set", metavar="SECTION.NAME=VALUE", help=about)
     parameters.append(_parameter("set", list[str] | None, option))
-    gone, option = get_args(AllowUntested)
-    parameters.append(_parameter("allow_untested", gone, option))
     about = "Print so many rows, the trained-on tokens in double square brackets, and stop."
     parameters.append(_parameter("show", int | None, typer.Option("--show", min=1, help=about)))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

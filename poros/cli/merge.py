@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli.shared import dtype_named, quieten_libraries, readable_errors
+from poros.cli.shared import DtypeName, dtype_named, quieten_libraries, readable_errors
 
 
 def merge(
@@ -26,7 +26,7 @@ def merge(
         ),
     ] = "original",
     dtype: Annotated[
-        str | None,
+        DtypeName | None,
         typer.Option(help="Dtype of the merged weights.", show_default="the checkpoint's"),
     ] = None,
 ) -> None:
@@ -34,7 +34,6 @@ def merge(
 
     transformers, vLLM and other tools load the result like any checkpoint.
     """
-    chosen = dtype_named("--dtype", dtype)
     quieten_libraries()
     with readable_errors():
         from rich.progress import Progress
@@ -47,5 +46,5 @@ def merge(
             def show(done: int, whole: int) -> None:
                 bar.update(task, completed=done, total=whole)
 
-            run(adapter, out, base=base, into=into, dtype=chosen, progress=show)
+            run(adapter, out, base=base, into=into, dtype=dtype_named(dtype), progress=show)
     typer.echo(f"merged: {out}")

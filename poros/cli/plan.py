@@ -1,25 +1,24 @@
 """``poros plan``: forecasts memory and time of a training step from ``config.json`` alone."""
 
+import atexit
+import gc
 import json
 import re
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poros.cli.shapes_only import leave_out, run_whole
 from poros.cli.shared import (
     NOT_HELD,
     SIZES,
-    LimitOption,
-    dtype_name,
+    DtypeName,
     dtype_named,
     field_and_value,
-    limits_from,
     quieten_libraries,
     readable_errors,
 )
-from poros.config import parse_count, parse_num_bytes
-from poros.errors import UnsupportedModelError, VRAMBudgetError
+from poros.config import parse_num_bytes
 from poros.loaders.names import require_source
 from poros.planning.cards import CARDS, Card, find_card
 from poros.planning.optimizers import optimizer_cost
@@ -66,12 +65,13 @@ def plan(
         typer.Option(help="Host memory, such as 64G.", show_default="this machine's"),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens to train on, such as 5M, to forecast the total time.")
+        int | None,
+        typer.Option(min=1, help="Tokens to train on, to forecast the time of all of them."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Micro-batch size: rows per micro-batch.")] = 1,
     rank: Annotated[int, typer.Option(help="LoRA rank, on every linear layer of the blocks.")] = 16,
     adapter_dtype: Annotated[
-        str | None,
+        DtypeName | None,
         typer.Option(help="Dtype of the adapters: fp32, bf16, fp16.", show_default="PEFT's choice"),
     ] = None,
     vision: Annotated[str, typer.Option(help="Vision towers: keep or drop them.")] = "keep",
@@ -88,16 +88,8 @@ def plan(
             "stream_embedding=true, self_check=false; may be repeated.",
         ),
     ] = None,
-    copy_gb_per_s: Annotated[
-        float | None,
-        typer.Option(help="Host-to-device bandwidth in GB/s, for the forecast of time."),
-    ] = None,
-    tflop_per_s: Annotated[
-        float | None,
-        typer.Option(help="Rate of the matrix products in TFLOP/s, for the forecast of time."),
-    ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure both rates on this machine's GPU.")
+        bool, typer.Option("--measure", help="Measure the rates of its forecast on the GPU here.")
     ] = False,
     device: Annotated[
         str | None, typer.Option(help="Device for --measure.", show_default="the current GPU")
@@ -106,7 +98,6 @@ def plan(
         bool, typer.Option("--terms", help="Also print the memory term by term.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    limit: LimitOption = None,
 ) -> None:
     """Forecast whether a training step fits, the longest rows that fit, and the time of a step.
 
@@ -114,23 +105,15 @@ def plan(
 
     Exit code: 0 if it fits (or no budget was given), 1 if it does not, 2 for bad input.
     """
-    if (copy_gb_per_s is None) != (tflop_per_s is None):
-        raise typer.BadParameter("give both --copy-gb-per-s and --tflop-per-s, or neither")
-    if measure and copy_gb_per_s is not None:
-        raise typer.BadParameter("give either the rates or --measure")
     if measure and card is not None:
         raise typer.BadParameter("give either --card, to plan for another card, or --measure")
     if device is not None and not measure:
         raise typer.BadParameter("--device needs --measure")
-    dtype_name("--adapter-dtype", adapter_dtype)
     with readable_errors(_OPTIONS):
-        bounds = limits_from(limit)
         require_source(model, "MODEL")
         require_positive("rank", rank)
         chosen = None if card is None else find_card(card)
-        given = None if copy_gb_per_s is None else Speeds(copy_gb_per_s, tflop_per_s or 0.0)
         host_num_bytes = None if ram is None else parse_num_bytes(ram, "--ram")
-        num_tokens = None if tokens is None else parse_count(tokens, "--tokens")
         fields = {
             "vram_budget": vram if chosen is None or vram is not None else chosen.budget,
             "accumulation": accumulate,
@@ -139,34 +122,32 @@ def plan(
             "library_num_bytes": None if chosen is None else chosen.library_num_bytes,
             **dict(map(_field, other or ())),
         }
-        request = PlanRequest.of(seq_len=seq, batch_size=batch, speeds=given, **fields)
+        request = PlanRequest.of(seq_len=seq, batch_size=batch, **fields)
         optimizer_cost(request, ())  # raises here if the optimizer is unknown
     quieten_libraries()
     from rich.console import Console
 
+    if "torch" not in sys.modules:
+        # This process ends before there is garbage. Looking for it takes a third of the time.
+        gc.disable()
+        atexit.register(gc.freeze)
     # Imports and plans take seconds. Without a terminal, the status shows nothing.
     with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
-        is_light = not measure and leave_out()
-        try:
-            from poros.planning.fit_search import report_fit
-            from poros.planning.fit_text import format_report
-            from poros.planning.planner import Planner
+        from poros.planning.fit_search import report_fit
+        from poros.planning.fit_text import format_report
+        from poros.planning.planner import Planner
 
-            planner = Planner(
-                model,
-                rank=rank,
-                limits=bounds,
-                adapter_dtype=dtype_named("", adapter_dtype),
-                vision=vision,
-            )
-            if measure:
-                given = planner.measure(seq_len=seq, batch_size=batch, device=device)
-            request, place = _place(request, chosen, given, "measured" if measure else "given")
-            report = report_fit(planner, request, place, _host(host_num_bytes), num_tokens)
-        except (UnsupportedModelError, ImportError, AttributeError, RuntimeError) as error:
-            if not is_light or isinstance(error, VRAMBudgetError):
-                raise
-            raise typer.Exit(run_whole()) from error
+        planner = Planner(
+            model,
+            rank=rank,
+            adapter_dtype=dtype_named(adapter_dtype),
+            vision=vision,
+        )
+        rates = None
+        if measure:
+            rates = planner.measure(seq_len=seq, batch_size=batch, device=device)
+        request, place = _place(request, chosen, rates)
+        report = report_fit(planner, request, place, _host(host_num_bytes), tokens)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:
@@ -183,15 +164,14 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _place(
-    request: PlanRequest, card: Card | None, given: Speeds | None, how: str
+    request: PlanRequest, card: Card | None, measured: Speeds | None
 ) -> "tuple[PlanRequest, Device]":
     """Give the request a budget and describe its device: a named card, this GPU, or a budget.
 
     Args:
         request: Has a budget if ``--vram`` or ``--card`` gave one.
         card: The named card, if any.
-        given: Rates that were given or measured, if any.
-        how: Which of the two, "given" or "measured".
+        measured: Rates that were measured, if any.
     """
     from poros.planning.fit_report import Device
 
@@ -204,10 +184,9 @@ def _place(
         if request.budget != card.budget:
             title = f"{_size(request)} of {title}"
     title = title or ("a card" if request.budget is None else f"a budget of {_size(request)}")
-    if given is not None:
-        fixed: Speeds = given
-        source = f"rates {how} for rows of {request.seq_len} tokens"
-        return request, Device(title, lambda _: fixed, source)
+    if measured is not None:
+        source = f"rates measured for rows of {request.seq_len} tokens"
+        return request, Device(title, lambda _: measured, source)
     if card is not None:
         return request, Device(title, card.speeds, f"the published rates of an {card.title}")
     return request, Device(title)

@@ -4,48 +4,18 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any, Literal
 
 import typer
 
 from poros.errors import PorosError, quoted
 
-if TYPE_CHECKING:
-    from poros.loaders.limits import Limits
-
 NOT_HELD = 1
 BAD_INPUT = 2
 """Exit codes: a claim of the command did not hold, or its input cannot be used."""
 
-LimitOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--limit",
-        metavar="NAME=NUMBER",
-        help="Raise a limit on file contents, by the name in the error message.",
-    ),
-]
-
-
-def _refuse_allowing(given: bool | None) -> None:
-    from poros.config import ALLOW_IS_GONE
-
-    if given is not None:
-        raise typer.BadParameter(ALLOW_IS_GONE)
-
-
-AllowUntested = Annotated[
-    bool | None,
-    typer.Option("--allow-untested/--no-allow-untested", hidden=True, callback=_refuse_allowing),
-]
-"""A removed option; using it is an error that names the replacement."""
-
-DTYPES = {
-    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
-    **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
-    **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
-}
-"""Names of dtypes that users write, and PyTorch's names."""
+DtypeName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
+"""Names of dtypes that users write."""
 
 SIZES = "24GiB is 24 x 2^30 bytes, 24G and 24GB are 24 x 10^9"
 """Explains sizes in the help."""
@@ -85,31 +55,16 @@ def _is_no_notice_of_kernels(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
-def dtype_name(option: str, name: str | None, *others: str) -> str | None:
-    """Return PyTorch's name of a dtype: ``bf16`` is ``bfloat16``.
-
-    Args:
-        option: Name of the option in messages.
-        name: The given name, if any.
-        *others: Further names that are allowed and returned as they are.
-    """
-    if name is None or name in others:
-        return name
-    found = DTYPES.get(name.lower().removeprefix("torch."))
-    if found is None:
-        known = ", ".join(("bf16", "fp16", "fp32", *others))
-        raise typer.BadParameter(f"{option}: expected one of {known}, found {quoted(name)}")
-    return found
+def dtype_name(name: str) -> str:
+    """Return PyTorch's name of a dtype: ``bf16`` is ``bfloat16``."""
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name)
 
 
-def dtype_named(option: str, name: str | None) -> Any:
-    """Return the floating-point dtype of that name; imports torch."""
-    found = dtype_name(option, name)
-    if found is None:
-        return None
+def dtype_named(name: str | None) -> Any:
+    """Return the dtype of that name; imports torch."""
     import torch
 
-    return getattr(torch, found)
+    return None if name is None else getattr(torch, dtype_name(name))
 
 
 def field_and_value(text: str, *refused: str) -> tuple[str, str]:
@@ -121,24 +76,3 @@ def field_and_value(text: str, *refused: str) -> tuple[str, str]:
             f"{quoted(text)}"
         )
     return name, value
-
-
-def limits_from(values: list[str] | None) -> "Limits | None":
-    """Parse limits from ``NAME=NUMBER``."""
-    from dataclasses import fields
-
-    from poros.loaders.limits import Limits
-
-    if not values:
-        return None
-    names = {field.name for field in fields(Limits)}
-    chosen: dict[str, int] = {}
-    for value in values:
-        name, _, number = value.partition("=")
-        if name not in names or not number.isdecimal():
-            raise typer.BadParameter(
-                f"--limit: expected NAME=NUMBER with a name among {', '.join(sorted(names))}, "
-                f"found {quoted(value)}"
-            )
-        chosen[name] = int(number)
-    return Limits(**chosen)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from poros.cli.shared import dtype_named, quieten_libraries, readable_errors
+from poros.cli.shared import DtypeName, dtype_named, quieten_libraries, readable_errors
 
 
 def tune_paths(
@@ -17,9 +17,9 @@ def tune_paths(
     quantization: Annotated[
         str, typer.Option(help="Quantization of the base: nf4 or none.")
     ] = "nf4",
-    dtype: Annotated[str, typer.Option(help="Dtype of the base: bf16, fp16, fp32.")] = "bf16",
+    dtype: Annotated[DtypeName, typer.Option(help="Dtype of the base: bf16, fp16, fp32.")] = "bf16",
     adapter_dtype: Annotated[
-        str, typer.Option(help="Dtype of the adapters: bf16, fp16, fp32.")
+        DtypeName, typer.Option(help="Dtype of the adapters: bf16, fp16, fp32.")
     ] = "fp32",
     dropout: Annotated[bool, typer.Option(help="Measure with dropout.")] = False,
     passes: Annotated[
@@ -30,8 +30,8 @@ def tune_paths(
     ] = None,
 ) -> None:
     """Measure the orders of LoRA's matrix products for each layer shape of a model."""
-    base, own = dtype_named("--dtype", dtype), dtype_named("--adapter-dtype", adapter_dtype)
     quieten_libraries()
+    base, own = dtype_named(dtype), dtype_named(adapter_dtype)
     with readable_errors():
         import torch
         from peft import LoraConfig

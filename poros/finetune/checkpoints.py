@@ -12,8 +12,9 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from hashlib import file_digest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from xxhash import xxh3_128
 
@@ -168,8 +169,5 @@ def _mark_complete(checkpoint: Path) -> None:
     write_json(checkpoint / WHOLE, files)
 
 
-def _digest(stream: BinaryIO) -> str:
-    digest = xxh3_128()
-    while piece := stream.read(2**22):
-        digest.update(piece)
-    return digest.hexdigest()
+def _digest(stream: Any) -> str:
+    return file_digest(stream, xxh3_128).hexdigest()

@@ -5,7 +5,7 @@ written alike, and those of all sources become the same form. Nothing here impor
 """
 
 import random
-from array import array
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,8 +36,7 @@ class Rows:
     Attributes:
         form: Of all of them.
         rows: What is used of each: the keys of the form, and tools.
-        files: What stands before the number of a row in its place: ``rows.jsonl:``.
-        places: Number of the file and of the line of each row, one after the other.
+        places: What stands before the number of each row (``rows.jsonl:``), and the number.
         digest: Of what they were read from.
         unused: Keys that nothing reads.
         read: How the rows of each source are written, and how many there are.
@@ -45,22 +44,20 @@ class Rows:
 
     form: Form
     rows: list[dict[str, Any]] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    places: "array[int]" = field(default_factory=lambda: array("q"))
+    places: list[tuple[str, int]] = field(default_factory=list)
     digest: str = ""
     unused: tuple[str, ...] = ()
     read: tuple[tuple[str, int], ...] = ()
 
     def place(self, number: int) -> str:
         """Return the place of a row: ``rows.jsonl:12``, or ``rows.parquet, row 12``."""
-        return f"{self.files[self.places[2 * number]]}{self.places[2 * number + 1]}"
+        prefix, line = self.places[number]
+        return f"{prefix}{line}"
 
     def chosen(self, numbers: Sequence[int]) -> "Rows":
         """Select rows, in that order."""
-        places = array("q")
-        for number in numbers:
-            places.extend(self.places[2 * number : 2 * number + 2])
-        return replace(self, rows=[self.rows[number] for number in numbers], places=places)
+        rows = [self.rows[number] for number in numbers]
+        return replace(self, rows=rows, places=[self.places[number] for number in numbers])
 
     def settled(self, *, has_template: bool) -> "Rows":
         """Make of instructions what the model is trained on: messages if it has a template."""
@@ -121,8 +118,6 @@ class _Reader:
         unused: set[str] = set()
         before_problems = self._num_problems
         for prefix, number, row in rows_of(source, key, data, digest, self._note):
-            if not found.files or found.files[-1] != prefix:
-                found.files.append(prefix)
             where = f"{prefix}{number}"
             if not isinstance(row, dict):
                 shown = "a list" if isinstance(row, list) else quoted(row, limit=40)
@@ -141,7 +136,7 @@ class _Reader:
             if not wrong:
                 unused.update(row.keys() - {*form.format.keys, *form.format.others})
                 found.rows.append(normalised(row, form))
-                found.places.extend((len(found.files) - 1, number))
+                found.places.append((sys.intern(prefix), number))
         if not found.rows and self._num_problems == before_problems:
             shown = quoted(source, is_bare=True)
             what = "expected rows, found none; write some, in .jsonl one JSON object a line"
@@ -238,11 +233,8 @@ def _joined(parts: Sequence[Rows]) -> Rows:
         return parts[0]
     found = Rows(parts[0].form)
     for part in parts:
-        for number, file in enumerate(part.places):
-            is_file = number % 2 == 0
-            found.places.append(file + len(found.files) if is_file else file)
         found.rows += part.rows
-        found.files += part.files
+        found.places += part.places
         found.read += part.read
     found.unused = tuple(sorted({name for part in parts for name in part.unused}))
     found.digest = xxh3_128("".join(part.digest for part in parts).encode()).hexdigest()

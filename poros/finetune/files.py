@@ -32,9 +32,7 @@ Note = Callable[[str, str], None]
 """Takes a place and what is wrong there."""
 
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-_OPENING = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[\s*')
-_COMMA = re.compile(r"\s*,\s*")
-_END = re.compile(r"\s*\]\s*")
+_OPENING = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _READ = frozenset(key for each in FORMATS for key in (*each.keys, *each.others))
 # What datasets reads, and what to do where it cannot.
 _TABLES = {
@@ -98,11 +96,10 @@ def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
             yield from _cells(lines, "\t" if suffix == ".tsv" else ",", shown, note)
         elif suffix == ".json":
             whole = "".join(lines)
-            opening = _OPENING.match(whole)
-            if opening is None:
-                yield from _objects(whole.split("\n"), shown, note)
+            if _OPENING.match(whole):
+                yield from _elements(whole, shown, note)
             else:
-                yield from _elements(whole, opening, shown, note)
+                yield from _objects(whole.split("\n"), shown, note)
         else:
             yield from _objects(lines, shown, note)
 
@@ -152,32 +149,20 @@ def _json_remedy(line: str) -> str:
     return "look at this column: quotes, commas and braces"
 
 
-def _elements(text: str, opening: re.Match[str], shown: str, note: Note) -> Iterator[Row]:
-    """Yield the elements of a list of JSON, each with the line that it begins on.
-
-    Nothing behind an error can be read.
-    """
-    position, counted, number = opening.end(), 0, 1
+def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
+    """Yield the elements of a list of JSON, or of an object that has it as its data."""
     try:
-        end = _END.match(text, position)
-        while end is None:
-            if counted:
-                comma = _COMMA.match(text, position)
-                if comma is None:
-                    raise json.JSONDecodeError("neither a comma nor the end", text, position)
-                position = comma.end()
-            number += text.count("\n", counted, position)
-            counted = position
-            row, position = strict_json.parse_at(text, position)
-            yield f"{shown}:", number, row
-            end = _END.match(text, position)
-        if text[end.end() :].strip() != ("}" if opening[1] else ""):
-            raise json.JSONDecodeError("more behind the list", text, end.end())
+        found = strict_json.parse(text)
     except json.JSONDecodeError as error:
         what = f"expected a list of rows, found: {error.msg}; look at this column"
         note(f"{shown}:{error.lineno}:{error.colno}", what)
+        return
     except (ValueError, RecursionError) as error:
-        note(f"{shown}:{number}", f"expected JSON, found {quoted(str(error), is_bare=True)}")
+        note(f"{shown}:1", f"expected JSON, found {quoted(str(error), is_bare=True)}")
+        return
+    rows = found["data"] if isinstance(found, dict) else found
+    for number, row in enumerate(rows, start=1):
+        yield f"{shown}, row ", number, row
 
 
 def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iterator[Row]:

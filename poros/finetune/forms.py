@@ -17,7 +17,6 @@ Other ways to write them are read as well, and become one of these:
 """
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from poros.errors import quoted
@@ -59,6 +58,7 @@ _MESSAGE_KEYS = (
     "reasoning_content",
     "thinking",
 )
+_SPOKEN_KEYS = ("from", "value")
 _WANTED = (
     'write rows such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", '
     '"content": "..."}]}, {"prompt": "...", "completion": "..."}, {"text": "..."} or {"prompt": '
@@ -141,19 +141,7 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
 def no_form(keys: set[str]) -> str:
     """Describe the problem with the keys of a row that are those of no form."""
     shown = ", ".join(quoted(key, limit=40) for key in sorted(keys)[:12]) or "none"
-    for each in FORMATS:
-        missing = set(each.keys) - keys
-        if len(missing) > 1:
-            continue
-        (name,) = missing
-        near = get_close_matches(name, sorted(keys - set(each.keys)), n=1, cutoff=0.75)
-        if near:
-            return f"expected the key {name!r}, found {quoted(near[0])}; rename it"
-        if len(each.keys) > 1:
-            beside = next(key for key in each.keys if key != name)
-            return f"expected the key {name!r} beside {beside!r}, found {shown}; add it"
-    remedy = "rename content to text" if "content" in keys else _WANTED
-    return f"expected the keys of a row, found {shown}; {remedy}"
+    return f"expected the keys of a row, found {shown}; {_WANTED}"
 
 
 def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
@@ -169,10 +157,13 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
         )
         return
     for key in form.format.keys:
-        if key == "label":
-            yield from _label_problems(row[key])
-            continue
-        yield from _value_problems(key, row[key], form)
+        if key != "label":
+            yield from _value_problems(key, row[key], form)
+        elif not isinstance(row[key], bool):
+            yield (
+                f"label: expected true for a good answer or false for a bad one, found "
+                f"{quoted(row[key], limit=40)}; write one of them, for --method kto"
+            )
     for key in form.format.others:
         value = row.get(key)
         if value is None:
@@ -194,14 +185,6 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
         )
     if form.name == "preferences" and row["chosen"] == row["rejected"]:
         yield "chosen, rejected: expected two answers that differ, found the same; remove the row"
-
-
-def _label_problems(label: Any) -> Iterator[str]:
-    if not isinstance(label, bool):
-        yield (
-            f"label: expected true for a good answer or false for a bad one, found "
-            f"{quoted(label, limit=40)}; write one of them, for --method kto"
-        )
 
 
 def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
@@ -275,10 +258,8 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
             continue
         given = {name: value for name, value in message.items() if value is not None}
         roles.append(given.get("role", SPEAKERS.get(str(given.get("from")))))
-        if key.startswith("conversation") and not {"role", "content"} & given.keys():
-            yield from _spoken_problems(where, given)
-        else:
-            yield from _one_message(where, given)
+        is_spoken = key.startswith("conversation") and not {"role", "content"} & given.keys()
+        yield from _one_message(where, given, is_spoken=is_spoken)
     if key != "prompt" and "assistant" not in roles:
         yield (
             f"{key}: expected a message of the assistant to learn from, found none; add one, or "
@@ -286,46 +267,27 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
         )
 
 
-def _spoken_problems(where: str, given: dict[str, Any]) -> Iterator[str]:
-    """List the problems of a message of ShareGPT."""
-    for name in ("from", "value"):
-        if name not in given:
-            shown = ", ".join(quoted(each, limit=40) for each in sorted(given)) or "none"
-            yield f"{where}: expected the key {name!r}, found {shown}; add it"
-    for name in sorted(given.keys() - {"from", "value"}):
+def _one_message(where: str, given: dict[str, Any], *, is_spoken: bool) -> Iterator[str]:
+    """List the problems of a message: of ShareGPT if it ``is_spoken``."""
+    known, roles = (_SPOKEN_KEYS, tuple(SPEAKERS)) if is_spoken else (_MESSAGE_KEYS, ROLES)
+    speaker, text = known[:2]
+    for name in sorted(given.keys() - set(known)):
         shown = quoted(name, is_bare=True, limit=40)
-        yield f"{where}.{shown}: expected only from and value, found it; remove it"
-    if "from" in given and str(given["from"]) not in SPEAKERS:
-        yield (
-            f"{where}.from: expected one of {', '.join(SPEAKERS)}, found "
-            f"{quoted(given['from'], limit=40)}; write one of them"
-        )
-    if "value" in given:
-        yield from _text_problems(f"{where}.value", given["value"])
-
-
-def _one_message(where: str, given: dict[str, Any]) -> Iterator[str]:
-    for name in sorted(given.keys() - set(_MESSAGE_KEYS)):
-        shown = quoted(name, is_bare=True, limit=40)
-        near = get_close_matches(name, ("role", "content"), n=1, cutoff=0.6)
-        near = near or [{"from": "role", "value": "content", "text": "content"}.get(name, "")]
-        remedy = f"rename it to {near[0]}" if near[0] else "remove it"
-        yield f"{where}.{shown}: expected only {', '.join(_MESSAGE_KEYS)}, found it; {remedy}"
-    role = given.get("role")
+        yield f"{where}.{shown}: expected only {', '.join(known)}, found it; rename or remove it"
+    role, content = given.get(speaker), given.get(text)
     if role is None:
-        yield f"{where}: expected the key 'role', found none; add one of {', '.join(ROLES)}"
-    elif role not in ROLES:
+        yield f"{where}: expected the key {speaker!r}, found none; add one of {', '.join(roles)}"
+    elif role not in roles:
         yield (
-            f"{where}.role: expected one of {', '.join(ROLES)}, found {quoted(role, limit=40)}; "
-            f"write {SPEAKERS.get(str(role).lower(), 'one of them')}"
+            f"{where}.{speaker}: expected one of {', '.join(roles)}, found "
+            f"{quoted(role, limit=40)}; write one of them"
         )
-    content = given.get("content")
     if content is None and not given.get("tool_calls"):
-        yield f"{where}: expected the key 'content', found none; add a text"
+        yield f"{where}: expected the key {text!r}, found none; add a text"
     elif isinstance(content, list):
-        yield f"{where}.content: expected a text, found a list; only text can be trained on"
+        yield f"{where}.{text}: expected a text, found a list; only text can be trained on"
     elif content is not None and not (isinstance(content, str) and given.get("tool_calls")):
-        yield from _text_problems(f"{where}.content", content)
+        yield from _text_problems(f"{where}.{text}", content)
 
 
 def _text_problems(key: str, value: Any) -> Iterator[str]:

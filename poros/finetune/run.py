@@ -1,8 +1,6 @@
 """Trains the adapter of a checked recipe."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +16,6 @@ from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
 from poros.finetune.liger import choose_liger, use_liger
 from poros.finetune.packing import keeps_apart, pack
-from poros.finetune.progress import Progress
 from poros.finetune.provenance import base_digest, input_digests, machine
 from poros.finetune.resuming import RunFolder, lock_run_dir, reading, require_base, require_same
 from poros.finetune.stopping import Stopping
@@ -104,27 +101,26 @@ def finetune(
     config = _configuration(recipe)
     recipe, notes, vocab_size = _fit_to_model(recipe, config)
     recipe, kernels = choose_liger(recipe, config, device)
-    with _quiet_datasets():
-        tokenizer = load_tokenizer(recipe, data.train.form)
-        has_template = bool(tokenizer.chat_template)
-        rows = data.train.settled(has_template=has_template)
-        others = data.validation and data.validation.settled(has_template=has_template)
-        if rows.form.is_chat:
-            require_template(tokenizer, recipe.model.source)
-        with tokenizer_errors(recipe.model.source):
-            num_proc = recipe.training.more.get("dataset_num_proc")
-            tokens = tokenize(rows, tokenizer, recipe, num_proc)
-            held_out = tokenize(others, tokenizer, recipe, num_proc) if others else None
-        require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
-        if num_shown:
-            summary.show_rows(console, num_shown, rows, tokens, tokenizer)
-            if not is_dry:
-                return None
-        row_length = _row_length(recipe, tokens)
-        train = _dataset(recipe, tokens, row_length)
-        recipe, more = fit_accumulation(recipe, len(train), run.accumulation)
-        original = given.accumulating(recipe.training.gradient_accumulation_steps)
-        validation = held_out and _dataset(recipe, held_out, row_length)
+    tokenizer = load_tokenizer(recipe, data.train.form)
+    has_template = bool(tokenizer.chat_template)
+    rows = data.train.settled(has_template=has_template)
+    others = data.validation and data.validation.settled(has_template=has_template)
+    if rows.form.is_chat:
+        require_template(tokenizer, recipe.model.source)
+    with tokenizer_errors(recipe.model.source):
+        num_proc = recipe.training.more.get("dataset_num_proc")
+        tokens = tokenize(rows, tokenizer, recipe, num_proc)
+        held_out = tokenize(others, tokenizer, recipe, num_proc) if others else None
+    require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
+    if num_shown:
+        summary.show_rows(console, num_shown, rows, tokens, tokenizer)
+        if not is_dry:
+            return None
+    row_length = _row_length(recipe, tokens)
+    train = _dataset(recipe, tokens, row_length)
+    recipe, more = fit_accumulation(recipe, len(train), run.accumulation)
+    original = given.accumulating(recipe.training.gradient_accumulation_steps)
+    validation = held_out and _dataset(recipe, held_out, row_length)
     size = Size(
         num_rows=len(tokens.lengths),
         num_packed=len(train),
@@ -134,7 +130,12 @@ def finetune(
         num_validation=len(held_out.lengths) if held_out else 0,
     )
     arguments = make_arguments(
-        recipe, run.path, device, size.num_steps, has_validation=validation is not None
+        recipe,
+        run.path,
+        device,
+        size.num_steps,
+        has_validation=validation is not None,
+        has_bar=console.is_terminal,
     )
     made_of = {**data.digests}
     made_of |= input_digests(recipe, tokenizer, {"tokens": tokens, "held-out tokens": held_out})
@@ -151,11 +152,10 @@ def finetune(
         return None
     with lock_run_dir(original, made_of, computed_on, run) as run:
         model = _model(recipe, device, run)
-        with _quiet_datasets():
-            trainer = make_trainer(
-                recipe, arguments, model, tokenizer, train, validation, row_length=row_length
-            )
-        return _train(recipe, run, console, trainer, tokenizer, size.num_steps)
+        trainer = make_trainer(
+            recipe, arguments, model, tokenizer, train, validation, row_length=row_length
+        )
+        return _train(recipe, run, trainer, tokenizer, size.num_steps)
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -240,7 +240,6 @@ def _dataset(recipe: Recipe, tokens: Tokens, row_length: int) -> "Dataset":
 def _train(
     recipe: Recipe,
     run: RunFolder,
-    console: "Console",
     trainer: "Trainer",
     tokenizer: "PreTrainedTokenizerBase",
     total: int,
@@ -251,15 +250,10 @@ def _train(
             _load_finished(trainer, best_of(trainer.args, run.checkpoint))
         _save(recipe, trainer, tokenizer, run)
         return run.adapter
-    progress = Progress(console)
     stopping = Stopping()
-    for callback in (stopping, progress):
-        trainer.add_callback(callback)
-    try:
-        with stopping.listening(), reading(run.checkpoint, lambda: stopping.has_begun):
-            trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
-    finally:
-        progress.close()
+    trainer.add_callback(stopping)
+    with stopping.listening(), reading(run.checkpoint, lambda: stopping.has_begun):
+        trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     is_finished = trainer.state.global_step >= trainer.state.max_steps
     if stopping.signal is not None and not is_finished:
         raise Interrupted(
@@ -335,17 +329,3 @@ def _save(
             part.rename(run.adapter)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Switch off the progress bars of ``datasets``, which draws one for each short pass."""
-    import datasets
-
-    were_off = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_off:
-            datasets.enable_progress_bars()

@@ -90,7 +90,8 @@ def planned(
             micro_batches=together,
             vram_budget=_budget(recipe, device),
             num_slots=recipe.memory.slots,
-            optimizer=_counted_optimizer(recipe),
+            # Most keep two moments, or as much.
+            optimizer=training.optim if training.optim in COUNTED else "adamw_torch",
             self_check=True,
             speeds=speeds,
             adapter_kernels=training.adapter_kernels,
@@ -110,12 +111,6 @@ def _budget(recipe: Recipe, device: "torch.device") -> str | int | None:
     from poros.utils.devices import free_budget
 
     return free_budget(device)
-
-
-def _counted_optimizer(recipe: Recipe) -> str:
-    """The optimizer that a plan counts: most keep two moments, or as much."""
-    name = recipe.training.optim
-    return name if name in COUNTED else "adamw_torch"
 
 
 def show(

@@ -138,6 +138,14 @@ class Kto(_Own, BlockMajorMixin, KTOTrainer):
         return dataset.map(finish, batched=True, batch_size=args.per_device_train_batch_size)
 
 
+class _Lines(PrinterCallback):
+    """transformers' own, which prints what is logged, with the step before it."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        print(f"step {state.global_step} of {state.max_steps}: ", end="")
+        super().on_log(args, state, control, logs, **kwargs)
+
+
 class _NoModel(nn.Module):
     """A placeholder for the reference model while a trainer of preferences is built.
 
@@ -214,7 +222,9 @@ def make_trainer(
     if training.early_stopping_patience is not None:
         trainer.add_callback(EarlyStopping(training.early_stopping_patience))
     trainer.recipe = recipe
-    trainer.remove_callback(PrinterCallback)
+    if arguments.disable_tqdm:
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(_Lines)
     return trainer
 
 
@@ -246,7 +256,13 @@ def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
 
 
 def make_arguments(
-    recipe: Recipe, folder: Path, device: torch.device, steps: int, *, has_validation: bool
+    recipe: Recipe,
+    folder: Path,
+    device: torch.device,
+    steps: int,
+    *,
+    has_validation: bool,
+    has_bar: bool = False,
 ) -> TrainingArguments:
     """Build TRL's configuration of a recipe's method.
 
@@ -256,6 +272,7 @@ def make_arguments(
         device: Where it trains.
         steps: Optimizer steps in all.
         has_validation: Whether there are rows to validate on.
+        has_bar: Whether a bar shows the progress, beside the logged values.
 
     Raises:
         RecipeError: If TRL or transformers refuse settings, or an optimizer or a place for reports
@@ -269,6 +286,7 @@ def make_arguments(
         "logging_steps": 1,
         "logging_first_step": True,
         "report_to": [],
+        "disable_tqdm": not has_bar,
         "dataloader_pin_memory": not is_cpu,
     }
     if has_validation:
@@ -292,7 +310,6 @@ def make_arguments(
                 "bf16": recipe.is_autocast(device.type),
                 "fp16": False,
                 "use_cpu": is_cpu,
-                "disable_tqdm": True,
                 # A loss that is no number is logged as it is, also of an evaluation. To replace it,
                 # the host would have to wait for each micro-batch.
                 "logging_nan_inf_filter": False,

@@ -29,16 +29,6 @@ def parse(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
 
 
-def parse_at(text: str, start: int) -> tuple[Any, int]:
-    """Parse the value that begins at a place of a text, and return it with the place of its end.
-
-    Raises:
-        As ``parse``.
-    """
-    decoder = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_no_constant)
-    return decoder.raw_decode(text, start)
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -1,7 +1,9 @@
 """Checks output paths before the work begins, and writes files whole or not at all."""
 
+import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,8 +90,29 @@ def require_empty_folder(path: Path, option: str) -> None:
     require_folder(path, option)
 
 
+_ROOM = "make room on that disk, or choose a place on another"
+_RIGHTS = "fix the permissions, or choose a place in which you may write"
+_NEW = "choose a folder that does not exist yet"
+_REMEDIES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: f"{_ROOM}: your quota is used up",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a file system that "
+    "takes files of that size",
+    errno.ENOENT: "make its parent folder, or choose another",
+    errno.ENOTDIR: "choose a folder whose parent is a folder",
+    errno.EEXIST: _NEW,
+    errno.ENOTEMPTY: _NEW,
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
 @contextmanager
-def writing(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
+def writing(
+    path: Path, errors: type[Exception] | tuple[type[Exception], ...] = OSError
+) -> Iterator[None]:
     """Turn an error of the body into one that names what was to be written.
 
     Args:
@@ -106,10 +129,13 @@ def writing(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
         raise
     except errors as error:
         reason = reason_of(error)
+        number = getattr(error, "errno", None)
+        if number is None:  # of a library in another language
+            number = next(map(int, re.findall(r"os error (\d+)", reason)), 0)
+        remedy = _REMEDIES.get(number, "make room or fix the permissions, and repeat the command")
         raise StoreWriteError(
             f"{quoted(str(path), is_bare=True, limit=1000)}: expected to write it, found: "
-            f"{quoted(reason, is_bare=True)}{_free(path)}; make room or fix the permissions, and "
-            "repeat the command"
+            f"{quoted(reason, is_bare=True)}{_free(path)}; {remedy}"
         ) from error
 
 

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
-from poros.io.writing import require_folder
+from poros.io.writing import require_folder, writing
 from poros.kernels.nf4 import double_quantization
 from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
-from poros.loaders.partial import partial_folder, put_in_place, writing_to
+from poros.loaders.partial import partial_folder, put_in_place
 from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings, model_class_of
 from poros.merging.adapter import Adapter
@@ -111,7 +112,7 @@ def merge(
         quantized = _quantized(config, model, model_class) if is_as_trained else {}
         plan = _Plan(checkpoint, own, Adapter(saved, model), quantized, dtype, added)
         require_folder(target.parent, "out")
-        with writing_to(f"out: {quoted(str(target))}"), partial_folder(target) as partial:
+        with writing(target, (OSError, SafetensorError)), partial_folder(target) as partial:
             _require_room(target, plan.num_bytes)
             _write(partial, plan, shard_num_bytes, progress)
             _write_small(partial, checkpoint, saved.folder, config, limits)

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,25 @@ class SavedAdapter:
             self.require_filled(adapted, self.fill(adapted))
         return adapted.eval()
 
-    def fitting(self, model: Any) -> "_Fitting":
+    @contextmanager
+    def fitting(self, model: Any) -> Iterator[None]:
         """Make PEFT's errors typed while it puts the adapter on ``model``.
 
         Raises:
             CheckpointFormatError: If patterns of its configuration cannot be matched in time.
+            UnsupportedModelError: In place of PEFT's errors; those of Poros pass.
         """
         names = [name for name, _ in model.named_modules()]
         require_bounded_patterns(self.folder / CONFIG, self._patterns(), names)
-        return _Fitting()
+        try:
+            yield
+        except PorosError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"adapter: expected one that fits the base, found {describe_error(error)}; name "
+                f"its own base with --base, or fix {CONFIG}"
+            ) from error
 
     def fill(self, adapted: Any) -> list[str]:
         """Put the weights into a model that has the adapter.
@@ -162,20 +173,6 @@ class SavedAdapter:
                     f"of a tensor in {WEIGHTS}, found {quoted(rank)}",
                     remedy=_MEND,
                 )
-
-
-class _Fitting:
-    """Raises what PEFT raises as an ``UnsupportedModelError``; errors of Poros pass."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, PorosError):
-            raise UnsupportedModelError(
-                f"adapter: expected one that fits the base, found {describe_error(error)}; name "
-                f"its own base with --base, or fix {CONFIG}"
-            ) from error
 
 
 def adapter_folder(path: Path) -> Path:

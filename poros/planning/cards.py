@@ -137,7 +137,7 @@ def find_card(name: str) -> Card:
     near = found or [plain[each] for each in get_close_matches(wanted, plain, n=4)] or list(CARDS)
     raise PolicyError(
         f"card: expected one of {', '.join(near)}, found {quoted(name)}; for another card give "
-        "--vram and, for the forecast of time, --copy-gb-per-s and --tflop-per-s"
+        "--vram and, on the machine that has it, --measure"
     )
 
 

@@ -1,5 +1,6 @@
 """Fills a ``FitReport``: one planner, evaluated for several lengths, cards and layouts."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -151,13 +152,10 @@ class _Search:
         limit = self._planner.max_seq_len or MOST_TOKENS
         if self._fits(limit):
             return limit
-        # In steps: the first is nothing, the last too much. Halving powers of two meets lengths
-        # that are compared anyway, whose costs are known then.
-        low, high = 0, 2 ** (-(-limit // LENGTH_STEP) - 1).bit_length()
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(middle * LENGTH_STEP) else (low, middle)
-        return low * LENGTH_STEP
+        # Halving powers of two meets lengths that are compared anyway, whose costs are known then.
+        steps = range(1, 2 ** (-(-limit // LENGTH_STEP) - 1).bit_length())
+        fitting = bisect_left(steps, True, key=lambda step: not self._fits(step * LENGTH_STEP))
+        return fitting * LENGTH_STEP
 
     def _fits(self, seq_len: int) -> bool:
         is_possible = seq_len <= (self._planner.max_seq_len or MOST_TOKENS)

@@ -32,6 +32,7 @@ if nothing else helps, because the wire has to carry them. Time is forecast phas
 larger of wire and compute in forward, and again in backward.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -464,11 +465,7 @@ class _Formula:
 
 def _most(least: int, most: int, fits: Callable[[int], bool]) -> int:
     """Find the largest number between two for which ``fits``; the least if none."""
-    low, high = least, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return least + bisect_left(range(least + 1, most + 1), True, key=lambda each: not fits(each))
 
 
 def _does_not_fit(plan: MemoryPlan, budget: int) -> str:

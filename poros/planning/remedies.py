@@ -1,9 +1,10 @@
 """Finds the least change of each setting that makes a step fit.
 
 Every figure is that of a plan, at a fraction of a second each. Another rank needs another model on
-the meta device, which takes a second or two at 72B.
+the meta device.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,6 @@ from poros.utils.formatting import size
 
 _LEAST_TOKENS = 64
 """Of a row that is advised; what fits in less is no training."""
-_MOST_TRIES = 12
-_PRECISION = 0.02
-"""By how much, in proportion, a larger value than the one that is advised may fit too."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +67,15 @@ class Remedies:
             if most > lowest:
                 least = self._changed(knob, lowest)
                 change = partial(self._changed, knob)
-                yield self._largest(change, least, most) if least.fits else least
+                yield self._largest(change, lowest, most) if least.fits else least
         highest = self._cost_model.recipe.rank or 1
         terms = self._before.terms
         spent = sum(terms[name] for name in ("adapters", "optimizer", "gradients"))
         none = self._remedy("rank", 0, self._before.total_num_bytes - spent)
         if highest > 1 and none.fits:
-            found = self._largest(self._with_rank, none, highest)
-            if found.value:
-                yield found
+            least = self._with_rank(1)
+            if least.fits:
+                yield self._largest(self._with_rank, 1, highest)
 
     def _changed(self, knob: str, value: int | bool) -> Remedy:
         plan = self._cost_model.plan(self._request.override(**{knob: value}))
@@ -91,27 +89,11 @@ class Remedies:
         saved = self._before.total_num_bytes - num_bytes
         return Remedy(knob, value, num_bytes, saved, num_bytes <= self._budget)
 
-    def _largest(self, make: Callable[[int], Remedy], low: Remedy, most: int) -> Remedy:
-        """Find about the largest value that fits, above ``low``, which fits, and below ``most``.
-
-        What is needed grows almost in proportion. Of ranks, each of which is another model, the
-        first that fits is taken as soon as no larger one is expected to.
-        """
-        high = self._remedy(low.knob, most, self._before.total_num_bytes)
-        for attempt in range(_MOST_TRIES):
-            gap = high.value - low.value
-            if gap <= max(1, int(high.value * _PRECISION)):
-                break
-            share = (self._budget - low.num_bytes) / (high.num_bytes - low.num_bytes)
-            # Halving helps where it does not grow so.
-            guess = low.value + int(gap * (share if attempt % 4 < 3 else 0.5))
-            found = make(min(max(guess, low.value + 1), high.value - 1))
-            low, high = (found, high) if found.fits else (low, found)
-            left = (self._budget - low.num_bytes) * (high.value - low.value)
-            is_last = left < high.num_bytes - low.num_bytes
-            if low.knob == "rank" and low is found and is_last:
-                break
-        return low
+    def _largest(self, make: Callable[[int], Remedy], lowest: int, most: int) -> Remedy:
+        """Find the largest value that fits, from ``lowest``, which does, up to below ``most``."""
+        values = range(lowest + 1, most)
+        number = bisect_left(values, True, key=lambda value: not make(value).fits)
+        return make(lowest + number)
 
 
 def format_remedies(remedies: Sequence[Remedy]) -> str:

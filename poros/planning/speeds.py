@@ -57,8 +57,7 @@ def measure_speeds(
     usable = usable_device(
         "cuda" if device is None else device,
         expected=f"a {'CUDA ' if device is None else ''}device to measure on",
-        remedy="; give the rates as they are known (--copy-gb-per-s, --tflop-per-s), or device "
-        "'cpu'",
+        remedy="; measure on the machine that has it, or with device 'cpu'",
     )
     streams = streams_for(usable)
     return Speeds(

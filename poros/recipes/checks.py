@@ -114,24 +114,21 @@ def _is_store(source: str) -> bool:
 
 def _check_data(draft: Draft, recipe: Recipe) -> None:
     data, method = recipe.data, recipe.training.method
-    places = dict(enumerate(draft.items.get("data.source", [])))
-    every = enumerate(data.sources)
-    sources = [("data.source", each, places.get(number)) for number, each in every if each]
+    sources = [("data.source", each) for each in data.sources if each]
     if isinstance(data.validation, str):
-        sources.append(("data.validation", data.validation, None))
+        sources.append(("data.validation", data.validation))
     is_split = bool(data.split or data.config)
-    kinds = {kind_of(source, is_split=is_split) for _, source, _ in sources}
-    for key, source, where in sources:
+    kinds = {kind_of(source, is_split=is_split) for _, source in sources}
+    for key, source in sources:
         if is_local(source):
             wrong = _problem_with_rows(source, is_split=is_split)
             if wrong is not None:
-                draft.problem(key, wrong, where)
+                draft.problem(key, wrong)
         elif find_spec("datasets") is None:
             draft.problem(
                 key,
                 f"expected a file or folder, found {quoted(source)}, which is not there; to read "
                 "it from the hub: pip install '.[finetune]' in a clone of Poros",
-                where,
             )
     if data.split and kinds == {Kind.FILES}:
         draft.problem(

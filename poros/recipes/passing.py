@@ -50,7 +50,6 @@ _TRAINING = {
     "enable_jit_checkpoint": "a signal ends a run with a checkpoint already",
     "logging_nan_inf_filter": "a loss that is no number is logged as it is; to replace it, the "
     "host would wait for each micro-batch",
-    "disable_tqdm": "progress is shown by Poros",
     "debug skip_memory_metrics full_determinism do_train do_eval do_predict": _DECIDED,
     "prediction_loss_only eval_do_concat_batches eval_use_gather_object": _LOSS_ALONE,
     "eval_accumulation_steps include_for_metrics batch_eval_metrics label_names": _LOSS_ALONE,

@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poros.config import ALLOW_IS_GONE
 from poros.errors import RecipeError, quoted, reason_of
 from poros.recipes import passing
 from poros.recipes.recipe import METHODS, SECTIONS, Recipe, settings
@@ -23,36 +22,6 @@ _MOST_NUM_BYTES = 1_000_000
 _MOST_SHOWN = 60
 _NULL = "tag:yaml.org,2002:null"
 
-# What settings are called elsewhere, here until now included; only for what an error suggests.
-_ELSEWHERE = {
-    **dict.fromkeys(("epochs", "num_epochs"), "training.num_train_epochs"),
-    "steps": "training.max_steps",
-    **dict.fromkeys(("batch_size", "micro_batch_size"), "training.per_device_train_batch_size"),
-    "accumulation": "training.gradient_accumulation_steps",
-    "lr": "training.learning_rate",
-    **dict.fromkeys(("schedule", "lr_scheduler"), "training.lr_scheduler_type"),
-    **dict.fromkeys(("warmup", "warmup_ratio"), "training.warmup_steps"),
-    "optimizer": "training.optim",
-    "label_smoothing": "training.label_smoothing_factor",
-    **dict.fromkeys(("sequence_len", "cutoff_len", "max_seq_length"), "training.max_length"),
-    "sample_packing": "training.packing",
-    "pad_to": "training.pad_to_multiple_of",
-    "save_every": "training.save_steps",
-    "keep": "training.save_total_limit",
-    "evaluate_every": "training.eval_steps",
-    **dict.fromkeys(("rank", "lora_r"), "adapter.r"),
-    "alpha": "adapter.lora_alpha",
-    "dropout": "adapter.lora_dropout",
-    "lora_target_modules": "adapter.target_modules",
-    "kind": "adapter.use_dora (or adapter.use_rslora)",
-    **dict.fromkeys(("base_model", "model_name_or_path"), "model.source"),
-    "load_in_4bit": "model.quantization",
-    **dict.fromkeys(("dataset", "datasets", "dataset_path"), "data.source"),
-    "val_set_size": "data.validation",
-    "vram_budget": "memory.vram",
-}
-
-
 _INSTEAD = {
     "training.max_steps": "training.num_train_epochs",
     "training.num_train_epochs": "training.max_steps",
@@ -60,8 +29,6 @@ _INSTEAD = {
     "memory.vram": "memory.slots",
 }
 """Settings of which one is given: a flag for it replaces what a file says of the other."""
-_FIELDS = {("dpo", "label_smoothing")}
-"""Names from elsewhere that are fields of a method too."""
 
 
 @dataclass
@@ -72,7 +39,6 @@ class Draft:
         written: What was written, by dotted key: texts, and lists and mappings of them.
         values: By dotted key.
         origins: ``recipe.yaml:12`` or a flag, by dotted key.
-        items: The same of each item of a list in a file.
         problems: One line each.
         file: The recipe's file, if there is one.
     """
@@ -80,7 +46,6 @@ class Draft:
     written: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    items: dict[str, list[str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     file: str | None = None
 
@@ -204,18 +169,7 @@ def _read_values(draft: Draft) -> None:
             draft.values[key] = kind.of(written)
         except UnexpectedValueError as error:
             before = f"{flag} " if is_flag and flag != "--set" else f"{name}: "
-            where = _first_wrong(kind, written, draft.items.get(key, [])) if kind else None
-            draft.problem(key, f"{error}; {_example(before, default)}", where)
-
-
-def _first_wrong(kind: Kind, written: Any, places: list[str]) -> str | None:
-    """Return the place of the first item of a list that is none of a kind; None if none is."""
-    for item, place in zip(written or (), places, strict=False):
-        try:
-            kind.of([item])
-        except UnexpectedValueError:
-            return place
-    return None
+            draft.problem(key, f"{error}; {_example(before, default)}")
 
 
 def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
@@ -226,8 +180,7 @@ def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
     if why is not None:
         draft.problem(key, f"expected a field that a recipe passes on, found one of others: {why}")
         return None
-    is_elsewhere = name in _ELSEWHERE and not is_own and (method, name) not in _FIELDS
-    if section not in passing.SECTIONS or is_elsewhere:
+    if section not in passing.SECTIONS:
         _unknown(draft, key, section, name, None)
         return None
     try:
@@ -330,15 +283,11 @@ def _entries(
 
 
 def _note(draft: Draft, key: str, value: "Node", entry: "Node") -> None:
-    import yaml
-
     draft.origins[key] = _at(draft, entry)
     try:
         draft.written[key] = _tree(value)
     except UnexpectedValueError as error:
         draft.problem(key, str(error))
-    if isinstance(value, yaml.SequenceNode):
-        draft.items[key] = [_at(draft, each) for each in value.value]
 
 
 def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None) -> None:
@@ -346,20 +295,18 @@ def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None
     known = known if section else list(SECTIONS)
     near = get_close_matches(name, known, n=1, cutoff=0.6)
     full = [each for each, _ in settings() if each.split(".")[1] == name]
-    if name == "allow_untested":
-        draft.problem(key, ALLOW_IS_GONE)
-        return
-    if remedy is None:
-        if name in _ELSEWHERE:
-            remedy = f"it is called {_ELSEWHERE[name]} here"
-        elif near:
-            remedy = f"did you mean {near[0]}?"
-        elif full:
-            remedy = f"did you mean {full[0]}, in the section {full[0].split('.')[0]}?"
-        else:
-            others = {"adapter": "peft.LoraConfig", "training": "TRL's configuration"}
-            passed = f", fields of {others[section]}" if section in others else ""
-            remedy = f"there are {', '.join(sorted(known))}{passed}"
+    flag = f"--{name.replace('_', '-')}"
+    flagged = [each for each, setting in settings() if setting.flag == flag]
+    if full:
+        remedy = f"did you mean {full[0]}, in the section {full[0].split('.')[0]}?"
+    elif flagged:
+        remedy = f"it is called {flagged[0]} here"
+    elif remedy is None and near:
+        remedy = f"did you mean {near[0]}?"
+    elif remedy is None:
+        others = {"adapter": "peft.LoraConfig", "training": "TRL's configuration"}
+        passed = f", fields of {others[section]}" if section in others else ""
+        remedy = f"there are {', '.join(sorted(known))}{passed}"
     what = f"a setting of {section}" if section else "a section"
     draft.problem(key, f"expected {what}, found an unknown name; {remedy}")
 

@@ -37,10 +37,9 @@ def _setting(
     kind: Kind | None,
     flag: str,
     about: str,
-    also: str = "",
     methods: tuple[str, ...] = METHODS,
 ) -> Any:
-    metadata = {"kind": kind, "flag": flag, "about": about, "also": also, "methods": methods}
+    metadata = {"kind": kind, "flag": flag, "about": about, "methods": methods}
     return field(default=default, metadata=metadata)
 
 
@@ -191,7 +190,6 @@ class TrainingPart:
         _rate(10),
         "--lr",
         "Peak learning rate; 2e-05 with dpo and kto.",
-        also="--learning-rate",
     )
     lr_scheduler_type: str = _setting(
         "cosine",
@@ -400,8 +398,6 @@ class Setting:
     """None: that of the library's field of this name."""
     flag: str
     about: str
-    also: str
-    """Another flag for the same; "" if there is none."""
     methods: tuple[str, ...]
     """Methods that it decides anything for."""
 

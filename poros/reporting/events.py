@@ -118,8 +118,6 @@ def _checked(event: Any) -> Event:
     plan, check = event.get("plan") or {}, event.get("check") or {}
     numbers = [value for key, value in (*plan.items(), *event.items()) if key in _NUMBERS]
     numbers += plan.get("terms", {}).values()
-    took = dict(event.get("took") or {})
-    numbers += [*took.pop("kinds", {}).values(), *took.values()]
     texts = [event["event"], event.get("device"), check.get("status")]
     texts += [*event.get("versions", {}).values(), *event.get("fallbacks", [])]
     for span in event.get("spans", []):

@@ -182,11 +182,6 @@ def _sections(run: Run) -> list[tuple[str, str, str]]:
             streams(spans),
             "No step was recorded. Train with --trace-step 3 (log_streaming(trace_step=3)).",
         ),
-        (
-            "Where its time went",
-            _time_table((run.step or {}).get("took") or {}),
-            "No step was recorded.",
-        ),
         ("PCIe transfers", rate, "Nothing was copied."),
         ("Waiting for copies", waits, "Nothing was logged."),
         ("Counters", _table(_counters(last)), ""),
@@ -258,27 +253,6 @@ def _counters(last: Mapping[str, Any]) -> dict[str, object]:
     if "time" in last:
         found["last event"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(last["time"])))
     return found
-
-
-def _time_table(took: Mapping[str, Any]) -> str:
-    """Draw what ``poros.reporting.step_time`` has summed up; "" if there is nothing."""
-    if not took:
-        return ""
-    wall, number = took["wall_ms"], took["num_micro_batches"]
-    rows = {
-        "the step, recorded": f"{wall:.1f} ms",
-        "kernels ran": _share(took["busy_ms"], wall),
-        "no kernel ran": _share(took["idle_ms"], wall),
-        "PCIe transfers, beside kernels": _share(took["copy_ms"], wall),
-        **{kind: _share(ms, wall) for kind, ms in took["kinds"].items()},
-        "kernels per micro-batch": f"{took['num_kernels'] / max(1, number):,.0f}",
-        "launches per micro-batch": f"{took['num_launches'] / max(1, number):,.0f}",
-    }
-    return _table(rows)
-
-
-def _share(ms: float, wall_ms: float) -> str:
-    return f"{ms:.1f} ms, {100 * ms / wall_ms:.0f} %" if wall_ms else f"{ms:.1f} ms"
 
 
 def _table(values: Mapping[str, object]) -> str:

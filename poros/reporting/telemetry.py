@@ -2,10 +2,7 @@
 
 import json
 import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +12,6 @@ from transformers import TrainerCallback
 from poros.api import runtime
 from poros.io.writing import writing
 from poros.model.runtime import Runtime
-from poros.reporting.step_time import step_time
 from poros.utils.versions import library_versions
 
 if TYPE_CHECKING:
@@ -69,7 +65,6 @@ class _Telemetry(TrainerCallback):
         self._trace_step = trace_step
         self._num_steps = 0
         self._profile: torch.profiler.profile | None = None
-        self._began = 0.0
         self._last = runtime.stats()
         self._plan: MemoryPlan | None = None
 
@@ -81,24 +76,16 @@ class _Telemetry(TrainerCallback):
         self._num_steps += 1
         if self._num_steps == self._trace_step and self._events is not None:
             self._profile = torch.profiler.profile()
-            with _without_errors():
-                self._profile.start()
-            self._began = time.perf_counter()
+            self._profile.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         profile, self._profile = self._profile, None
         if profile is None or self._events is None:
             return
-        if self._runtime.device.type == "cuda":
-            torch.cuda.synchronize(self._runtime.device)
-        wall_ms = 1000 * (time.perf_counter() - self._began)
-        with _without_errors():
-            profile.stop()
+        profile.stop()
         file = self._events.with_name("step_trace.json")
         profile.export_chrome_trace(str(file))
-        took = step_time(file, wall_ms, args.gradient_accumulation_steps)
-        step = {"event": "step", "step": state.global_step, "spans": spans(file), "took": took}
-        self._write(step)
+        self._write({"event": "step", "step": state.global_step, "spans": spans(file)})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check = self._runtime.self_check
@@ -138,20 +125,6 @@ class _Telemetry(TrainerCallback):
         line = json.dumps({**event, "time": time.time()}, default=str) + "\n"
         with writing(self._events), self._events.open("a") as file:
             file.write(line)
-
-
-@contextmanager
-def _without_errors() -> Iterator[None]:
-    """Drop what native code writes to the error output: the profiler logs its start and stop."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def spans(trace: Path) -> list[dict[str, Any]]:

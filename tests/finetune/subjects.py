@@ -11,9 +11,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from poros.finetune.data import read_data
-from poros.finetune.progress import Progress
 from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Data, finetune
+from poros.finetune.stopping import Stopping
 from poros.gates import tiny
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe
@@ -176,14 +176,14 @@ def losses(run: Path) -> list[float]:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Any) -> None:
     """Do something once a step has been logged."""
-    genuine = Progress.on_log
+    genuine = Stopping.on_log
 
     def on_log(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         genuine(self, args, state, control, **kwargs)
         if state.global_step == step:
             act()
 
-    monkeypatch.setattr(Progress, "on_log", on_log)
+    monkeypatch.setattr(Stopping, "on_log", on_log)
 
 
 class Broken(RuntimeError):

@@ -14,7 +14,7 @@ from transformers.integrations import integration_utils
 
 from poros.errors import RecipeError
 from poros.finetune.trainers import _OURS
-from poros.recipes import passing, reading
+from poros.recipes import passing
 from poros.recipes.recipe import METHODS, settings
 from tests.covers import with_slow
 from tests.finetune.subjects import (
@@ -322,9 +322,6 @@ def test_every_field_is_passed_on_or_refused_with_a_reason() -> None:
             if key.startswith(section) and method in each.methods
         }
         assert own - {*_OURS, "dtype"} <= known.keys()
-        # No field is taken for another tool's name.
-        elsewhere = {(method, name) for name in known.keys() - own if name in reading._ELSEWHERE}
-        assert elsewhere <= reading._FIELDS
     tables = (*passing._TRAINING, *passing._ADAPTER)
     every = set().union(*fields.values())
     if Version(transformers.__version__) >= Version("5.23"):  # some are younger than the oldest

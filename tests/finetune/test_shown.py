@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from safetensors import safe_open
 from poros.errors import RecipeError, VRAMBudgetError
 from poros.finetune import summary
 from poros.finetune.data import read_data
-from poros.finetune.progress import Progress
 from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Data, finetune
 from poros.host import limits
@@ -258,64 +256,6 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str
         dry(memory__vram="1MiB", training__per_device_train_batch_size=64)
 
 
-def state(step: int, most: int) -> SimpleNamespace:
-    return SimpleNamespace(global_step=step, max_steps=most)
-
-
-def logged(progress: Progress, step: int, most: int, **more: float) -> None:
-    progress.on_log(None, state(step, most), None, logs={"loss": 1.5 / step, **more})
-
-
-def test_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=100.0)
-    for each in ("poros.finetune.progress.time.monotonic", "tqdm.std.time"):
-        monkeypatch.setattr(each, lambda: clock.now)
-    out = io.StringIO()
-    progress = Progress(Console(file=out, width=60))
-    progress.on_train_begin(None, state(0, 20), None)
-    for step in range(1, 21):
-        clock.now += 4
-        streaming: Any = {
-            "poros/h2d_gb": 8.0, "poros/h2d_gb_per_s": 24.1, "poros/stall_ms": 1000.0,
-            "poros/peak_gb": 21.5, "num_tokens": 400.0 * step,
-        }  # fmt: skip
-        logged(progress, step, 20, **streaming)
-    progress.on_train_end(None, None, None)
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 1 + 19 // 3 + 1  # the first, one each 12 s, and the last
-    assert lines[1] == (
-        "step 4 of 20, 01:04 left, loss 0.3750, tokens/s 100, bus 24.1 GB/s, stall 25 %, "
-        "VRAM 21.5 GB"
-    )
-    assert "\x1b" not in out.getvalue() and "\r" not in out.getvalue()
-
-
-def test_a_resumed_run_begins_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps before it do not count for the time that is left."""
-    clock = SimpleNamespace(now=100.0)
-    for each in ("poros.finetune.progress.time.monotonic", "tqdm.std.time"):
-        monkeypatch.setattr(each, lambda: clock.now)
-    out = io.StringIO()
-    progress = Progress(Console(file=out, width=60))
-    progress.on_train_begin(None, state(10, 20), None)
-    clock.now += 20
-    logged(progress, 11, 20)
-    assert out.getvalue().startswith("step 11 of 20, 03:00 left")
-
-
-def test_a_bar_on_a_terminal_is_closed_whatever_happens() -> None:
-    out = io.StringIO()
-    progress = Progress(Console(file=out, force_terminal=True, width=100))
-    progress.on_train_begin(None, state(0, 4), None)
-    logged(progress, 1, 4, num_tokens=10.0)
-    progress.on_log(None, state(1, 4), None, logs={"eval_loss": 0.25})
-    progress.close()
-    progress.close()
-    said = out.getvalue()
-    assert "step 1 of 4" in said and "validation 0.2500" in said
-    assert said.endswith("\n")
-
-
 def test_times_in_words() -> None:
     assert [duration(each) for each in (5, 90, 5000, 400_000)] == [
         "5 s", "2 min", "1 h 23 min", "4.6 days",
@@ -330,7 +270,8 @@ def test_the_command_from_end_to_end(model: Path, data: Path, tmp_path: Path) ->
     result = poros_command(*command)
     assert result.exit_code == 0, result.output
     said = text(result)
-    assert "step 2 of 2" in said and f"adapter: {tmp_path / 'run' / 'adapter'}" in said
+    assert "step 2 of 2: {'loss': " in said, "plain lines, for nobody is at a terminal"
+    assert "\x1b" not in result.output and f"adapter: {tmp_path / 'run' / 'adapter'}" in said
     names = {each.name for each in (tmp_path / "run" / "adapter").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "chat_template.jinja"} <= names
     assert {"recipe.yaml", "tokenizer.json", "tokenizer_config.json"} <= names

@@ -49,8 +49,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"device_map": "auto"}, f"device_map: {NOT_OURS}"),
         ({"state_dict": {}}, f"state_dict: {NOT_OURS}"),
         ({"torch_dtype": torch.float32}, f"torch_dtype: {NOT_OURS}"),
-        ({"weights_only": False}, f"weights_only: {NOT_OURS}"),
-        ({"adapter_kwargs": {}}, f"adapter_kwargs: {NOT_OURS}"),
+        ({"weights_only": False}, "weights_only: found neither"),
+        ({"adapter_kwargs": {}}, "adapter_kwargs: found neither"),
         ({"trust_remote_code": True}, "trust_remote_code: expected False"),
         ({"use_safetensors": False}, "use_safetensors: expected True"),
         ({"load_in_4bit": True}, "load_in_4bit: .*pass quantization='nf4'"),
@@ -166,8 +166,8 @@ def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("{checkpoint} --out {new} --dtype int8", "--dtype: expected one of bf16"),
-        ("{checkpoint} --out {new} --quantization int8", "--quantization: expect"),
+        ("{checkpoint} --out {new} --dtype int8", "'int8' is not one of 'bf16'"),
+        ("{checkpoint} --out {new} --quantization int8", "'int8' is not one of 'nf4'"),
         ("{checkpoint} --out {new} --device nowhere", "error: device: expected a usab"),
         ("{checkpoint} --out {store} --quantization fp4", "error: store (--out): expected one"),
         ("{checkpoint} --out {store} --dtype float32", "error: store (--out): expected one"),
@@ -176,7 +176,7 @@ def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.M
         ("{store} --verify --device cpu", "--verify takes no --device"),
         ("{checkpoint} --verify", "found a checkpoint; make one of"),
         ("{new} --verify", "found neither in"),
-        ("{checkpoint} --out {new}/x/y", "No such file or directory. Nothing was left"),
+        ("{checkpoint} --out {new}/x/y", "No such file or directory; make its parent folder"),
     ],
 )
 def test_the_command_refuses(places: dict[str, Path], command: str, message: str) -> None:
@@ -354,17 +354,6 @@ def test_a_bound_has_a_name_and_can_be_raised(path: Path, how: str) -> None:
     call(None)
 
 
-def test_bounds_on_the_command_line(path: Path, store: Path) -> None:
-    config(num_nonsense_layers=5000)(path)
-    for command in (["plan", f"{path}", "--seq", "8"], ["load", f"{path}", "--out", f"{store}"]):
-        refused = poros_command(*command)
-        assert refused.exit_code == 2 and "--limit num_layers=NUMBER" in text(refused)
-        allowed = poros_command(*command, "--limit", "num_layers=5000")
-        assert allowed.exit_code == 0, allowed.output
-        wrong = poros_command(*command, "--limit", "layers=5000")
-        assert wrong.exit_code == 2 and "--limit" in text(wrong)
-
-
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_a_bound_is_a_positive_whole_number(value: Any) -> None:
     with pytest.raises(PolicyError, match="expected num_layers as a positive whole number"):
@@ -452,7 +441,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("no/parent", "No such file or directory.*make its parent folder"),
+        ("no/parent", "No such file or directory; make its parent folder"),
         ("file/store", "Not a directory.*choose a folder whose parent is a folder"),
         ("x" * 300, "File name too long.*choose a shorter name"),
         ("full", "is not empty.*choose a folder that does not exist yet"),

@@ -10,11 +10,9 @@ import json
 import os
 import random
 import resource
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,9 +23,7 @@ from safetensors.torch import load_file
 from poros.errors import CheckpointFormatError, StoreWriteError
 from poros.host.layout import PAGE_NUM_BYTES
 from poros.host.store import HostStore
-from poros.loaders import partial as partial_module
 from poros.loaders.manifest import REST, SLABS
-from poros.loaders.partial import _TEXT, MARK, remove_stale
 from poros.loaders.store import is_store, open_store
 from poros.loaders.store_writer import StoreWriter
 from tests.loading.checkpoints import (
@@ -205,18 +201,45 @@ def test_a_disk_that_fills_up_later_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def waiting(directory: Path) -> tuple[threading.Thread, list[BaseException | Path]]:
+    """A writer in a thread that waits for another one, and what becomes of it."""
+    found: list[BaseException | Path] = []
+
+    def run() -> None:
+        try:
+            found.append(write_store(directory, filled(seed=2), some_rest(), ABOUT, FILES))
+        except StoreWriteError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive() and found == []
+    return thread, found
+
+
 def test_of_two_writers_the_first_wins(tmp_path: Path) -> None:
     """The loader opens the first one's then, if it is of the same checkpoint."""
-    directory = tmp_path / "store"
-    first, second = (StoreWriter(directory, some_layouts()) for _ in range(2))
+    first = StoreWriter(tmp_path / "store", some_layouts())
+    thread, found = waiting(tmp_path / "store")
     fill(first.host, seed=1)
-    fill(second.host, seed=2)
     first.commit(some_rest(), ABOUT, FILES)
-    with pytest.raises(StoreWriteError, match="not empty"):
-        second.commit(some_rest(), ABOUT, FILES)
+    thread.join()
+    assert len(found) == 1 and "not empty" in str(found[0])
     assert_one_good_store(tmp_path)
-    with open_store(directory) as opened:
+    with open_store(tmp_path / "store") as opened:
         assert_same_store(filled(seed=1), read(opened))
+
+
+def test_of_two_writers_the_second_takes_the_place_of_one_that_fails(tmp_path: Path) -> None:
+    first = StoreWriter(tmp_path / "store", some_layouts())
+    thread, found = waiting(tmp_path / "store")
+    first.close()
+    thread.join()
+    assert found == [tmp_path / "store"]
+    assert_one_good_store(tmp_path)
+    with open_store(tmp_path / "store") as opened:
+        assert_same_store(filled(seed=2), read(opened))
 
 
 def test_many_writers_at_once(tmp_path: Path) -> None:
@@ -240,25 +263,10 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
     assert_one_good_store(tmp_path)
 
 
-def test_a_living_writer_is_not_cleaned_up(tmp_path: Path) -> None:
-    """However old its folder is, or young that of a dead one."""
-    first = StoreWriter(tmp_path / "store", some_layouts())
-    (partial,) = tmp_path.iterdir()
-    os.utime(partial, (0, 0))
-    second = StoreWriter(tmp_path / "store", some_layouts())
-    assert partial.exists() and len(os.listdir(tmp_path)) == 2
-    second.close()
-    fill(first.host)
-    first.commit(some_rest(), ABOUT, FILES)
-    assert_one_good_store(tmp_path)
-    assert not (tmp_path / "store" / MARK).exists()
-
-
 # What is cleaned up.
 
-NAME = ".store.poros-abcdefgh.partial"
-OURS = {MARK: _TEXT, "slabs.safetensors": b"half"}
-FOREIGN = {"thesis.tex": b"x"}
+NAME = ".store.poros.partial"
+OURS = {"slabs.safetensors": b"half"}
 
 
 def lay(folder: Path, files: dict[str, bytes]) -> None:
@@ -273,54 +281,36 @@ def lay(folder: Path, files: dict[str, bytes]) -> None:
     [
         (NAME, OURS, False),
         (NAME, {}, False),  # killed before it had written anything
-        (NAME, {MARK: b""}, False),
-        (NAME, FOREIGN, True),
-        (NAME, {**FOREIGN, MARK: b"a lock of another program"}, True),
         (NAME, {**OURS, "additional_chat_templates/a.jinja": b"x"}, False),
-        (NAME, {**OURS, "chapters/thesis.tex": b"x"}, True),
-        (".store.mine.partial", FOREIGN, True),
         (".store.mine.partial", OURS, True),
-        (".other.poros-abcdefgh.partial", OURS, True),
+        (".other.poros.partial", OURS, True),
     ],
 )
 def test_what_is_cleaned_up_is_ours(
     tmp_path: Path, name: str, files: dict[str, bytes], is_left: bool
 ) -> None:
     lay(tmp_path / name, files)
-    before = sorted(tmp_path.rglob("*.tex"))
     write(tmp_path / "store")
     assert set(os.listdir(tmp_path)) == {"store", *([name] if is_left else [])}
-    assert sorted(tmp_path.rglob("*.tex")) == before
+    with open_store(tmp_path / "store") as opened:
+        assert {*os.listdir(tmp_path / "store")} == {REST, SLABS, *opened.manifest.files}
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     lay(tmp_path / "elsewhere", OURS)
     (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreWriteError):
+        write(tmp_path / "store")
+    assert os.listdir(tmp_path / "elsewhere") == [*OURS]
+
+
+def test_without_locks_the_folder_of_another_is_left(tmp_path: Path, monkeypatch: Patch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
     write(tmp_path / "store")
-    assert len(os.listdir(tmp_path / "elsewhere")) == 2
-
-
-def test_a_folder_that_another_writer_removes_is_made_again(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """The worst moments: before there is a file in it, and before that is locked."""
-    made: list[Path] = []
-    mkdtemp, take = tempfile.mkdtemp, partial_module._take
-
-    def make(**options: Any) -> str:
-        made.append(Path(mkdtemp(**options)))
-        if len(made) == 1:
-            remove_stale(tmp_path / "store")
-        return str(made[-1])
-
-    def take_late(lock: int) -> bool | None:
-        if len(made) == 2:
-            monkeypatch.setattr(partial_module, "_take", take)
-            remove_stale(tmp_path / "store")
-        return take(lock)
-
-    monkeypatch.setattr(tempfile, "mkdtemp", make)
-    monkeypatch.setattr(partial_module, "_take", take_late)
-    write(tmp_path / "store")
-    assert len(made) == 3 and len(set(made)) == 3
-    assert_one_good_store(tmp_path)
+    lay(tmp_path / NAME, OURS)
+    with pytest.raises(StoreWriteError, match="No locks available"):
+        StoreWriter(tmp_path / "store", some_layouts())
+    assert os.listdir(tmp_path / NAME) == [*OURS]

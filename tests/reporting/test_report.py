@@ -50,7 +50,6 @@ def test_the_page_of_a_real_run(run: Path) -> None:
         "Loss",
         "Memory, planned and measured",
         "The two streams in step 3",
-        "Where its time went",
         "PCIe transfers",
     ):
         assert f"<h2>{title}</h2>" in text
@@ -70,9 +69,6 @@ def test_the_recorded_step_has_each_visit_and_copy(run: Path) -> None:
     assert 2 <= sum(name.startswith("copy") for name in names) <= 3
     assert all(each["ms"] >= 0 and each["start_ms"] >= 0 for each in step["spans"])
     assert json.loads((run / "step_trace.json").read_text())["traceEvents"]
-    took = step["took"]
-    assert 0 < took["busy_ms"] <= took["wall_ms"] and took["num_micro_batches"] == 2
-    assert took["kinds"]["matrix products"] > 0
 
 
 def test_what_comes_from_files_is_no_code(run: Path, tmp_path: Path) -> None:

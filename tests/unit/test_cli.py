@@ -104,8 +104,8 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --card rtx9999", "card: expected one of"),
     ("plan model --seq 16 --card l4 --measure", "either --card"),
     ("plan model --seq 16 --ram much", "--ram: expected bytes"),
-    ("plan model --seq 16 --tokens five", "--tokens: expected a positive number"),
-    ("plan model --seq 16 --adapter-dtype int8", "--adapter-dtype: expected one of bf16"),
+    ("plan model --seq 16 --tokens five", "Invalid value for '--tokens'"),
+    ("plan model --seq 16 --adapter-dtype int8", "'int8' is not one of"),
     ("plan model --seq 16 --set optimizer=adam", "optimizer: expected one of adamw_torch_fused"),
     ("plan model --seq 16 --set loss=none", "loss: expected one of chunked, reference"),
     ("plan model --seq 16 --set adapter_kernels=x", "adapter_kernels: expected one of"),
@@ -116,18 +116,14 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --set apples=3", "'apples' is not a policy field"),
     ("plan model --seq 16 --set policy=3", "--set: expected FIELD=VALUE"),
     ("plan model --seq 16 --set apples", "--set: expected FIELD=VALUE"),
-    ("plan model --seq 16 --copy-gb-per-s 25", "or neither"),
-    ("plan model --seq 16 --copy-gb-per-s 0 --tflop-per-s 1", "copy_gb_per_s: expected a rate"),
     ("plan model --seq 16 --device cpu", "--device needs --measure"),
-    ("plan model --seq 16 --limit apples=3", "--limit: expected NAME=NUMBER"),
-    ("plan model --seq 16 --limit num_layers=0", "expected num_layers as a positive whole number"),
     ("load nowhere --out new", "SOURCE: expected a folder or file that exists"),
     ("load a/b/c --out new", "found neither in 'a/b/c'"),
     ("load nowhere --verify", "SOURCE: expected a folder or file that exists"),
     ("load model", "give either --out DIR or --verify"),
     ("load model --verify --out new", "give either --out DIR or --verify"),
-    ("load model --out new --dtype bfloat", "--dtype: expected one of bf16, fp16, fp32"),
-    ("load model --out new --quantization int3", "--quantization: expected one of nf4, fp4, none"),
+    ("load model --out new --dtype bfloat", "'bfloat' is not one of"),
+    ("load model --out new --quantization int3", "'int3' is not one of"),
     ("load model --out file", "--out: expected a new folder, found the file"),
     ("check nowhere", "MODEL_DIR: expected a checkpoint folder with a config.json"),
     ("check model --slots 1", "slots: expected an integer of at least 2"),
@@ -139,7 +135,7 @@ WRONG: list[tuple[str, str]] = [
     ("check model", "MODEL_DIR: expected a checkpoint folder with a config.json"),
     ("check --registered --adapter vera", "--registered lists recorded results"),
     ("check --registered --architecture qwen2", "--registered lists recorded results"),
-    ("demo --device abacus", "--device: expected cpu or cuda"),
+    ("demo --device abacus", "'abacus' is not one of"),
     ("demo --out model", "--out: expected an empty or new folder"),
     ("finetune base rows.jsonl", "rows.jsonl:1:"),
     ("finetune gone.yaml", "gone.yaml: expected a file"),
@@ -204,12 +200,11 @@ def test_a_source_is_there_or_has_an_owner_and_a_name(
 
 
 def test_a_dtype_has_several_names() -> None:
-    for name in ("bf16", "BF16", "bfloat16", "torch.bfloat16"):
-        assert dtype_name("--dtype", name) == "bfloat16"
-        assert shared.dtype_named("--dtype", name) is torch.bfloat16
-    names = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-    assert {name: dtype_name("", name) for name in names} == names
-    assert dtype_name("", None) is None and dtype_name("", "auto", "auto") == "auto"
+    for name in ("bf16", "bfloat16"):
+        assert dtype_name(name) == "bfloat16" and shared.dtype_named(name) is torch.bfloat16
+    names = {"fp16": "float16", "fp32": "float32", "auto": "auto"}
+    assert {name: dtype_name(name) for name in names} == names
+    assert shared.dtype_named(None) is None
 
 
 # Help, notices, completion
@@ -408,7 +403,7 @@ def test_plan_prints_the_terms(checkpoint: Path) -> None:
     values = json.loads(found.stdout)
     assert values["total_num_bytes"] == sum(values["terms"].values()) < 2**30
     assert values["num_blocks"] == values["num_slots"] == values["keep_last"] == 3
-    speeds = ("--copy-gb-per-s", "25", "--tflop-per-s", "50")
+    speeds = ("--card", "rtx4090")
     answer = poros_command("plan", str(checkpoint), "--seq", "16", *speeds)
     assert answer.exit_code == 0 and "workspace" not in answer.output and "ms" in answer.output
     table = poros_command("plan", str(checkpoint), "--seq", "16", *speeds, "--terms")
@@ -475,7 +470,7 @@ def plan(checkpoint: Path, *options: str) -> Any:
 
 
 def test_a_plan_answers_for_a_card_that_is_not_here(checkpoint: Path) -> None:
-    result = plan(checkpoint, "--card", "RTX 4090", "--tokens", "5M", "--ram", "64G")
+    result = plan(checkpoint, "--card", "RTX 4090", "--tokens", "5_000_000", "--ram", "64G")
     assert result.exit_code == 0
     assert result.stdout.startswith("Fits an RTX 4090 (24 GB): 3 of 3 blocks stay on the card")
     for expected in (

@@ -13,8 +13,7 @@ import torch
 from typer.testing import Result
 
 import poros
-from poros.config import StreamingPolicy
-from poros.errors import PolicyError, UnsupportedModelError, UnvalidatedArchitectureError
+from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.gates import registry, tiny
 from poros.gates.kinds import KINDS
 from poros.gates.registry import Outcome, Record, Registry, RegistryError, read_registry
@@ -31,7 +30,7 @@ IDS = torch.arange(3, 11).view(1, 8)
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Another registry in the place of the real one, without records."""
     monkeypatch.setattr(registry, "PATH", tmp_path / "registry.json")
-    Registry().write()
+    sweep.write_registry(Registry())
     return tmp_path / "registry.json"
 
 
@@ -82,7 +81,7 @@ def put(subject: str, outcome: Outcome, reason: str | None = "because") -> None:
     (families if subject == "architecture" else adapters).update(
         {"qwen2" if subject == "architecture" else "vera": Record(outcome, reason)}
     )
-    Registry(families, adapters).write()
+    sweep.write_registry(Registry(families, adapters))
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -137,42 +136,11 @@ def test_without_the_check_what_is_untested_does_not_train(
     model(input_ids=IDS, labels=IDS).loss.backward()
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_the_permission_is_gone(value: bool) -> None:
-    """Whoever passes it reads what to do."""
-    model = make()
-    for attempt in (
-        lambda: StreamingPolicy(allow_unvalidated=value),
-        lambda: StreamingPolicy().override(allow_unvalidated=value),
-        lambda: poros.prepare(model, allow_unvalidated=value),
-    ):
-        with pytest.raises(PolicyError, match=r"allow_unvalidated: .*is gone.*Remove it"):
-            attempt()
-    assert "allow_unvalidated" not in repr(replace(StreamingPolicy(), slots=2))
-
-
 # The command.
 
 
 def command(*arguments: str) -> Result:
     return poros_command(*arguments, columns=200)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("finetune", "model", "data.jsonl", "--allow-untested"),
-        ("finetune", "model", "data.jsonl", "--no-allow-untested"),
-        ("finetune", "{recipe}"),
-        ("chat", "adapter", "--allow-untested"),
-    ],
-)
-def test_the_option_is_gone(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model:\n  source: x\n  allow_untested: true\ndata: y\n")
-    result = command(*(each.format(recipe=recipe) for each in arguments))
-    assert result.exit_code == 2
-    assert "it is gone" in result.output and "untested" in result.output
 
 
 def test_the_registry_is_listed(path: Path) -> None:
@@ -183,7 +151,7 @@ def test_the_registry_is_listed(path: Path) -> None:
     )
     whole.families["qwen2"] = Record("exact", None, {"torch": "2.0"})
     whole.families["bert"] = Record("refused", "masked")
-    whole.write()
+    sweep.write_registry(whole)
     listed = command("check", "--registered")
     assert listed.exit_code == 0 and len(listed.output.splitlines()) < 30
     assert " exact    not one bit differs" in listed.output and "qwen2" in listed.output
@@ -211,7 +179,7 @@ def test_a_sweep_replaces_what_it_is_asked_for(path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(sweep, "_in_process", run)
     other = Record("refused", "because", {"torch": "2.0"})
-    Registry({"bert": other, "gemma4_text": Record("exact")}).write()
+    sweep.write_registry(Registry({"bert": other, "gemma4_text": Record("exact")}))
     sweep.sweep(sweep.subjects(["gemma4", "vera"]))
     found = read_registry()
     assert found.families == {"bert": other, "gemma4_text": Record("failed")}
@@ -228,7 +196,7 @@ def test_a_sweep_goes_through_everything() -> None:
 
 def test_a_record_is_made_by_the_gate(path: Path) -> None:
     """Whatever is on record already."""
-    Registry({QUICK: Record("refused", "because")}).write()
+    sweep.write_registry(Registry({QUICK: Record("refused", "because")}))
     record = sweep.make_record(QUICK)
     assert (record.outcome, record.reason) == ("exact", None)
     assert record.versions["torch"] == version("torch")

@@ -267,11 +267,10 @@ def adapters() -> Iterator[Row]:
 
 def readers() -> Iterator[Row]:
     """Without the head of a language model: reward models, classifiers, embedding models."""
-    for place, name in enumerate(READERS):
-        for auto_class, program in READING:
-            subject = S.reading(auto_class, name)
-            is_slow = place > 0 and program is not P.contrast and name != "gemma3"
-            yield Row(f"{program.__name__}, {name}", subject, program, is_slow=is_slow)
+    for is_slow, (name, (auto_class, program)) in crossed(READERS, READING):
+        row = Row(f"{program.__name__}, {name}", S.reading(auto_class, name), program)
+        # Of the others a run has four forwards, which are enough to replay some.
+        yield row._replace(is_slow=is_slow, num_times=3 if program is P.classify else 2)
 
 
 def hooked() -> Iterator[Row]:

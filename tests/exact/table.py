@@ -142,7 +142,10 @@ def losses() -> Iterator[Row]:
     yield Row("losses on what layers give", S.PLAIN, P.loss_on_outputs)
     yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
     for name, subject in FAMILIES.items():
-        yield Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
+        # Which have nothing that the other two have not.
+        is_slow = name in ("gemma4", "qwen3_moe")
+        row = Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
+        yield row._replace(is_slow=is_slow)
     yield Row("shared keys and values", SHARED, P.train_once, replays=False)
     for name, subject in ROUTED.items():
         yield Row(f"router logits of {name}", subject, P.routers_alone, replays=False)
@@ -253,7 +256,7 @@ def adapters() -> Iterator[Row]:
     # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
     for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
         # DoRA remembers its norms in evaluation mode.
-        is_slow &= region not in ("in_evaluation_mode", "region")
+        is_slow &= "dora" not in name or region not in ("in_evaluation_mode", "region")
         row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region], is_slow=is_slow)
         yield row._replace(is_of_order=name != "lora", num_times=2 if region in SOON else 3)
     for is_slow, (name, which) in crossed(MEETINGS, ("dense", "4 bits, in order")):

@@ -241,15 +241,21 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_CONTAINERS = (tuple, list, dict)
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of what operators are given and give: sooner found than by PyTorch's pytree."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if not isinstance(value, list | tuple):
-        return []
-    return [tensor for each in value for tensor in tensors_in(each)]
+    found: list[torch.Tensor] = []
+    if isinstance(value, _CONTAINERS):
+        for each in value.values() if isinstance(value, dict) else value:
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+            elif isinstance(each, _CONTAINERS):  # no call for each of many numbers
+                found += tensors_in(each)
+    return found
 
 
 def _given_back(compute: _Compute, address: int) -> None:

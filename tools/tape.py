@@ -86,12 +86,13 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READ_BY_THE_HOST:
             raise RuntimeError(f"expected nothing that the host waits for, found {func}")
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         results = tensors_in(result)
-        known = {id(each) for each in tensors_in((args, kwargs))}
-        own = [] if func.is_view else [each for each in results if id(each) not in known]
-        self._steps.append((func, args, kwargs or {}, results))
-        self._made += own
+        self._steps.append((func, args, kwargs, results))
+        if not func.is_view:
+            known = {id(each) for each in tensors_in((args, kwargs))}
+            self._made += [each for each in results if id(each) not in known]
         return result
 
     def given(self) -> list[torch.Tensor]:

@@ -77,7 +77,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = write_base(folder / "base")
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     (base / "chat_template.jinja").write_text(template)
-    write_rows(folder / "train.jsonl", "text", 24)
+    write_rows(folder / "train.jsonl", "text", 8)
     write_rows(folder / "preferences.jsonl", "preferences", 8)
     run = ("finetune", str(base), str(folder / "train.jsonl"), "--out", str(folder / "runs/mine"))
     assert poros_command(*run).exit_code == 0

@@ -100,7 +100,7 @@ def hooked(model: Model, which: str) -> Iterator[None]:
 def all_the_time(which: str) -> Program:
     def program(model: Model) -> object:
         with hooked(model, which):
-            return snapshots.run(model, num_steps=1, accumulation=2)
+            return snapshots.run(model, num_steps=1)
 
     return program
 

@@ -29,7 +29,6 @@ def train(model: Model, **spec: Any) -> object:
 
 
 train_once = partial(train, num_steps=1)
-train_twice_each = partial(train_once, accumulation=2)
 train_under_autocast = partial(train, autocast_dtype=torch.bfloat16)
 
 
@@ -277,7 +276,7 @@ def contrast(model: Model) -> object:
         similarities = embedded(number) @ embedded(number + 1).T / 0.1
         return torch.nn.functional.cross_entropy(similarities, torch.arange(len(similarities)))
 
-    return _steps(model, loss, accumulation=2)
+    return _steps(model, loss, accumulation=1)
 
 
 # Hooks on parameters.

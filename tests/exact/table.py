@@ -142,7 +142,10 @@ def losses() -> Iterator[Row]:
     yield Row("losses on what layers give", S.PLAIN, P.loss_on_outputs)
     yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
     for name, subject in FAMILIES.items():
-        yield Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
+        # Which have nothing that the other two have not.
+        is_slow = name in ("gemma4", "qwen3_moe")
+        row = Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
+        yield row._replace(is_slow=is_slow)
     yield Row("shared keys and values", SHARED, P.train_once, replays=False)
     for name, subject in ROUTED.items():
         yield Row(f"router logits of {name}", subject, P.routers_alone, replays=False)
@@ -253,7 +256,7 @@ def adapters() -> Iterator[Row]:
     # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
     for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
         # DoRA remembers its norms in evaluation mode.
-        is_slow &= region not in ("in_evaluation_mode", "region")
+        is_slow &= "dora" not in name or region not in ("in_evaluation_mode", "region")
         row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region], is_slow=is_slow)
         yield row._replace(is_of_order=name != "lora", num_times=2 if region in SOON else 3)
     for is_slow, (name, which) in crossed(MEETINGS, ("dense", "4 bits, in order")):
@@ -267,11 +270,10 @@ def adapters() -> Iterator[Row]:
 
 def readers() -> Iterator[Row]:
     """Without the head of a language model: reward models, classifiers, embedding models."""
-    for place, name in enumerate(READERS):
-        for auto_class, program in READING:
-            subject = S.reading(auto_class, name)
-            is_slow = place > 0 and program is not P.contrast and name != "gemma3"
-            yield Row(f"{program.__name__}, {name}", subject, program, is_slow=is_slow)
+    for is_slow, (name, (auto_class, program)) in crossed(READERS, READING):
+        row = Row(f"{program.__name__}, {name}", S.reading(auto_class, name), program)
+        # Of the others a run has four forwards, which are enough to replay some.
+        yield row._replace(is_slow=is_slow, num_times=3 if program is P.classify else 2)
 
 
 def hooked() -> Iterator[Row]:

@@ -6,6 +6,7 @@ gradients. DDP_BACKEND is in the environment if it is not gloo: with nccl each r
 own. What a cell gives goes to FOLDER/CELL-ARM-RANK.pt.
 """
 
+import gc
 import multiprocessing
 import os
 import time
@@ -358,6 +359,7 @@ def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
 
 def run_rank(folder: Path, cells: list[str], rank: int, world: int) -> None:
     """All that a process of a rank does; it ends in it."""
+    gc.freeze()  # the trainers collect garbage, and to look at what is shared is to copy it
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -394,6 +396,7 @@ def launch(folder: Path, cells: list[str], world: int) -> None:
     Ranks are forks of this process, which has imported everything; CUDA does not survive that.
     """
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    trainer_arguments(folder)  # imports the trainers
     for cell in cells:
         build(CELLS[cell], 0)  # what ranks take copies of
     ranks = [context.Process(target=run_rank, args=(folder, cells, i, world)) for i in range(world)]

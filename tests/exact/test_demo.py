@@ -38,18 +38,18 @@ from tests.support import prepare_plain
 # Enough to learn something.
 SMALL = DemoSettings(
     size=ModelSize(num_layers=3, hidden_size=96, intermediate_size=192, vocab_size=512),
-    num_base_steps=40,
+    num_base_steps=10,
     num_gate_steps=2,
-    num_steps=60,
+    num_steps=30,
     num_resident_steps=6,
-    learning_rate=1e-2,
-    num_eval_rows=32,
+    learning_rate=2e-2,
+    num_eval_rows=16,
     num_new_tokens=4,
     max_shard_num_bytes=400_000,
 )
 # Enough where nothing has to be learned.
 SHORT = replace(
-    SMALL, num_base_steps=4, num_steps=4, num_resident_steps=2, num_eval_rows=8, num_new_tokens=2
+    SMALL, num_base_steps=2, num_steps=3, num_resident_steps=2, num_eval_rows=4, num_new_tokens=2
 )
 
 
@@ -216,7 +216,7 @@ def test_a_small_demo_holds_every_claim(demo: DemoReport) -> None:
     }
     summary = rendered(demo)
     assert (
-        "@ both: 6 of the 60 steps" in summary and "with losses the same to the last bit" in summary
+        "@ both: 6 of the 30 steps" in summary and "with losses the same to the last bit" in summary
     )
     assert all(question in summary for question, _ in LESSON) and "after: " in summary
     assert "PASSED" in summary and "FAILED" not in summary

@@ -21,7 +21,7 @@ from tests.exact.together import same, train
 from tests.liger import liger_alone, liger_interpreted
 
 Model = Any
-SIZES = (2, 2, 2, 2)
+SIZES = (2, 2, 2)
 LENGTHS = (3,)
 EAGER, REPLAYED = {"cuda_graphs": False}, {"cuda_graphs": True}
 LANES: dict[str, tuple[dict[str, Any], bool]] = {

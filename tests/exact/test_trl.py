@@ -97,7 +97,7 @@ ROWS = {
 
 
 SLOW = ("sft, accumulation", "sft, no checkpointing", "sft, packing", "dpo, grouped")
-SLOW += ("dpo, the base, accumulation",)
+SLOW += ("dpo, the base, accumulation", "reward")
 """What they have comes together in others."""
 
 

@@ -56,9 +56,9 @@ def test_a_loop_and_the_adapter_elsewhere(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", "text", 8)
-    own_loop.main(str(base), rows, str(tmp_path / "out"), steps=8)
+    own_loop.main(str(base), rows, str(tmp_path / "out"), steps=4)
     losses = [float(each) for each in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
-    assert len(losses) == 8 and losses[-1] < losses[0]
+    assert len(losses) == 4 and losses[-1] < losses[0]
     assert changed(tmp_path / "out")
     load_elsewhere.main(str(base), str(tmp_path / "out"), "the slot", max_new_tokens=4)
     assert capsys.readouterr().out.startswith("the slot")

@@ -333,7 +333,7 @@ def evaluate(model: Any, number: int) -> None:
         model(**batches()[number % 2])
 
 
-SLOW = ("llama", "mistral", "qwen3", "phi3", "gemma4", "qwen3_moe")
+SLOW = ("llama", "mistral", "qwen3", "phi3", "gemma3", "gemma4", "qwen3_moe")
 
 
 @pytest.mark.parametrize("architecture", with_slow(tiny.ARCHITECTURES, SLOW))

@@ -3,8 +3,9 @@
     python -m tests.finetune.kills --rounds 10 --seed 0
     python -m tests.finetune.kills --rounds 20 --hindered
 
-Each round begins a run in a new folder, in a process of its own, and ends that process three times
-at a moment drawn from the time that a whole run takes: by SIGKILL, or by SIGTERM in every third
+Each round begins a run in a new folder, in a process of its own, and ends that process twice: at a
+moment drawn from the time that a whole run takes, most of which is before its first step, and at
+one drawn from the time behind its next checkpoint. That is by SIGKILL, or by SIGTERM in every third
 round. Then it is left alone. The adapter and the loss of every step must be, bit for bit, those of
 a run that nobody interrupted. Prints one line a round, and exits with 1 if a bit differs.
 
@@ -36,7 +37,8 @@ from poros.finetune.checkpoints import damage_of
 from poros.finetune.run import Interrupted
 from tests.finetune.subjects import SHORT, losses, recipe_of, run, write_model, write_rows
 
-_NUM_KILLS = 3
+_TRAINING = 0.1
+"""Of the time of a run, that behind its first checkpoint."""
 _BROKEN, _REFUSED = 1, 3
 _HINDRANCES = ("read-only", "unreadable", "full")
 _NOBODY = 65534
@@ -84,6 +86,13 @@ def end_of(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def wait_for_newer(out: Path, step: int, seconds: float) -> None:
+    """Until there is a newer whole checkpoint, or several runs would have ended."""
+    end = time.monotonic() + 5 * seconds
+    while newest(out) <= step and time.monotonic() < end:
+        time.sleep(0.005)
+
+
 def newest(out: Path) -> int:
     return max(checkpoints(out), default=0)
 
@@ -99,7 +108,7 @@ def options_of(folder: Path, kind: str) -> dict[str, Any]:
         "training__packing": "false" if kind != "packed" else "true",
         "training__per_device_train_batch_size": 2,
         "training__gradient_accumulation_steps": 1,
-        "training__max_steps": 8,
+        "training__max_steps": 6,
         "training__learning_rate": 1e-3,
         "memory__slots": 2,
         "training__save_steps": 2,
@@ -111,10 +120,10 @@ def rounds_of(folder: Path, number: int, seed: int, kind: str, hindered: bool) -
     """Runs of one kind, each killed three times, or once and then hindered."""
     generator = random.Random(seed)
     options = options_of(folder, kind)
-    for name in ("first", "whole"):  # the first waits for the disk
-        begin = time.monotonic()
-        if end_of(start(options, folder / name)) != 0:
-            raise RuntimeError("expected a run to end well when nobody interferes")
+    run(recipe_of(**options, output__folder=folder / "first"))  # waits for the disk, and imports
+    begin = time.monotonic()
+    if end_of(start(options, folder / "whole")) != 0:
+        raise RuntimeError("expected a run to end well when nobody interferes")
     whole = Whole(time.monotonic() - begin, result(folder / "whole"))
     disk = folder / "disk"
     disk.mkdir()
@@ -141,9 +150,12 @@ def one_round(
 ) -> Round:
     how = signal.SIGTERM if number % 3 == 2 else signal.SIGKILL
     at_steps, met = [], ""
-    for _ in range(1 if hindrances else _NUM_KILLS):
+    for is_later in (False,) if hindrances else (False, True):
+        before = newest(out)
         child = start(options, out)
-        time.sleep(generator.uniform(0, whole.seconds))
+        if is_later:
+            wait_for_newer(out, before, whole.seconds)
+        time.sleep(generator.uniform(0, whole.seconds * (_TRAINING if is_later else 1)))
         os.kill(child, how)
         code = end_of(child)
         if code not in (0, -how, 128 + how):

@@ -26,7 +26,7 @@ def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
     name = "preferences" if form == "dpo" else "completions"
     recipe = recipe_of(
         model__source=model,
-        data__source=write_rows(tmp_path / f"{name}.jsonl", rows(name, 50)),
+        data__source=write_rows(tmp_path / f"{name}.jsonl", rows(name, 40)),
         training__max_length=128,
         training__pad_to_multiple_of=32,
         training__packing=str(form == "packed").lower() if form != "dpo" else "auto",

@@ -66,8 +66,19 @@ TRAINING: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "weights of good and bad": ("labelled", {"method": "kto", "desirable_weight": 2}),
     "without a KL term": ("labelled", {"method": "kto", "loss_type": "apo_zero_unpaired"}),
+    "several at once": (
+        "text",
+        {
+            **{"neftune_noise_alpha": 5, "weight_decay": 0.5},
+            **{"optim": "rmsprop", "optim_args": "momentum=0.5"},
+            **{"lr_scheduler_type": "cosine_with_restarts"},
+            "lr_scheduler_kwargs": {"num_cycles": 2},
+        },
+    ),
 }
 SLOW = (
+    *("noise on the embedding", "weight decay", "arguments of an optimizer"),
+    "schedule with arguments",
     *("warm-up by steps", "moments", "clipping", "another optimizer", "rows in their order"),
     *("smoothed preferences", "another order"),
 )
@@ -86,8 +97,20 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "head and norms": {"target_modules": "q_proj", "modules_to_save": ["lm_head", "norm"]},
     "some tokens": {"target_modules": "q_proj", "trainable_token_indices": [5, 6]},
     "rank-stabilized DoRA": {"use_dora": True, "use_rslora": True},
+    "several at once": {
+        **{"bias": "all", "init_lora_weights": "gaussian"},
+        **{"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 32}},
+    },
 }
-SLOW_ADAPTERS = ("bias of B", "a start that is not the base", "but some modules", "some layers")
+SLOW_ADAPTERS = (
+    "biases",
+    "another start",
+    "ranks of their own",
+    "bias of B",
+    "a start that is not the base",
+    "but some modules",
+    "some layers",
+)
 
 
 def trained(model: Path, data: Path, out: Path, form: str = "text", **more: Any) -> Trained:

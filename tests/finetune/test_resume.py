@@ -218,10 +218,10 @@ def test_a_run_without_a_checkpoint_may_begin_as_another(
 
 @pytest.fixture
 def longer(model: Path, tmp_path: Path) -> dict[str, Any]:
-    """A run of four steps an epoch, whose learning rate does not hang on its length."""
+    """A run of two steps an epoch, whose learning rate does not hang on its length."""
     data = tmp_path / "data"
     data.mkdir()
-    write_rows(data / "completions.jsonl", rows("completions", 16))
+    write_rows(data / "completions.jsonl", rows("completions", 8))
     options = options_for(model, data, tmp_path / "run")
     del options["training__max_steps"]
     return {
@@ -239,15 +239,15 @@ def test_a_finished_run_is_trained_further(
     folder = Path(longer["output__folder"])
     first = run(recipe_of(**longer))
     recipe = recipe_of(**{**longer, "training__num_train_epochs": 2})
-    break_at(monkeypatch, recipe, 6)  # and is interrupted once more
-    assert (folder / "adapter-4" / "adapter_model.safetensors").read_bytes() == first.adapter
+    break_at(monkeypatch, recipe, 4)  # and is interrupted once more
+    assert (folder / "adapter-2" / "adapter_model.safetensors").read_bytes() == first.adapter
     assert not (folder / "adapter").exists()
     second = run(recipe)
-    assert "going on after step 5 of 8" in second.said and "longer" not in second.said
+    assert "going on after step 3 of 4" in second.said and "longer" not in second.said
     whole = {**longer, "output__folder": tmp_path / "whole", "training__num_train_epochs": 2}
     expected = run(recipe_of(**whole))
     assert (second.adapter, second.losses) == (expected.adapter, expected.losses)
-    assert events(recipe) == list(range(1, 9))
+    assert events(recipe) == list(range(1, 5))
     assert second.adapter != first.adapter
     for same in (1, 2):  # that is finished now, and cannot become shorter
         with pytest.raises(RunFolderError, match="with more --epochs or --steps"):
@@ -262,7 +262,7 @@ def test_a_schedule_of_another_length_is_said(longer: dict[str, Any]) -> None:
         run(recipe_of(**recipe))
     found = run(recipe_of(**{**options, "training__num_train_epochs": 2}))
     assert "the run is longer than it was begun" in found.said
-    assert "going on after step 4 of 8" in found.said
+    assert "going on after step 2 of 4" in found.said
 
 
 def test_a_longer_run_keeps_its_micro_batches(longer: dict[str, Any]) -> None:
@@ -270,9 +270,9 @@ def test_a_longer_run_keeps_its_micro_batches(longer: dict[str, Any]) -> None:
     options = {**longer, "training__gradient_accumulation_steps": "auto"}
     options["training__per_device_train_batch_size"] = 1
     first = run(recipe_of(**options))
-    assert "16 steps of 1 rows" in first.said
+    assert "8 steps of 1 rows" in first.said
     said = announced(recipe_of(**{**options, "training__num_train_epochs": 10}))
-    assert "160 steps of 1 rows" in said and "going on after step 16" in said
+    assert "80 steps of 1 rows" in said and "going on after step 8" in said
 
 
 TEMPLATE = NAMED["chatml"].text

@@ -171,11 +171,11 @@ def test_unknown_attention(name: str, what: str, dry: Callable[..., str]) -> Non
 
 
 def test_the_steps_that_are_announced_are_those_that_are_trained(
-    model: Path, data: Path, tmp_path: Path
+    model: Path, tmp_path: Path
 ) -> None:
     options = {
         "model__source": model,
-        "data__source": data / "text.jsonl",
+        "data__source": write_rows(tmp_path / "text.jsonl", "text", 100),
         "training__max_length": 64,
     }
     for epochs, batch in ((0.3, 2), (1.5, 4)):
@@ -225,7 +225,7 @@ def test_enough_updates(case: str, dry: Callable[..., str], tmp_path: Path) -> N
 def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
     """Its warm-up would have been all of it, at a rate of 0."""
     rates = {}
-    for number in (1, 60):
+    for number in (1, 40):
         recipe = recipe_of(
             model__source=model,
             data__source=write_rows(tmp_path / f"{number}.jsonl", "text", number),
@@ -240,7 +240,7 @@ def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
         logged = [event for each in lines if (event := json.loads(each))["event"] == "log"]
         rates[number] = [each["learning_rate"] for each in logged]
     assert rates[1] == [2e-4]
-    assert rates[60][0] == 0.0 and rates[60].count(0.0) == 1  # two steps of 60 warm up
+    assert rates[40][0] == 0.0 and rates[40].count(0.0) == 1  # two steps of 40 warm up
 
 
 def test_a_budget_that_nobody_gave_is_what_is_free(

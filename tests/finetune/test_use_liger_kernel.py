@@ -39,7 +39,7 @@ COMMON: dict[str, Any] = {
     "training__max_length": 8,
     "training__pad_to_multiple_of": 8,
     "training__packing": False,
-    "training__gradient_accumulation_steps": 2,
+    "training__gradient_accumulation_steps": 1,
     "training__learning_rate": 1e-2,
     "training__warmup_steps": 0,
     "training__max_steps": 2,

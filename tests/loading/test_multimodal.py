@@ -7,7 +7,7 @@ image rows is in test_image_rows.py.
 import json
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -280,14 +280,27 @@ def image_run(name: str, seed: int = 0) -> dict[str, Any]:
     return {**RUN, "padded": False, "form": form}
 
 
+@pytest.fixture(scope="module")
+def resident_of_images(checkpoints: Checkpoints) -> Callable[[str], list[torch.Tensor]]:
+    """What a resident model computes of rows with images."""
+
+    @cache
+    def trained(name: str) -> list[torch.Tensor]:
+        return train(resident(checkpoints(name)), together=False, **image_run(name))
+
+    return trained
+
+
 @pytest.mark.parametrize("name", FEW)
-def test_images_streamed_equal_resident(name: str, checkpoints: Checkpoints) -> None:
+def test_images_streamed_equal_resident(
+    name: str, checkpoints: Checkpoints, resident_of_images: Callable[[str], list[torch.Tensor]]
+) -> None:
     """Adapters on the language model; the others are in ``test_images_train_what_stays``.
 
     Control: with other images the losses are others.
     """
     family, path = FAMILIES[name], checkpoints(name)
-    expected = train(resident(path), together=False, **image_run(name))
+    expected = resident_of_images(name)
     first = {**image_run(name, seed=1), "sizes": RUN["sizes"][:1]}
     other = train(resident(path), together=False, **first)
     assert not any(map(same_bits, other[:2], expected[:2]))
@@ -317,7 +330,9 @@ def test_images_recorded_equal_resident(checkpoints: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_images_with_the_head_in_slices(name: str, checkpoints: Checkpoints) -> None:
+def test_images_with_the_head_in_slices(
+    name: str, checkpoints: Checkpoints, resident_of_images: Callable[[str], list[torch.Tensor]]
+) -> None:
     """And the embedding on the host, into whose rows the images are put."""
     policy: Any = {"stream_head": True, "stream_embedding": True}
     results = []
@@ -326,7 +341,7 @@ def test_images_with_the_head_in_slices(name: str, checkpoints: Checkpoints) -> 
         assert poros.runtime(model).stats()["fallbacks"] == []
         results.append(train(model, together=False, **image_run(name)))
     assert same(*results)
-    plain = train(resident(checkpoints(name)), together=False, **image_run(name))
+    plain = resident_of_images(name)
     torch.testing.assert_close(results[0][0], plain[0], rtol=1e-3, atol=0)
 
 

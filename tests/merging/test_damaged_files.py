@@ -336,7 +336,7 @@ def test_a_damaged_file(
     content = (tmp_path / file).read_bytes()
     (tmp_path / file).write_bytes(DAMAGES[file][damage](content))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("poros.loaders.bounded.SECONDS", 2)  # plenty for what is small
+    monkeypatch.setattr("poros.loaders.bounded.SECONDS", 1)  # plenty for what is small
     before = sorted(each.name for each in tmp_path.iterdir())
     start = seconds()
     result = poros_command(*COMMANDS[command])

@@ -43,20 +43,16 @@ def accumulate(
         batches: Arguments for ``loss``, one for each micro-batch.
         loss: Function of the model and one of ``batches`` that returns the tensor to call
             ``backward`` on; by default the model's own loss for ``model(**batch)``, divided by the
-            number of batches. Poros calls it twice for each batch, or three times if the head is in
-            host memory, and stops all calls but the last one half-way. It must therefore call the
-            model exactly once with gradients, in the same way each time. Before the last call,
-            Poros restores what the earlier calls changed: random states of PyTorch, Python and
-            NumPy; the batch, of which they get a copy; attributes of ``loss`` and of the object it
-            is a method of, variables around it, global variables that it uses, and these of the
-            functions that it calls in its own file. This covers numbers, texts, bools, None, tuples
-            of them, and the elements of lists, dicts, sets and deques of up to 1000 elements.
+            number of batches. It is called once for each batch, and must call the model exactly
+            once with gradients. It is interrupted behind each of the model's layers, and before a
+            head in host memory, while the others come to the same place.
 
     Returns:
         The losses that ``loss`` returned, detached, in order.
 
     Note: How many go together
-        As many micro-batches go through the layers together as fit: all of them, or half of them,
+        The first micro-batch of a kind (a loss, and batches of its form) runs alone and is watched.
+        Of the others as many go through the layers together as fit: all of them, or half of them,
         and so on. If Poros measures and chooses the memory (see ``StreamingPolicy.vram_budget``)
         and most layers can keep their activations, micro-batches run one after the other: there is
         then little to load, and each saves a recomputation.
@@ -64,18 +60,22 @@ def accumulate(
     Exactness:
         Gradients, random states and losses are bit for bit those of one micro-batch after the
         other. Where grouping cannot give them, micro-batches run one after the other, which a log
-        line and ``poros.runtime(model).stats()`` report: for example with a loss that reads or
-        writes gradients of parameters, or takes some by ``torch.autograd.grad``. Poros does not see
-        edits that PyTorch does not count (through ``.data`` or NumPy) between micro-batches,
-        gradients that were read before and kept, and what ``loss`` changes elsewhere: in objects
-        that it holds, in files, in iterators. If that decides the arguments of the model, it raises
-        an error; if it decides the loss alone, ``loss`` finds it changed twice or three times.
+        line and ``poros.runtime(model).stats()`` report: for example with a loss that uses
+        parameters of layers itself, or takes some gradients by ``torch.autograd.grad``. That is
+        found out at the first micro-batch; what only a later one does raises an error. Between the
+        parts of ``loss`` before the layers, behind them and behind the head, those of other batches
+        run: attributes of the object that it is a method of, and variables around it, may not pass
+        values from one part to another, which is found out likewise. Poros does not see edits that
+        PyTorch does not count (through ``.data`` or NumPy) between micro-batches, gradients that
+        were read before and kept, and what passes from part to part elsewhere: within other
+        objects, in files, in iterators, in generators of random numbers of one's own. Have such a
+        loss read and write it on one side of the call of the model.
 
     Raises:
-        UnsupportedModelError: If ``loss`` turns out to be unsuitable when there are already
-            gradients.
-        RematerializationError: As in any backward of a prepared model; and if the model was called
-            with other values the second time. The gradients are then wrong.
+        UnsupportedModelError: If ``loss`` does for a later micro-batch what cannot be grouped, and
+            did not for the first one. Gradients are incomplete then.
+        RematerializationError: As in any backward of a prepared model; and if a micro-batch has
+            drawn other random numbers than those of its kind before.
     """
     todo = list(batches)
     compute = loss or partial(_own_loss, num_batches=len(todo))

@@ -1,10 +1,10 @@
 """Trainers whose gradient accumulation loads each block once for all micro-batches of a step.
 
 ``transformers.Trainer`` fetches all micro-batches of a step before the first of them, and then
-calls ``training_step`` for each. The mixin takes them through the layers together at the first of
-these calls. Each call then computes its own loss, by the trainer's own code, so what is logged,
-scaled and noted down is the trainer's; the layers' backwards come with the last of them, since a
-trainer exchanges gradients between ranks in that one alone.
+calls ``training_step`` for each. The mixin begins the training steps of all at the first of these
+calls and takes them through the layers together. Each call then has its own step end, by the
+trainer's own code, so what is logged, scaled and noted down is the trainer's; the layers' backwards
+come with the last of them, since a trainer exchanges gradients between ranks in that one alone.
 """
 
 import logging
@@ -36,8 +36,9 @@ class BlockMajorMixin:
         one after the other, which a log line and ``poros.runtime(model).stats()`` report. A
         ``training_step`` of another class, or a callback, that uses gradients between micro-batches
         gets those of sequential micro-batches: each such use completes the backwards of the
-        micro-batches before it, which then load their blocks for themselves. See
-        ``poros.accumulate`` for the requirements on a loss, and for what Poros does not see.
+        micro-batches before it, which then load their blocks for themselves. A ``training_step``
+        runs once for each micro-batch, and is interrupted behind each layer: see
+        ``poros.accumulate`` for the requirements on it, and for what Poros does not see.
     """
 
     _samples: Samples | None = None

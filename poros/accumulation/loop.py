@@ -230,7 +230,7 @@ def _form_of(value: Any) -> Hashable:
         return type(value), tuple((key, _form_of(each)) for key, each in value.items())
     if isinstance(value, list | tuple):
         return type(value), tuple(dict.fromkeys(map(_form_of, value)))
-    return type(value)
+    return (type(value),)
 
 
 class Kind(NamedTuple):

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from poros.accumulation.calls import ADVICE, Calls, NotGrouped, Watchers, key_of
 from poros.accumulation.draws import Draws, between
+from poros.accumulation.gradients import weakly
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.nodes import nodes_from
@@ -257,7 +258,7 @@ class MicroBatch:
         cut.is_open = True
         if given.requires_grad:
             self._source = given
-            given.register_hook(self._note_arrival)
+            given.register_hook(weakly(self._note_arrival))
         taken = cut.take()
         return (
             tuple(taken if value is given else value for value in args),

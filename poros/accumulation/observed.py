@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from poros.accumulation.calls import Calls, NotGrouped, key_of, watchers
 from poros.accumulation.draws import Drawn, between
-from poros.accumulation.gradients import Watch
+from poros.accumulation.gradients import Watch, weakly
 from poros.accumulation.modules import CONTAINERS, Modules, Outside, is_like
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import nodes_from
@@ -103,6 +103,7 @@ class Observer:
             context.in_place = None
             if self._reader is not None:
                 self._reader.in_place = None
+            self._calls.behind, self._below = None, []
         self._conclude()
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
@@ -146,7 +147,7 @@ class Observer:
         if self._calls.num_calls == len(self._layers):
             self._states.append(Start.capture(self._device))
             if found.requires_grad:
-                found.register_hook(self._arrived)
+                found.register_hook(weakly(self._arrived))
             self._watch.begin()
             self._names.begin()
             if self._given is not None:
@@ -254,7 +255,7 @@ class _Given(torch.Tensor):
 
     @classmethod
     def watch(cls, tensor: torch.Tensor, used: Callable[[], None]) -> None:
-        tensor.__class__ = cls  # type: ignore[assignment]
+        tensor.__class__ = cls
         cast(_Given, tensor).used = weakref.WeakMethod(used)
 
     @classmethod
@@ -274,7 +275,7 @@ class _Given(torch.Tensor):
 def _is_arrived_at(parameter: torch.Tensor) -> bool:
     """Whether the backward that goes on is to come to ``parameter``, and leave a gradient there."""
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:  # in torch.autograd.grad
         return False
 

@@ -12,7 +12,7 @@ from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
 from poros.stream.settings import Settings
 from poros.stream.state import AutocastState

@@ -156,6 +156,7 @@ class Group:
         inside = [each for each in self._trained if id(each) in self._in_layers]
         # Where gradients are exchanged, DDP would take an edge to a parameter for its gradient.
         edges = [] if self._ranks.is_ddp else inside
+        before = Gradients(self._trained)
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
@@ -163,6 +164,11 @@ class Group:
                 with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
                     self._go_on(batch)
                 self._require_unedited()
+                if number and before.changed():
+                    raise UnsupportedModelError(
+                        "expected a loss that calls the model before its backward, as the first "
+                        f"one of its kind did, found one that does not call it. {ADVICE}"
+                    )
                 if batch.reason is not None or batch.code.is_over:
                     self.behind = batch
                     self._behind_marks = self._outside.marks()

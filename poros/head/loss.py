@@ -166,26 +166,6 @@ class LossInputs(NamedTuple):
             added=None if self.added is None else self.added.detach(),
         )
 
-    def is_like(self, other: "LossInputs") -> bool:
-        """Whether ``other`` is equal in all but values."""
-        return (
-            self.is_trained == other.is_trained
-            and self.given[2:] == other.given[2:]
-            and list(map(_form, self._tensors())) == list(map(_form, other._tensors()))
-        )
-
-    def differs_from(self, other: "LossInputs") -> torch.Tensor:
-        """Compare values bit for bit: True where they differ, a bool on the device."""
-        found = [
-            (_as_integers(own) != _as_integers(its)).any()
-            for own, its in zip(self._tensors(), other._tensors(), strict=True)
-            if own is not None and its is not None
-        ]
-        return torch.stack(found).any()
-
-    def _tensors(self) -> list[torch.Tensor | None]:
-        return [self.hidden, self.bias, self.added, self.given.labels]
-
 
 class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
@@ -268,16 +248,6 @@ def _gradient_of_head(
         if by_added is not None:
             by_added[part] = product(weights, hidden[:, num_columns:])
     return by_weight, by_bias, by_added
-
-
-def _form(tensor: torch.Tensor | None) -> object:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """View the bits, such that a NaN equals itself."""
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().contiguous().view(kinds[tensor.element_size()])
 
 
 def _require_in_range(labels: torch.Tensor, num_rows: int, ignore_index: int) -> None:

@@ -41,14 +41,14 @@ class AutocastState(NamedTuple):
         """Of the same device type, at this moment."""
         return self.capture(self.device_type)
 
-    def enter(self, has_cache: bool = False) -> torch.autocast:
-        """The same autocast, by default without its cache of cast weights.
+    def enter(self) -> torch.autocast:
+        """The same autocast, without its cache of cast weights.
 
         The cache is keyed by tensor: a cast of an adapter that is there would be reused, and the
         graph of a recomputation would not be its own.
         """
         return torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=has_cache
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
         )
 
 
@@ -69,11 +69,11 @@ class Surroundings(NamedTuple):
     def is_autocast(self) -> bool:
         return any(each.enabled for each in self.autocast)
 
-    def enter(self, stack: ExitStack, has_cache: bool = False) -> None:
-        """Have them until ``stack`` is closed; ``has_cache``: see ``AutocastState.enter``."""
+    def enter(self, stack: ExitStack) -> None:
+        """Have them until ``stack`` is closed."""
         for each in self.autocast:
             if each.enabled or torch.is_autocast_enabled(each.device_type):
-                stack.enter_context(each.enter(has_cache))
+                stack.enter_context(each.enter())
         stack.enter_context(self.settings.replay())
 
 

@@ -80,7 +80,8 @@ class Marks(NamedTuple):
     """The containers in them that are not empty, among which are hooks and buffers, and copies."""
     empty: list[Any]
     """Other containers."""
-    buffers: list[torch.Tensor]
+    buffers: list[tuple[torch.Tensor, torch.Tensor | None]]
+    """And copies of those that are small."""
     versions: list[int]
     """Of buffers."""
 
@@ -109,11 +110,12 @@ class Outside:
         ]
         buffers = [each for own in self._owners for each in own["_buffers"].values()]
         buffers = [each for each in buffers if each is not None]
+        copies = [each.clone() if each.nbytes <= _SMALL_NUM_BYTES else None for each in buffers]
         return Marks(
             [own.copy() for own in self._owners],
             [(each, each.copy()) for each in containers if each],
             [each for each in containers if not each],
-            buffers,
+            list(zip(buffers, copies, strict=True)),
             [each._version for each in buffers],
         )
 
@@ -121,7 +123,7 @@ class Outside:
         """Whether nothing was bound since."""
         return (
             not any(marks.empty)
-            and [each._version for each in marks.buffers] == marks.versions
+            and self._are_buffers_at(marks)
             and all(starmap(is_like, marks.contents))
             and all(map(_is_same_table, self._owners, marks.tables))
         )
@@ -141,7 +143,31 @@ class Outside:
                 container.clear()
                 fill = container.update if hasattr(container, "update") else container.extend
                 fill(content)
-        return [each._version for each in marks.buffers] == marks.versions
+        return self._are_buffers_at(marks)
+
+    def _are_buffers_at(self, marks: Marks) -> bool:
+        """Whether they hold what they held; DDP writes to them before a forward, mostly the same.
+
+        Streams:
+            The host waits for the device if somebody has written.
+        """
+        versions = [each._version for each, _ in marks.buffers]
+        if versions != marks.versions:
+            written = [
+                pair
+                for pair, now, then in zip(marks.buffers, versions, marks.versions, strict=True)
+                if now != then
+            ]
+            if not all(copy is not None and is_same_bits(own, copy) for own, copy in written):
+                return False
+            marks.versions[:] = versions
+        return True
+
+
+def is_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both hold the same bytes: a NaN equals itself in them."""
+    left, right = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(left, right)
 
 
 def _is_same_table(own: dict[str, Any], table: dict[str, Any]) -> bool:
@@ -154,6 +180,7 @@ def _is_same_table(own: dict[str, Any], table: dict[str, Any]) -> bool:
 
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_SMALL_NUM_BYTES = 2**20
 _LEFT_OUT = frozenset({"_parameters", "_modules", "training"})
 
 

@@ -115,6 +115,18 @@ def growing(model: Model) -> None:
     base.rotary_emb.register_forward_hook(grow)
 
 
+def writing(change: float) -> Any:
+    """A forward writes to a buffer; with 0 what was in it, as DDP does before a forward."""
+
+    def make(model: Model) -> None:
+        def write(module: Any, args: Any) -> None:
+            module.inv_freq.copy_(module.inv_freq * (1 + change))
+
+        model.get_base_model().model.rotary_emb.register_forward_pre_hook(write)
+
+    return make
+
+
 def tied(model: Model) -> None:
     first, second = (layer.self_attn.q_proj.lora_A for layer in layers(model)[:2])
     second.default.weight = first.default.weight
@@ -147,6 +159,8 @@ AROUND = {
     "dropout outside the layers": program(dropout_outside, lengths=(8,), sizes=(3, 3)),
     "draws in the backward of the norm": program(noisy_norm, lengths=(8,)),
     "rotary embeddings that grow": program(growing, "changes the model", lengths=(20, 60, 40)),
+    "a buffer that is written to": program(writing(0.01), "changes the model"),
+    "a buffer that is written to, the same": program(writing(0.0)),
     "tied adapters": program(tied, SEVERAL),
     "a trained vocabulary": program(base=partial(vocabulary, is_tied=False)),
     "a trained vocabulary, tied": program(end=SEVERAL, base=partial(vocabulary, is_tied=True)),

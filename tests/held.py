@@ -5,6 +5,7 @@ word in host memory stands still for as long as the test needs it to.
 """
 
 import ctypes
+import threading
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from poros.streams import Event
 from tests.hostile_streams import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, POISON
 
 _EQUAL_OR_GREATER = 0
+PATIENCE_S = 10.0
 
 
 class Gate:
@@ -44,7 +46,8 @@ class OutOfOrder(CudaStreams):
 
     - without ``COPY_AFTER_RELEASE``, its layer stands still until the copy of the slot's next block
       is done, which nothing keeps from running;
-    - without ``COMPUTE_AFTER_COPY``, its copy stands still until the layer is done.
+    - without ``COMPUTE_AFTER_COPY``, its copy stands still until the layer is done, or until the
+      host has waited for it for ``PATIENCE_S``: the layer's kernels are past it by then.
     """
 
     def __init__(self, device: torch.device, without: str) -> None:
@@ -68,6 +71,10 @@ class OutOfOrder(CudaStreams):
                     target.fill_(POISON)
                 self._copies().synchronize()
                 self._gate.hold(self._copies())
+                # A check of the layer may wait for the copy before its visit has ended.
+                opener = threading.Timer(PATIENCE_S, self._gate.open)
+                opener.daemon = True
+                opener.start()
             event = super().copy(target, source, after=after)
             self._victim = event if is_second else self._victim
             return event

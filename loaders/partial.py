@@ -65,7 +65,10 @@ def _take(partial: Path) -> int:
     while True:
         is_new = not partial.exists()
         partial.mkdir(exist_ok=True)
-        lock = os.open(partial, _FLAGS)
+        try:
+            lock = os.open(partial, _FLAGS)
+        except FileNotFoundError:
+            continue  # its writer has just put it in its place, or removed it
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -77,7 +80,7 @@ def _take(partial: Path) -> int:
                 raise
         if _is_at(partial, lock):
             return lock
-        os.close(lock)  # its writer has put it in its place, or removed it
+        os.close(lock)  # likewise
 
 
 def _is_at(partial: Path, lock: int) -> bool:

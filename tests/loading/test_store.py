@@ -13,6 +13,7 @@ import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -260,6 +261,23 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
     errors = [result for result in results if isinstance(result, StoreWriteError)]
     assert len(results) == 8 > len(errors)
     assert all("not empty" in str(error) for error in errors)
+    assert_one_good_store(tmp_path)
+
+
+def test_another_writer_removes_its_folder_as_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine, removed = os.open, list[Path]()
+
+    def removing(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).endswith(".partial") and not removed:
+            removed.append(path)
+            os.rmdir(path)
+        return genuine(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", removing)
+    write(tmp_path / "store")
+    assert removed
     assert_one_good_store(tmp_path)
 
 

@@ -64,7 +64,8 @@ def _take(partial: Path) -> int:
     """Make the folder, or take it over; return the descriptor that keeps its lock."""
     while True:
         is_new = not partial.exists()
-        partial.mkdir(exist_ok=True)
+        with suppress(FileExistsError):
+            partial.mkdir()
         try:
             lock = os.open(partial, _FLAGS)
         except FileNotFoundError:

@@ -81,7 +81,7 @@ def _take(partial: Path) -> int:
                 raise
         if _is_at(partial, lock):
             return lock
-        os.close(lock)  # likewise
+        os.close(lock)  # it is another folder's by now
 
 
 def _is_at(partial: Path, lock: int) -> bool:

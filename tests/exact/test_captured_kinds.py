@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback
 
 import poros
 from poros.errors import ParityError
+from poros.gates import tiny
 from poros.replay.captures import ARGUMENTS
 from poros.replay.forms import Form, HeldGraphs
 from tests.comparing import compare_trajectories
@@ -242,6 +243,22 @@ def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
         assert captures.num_replays >= 2 * 2 * 2
         # Of each of two layers: a forward, a backward, and the steady one that proves it.
         assert recorder.num_recorded == 2 * 3
+
+
+def test_attention_that_does_not_repeat_itself_in_micro_batches_together(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several backwards of a layer come before what proves the first can be recorded."""
+    make_unsteady(monkeypatch)
+    model = adapted(bases, lora_dropout=0.1)
+    captures, recorder = recorded(model, self_check="off")
+    batch = tiny.make_batches(1, batch_size=1, num_tokens=8, padded=False)[0]
+    for _ in range(6):
+        poros.accumulate(model, [dict(batch) for _ in range(3)])
+        model.zero_grad()
+    assert not any("other bits" in reason for reason in captures.eager)
+    assert recorder.num_recorded == 2 * 3
+    assert captures.num_replays > 2 * 2 * 2 * 3
 
 
 def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(

@@ -40,7 +40,7 @@ STEP = tuple(
         "": "cuda_streams streams",
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
-        "offload precision rng settings state staying visit "
+        "offload rng settings state staying visit "
         "within",
         "replay": "call captures facts forms recording remat routing template uses",
         "model": "measuring runtime sizing",

@@ -116,8 +116,6 @@ class LayerCall:
 
     def obstacle(self) -> str | None:
         """Why this call is not to be replayed, as far as that can be seen before it."""
-        if self.layer.is_compiled:
-            return "compiled layers"
         if self.condition.has_hooks:
             return "hooks"
         if recorded_outputs() - {RESULTS}:

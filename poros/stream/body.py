@@ -18,11 +18,9 @@ from torch import nn
 from poros.errors import PreparedModelError
 from poros.kernels.adapters import KernelStats
 from poros.kernels.dense_layer import DenseLayer
-from poros.kernels.forwards import unpatch
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
 from poros.stream.adapters import AdapterPlace, staying_places
-from poros.stream.compiled import CompiledForward
 from poros.stream.condition import Condition
 from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import ActivationOffloader, OffloadedInput
@@ -211,8 +209,7 @@ class LayerBody:
             None if dense is None else lambda found: dense.fill(index, found.dense_weights),
         )
         self.own_forward: Callable[..., Any] = type(layer).forward
-        """Takes the layer and its arguments; compiled if that was asked for."""
-        self.is_compiled = False
+        """Takes the layer and its arguments."""
         self._known: Condition | None = None
         self._is_in_a_row = False
         self._layer = weakref.ref(layer)
@@ -223,29 +220,9 @@ class LayerBody:
         return self._layer()
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's own forward, compiled if that was asked for; only inside a visit."""
+        """The layer's own forward; only inside a visit."""
         self._known = None
-        if isinstance(self.own_forward, CompiledForward):
-            self.own_forward.require_few_forms(args, kwargs)
-            if self.context.tally is not None:
-                self.context.tally.note_compiled(self._contents.adapter_modules)
         return self.own_forward(self._layer(), *args, **kwargs)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the layer's own forward, as ``nn.Module.compile`` does for a resident layer.
-
-        From then on it runs PEFT's modules, which ``stats`` counts, and bitsandbytes' kernels.
-
-        Raises:
-            UnsupportedModelError: If the layer has dropout.
-        """
-        layer = self._layer()
-        if layer is None:
-            return
-        self.own_forward = CompiledForward(layer, self.name, args, kwargs)
-        self.is_compiled = True
-        # The compiler would compile anew for each of our forwards, and reach its limit.
-        unpatch(layer.modules())
 
     @contextmanager
     def visit(self, phase: Phase, leaves: Sequence[ProxyLeaf] = ()) -> Iterator[torch.Tensor]:
@@ -268,7 +245,7 @@ class LayerBody:
     def sharing_dense(self) -> AbstractContextManager[None]:
         """Calls in the body share the layer's dense weights, if there is memory for them."""
         dense = self.context.dense
-        return nullcontext() if dense is None or self.is_compiled else dense.use(self.index)
+        return nullcontext() if dense is None else dense.use(self.index)
 
     @property
     def dense_address(self) -> int | None:

@@ -325,11 +325,10 @@ class RecomputedCall:
         if self._offloaded is not None:
             args = (self._offloaded.fetch(), *args[1:])
         args, kwargs = copied(args, ""), copied(self._kwargs, "")
-        is_unwatched = not (self._condition.has_hooks or layer.is_compiled)
-        # A mode that sees operators would see tensors without values.
-        leaves_out = is_unwatched and not torch._C._len_torch_dispatch_stack()
+        # Hooks, and a mode that sees operators, would see tensors without values.
+        is_seen = self._condition.has_hooks or torch._C._len_torch_dispatch_stack()
         with (
-            Recomputation(layer.context.tally, leaves_out),
+            Recomputation(layer.context.tally, not is_seen),
             layer.context.watching_graph() or nullcontext(),
             layer.visit(Phase.BACKWARD, self._leaves) as slot,
             self._ambient.but_random(contents.modules()),

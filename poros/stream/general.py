@@ -15,9 +15,6 @@ Nothing is stopped early: hooks on modules inside a layer run twice per step, on
 and once in the recomputation, and the random states behind both are compared. Where there are such
 hooks, the random states are Python's and NumPy's too, and so are sums over the saved tensors: what
 a hook draws from a generator of its own is noticed.
-
-Where the caller has saved-tensor hooks of his own around the forward (``save_on_cpu``), these keep
-what they are given, as in a resident model, and nothing is recomputed.
 """
 
 import gc
@@ -32,7 +29,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from poros.errors import RematerializationError
+from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.adapters import Recomputation, note_last
 from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.lazy_tensor import forget, values_of
@@ -41,12 +38,10 @@ from poros.slots.schedule import Phase
 from poros.stream.args import copied
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
-from poros.stream.rng import RngStash, Start
+from poros.stream.rng import Start
 from poros.stream.state import AmbientState
 from poros.stream.visit import ProxyLeaf
 from poros.stream.within import SavedTensorHooks, without_collector
-
-_Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class _Saved:
@@ -80,13 +75,6 @@ class _InSlot(NamedTuple):
         return slab.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class _Packed(NamedTuple):
-    """Stands in the graph for a saved tensor that the caller's own hooks keep."""
-
-    kept: Any
-    sums: torch.Tensor
-
-
 class RecomputedCall:
     """One call of one layer, from its forward until its graph is gone.
 
@@ -98,7 +86,8 @@ class RecomputedCall:
         leaves: What is to be there instead of parameters.
 
     Raises:
-        UnsupportedModelError: If an argument may be written to by the side.
+        UnsupportedModelError: If an argument may be written to by the side; and within saved-tensor
+            hooks of the caller, which would have nothing to keep.
     """
 
     def __init__(
@@ -109,6 +98,13 @@ class RecomputedCall:
         condition: Condition,
         leaves: Sequence[ProxyLeaf] = (),
     ) -> None:
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise UnsupportedModelError(
+                f"{layer.name}: expected no saved-tensor hooks around the forward of a prepared "
+                "model, found some (save_on_cpu, activation_offloading, checkpointing of what "
+                "holds the layers?). Its layers are recomputed, so nothing of them is kept; leave "
+                "the hooks away. offload_boundaries=True has inputs of layers wait on the host"
+            )
         self.layer = layer
         self._leaves = leaves
         self._condition = condition
@@ -129,7 +125,6 @@ class RecomputedCall:
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._task: int | None = None
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
-        self._through: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's result, in the caller's graph.
@@ -191,13 +186,6 @@ class RecomputedCall:
                     "those of all layers are there at once. With ctx.save_for_backward they are "
                     "not",
                 )
-        if self._through is not None:
-            layer.context.fall_back(
-                "saved tensors kept by hooks of the caller",
-                "saved-tensor hooks around the forward (save_on_cpu?) keep what layers save, so "
-                "nothing is recomputed, and copies of their weights are kept as well. Without "
-                "these hooks both are left away",
-            )
         reused = [
             (cast, parameter) for parameter in casts if (cast := cached_cast(parameter)) is not None
         ]
@@ -224,12 +212,7 @@ class RecomputedCall:
         )
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        is_in_slot = _lies_in(tensor, self._memory)
-        if self._through is not None:
-            # A copy, because what the hooks do with it is unknown.
-            kept = self._undrawn(self._through[0], tensor.clone() if is_in_slot else tensor)
-            return _Packed(kept, sums_of_bits(tensor))
-        if is_in_slot:
+        if _lies_in(tensor, self._memory):
             return _InSlot.of(tensor)
         if self._is_watched:
             self._sums += self._sums_of(tensor)
@@ -252,18 +235,6 @@ class RecomputedCall:
         return [sums_of_bits(tensor).to(self.layer.device)]
 
     def _unpack(self, kept: Any) -> torch.Tensor:
-        if isinstance(kept, _Packed) and self._through is not None:
-            # Hooks keep what was saved; an operator also reads a 4-bit weight's scales in the slot.
-            self.layer.weights.lease(Phase.BACKWARD)
-            found: torch.Tensor = self._undrawn(self._through[1], kept.kept)
-            if not torch.equal(sums_of_bits(found), kept.sums):
-                raise RematerializationError(
-                    f"{self.layer.name}: expected saved-tensor hooks around the forward to give "
-                    "back what they were given, found other values. A resident model saves other "
-                    "tensors, so what such hooks change cannot be had exactly; use hooks that "
-                    "change nothing, or call poros.restore(model) and train this one resident"
-                )
-            return found
         task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled() and task >= 0:
             raise RematerializationError(
@@ -284,17 +255,6 @@ class RecomputedCall:
                 "had saved it; autograd refuses that in a resident model. Edit a copy"
             )
         return tensor
-
-    def _undrawn(self, hook: Callable[[Any], Any], value: Any) -> Any:
-        """What the hook makes of ``value``; a resident model calls it for other tensors."""
-        before = RngStash.capture(self.layer.device)
-        made = hook(value)
-        if not before.equals(RngStash.capture(self.layer.device)):
-            raise RematerializationError(
-                f"{self.layer.name}: expected saved-tensor hooks that draw no random numbers, "
-                "found one that does; it would draw others than in a resident model"
-            )
-        return made
 
     def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Run the layer once more; what its operators save, by number, and its version then."""

@@ -204,28 +204,6 @@ def forward_and_backward(model: Model) -> object:
     return loss
 
 
-# Saved-tensor hooks of the caller.
-
-
-def saved_by(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Program:
-    def program(model: Model) -> object:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            loss = P.loss_of(model)
-        loss.backward()
-        return loss
-
-    return program
-
-
-def coarse(tensor: torch.Tensor) -> Any:
-    is_float = tensor.dtype in (torch.float32, torch.bfloat16)
-    return (tensor.detach().to(torch.float8_e5m2) if is_float else tensor), tensor.dtype
-
-
-def noisy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor + torch.randn_like(tensor) if tensor.is_floating_point() else tensor
-
-
 def whole_model_checkpointed(model: Model) -> object:
     loss = checkpoint(P.loss_of, model, use_reentrant=False)
     loss.backward()

@@ -104,11 +104,6 @@ PROGRAMS: dict[str, Program] = {
     "a module used twice under autocast": Program(
         before=(UseTwice(part="mlp.down_proj", how="beside"),), steps=(Step(autocast="each"),)
     ),
-    "saved tensors on the host, of a product that reads scales in the slot as well": Program(
-        subject=Subject(kind="dora"),
-        policy=Policy(kernels="fused"),
-        steps=(Step(context="save_on_cpu"),),
-    ),
     "a trainable tensor switched on in a hook": Program(
         before=(Hook(does="add_tensor", layer=1, part="mlp", since=1),), steps=(Step(), Step())
     ),

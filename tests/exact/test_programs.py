@@ -20,7 +20,6 @@ from poros.stream.body import LayerBody
 from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
-from tests.exact import regions as R
 from tests.exact import subjects as S
 from tests.exact.arms import (
     Bases,
@@ -271,10 +270,3 @@ def test_what_functions_of_others_keep_is_said(bases: Bases) -> None:
     H.function_of_others("attribute")(model)
     (line,) = poros.runtime(model).stats()["fallbacks"]
     assert "KeepsAsItLikes" in line
-
-
-def test_hooks_that_keep_saved_tensors_are_said(bases: Bases) -> None:
-    model = streamed(S.PLAIN(bases))
-    R.on_the_host(model)
-    (line,) = poros.runtime(model).stats()["fallbacks"]
-    assert "hooks of the caller" in line

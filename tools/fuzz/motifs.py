@@ -300,7 +300,7 @@ def _enable(draft: Draft) -> None:
 
 def _context(draft: Draft) -> None:
     draft.step()["context"] = draft.dice.weighted(
-        {"save_on_cpu": 3, "anomaly": 1, "deterministic": 1}
+        {"save_on_cpu": 1, "anomaly": 1, "deterministic": 1}
     )
 
 

@@ -6,7 +6,6 @@ them, as the forward has found them.
 """
 
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,8 +25,6 @@ from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.stream.staying import Staying, StayingState
 from poros.stream.visit import BlockVisit, LayerBindings, ProxyLeaf, Visits
-
-logger = logging.getLogger(__name__)
 
 Kind = Literal["recomputed", "kept", "inference"]
 """Of a call: recomputed in backward, with its graph kept until then, or without a backward."""
@@ -95,9 +92,7 @@ class ModelContext:
         offloader: Where inputs wait for their backward; None keeps them on the device.
         check: Looks at the first calls of layers; None if nothing is checked.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
-        frugal: Classes of nodes of others that were seen to hold no activations by themselves.
         captures: Visits that are recorded and replayed; None if all of them run.
-        fallbacks: What was not as usual, one line each; each was logged once.
         in_place: Gives what is called in place of layers, if that is still there.
         is_confined: Whether each call of a layer has an autocast region of its own.
     """
@@ -126,16 +121,8 @@ class ModelContext:
         self.check: LayerCheck | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
         self.captures: Replayer | None = None
-        self.frugal: set[type] = set()
-        self.fallbacks: list[str] = []
         self.in_place: Callable[[], StandIn | None] | None = None
         self.is_confined = False
-
-    def fall_back(self, what: str, why: str) -> None:
-        """Note that something is not as usual, and log it once."""
-        if what not in self.fallbacks:
-            self.fallbacks.append(what)
-            logger.warning("poros: %s: %s", what, why)
 
     @contextmanager
     def confined(self, is_confined: bool) -> Iterator[None]:

@@ -173,19 +173,9 @@ class RecomputedCall:
         for output in outputs:
             output.grad_fn.register_prehook(begin)
         readers, casts = _walk(outputs, first, is_watched=self._is_watched)
+        hold = partial(_hold, layer, self._memory)
         for node in {*readers, *beside}:
-            node.register_prehook(partial(_hold, layer, self._memory, _kept_by(node)))
-            if not _is_of_others(node) or type(node) in layer.context.frugal:
-                continue
-            if not self._keeps(node):
-                layer.context.frugal.add(type(node))
-            else:
-                layer.context.fall_back(
-                    f"activations kept by {type(node)._forward_cls.__qualname__}",
-                    "it keeps tensors in attributes of its context, which are not recomputed: "
-                    "those of all layers are there at once. With ctx.save_for_backward they are "
-                    "not",
-                )
+            node.register_prehook(hold)
         reused = [
             (cast, parameter) for parameter in casts if (cast := cached_cast(parameter)) is not None
         ]
@@ -199,17 +189,6 @@ class RecomputedCall:
             self._values = {}
             self._values = self._recompute()
             self._task = task
-
-    def _keeps(self, node: Any) -> bool:
-        """Whether a function of others holds activations by itself."""
-        known = {each.data_ptr() for each in self._module.parameters()} if self._module else set()
-        return any(
-            _is_tensor(held)
-            and held.is_floating_point()
-            and not _lies_in(held, self._memory)
-            and held.data_ptr() not in known
-            for held in tree_leaves(list(vars(node).values()))
-        )
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if _lies_in(tensor, self._memory):
@@ -323,30 +302,14 @@ class RecomputedCall:
         return values
 
 
-def _kept_by(node: Any) -> Sequence[Any] | None:
-    """Where a node keeps tensors of a slot; None if that is unknown."""
-    kind = getattr(type(node), "_forward_cls", None)
-    if kind is None or not kind.__module__.startswith("bitsandbytes."):
-        return None
-    return getattr(node, "tensors", ()), getattr(node, "state", None)
-
-
-def _hold(layer: LayerBody, memory: int, kept: Sequence[Any] | None, _: object) -> None:
+def _hold(layer: LayerBody, memory: int, _: object) -> None:
     """Before a node that keeps tensors of the slot at ``memory`` as it likes."""
-    slab = layer.weights.lease(Phase.BACKWARD)
-    if slab.untyped_storage().data_ptr() == memory:
-        return
-    if kept is None:
+    if layer.weights.lease(Phase.BACKWARD).untyped_storage().data_ptr() != memory:
         raise RematerializationError(
             f"{layer.name}: expected its block to stay where it was between forward and backward, "
             "found it moved to make room, and a function or a hook within that may have kept its "
             "old weights. Run the backward before a forward of another shape"
         )
-    tensors, state = kept
-    states = [vars(each) for each in (state, getattr(state, "state2", None)) if each is not None]
-    for tensor in tree_leaves([tensors, *(list(each.values()) for each in states)]):
-        if _is_tensor(tensor) and _lies_in(tensor, memory):
-            tensor.data = _InSlot.of(tensor).within(slab)
 
 
 def _walk(

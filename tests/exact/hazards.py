@@ -297,25 +297,6 @@ def function_of_others(how: str, where: str = "within") -> Program:
     return program
 
 
-class KeepsItsScale(torch.autograd.Function):
-    """A product that keeps a parameter in an attribute."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        ctx.scale = scale
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradient * ctx.scale, None
-
-
-def scaled_by_a_norm(model: Model) -> None:
-    scale = layers_of(model)[1].input_layernorm.weight
-    with hooked(model, "mlp", lambda module, args, output: KeepsItsScale.apply(output, scale)):
-        P.loss_of(model).backward()
-
-
 def bitsandbytes_beside(model: Model) -> None:
     """Its own product, which keeps the packed weight, in what only a hook knows."""
     kept: list[torch.Tensor] = []

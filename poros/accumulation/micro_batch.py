@@ -18,10 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from poros.accumulation.calls import ADVICE, Calls, NotGrouped, Watchers, key_of
 from poros.accumulation.draws import Draws, between
-from poros.accumulation.gradients import weakly
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.kernels.nodes import nodes_from
+from poros.kernels.nodes import nodes_from, weakly
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start, is_same_state

@@ -18,10 +18,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from poros.accumulation.calls import Calls, NotGrouped, key_of, watchers
 from poros.accumulation.draws import Drawn, between
-from poros.accumulation.gradients import Watch, weakly
+from poros.accumulation.gradients import Watch
 from poros.accumulation.modules import CONTAINERS, Modules, Outside, is_like
 from poros.head.loss import LossInputs
-from poros.kernels.nodes import nodes_from
+from poros.kernels.nodes import nodes_from, weakly
 from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition

@@ -4,6 +4,9 @@ What may change between its forward and its backward is what may change between 
 that keeps the graph of its forward, with the same errors: see ``poros.stream.condition`` and
 ``poros.stream.state``; its input or any other tensor it was given must not be edited in place.
 
+Its arguments and results are taken apart into tensors and a template: a recording is made of one
+call and replayed for others, and a template says what all of them have in common.
+
 An edit that PyTorch does not count (a fused optimizer's step, a write through ``.data``) between a
 forward and its backward is seen in frozen adapters alone, by their values; of what is trained, or
 stays on the device, it is not seen, here or by autograd.
@@ -13,25 +16,67 @@ import copy
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from poros.errors import RematerializationError
-from poros.replay.template import tree_flatten, tree_unflatten
-from poros.stream.args import RESULTS, recorded_outputs
-from poros.stream.body import LayerBody
+from poros.errors import UnsupportedModelError
+from poros.stream.args import PLAIN, RESULTS, like, recorded_outputs
+from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput
-from poros.stream.rng import RngStash
-from poros.stream.state import AmbientState
 
 CHECK = "a check"
 """Why a visit runs: somebody looks at it."""
 
 
-class LayerCall:
+class LeafSpec(NamedTuple):
+    """Stands for tensor number ``number`` in a template."""
+
+    number: int
+
+
+def tree_flatten(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+    """``value`` with each distinct tensor moved to ``tensors`` and its place left behind.
+
+    Args:
+        value: A tensor, a plain value, or a (named) tuple of such.
+        where: What it is, for the error.
+        tensors: Extended; a tensor that is in it already is not added again.
+
+    Raises:
+        UnsupportedModelError: If there is anything else in ``value``.
+    """
+    if isinstance(value, torch.Tensor):
+        for number, known in enumerate(tensors):
+            if known is value:
+                return LeafSpec(number)
+        tensors.append(value)
+        return LeafSpec(len(tensors) - 1)
+    if isinstance(value, tuple):
+        return like(
+            value, [tree_flatten(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+        )
+    if isinstance(value, PLAIN):
+        return value
+    raise UnsupportedModelError(
+        f"{where}: expected tensors, tuples of them or plain values, found a "
+        f"{type(value).__qualname__}. What a layer reads from or writes to such an object by the "
+        "side would be lost when it is recomputed, so streaming it is refused"
+    )
+
+
+def tree_unflatten(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The value that ``template`` was made of, with ``tensors`` in the places."""
+    if isinstance(template, LeafSpec):
+        return tensors[template.number]
+    if isinstance(template, tuple):
+        return like(template, [tree_unflatten(item, tensors) for item in template])
+    return template
+
+
+class LayerCall(Call):
     """One call of one layer: its arguments taken apart, and the state around it.
 
     Attributes:
@@ -46,8 +91,7 @@ class LayerCall:
         kwargs: Mapping[str, Any],
         condition: Condition,
     ) -> None:
-        self.layer = layer
-        self.condition = condition
+        super().__init__(layer, condition)
         tensors: list[torch.Tensor] = []
         self._args = [
             tree_flatten(value, f"argument {index} of {layer.name}", tensors)
@@ -59,9 +103,6 @@ class LayerCall:
         }
         self.tensors: Sequence[torch.Tensor] = tensors
         self.offloaded: OffloadedInput | None = None
-        self._module = layer.module()  # lives as long as its graph, as the parameters do
-        self.ambient = AmbientState.capture(layer.device, condition.training)
-        self._rng_end: RngStash | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -163,22 +204,6 @@ class LayerCall:
     def surroundings(self) -> AbstractContextManager[object]:
         """The state around its forward but for random numbers; everything is put back."""
         return self.ambient.but_random(self.condition.contents.modules())
-
-    def note_end(self) -> None:
-        """Its forward has run or was replayed: note the random state."""
-        self._rng_end = RngStash.capture(self.layer.device)
-
-    def ends_with(self, state: RngStash) -> bool:
-        """Whether its forward has left the random state like this."""
-        return self._rng_end is not None and state.equals(self._rng_end)
-
-    def require_same_end(self) -> None:
-        """Raise unless random states now are those that the forward has left."""
-        if not self.ends_with(RngStash.capture(self.layer.device)):
-            raise RematerializationError(
-                f"{self.layer.name}: the recomputation drew other random numbers than the forward; "
-                "the layer draws depending on state that is not its input"
-            )
 
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""

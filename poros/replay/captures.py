@@ -48,7 +48,6 @@ from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
 from poros.stream.body import Kind, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.rng import RngStash
 from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
@@ -199,7 +198,7 @@ class Captures:
             call.note_end()
             with call.layer.weights.occupy(phase), call.ambient.rng.replay():
                 results = forward.run(call.tensors, self.memory)
-                same_end = call.ends_with(RngStash.capture(self._device))
+                same_end = call.ends_alike()
             wanted = [each.detach() for each in call.taken_apart(returned)[1]]
             different = different_ones(results, wanted, "result")
             self._settle(call, form, forward, different if same_end else "random numbers")

@@ -12,10 +12,9 @@ import torch
 from poros.errors import RematerializationError
 from poros.kernels.adapters import Recomputation
 from poros.kernels.lazy_tensor import forget
-from poros.replay.call import LayerCall
+from poros.replay.call import LayerCall, tree_unflatten
 from poros.replay.graphs import Spec
 from poros.replay.routing import Gradients, differentiate
-from poros.replay.template import tree_unflatten
 from poros.replay.uses import Around, Uses
 from poros.stream.visit import proxy_leaves
 from poros.stream.within import Within

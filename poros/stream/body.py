@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from poros.errors import PreparedModelError
+from poros.errors import PreparedModelError, RematerializationError
 from poros.kernels.adapters import KernelStats
 from poros.kernels.dense_layer import DenseLayer
 from poros.slots.manager import BlockManager
@@ -23,6 +23,8 @@ from poros.stream.adapters import AdapterPlace, staying_places
 from poros.stream.condition import Condition
 from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import ActivationOffloader, OffloadedInput
+from poros.stream.rng import Start
+from poros.stream.state import AmbientState
 from poros.stream.staying import Staying, StayingState
 from poros.stream.visit import BlockVisit, LayerBindings, ProxyLeaf, Visits
 
@@ -365,3 +367,51 @@ class LayerBody:
             if getattr(module, "compute_dtype", None) is not None
             and module._parameters.get("bias") is not None
         ]
+
+
+class Call:
+    """One call of a layer, and what its recomputation has to find again.
+
+    Args:
+        layer: The layer.
+        condition: What decides what it computes, as it is now.
+
+    Attributes:
+        ambient: The state around it.
+        start: The random states that it begins with: Python's and NumPy's too if code of the user
+            runs inside the layer, which may draw from anywhere.
+    """
+
+    def __init__(self, layer: LayerBody, condition: Condition) -> None:
+        self.layer = layer
+        self.condition = condition
+        self.ambient = AmbientState.capture(layer.device, condition.training)
+        self.start = Start.capture(layer.device) if condition.has_hooks else self.ambient.rng
+        self._end: Any = None
+        self._module = layer.module()  # lives as long as its graph, as the parameters do
+
+    def note_end(self) -> None:
+        """Its forward has run, or was replayed: note the random states."""
+        self._end = self.start.capture(self.layer.device)
+
+    def ends_alike(self) -> bool:
+        """Whether random states now are those that the forward has left."""
+        return self._end is not None and bool(
+            self._end.equals(self.start.capture(self.layer.device))
+        )
+
+    def require_same_end(self) -> None:
+        """Raise ``RematerializationError`` unless ``ends_alike``."""
+        if not self.ends_alike():
+            raise RematerializationError(
+                f"{self.layer.name}: the recomputation drew other random numbers than the forward; "
+                "the layer draws depending on state that is not its input"
+            )
+
+    def require_first_order(self) -> None:
+        """Raise ``RematerializationError`` in a backward that is to be differentiated itself."""
+        if torch.is_grad_enabled():
+            raise RematerializationError(
+                f"{self.layer.name}: expected a backward without create_graph, found one that asks "
+                "for gradients of gradients, which recomputation does not give"
+            )

@@ -19,11 +19,11 @@ a hook draws from a generator of its own is noticed.
 
 import gc
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -33,13 +33,12 @@ from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.adapters import Recomputation, note_last
 from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.lazy_tensor import forget, values_of
+from poros.kernels.nodes import weakly
 from poros.kernels.sums import sums_of_bits
 from poros.slots.schedule import Phase
 from poros.stream.args import copied
-from poros.stream.body import LayerBody
+from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.rng import Start
-from poros.stream.state import AmbientState
 from poros.stream.visit import ProxyLeaf
 from poros.stream.within import SavedTensorHooks, without_collector
 
@@ -75,7 +74,7 @@ class _InSlot(NamedTuple):
         return slab.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class RecomputedCall:
+class RecomputedCall(Call):
     """One call of one layer, from its forward until its graph is gone.
 
     Args:
@@ -105,20 +104,15 @@ class RecomputedCall:
                 "holds the layers?). Its layers are recomputed, so nothing of them is kept; leave "
                 "the hooks away. offload_boundaries=True has inputs of layers wait on the host"
             )
-        self.layer = layer
+        super().__init__(layer, condition)
         self._leaves = leaves
-        self._condition = condition
-        self._module = layer.module()  # lives as long as its graph, as the parameters do
         self._args = tuple(
             copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
         )
         self._kwargs = {
             key: copied(value, f"argument {key!r} of {layer.name}") for key, value in kwargs.items()
         }
-        self._ambient = AmbientState.capture(layer.device, condition.training)
-        # Code of the user inside the layer may draw from anywhere.
         self._is_watched = condition.has_hooks
-        self._start = Start.capture(layer.device) if self._is_watched else self._ambient.rng
         self._num_tokens = _num_tokens(args) if self._is_watched else 0
         self._sums: list[torch.Tensor] = []
         self._saved: list[ref[_Saved]] = []
@@ -139,7 +133,7 @@ class RecomputedCall:
         Raises:
             RematerializationError: If the layer edits its arguments or its adapters in place.
         """
-        layer, contents = self.layer, self._condition.contents
+        layer, contents = self.layer, self.condition.contents
         self._offloaded = layer.offload(args[0]) if args and _is_tensor(args[0]) else None
         if self._offloaded is not None:
             self._args = (None, *self._args[1:])
@@ -160,13 +154,13 @@ class RecomputedCall:
                 f"{layer.name}: expected its arguments to be left alone, found one edited in "
                 "place by the layer itself; the recomputation would edit it again"
             )
-        self._condition.require_unedited()
+        self.condition.require_unedited()
         # What the layer has changed now it will change again.
-        contents.attributes.disregard(self._condition.attributes)
+        contents.attributes.disregard(self.condition.attributes)
         contents.note_names()
-        self._end = self._start.capture(layer.device)
+        self.note_end()
         # Now, not before: bitsandbytes casts a bias for good at its first use.
-        self._staying = layer.staying(self._condition.frozen)
+        self._staying = layer.staying(self.condition.frozen)
         outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
         note_last(outputs)
         begin = weakly(self._begin)
@@ -215,11 +209,8 @@ class RecomputedCall:
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         task = torch._C._current_graph_task_id()
-        if torch.is_grad_enabled() and task >= 0:
-            raise RematerializationError(
-                f"{self.layer.name}: expected a backward without create_graph, found one that asks "
-                "for gradients of gradients, which recomputation does not give"
-            )
+        if task >= 0:
+            self.require_first_order()
         if isinstance(kept, _InSlot):
             return kept.within(self.layer.weights.lease(Phase.BACKWARD))
         if task != self._task or kept.number not in self._values:
@@ -237,8 +228,8 @@ class RecomputedCall:
 
     def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Run the layer once more; what its operators save, by number, and its version then."""
-        layer, contents = self.layer, self._condition.contents
-        layer.condition().require_as(self._condition, self._staying)
+        layer, contents = self.layer, self.condition.contents
+        layer.condition().require_as(self.condition, self._staying)
         if self._versions != _versions(self._given):
             raise RematerializationError(
                 f"{layer.name}: its input or another tensor it was given was edited in place "
@@ -265,25 +256,20 @@ class RecomputedCall:
             args = (self._offloaded.fetch(), *args[1:])
         args, kwargs = copied(args, ""), copied(self._kwargs, "")
         # Hooks, and a mode that sees operators, would see tensors without values.
-        is_seen = self._condition.has_hooks or torch._C._len_torch_dispatch_stack()
+        is_seen = self._is_watched or torch._C._len_torch_dispatch_stack()
         with (
             Recomputation(layer.context.tally, not is_seen),
             layer.context.watching_graph() or nullcontext(),
             layer.visit(Phase.BACKWARD, self._leaves) as slot,
-            self._ambient.but_random(contents.modules()),
-            self._start.replay(),
+            self.ambient.but_random(contents.modules()),
+            self.start.replay(),
             torch.enable_grad(),
             SavedTensorHooks(store, _refuse_backward),
         ):
             memory = slot.untyped_storage().data_ptr()
             result = layer.run(args, kwargs)
-            ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
+            self.require_same_end()
         forget(tree_leaves(result))
-        if not ends_alike:
-            raise RematerializationError(
-                f"{layer.name}: the recomputation drew other random numbers than the forward; "
-                "the layer draws depending on state that is not its input"
-            )
         if forms != self._forms:
             raise RematerializationError(
                 f"{layer.name}: expected the recomputation to save the tensors that the forward "
@@ -297,8 +283,8 @@ class RecomputedCall:
                 "input (a generator of its own, a counter?)"
             )
         # What hooks write down in it meanwhile belongs to the layer, as in its forward.
-        noted = partial(contents.attributes.disregard, self._condition.attributes)
-        layer.weights.lease(Phase.BACKWARD, noted if self._condition.hooks else None)
+        noted = partial(contents.attributes.disregard, self.condition.attributes)
+        layer.weights.lease(Phase.BACKWARD, noted if self.condition.hooks else None)
         return values
 
 
@@ -370,18 +356,6 @@ def _is_of_others(node: Any) -> bool:
     return issubclass(kind, BackwardCFunction) and not str(kind._forward_cls.__module__).startswith(
         "poros."
     )
-
-
-def weakly(method: Any) -> Callable[..., None]:
-    """``method``, as long as its object lives."""
-    found = WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        living = found()
-        if living is not None:
-            living(*args)
-
-    return call
 
 
 def _refuse_backward(_: object) -> NoReturn:

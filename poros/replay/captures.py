@@ -39,7 +39,7 @@ import torch
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
 from poros.replay.call import CHECK, LayerCall
 from poros.replay.facts import CallFacts
-from poros.replay.forms import Form, HeldGraphs, LooseTensors, Replayed
+from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
@@ -238,13 +238,12 @@ class Captures:
         conditions, now = (kind, dense, call.conditions()), call.condition
         form = forms.pop(conditions, None)
         # Moved, or with another rate of dropout?
-        if form and form.condition is not now and not form.is_in(now):
+        if form and form.condition is not now and not now.reads_as(form.condition):
             form = None
         if form is None:
-            loose = LooseTensors(now.contents.modules())
-            form = Form(kind, conditions, now, loose, dense)
-            if loose.are_within_others:
-                form.refuse("a module that holds tensors in a list or dictionary")
+            form = Form(kind, conditions, now, dense)
+            if hold_tensors(now.contents.modules()):
+                form.refuse("a module that holds tensors beside its parameters and buffers")
         form.condition = now
         forms[conditions] = form  # the last of them
         form.last_visit = self._num_visits[call.layer.index] = (

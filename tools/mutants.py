@@ -42,7 +42,7 @@ STEP = tuple(
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
         "offload rng settings state staying visit "
         "within",
-        "replay": "call captures facts forms recording remat routing uses",
+        "replay": "call captures forms recording remat routing uses",
         "model": "measuring runtime sizing",
     }.items()
     for name in names.split()

@@ -103,8 +103,8 @@ def _refuse_copying(where: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _refuse_compiling(where: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_compiling(where: str) -> Callable[..., None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
         refuse_compiling(where)
 
     return refuse

@@ -37,8 +37,7 @@ from typing import Any
 import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
-from poros.replay.call import CHECK, LayerCall
-from poros.replay.facts import CallFacts
+from poros.replay.call import CHECK, CallFacts, LayerCall
 from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.replay.call import LayerCall
-from poros.replay.facts import CallFacts
+from poros.replay.call import CallFacts, LayerCall
 from poros.replay.graphs import Fixed, Recording, SharedMemory
 from poros.replay.uses import Around, Uses
 from poros.stream.body import Kind

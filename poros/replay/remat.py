@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from poros.kernels.nodes import unwritten_tensors
-from poros.replay.call import LayerCall
-from poros.replay.facts import CallFacts
+from poros.replay.call import CallFacts, LayerCall
 from poros.replay.forms import Form
 from poros.replay.routing import Gradients, Terms, hand_in
 from poros.replay.uses import Source, Uses

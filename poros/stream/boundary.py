@@ -175,7 +175,7 @@ class StreamedLayerMixin:
             return self
         return own(mode)
 
-    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def compile(self, *args: Any, **kwargs: Any) -> None:
         """Refused: a compiler fuses, and meets its limits, elsewhere than in a resident run."""
         refuse_compiling(streamed_layer(self).name)
 

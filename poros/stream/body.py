@@ -259,8 +259,7 @@ class LayerBody:
         """The modules of the layer now; the same object as long as they are the same."""
         self.weights.end_others()
         contents = self._contents
-        is_known = contents.has_same_tensors()
-        if not (contents.is_current() and (is_known or contents.has_same_names())):
+        if not (contents.is_current() and contents.has_same_tensors()):
             layer = contents.modules()[0]
             owners = (
                 id(table)
@@ -268,12 +267,8 @@ class LayerBody:
                 for table in (module._parameters, module._buffers)
             )
             self.weights.bindings.require_owners(set(owners))
-            self._take_stock(layer)
-        elif not is_known:
-            # Others by the same names: an adapter that was deleted and added again.
             self.weights.bindings.require_at_rest()
-            self._look_at_tensors(contents.modules()[0])
-            contents.note_tensors()
+            self._take_stock(layer)
         for module in self._contents.adapter_modules:
             if module.merged_adapters:
                 raise PreparedModelError(
@@ -351,14 +346,6 @@ class LayerBody:
         return is_cast
 
     def _take_stock(self, layer: nn.Module) -> None:
-        self._look_at_tensors(layer)
-        streamed = self.weights.bindings.tensor_ids
-        contents = LayerIndex(layer, streamed)
-        self._staying = Staying(self.name, staying_places(layer, streamed))
-        # Last: as long as these are the old ones, stock is taken again.
-        self._contents = contents
-
-    def _look_at_tensors(self, layer: nn.Module) -> None:
         self.context.admit(layer)
         # Linear layers of bitsandbytes that have a bias.
         self._biased: list[Any] = [
@@ -367,6 +354,11 @@ class LayerBody:
             if getattr(module, "compute_dtype", None) is not None
             and module._parameters.get("bias") is not None
         ]
+        streamed = self.weights.bindings.tensor_ids
+        contents = LayerIndex(layer, streamed)
+        self._staying = Staying(self.name, staying_places(layer, streamed))
+        # Last: as long as these are the old ones, stock is taken again.
+        self._contents = contents
 
 
 class Call:

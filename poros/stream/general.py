@@ -157,7 +157,7 @@ class RecomputedCall(Call):
         self.condition.require_unedited()
         # What the layer has changed now it will change again.
         contents.attributes.disregard(self.condition.attributes)
-        contents.note_names()
+        contents.note_tensors()
         self.note_end()
         # Now, not before: bitsandbytes casts a bias for good at its first use.
         self._staying = layer.staying(self.condition.frozen)

@@ -40,9 +40,9 @@ STEP = tuple(
         "": "cuda_streams streams",
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
-        "offload precision rng settings state staying visit "
+        "offload rng settings state staying visit "
         "within",
-        "replay": "call captures facts forms recording remat routing template uses",
+        "replay": "call captures forms recording remat routing uses",
         "model": "measuring runtime sizing",
     }.items()
     for name in names.split()

@@ -64,7 +64,7 @@ class TapeRecorder(Recorder):
         tape.replay()
 
 
-class _TapeRecording(Recording):
+class _TapeRecording:
     def __init__(self, tape: "Tape") -> None:
         self._tape = tape
 

@@ -6,7 +6,7 @@ Matsumoto and Nishimura 1998) is stepped until it arrives, which finds the count
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,6 +99,18 @@ class Drawn(NamedTuple):
     """In all layers, and between them."""
     tail: Draws
     """Behind them."""
+
+    @classmethod
+    def of(cls, states: Sequence[RngStash]) -> "Drawn | None":
+        """What was drawn between these; None if no count explains it.
+
+        Args:
+            states: Before the first layer, behind it, behind the last, and at the end.
+        """
+        before, behind_first, behind, end = states
+        first, layers = between(before, behind_first), between(before, behind)
+        tail = between(behind, end)
+        return None if first is None or layers is None or tail is None else cls(first, layers, tail)
 
     def multiples(self) -> tuple[int | None, ...]:
         """How many times as much as in the first layer; None where that is no whole number."""

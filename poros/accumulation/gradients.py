@@ -32,18 +32,6 @@ class Gradients:
         ]
 
 
-def weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """A hook that calls ``method``, and does not hold its object: graphs may be in it."""
-    held = weakref.WeakMethod(method)
-
-    def hook(gradient: torch.Tensor) -> None:
-        found = held()
-        if found is not None:
-            found(gradient)
-
-    return hook
-
-
 class Watch:
     """Has ``asked`` called before anybody reads or writes the gradient of a parameter.
 

@@ -31,7 +31,7 @@ from torch import nn
 
 from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.draws import Drawn, DrawTable, later
+from poros.accumulation.draws import Drawn, DrawTable, between, later
 from poros.accumulation.gradients import Gradients, Watch
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import MicroBatch
@@ -183,7 +183,7 @@ class Group:
 
     def _plan_behind(self, batch: MicroBatch) -> bool:
         """Have the random state that this one will leave; whether it is known."""
-        first = batch.drawn_first()
+        first = between(*batch.bounds[:2])
         try:
             self._table.require_predictable(batch.key)
         except NotGrouped as reason:
@@ -192,7 +192,7 @@ class Group:
         plan = None if first is None else self._table.plan(batch.key, first)
         if plan is None:
             return False
-        batch.planned = later(batch.before_layers, plan.layers)
+        batch.planned = later(batch.bounds[0], plan.layers)
         end = later(batch.planned, plan.tail)
         batch.next_start._replace(pytorch=end).restore()
         return True
@@ -298,8 +298,8 @@ class Group:
     def _require_planned(self) -> None:
         """Raise if one has drawn otherwise than planned, and those behind have drawn since."""
         for batch, following in pairwise(self._batches):
-            if batch.planned is not None and not batch.planned.equals(batch.behind_layers):
-                following.begin_at(following.start._replace(pytorch=batch.behind_layers))
+            if batch.planned is not None and not batch.planned.equals(batch.bounds[-1]):
+                following.begin_at(following.start._replace(pytorch=batch.bounds[-1]))
 
     def _require_unedited(self) -> None:
         """Raise if code edits what the model is made of, or trains other parameters."""
@@ -381,10 +381,9 @@ class Group:
         return batch.code.result
 
     def _note_drawn(self, batch: MicroBatch) -> None:
-        drawn = batch.drawn_first(), batch.drawn_in_layers()
-        tail = batch.drawn_behind(RngStash.capture(self._device))
-        if drawn[0] is not None and drawn[1] is not None and tail is not None:
-            self._table.note(batch.key, Drawn(drawn[0], drawn[1], tail))
+        drawn = Drawn.of([*batch.bounds, RngStash.capture(self._device)])
+        if drawn is not None:
+            self._table.note(batch.key, drawn)
 
     def _count(self, batch: MicroBatch) -> None:
         """The backward of its loss has come to the last layer."""

@@ -62,9 +62,10 @@ def accumulate(
         other. Where grouping cannot give them, micro-batches run one after the other, which a log
         line and ``poros.runtime(model).stats()`` report: for example with a loss that uses
         parameters of layers itself, or takes some gradients by ``torch.autograd.grad``. That is
-        found out at the first micro-batch; what only a later one does raises an error. Between the
-        parts of ``loss`` before the layers, behind them and behind the head, those of other batches
-        run: attributes of the object that it is a method of, and variables around it, may not pass
+        found out at the first micro-batch; what only a later one does raises an error, and so does
+        a loss that uses what goes into the layers itself, if it is trained. Between the parts of
+        ``loss`` before the layers, behind them and behind the head, those of other batches run:
+        attributes of the object that it is a method of, and variables around it, may not pass
         values from one part to another, which is found out likewise. Poros does not see edits that
         PyTorch does not count (through ``.data`` or NumPy) between micro-batches, gradients that
         were read before and kept, and what passes from part to part elsewhere: within other

@@ -17,11 +17,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from poros.accumulation.calls import ADVICE, Calls, NotGrouped, Watchers, key_of
-from poros.accumulation.draws import Draws, between
-from poros.accumulation.gradients import weakly
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.kernels.nodes import nodes_from
+from poros.kernels.nodes import nodes_from, weakly
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start, is_same_state
@@ -133,6 +131,7 @@ class MicroBatch:
         make_room: Has the room for it alone made, if that is still to be done.
         key: Equal for micro-batches whose layers draw alike.
         planned: The random state that it is planned to have behind its layers, if it is.
+        bounds: The random states before its first layer, behind it, and behind the last.
         has_arrived_below: Whether the loss has sent a gradient past all layers.
     """
 
@@ -152,6 +151,7 @@ class MicroBatch:
         self.make_room: Callable[[], None] | None = None
         self.key: Any = None
         self.planned: RngStash | None = None
+        self.bounds: list[RngStash] = []
         self.has_arrived_below = False
         self._is_going_below = False
         self._enter = enter
@@ -163,8 +163,6 @@ class MicroBatch:
         self._is_confined = not self.code_is_within_a_region()
         self._state = self.start
         """Where it goes on from."""
-        self._bounds: list[RngStash] = []
-        """Random states before the first layer, behind it, and behind the last."""
         self._cuts: list[Cut] = []
         self._source: torch.Tensor | None = None
 
@@ -193,7 +191,7 @@ class MicroBatch:
                 Start.capture(self._device) if is_first else self._state._replace(pytorch=state)
             )
         if self.num_done > number:
-            self._bounds += [state] * ((self.num_done == 1) + (self.num_done == len(self._layers)))
+            self.bounds += [state] * ((self.num_done == 1) + (self.num_done == len(self._layers)))
 
     def finish(self) -> None:
         """Go on to the end."""
@@ -252,7 +250,7 @@ class MicroBatch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The first layer is called: cut the graph before it."""
         self.key = key_of(args, kwargs, self._device)
-        self._bounds = [RngStash.capture(self._device)]
+        self.bounds = [RngStash.capture(self._device)]
         cut = Cut(given)
         self._cuts = [cut]
         cut.is_open = True
@@ -286,25 +284,6 @@ class MicroBatch:
         return self.error
 
     # ------------------------------------------------------------------------- random numbers
-
-    def drawn_first(self) -> Draws | None:
-        """In its first layer; None if no count explains it."""
-        return between(self._bounds[0], self._bounds[1])
-
-    def drawn_in_layers(self) -> Draws | None:
-        return between(self._bounds[0], self._bounds[2])
-
-    def drawn_behind(self, now: RngStash) -> Draws | None:
-        """Behind its layers, if ``now`` is its end."""
-        return between(self._bounds[2], now)
-
-    @property
-    def before_layers(self) -> RngStash:
-        return self._bounds[0]
-
-    @property
-    def behind_layers(self) -> RngStash:
-        return self._bounds[2]
 
     @property
     def next_start(self) -> Start:

@@ -10,25 +10,23 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from poros.accumulation.calls import Calls, NotGrouped, key_of, watchers
-from poros.accumulation.draws import Drawn, between
-from poros.accumulation.gradients import Watch, weakly
+from poros.accumulation.draws import Drawn
+from poros.accumulation.gradients import Watch
 from poros.accumulation.modules import CONTAINERS, Modules, Outside, is_like
 from poros.head.loss import LossInputs
-from poros.kernels.nodes import nodes_from
+from poros.kernels.nodes import nodes_from, weakly
 from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start, is_same_state
 from poros.stream.settings import Settings
-
-_ITSELF = "the loss uses parameters of layers, or what goes into them, itself"
 
 
 class Observer:
@@ -60,7 +58,6 @@ class Observer:
         inside = [module for each in contents for module in each.modules()]
         self._outside = Outside(modules.now(), inside)
         self._marks = self._outside.marks()
-        self._given: torch.Tensor | None = None
         ids = {number for each in contents for number in each.adapters().ids}
         self._inside = [each for each in self._trained if id(each) in ids]
         self._watch = Watch(self._trained, self._asked, used=self._used)
@@ -99,7 +96,6 @@ class Observer:
         finally:
             self._names.end()
             self._watch.end()
-            self._unwatch_given()
             context.in_place = None
             if self._reader is not None:
                 self._reader.in_place = None
@@ -119,6 +115,8 @@ class Observer:
             self._watch.end()
             self._states.append(Start.capture(self._device))
             self.key = key_of(args, kwargs, self._device)
+            if not Settings.capture().has_precisions_of(self._settings):
+                self.refuse("the loss sets the precision of float32 products for its model")
             if not self._outside.is_at(self._marks):
                 self.refuse("the model's code changes the model", may_pass=True)
         if self.reason is not None and not self.may_pass:
@@ -132,8 +130,7 @@ class Observer:
         except NotGrouped as reason:
             self.refuse(str(reason))
             return layer.forward_now(args, kwargs)
-        if index == 0 and given.requires_grad and type(given) is torch.Tensor:
-            self._given = given
+        if index == 0 and given.requires_grad:
             nodes = nodes_from([given.grad_fn])
             self._below = [node.variable for node in nodes if hasattr(node, "variable")]
         found = layer.forward_now(args, kwargs)
@@ -150,8 +147,6 @@ class Observer:
                 found.register_hook(weakly(self._arrived))
             self._watch.begin()
             self._names.begin()
-            if self._given is not None:
-                _Given.watch(self._given, self._given_used)
         return found
 
     def _came_to_head(self, asked: LossInputs) -> None:
@@ -178,26 +173,17 @@ class Observer:
         if any(parameter is each for each in (*self._inside, *self._below)) and (
             self._calls.num_calls or any(parameter is each for each in self._inside)
         ):
-            self.refuse(_ITSELF)
-
-    def _given_used(self) -> None:
-        self.refuse(_ITSELF)
+            self.refuse("the loss uses parameters of layers, or below them, itself")
 
     def _arrived(self, gradient: torch.Tensor) -> None:
         """A gradient has come to the last layer."""
         self._watch.end()  # which has adapters run otherwise
-        self._unwatch_given()
         if self._backward_states:
             self.refuse("a second backward of one loss")
         if not all(map(_is_arrived_at, self._inside)):
             self.refuse("the loss takes gradients of single parameters itself")
         self._backward_states.append(RngStash.capture(self._device))
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-
-    def _unwatch_given(self) -> None:
-        if self._given is not None:
-            self._given.__class__ = torch.Tensor
-            self._given = None
 
     def _backward_ended(self) -> None:
         if not RngStash.capture(self._device).equals(self._backward_states[-1]):
@@ -228,12 +214,9 @@ class Observer:
             self._draws_behind |= is_behind
             if is_before and is_behind:
                 self.refuse("random numbers of Python or NumPy before and behind the layers")
-        pairs = (before, behind_first), (before, behind), (behind, end)
-        drawn = [between(one.pytorch, other.pytorch) for one, other in pairs]
-        if None in drawn:
+        self.drawn = Drawn.of([each.pytorch for each in (before, behind_first, behind, end)])
+        if self.drawn is None:
             self.refuse("what is drawn at random does not depend on shapes alone")
-        else:
-            self.drawn = Drawn(*drawn)  # type: ignore[arg-type]
         if (name := self._names.torn()) is not None:
             self.refuse(f"the loss changes {name} before its layers or its head for what is behind")
 
@@ -244,30 +227,6 @@ class Observer:
         is_same = self._mark == self._modules.mark(self._trained)
         if not is_same or not self._modules.are_trained(self._trained):
             self.refuse("parameters are edited, frozen or thawed between micro-batches")
-
-
-class _Given(torch.Tensor):
-    """What the first layer was given: it is noted if anybody computes with it."""
-
-    used: Callable[[], Any]
-
-    @classmethod
-    def watch(cls, tensor: torch.Tensor, used: Callable[[], None]) -> None:
-        tensor.__class__ = cls
-        cast(_Given, tensor).used = weakref.WeakMethod(used)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            has_graph = isinstance(found, torch.Tensor) and found.grad_fn is not None
-        for each in args if has_graph else ():
-            used = each.used() if isinstance(each, cls) else None
-            if used is not None:
-                used()
-        return found
 
 
 def _is_arrived_at(parameter: torch.Tensor) -> bool:

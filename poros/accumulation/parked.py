@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
-from poros.stream.settings import Settings
-from poros.stream.state import AutocastState
+from poros.stream.state import Surroundings
 
 
 class Stopped(BaseException):
@@ -25,37 +24,28 @@ class Stopped(BaseException):
 class Regions(NamedTuple):
     """The autocast regions around, and the settings that pick kernels, at one time."""
 
-    states: tuple[AutocastState, ...]
+    surroundings: Surroundings
     has_cache: bool
     """Whether they keep what they have cast."""
     depth: int
-    settings: Settings
 
     @classmethod
     def capture(cls, device: torch.device) -> "Regions":
         """Those of now, for work on ``device``."""
-        device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         torch.autocast_increment_nesting()
-        return cls(
-            tuple(map(AutocastState.capture, device_types)),
-            torch.is_autocast_cache_enabled(),
-            torch.autocast_decrement_nesting(),
-            Settings.capture(),
-        )
-
-    @property
-    def is_on(self) -> bool:
-        return any(each.enabled for each in self.states)
+        depth = torch.autocast_decrement_nesting()
+        return cls(Surroundings.capture(device), torch.is_autocast_cache_enabled(), depth)
 
     def replace(self, now: "Regions") -> None:
         """Have these in place of those of ``now``."""
-        for mine, other in zip(self.states, now.states, strict=True):
+        wanted, found = self.surroundings, now.surroundings
+        for mine, other in zip(wanted.autocast, found.autocast, strict=True):
             if mine != other:
                 torch.set_autocast_enabled(mine.device_type, mine.enabled)
                 torch.set_autocast_dtype(mine.device_type, mine.dtype)
         torch.set_autocast_cache_enabled(self.has_cache)
-        if self.settings != now.settings:
-            self.settings.restore()
+        if wanted.settings != found.settings:
+            wanted.settings.restore()
         for _ in range(now.depth, self.depth):
             torch.autocast_increment_nesting()
         for _ in range(self.depth, now.depth):
@@ -117,7 +107,7 @@ class ParkedCode:
 
     def _leave(self, around: Regions) -> None:
         self._regions = Regions.capture(self._device)
-        if not around.is_on:
+        if not around.surroundings.is_autocast:
             torch.clear_autocast_cache()
         if self.is_over:
             self.has_changed_settings = self._regions != around

@@ -3,8 +3,9 @@
 That is what they have kept, and results that are no views.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -21,6 +22,18 @@ def nodes_from(roots: Iterable[Any], known: Iterable[Any] = ()) -> Iterator[Any]
             seen.add(node)
             yield node
             queue += [following for following, _ in node.next_functions]
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., None]:
+    """A hook that calls ``method`` as long as its object lives, which graphs may hold."""
+    held = WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        found = held()
+        if found is not None:
+            found(*args)
+
+    return hook
 
 
 def times(

@@ -37,7 +37,6 @@ from poros.stream.boundary import (
     detach_layer,
     is_streamed,
     streamed_class,
-    streamed_layer,
 )
 from poros.stream.frozen import FrozenTensor, SmallTensors, constant_parts
 from poros.streams import StreamContext
@@ -220,7 +219,7 @@ class Attachment:
             UnvalidatedArchitectureError: If no check covers a kind of adapters that came.
         """
         require_proven(layer, self._kinds)
-        if is_streamed(layer) and not streamed_layer(layer).is_compiled:
+        if is_streamed(layer):
             patch(layer, self._device, self._tally)
         known = {id(tensor.tensor) for block in self._blocks for tensor in block}
         known |= {id(part.owner) for part, _ in self._moved if part.owner.device == self._device}

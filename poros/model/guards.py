@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from poros.errors import PreparedModelError
 from poros.model import resumed_paths
-from poros.stream.boundary import refuse_copy, require_harmless
+from poros.stream.boundary import refuse_compiling, refuse_copy, require_harmless
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Guards:
         for name, module in ancestors:
             where = name or type(module).__name__
             self._put(module, "_apply", _ApplyGuard(module, where, device))
-            self._put(module, "compile", _refuse_compiling)
+            self._put(module, "compile", _refuse_compiling(where))
             for method, ours in resumed_paths.methods(module).items():
                 self._put(module, method, ours)
             for method in ("__deepcopy__", "__reduce_ex__"):
@@ -103,12 +103,11 @@ def _refuse_copying(where: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _refuse_compiling(*args: Any, **kwargs: Any) -> Any:
-    raise PreparedModelError(
-        "compile: expected a call on each layer, found one on what holds them. Streaming happens "
-        "between layers, which one graph over all of them would not see; after poros.prepare, call "
-        "layer.compile() for every decoder layer"
-    )
+def _refuse_compiling(where: str) -> Callable[..., None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        refuse_compiling(where)
+
+    return refuse
 
 
 def _skip_checkpointing(module: PreTrainedModel) -> Callable[..., None]:

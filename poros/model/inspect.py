@@ -129,7 +129,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
         if names or compiled:
             raise UnsupportedModelError(
                 f"expected a plain model, found {' / '.join(names) or 'a compiled module'} at "
-                f"{name or 'the top'}; call poros.prepare before wrapping, sharding or compiling"
+                f"{name or 'the top'}; call poros.prepare before wrapping or sharding, not compiled"
             )
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise UnsupportedModelError(

@@ -359,7 +359,6 @@ class Runtime:
             "num_groups": grouped.num_groups if grouped is not None else 0,
             "fallbacks": host.fallbacks
             + self.offloader.fallbacks
-            + self.context.fallbacks
             + rows.fallbacks
             + [f"adapters ran PEFT's modules: {reason}" for reason in unfused]
             + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]

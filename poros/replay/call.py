@@ -4,34 +4,89 @@ What may change between its forward and its backward is what may change between 
 that keeps the graph of its forward, with the same errors: see ``poros.stream.condition`` and
 ``poros.stream.state``; its input or any other tensor it was given must not be edited in place.
 
+Its arguments and results are taken apart into tensors and a template: a recording is made of one
+call and replayed for others, and a template says what all of them have in common.
+
+``CallFacts`` is what is known of such calls once one has run, and makes such a call again for those
+that record it (``poros.replay.recording``): its tensors lie elsewhere then.
+
 An edit that PyTorch does not count (a fused optimizer's step, a write through ``.data``) between a
 forward and its backward is seen in frozen adapters alone, by their values; of what is trained, or
 stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from poros.errors import RematerializationError
-from poros.replay.template import tree_flatten, tree_unflatten
-from poros.stream.args import RESULTS, recorded_outputs
-from poros.stream.body import LayerBody
+from poros.errors import RematerializationError, UnsupportedModelError
+from poros.kernels.adapters import Recomputation
+from poros.kernels.lazy_tensor import forget
+from poros.replay.graphs import Spec
+from poros.replay.routing import Gradients, differentiate
+from poros.replay.uses import Around, Uses
+from poros.stream.args import PLAIN, RESULTS, like, recorded_outputs
+from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput
-from poros.stream.rng import RngStash
-from poros.stream.state import AmbientState
+from poros.stream.visit import proxy_leaves
+from poros.stream.within import Within
 
 CHECK = "a check"
 """Why a visit runs: somebody looks at it."""
 
 
-class LayerCall:
+class LeafSpec(NamedTuple):
+    """Stands for tensor number ``number`` in a template."""
+
+    number: int
+
+
+def tree_flatten(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+    """``value`` with each distinct tensor moved to ``tensors`` and its place left behind.
+
+    Args:
+        value: A tensor, a plain value, or a (named) tuple of such.
+        where: What it is, for the error.
+        tensors: Extended; a tensor that is in it already is not added again.
+
+    Raises:
+        UnsupportedModelError: If there is anything else in ``value``.
+    """
+    if isinstance(value, torch.Tensor):
+        for number, known in enumerate(tensors):
+            if known is value:
+                return LeafSpec(number)
+        tensors.append(value)
+        return LeafSpec(len(tensors) - 1)
+    if isinstance(value, tuple):
+        return like(
+            value, [tree_flatten(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+        )
+    if isinstance(value, PLAIN):
+        return value
+    raise UnsupportedModelError(
+        f"{where}: expected tensors, tuples of them or plain values, found a "
+        f"{type(value).__qualname__}. What a layer reads from or writes to such an object by the "
+        "side would be lost when it is recomputed, so streaming it is refused"
+    )
+
+
+def tree_unflatten(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The value that ``template`` was made of, with ``tensors`` in the places."""
+    if isinstance(template, LeafSpec):
+        return tensors[template.number]
+    if isinstance(template, tuple):
+        return like(template, [tree_unflatten(item, tensors) for item in template])
+    return template
+
+
+class LayerCall(Call):
     """One call of one layer: its arguments taken apart, and the state around it.
 
     Attributes:
@@ -46,8 +101,7 @@ class LayerCall:
         kwargs: Mapping[str, Any],
         condition: Condition,
     ) -> None:
-        self.layer = layer
-        self.condition = condition
+        super().__init__(layer, condition)
         tensors: list[torch.Tensor] = []
         self._args = [
             tree_flatten(value, f"argument {index} of {layer.name}", tensors)
@@ -59,9 +113,6 @@ class LayerCall:
         }
         self.tensors: Sequence[torch.Tensor] = tensors
         self.offloaded: OffloadedInput | None = None
-        self._module = layer.module()  # lives as long as its graph, as the parameters do
-        self.ambient = AmbientState.capture(layer.device, condition.training)
-        self._rng_end: RngStash | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -116,8 +167,6 @@ class LayerCall:
 
     def obstacle(self) -> str | None:
         """Why this call is not to be replayed, as far as that can be seen before it."""
-        if self.layer.is_compiled:
-            return "compiled layers"
         if self.condition.has_hooks:
             return "hooks"
         if recorded_outputs() - {RESULTS}:
@@ -166,22 +215,123 @@ class LayerCall:
         """The state around its forward but for random numbers; everything is put back."""
         return self.ambient.but_random(self.condition.contents.modules())
 
-    def note_end(self) -> None:
-        """Its forward has run or was replayed: note the random state."""
-        self._rng_end = RngStash.capture(self.layer.device)
-
-    def ends_with(self, state: RngStash) -> bool:
-        """Whether its forward has left the random state like this."""
-        return self._rng_end is not None and state.equals(self._rng_end)
-
-    def require_same_end(self) -> None:
-        """Raise unless random states now are those that the forward has left."""
-        if not self.ends_with(RngStash.capture(self.layer.device)):
-            raise RematerializationError(
-                f"{self.layer.name}: the recomputation drew other random numbers than the forward; "
-                "the layer draws depending on state that is not its input"
-            )
-
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
         self.layer.condition().require_as(self.condition, self.condition.staying)
+
+
+class CallFacts:
+    """What one call has shown of its form. It keeps none of its tensors.
+
+    Args:
+        call: That has run in the graph around it.
+        template: What it gave, with places instead of tensors.
+        results: These.
+
+    Attributes:
+        leaves: What stands in for its trained parameters, of which a visit has to know.
+        specs: Of its tensors.
+        forms: Shape, dtype and whether it needs a gradient, of each result.
+        uses: How its graph uses its tensors and adapters; empty until a backward has shown it.
+        gives_casts: Whether gradients of adapters that autocast casts are those of the casts.
+    """
+
+    def __init__(self, call: LayerCall, template: Any, results: Sequence[torch.Tensor]) -> None:
+        self._template = template
+        self.forms = _forms(results)
+        self._call = call.without_tensors()
+        # Of its own, so that its graph meets no other one in them.
+        self.leaves, own = proxy_leaves(call.condition.trained.places)
+        self._own = list(own.values())
+        self.specs = [Spec.of(tensor) for tensor in call.tensors]
+        self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
+        self.uses, self.gives_casts = Uses((), ()), False
+
+    def learn(self, uses: Uses) -> None:
+        """A backward has shown the ``uses``."""
+        self.uses = uses
+        self.gives_casts = self._call.shares_casts or uses.has_meeting_casts(len(self.specs))
+
+    def is_of_adapter(self, use: int) -> bool:
+        """Whether the gradient for that use is an adapter's."""
+        return self.uses.sources[use].number >= len(self.specs)
+
+    def result_of(self, values: Sequence[Any]) -> Any:
+        """A layer's result in its own form, with ``values`` in the places of its tensors."""
+        return tree_unflatten(self._template, values)
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Leaves over ``tensors``, which need gradients as those of the call did."""
+        return [
+            tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(tensors, self._need_gradients, strict=True)
+        ]
+
+    def run(self, inputs: Sequence[torch.Tensor], has_graph: bool = True) -> list[torch.Tensor]:
+        """The layer on ``inputs``, in the state of the call; within a visit with ``adapters``."""
+        with self._call.surroundings(), torch.set_grad_enabled(has_graph):
+            return self._call.run(inputs)
+
+    def recompute(self, inputs: Sequence[torch.Tensor], leaves_out: bool) -> list[torch.Tensor]:
+        """The same as a recomputation.
+
+        Args:
+            inputs: Leaves.
+            leaves_out: Whether products may be left out whose values nobody needs.
+
+        Raises:
+            RematerializationError: If it gives tensors of another form than the forward.
+        """
+        with Recomputation(self._call.layer.context.tally, leaves_out):
+            results = self.run(inputs)
+        forget(results)
+        if _forms(results) != self.forms:
+            raise RematerializationError(
+                f"{self._call.layer.name}: forward gave tensors of form {self.forms}, the "
+                f"recomputation {_forms(results)}; the layer depends on state that is not its input"
+            )
+        return results
+
+    def differentiate(
+        self,
+        results: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        gradients: Gradients,
+        around: Around,
+        keeps_graph: bool = False,
+    ) -> list[torch.Tensor | None]:
+        """The gradients of ``results``, one for each use of a source.
+
+        Args:
+            results: What the layer gave of ``inputs``.
+            inputs: Leaves.
+            gradients: Of the results, as they arrive.
+            around: What the backward runs under.
+            keeps_graph: Whether the graph of the results stays.
+        """
+        with Within(around.surroundings.enter):
+            return differentiate(
+                *(self._call.layer.name, results, gradients, inputs, self._own, self.uses),
+                has_casts=self._call.has_casts,
+                through_casts=self.gives_casts,
+                keeps_graph=keeps_graph,
+            )
+
+    @contextmanager
+    def recording(self, draws_anew: bool = False) -> Iterator[None]:
+        """Nothing is kept or counted of what runs, from the random state of the call.
+
+        Args:
+            draws_anew: Whether the random state is that of now instead.
+        """
+        tally = self._call.layer.context.tally
+        with ExitStack() as stack:
+            if not draws_anew:
+                stack.enter_context(self._call.ambient.rng.replay())
+            if tally is not None:
+                stack.enter_context(tally.recording())
+            yield
+
+
+def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:
+    return [(each.shape, each.dtype, each.requires_grad) for each in results]

@@ -37,9 +37,8 @@ from typing import Any
 import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
-from poros.replay.call import CHECK, LayerCall
-from poros.replay.facts import CallFacts
-from poros.replay.forms import Form, HeldGraphs, LooseTensors, Replayed
+from poros.replay.call import CHECK, CallFacts, LayerCall
+from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
@@ -48,7 +47,6 @@ from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
 from poros.stream.body import Kind, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.rng import RngStash
 from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
@@ -199,7 +197,7 @@ class Captures:
             call.note_end()
             with call.layer.weights.occupy(phase), call.ambient.rng.replay():
                 results = forward.run(call.tensors, self.memory)
-                same_end = call.ends_with(RngStash.capture(self._device))
+                same_end = call.ends_alike()
             wanted = [each.detach() for each in call.taken_apart(returned)[1]]
             different = different_ones(results, wanted, "result")
             self._settle(call, form, forward, different if same_end else "random numbers")
@@ -239,13 +237,12 @@ class Captures:
         conditions, now = (kind, dense, call.conditions()), call.condition
         form = forms.pop(conditions, None)
         # Moved, or with another rate of dropout?
-        if form and form.condition is not now and not form.is_in(now):
+        if form and form.condition is not now and not now.reads_as(form.condition):
             form = None
         if form is None:
-            loose = LooseTensors(now.contents.modules())
-            form = Form(kind, conditions, now, loose, dense)
-            if loose.are_within_others:
-                form.refuse("a module that holds tensors in a list or dictionary")
+            form = Form(kind, conditions, now, dense)
+            if hold_tensors(now.contents.modules()):
+                form.refuse("a module that holds tensors beside its parameters and buffers")
         form.condition = now
         forms[conditions] = form  # the last of them
         form.last_visit = self._num_visits[call.layer.index] = (

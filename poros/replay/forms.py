@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.replay.call import LayerCall
-from poros.replay.facts import CallFacts
+from poros.replay.call import CallFacts, LayerCall
 from poros.replay.graphs import Fixed, Recording, SharedMemory
 from poros.replay.uses import Around, Uses
 from poros.stream.body import Kind
@@ -50,42 +49,22 @@ class Replayed:
         ]
 
 
-class LooseTensors:
-    """Tensors that modules hold as plain attributes: neither parameters nor buffers.
+def hold_tensors(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules hold tensors that are neither parameters nor buffers.
 
-    A recording would go on reading the old one where another has taken its place. New attributes,
-    and those that were nothing before, are noticed by ``poros.stream.attributes``.
-
-    Args:
-        modules: Of a layer.
-
-    Attributes:
-        are_within_others: Whether a list or dictionary of a module holds tensors, which could be
-            exchanged unnoticed.
+    These are plain attributes, and in lists and dictionaries: a recording would go on reading one
+    where another has taken its place. That an attribute comes, or becomes a tensor, is noticed by
+    ``poros.stream.attributes``.
     """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.are_within_others = False
-        self._places: list[tuple[dict[str, Any], str]] = []
-        for module in modules:
-            for key, value in vars(module).items():
-                if isinstance(value, torch.Tensor):
-                    self._places.append((vars(module), key))
-                elif isinstance(value, list | tuple | dict) and key not in _OWN_TABLES:
-                    inner = value.values() if isinstance(value, dict) else value
-                    self.are_within_others |= any(isinstance(one, torch.Tensor) for one in inner)
-        # Held, so that an id stays its tensor's.
-        self._tensors: list[torch.Tensor] = [table[key] for table, key in self._places]
-        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
-
-    def are_the_same(self) -> bool:
-        """Whether they are where they were."""
-        return all(
-            table.get(key) is tensor and tensor.data_ptr() == pointer
-            for (table, key), tensor, pointer in zip(
-                self._places, self._tensors, self._pointers, strict=True
-            )
-        )
+    for module in modules:
+        for key, value in vars(module).items():
+            if key in _OWN_TABLES:
+                continue
+            held = value.values() if isinstance(value, dict) else value
+            held = held if isinstance(value, list | tuple | dict) else (value,)
+            if any(isinstance(each, torch.Tensor) for each in held):
+                return True
+    return False
 
 
 _OWN_TABLES = ("_parameters", "_buffers", "_modules")
@@ -99,7 +78,6 @@ class Form:
     conditions: Hashable
     condition: Condition
     """Of the layer, when it came last."""
-    loose: LooseTensors
     dense_address: int | None = None
     """Of the layer's dense weights that its calls share."""
     num_visits: int = 0
@@ -131,10 +109,6 @@ class Form:
             return False
         recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
         return any(each is None for each in recorded)
-
-    def is_in(self, now: Condition) -> bool:
-        """Whether its calls do the same in this condition: a call's other state is equal."""
-        return self.loose.are_the_same() and now.reads_as(self.condition)
 
     def is_there(self, call: LayerCall) -> bool:
         """Whether what its recorded backward reads is still that of the forward of ``call``."""

@@ -9,7 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,10 +25,9 @@ _ALIGNMENT = 64
 """Bytes: so that no tensor begins in another's."""
 
 
-class Recording(ABC):
-    """Work that was recorded."""
+class Recording(Protocol):
+    """Work that was recorded, as a ``torch.cuda.CUDAGraph`` is."""
 
-    @abstractmethod
     def replay(self) -> None:
         """Queue it on the current stream."""
 
@@ -101,9 +100,8 @@ class CudaRecorder(Recorder):
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
-        recording = _CudaRecording(graph)
-        pool.recordings.add(recording)
-        return recording
+        pool.recordings.add(graph)
+        return graph
 
     def _recover(self, pool: "_Pool") -> None:
         """After a recording that has failed.
@@ -136,15 +134,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self.handle: Any = None
-        self.recordings: weakref.WeakSet[_CudaRecording] = weakref.WeakSet()
-
-
-class _CudaRecording(Recording):
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
-
-    def replay(self) -> None:
-        self._graph.replay()
+        self.recordings: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
 
 class Spec(NamedTuple):

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from poros.replay.call import LayerCall
-from poros.replay.facts import CallFacts
+from poros.replay.call import CallFacts, LayerCall
 from poros.replay.forms import Form, Replayed
 from poros.replay.graphs import Fixed, Recorder, SharedMemory, Spec
 from poros.replay.routing import Gradients, Tensors

@@ -24,10 +24,8 @@ from typing import Any
 
 import torch
 
-from poros.errors import RematerializationError
 from poros.kernels.nodes import unwritten_tensors
-from poros.replay.call import LayerCall
-from poros.replay.facts import CallFacts
+from poros.replay.call import CallFacts, LayerCall
 from poros.replay.forms import Form
 from poros.replay.routing import Gradients, Terms, hand_in
 from poros.replay.uses import Source, Uses
@@ -82,11 +80,7 @@ class RematerializeLayer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: LayerCall = ctx.call
         # once_differentiable lets a constant incoming gradient pass, and drops the second order.
-        if torch.is_grad_enabled():
-            raise RematerializationError(
-                f"{call.layer.name}: expected a backward without create_graph, found one that asks "
-                "for gradients of gradients, which recomputation does not give"
-            )
+        call.require_first_order()
         tensors = unwritten_tensors(
             ctx,
             f"{call.layer.name}: its input, another tensor it was given or one of its adapters was "

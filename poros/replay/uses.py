@@ -26,7 +26,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from poros.errors import UnsupportedModelError
-from poros.stream.general import weakly
+from poros.kernels.nodes import weakly
 from poros.stream.state import Surroundings
 
 CAST = "ToCopyBackward0"

@@ -130,7 +130,7 @@ class LayerRerunner:
                 token = _active_collector.set(record)
                 try:
                     # ``state`` has put the flag back.
-                    with _repeating(kernels), _around(streamed_layer(evidence.layer), attention):
+                    with _repeating(kernels), attention:
                         result = forward(*args, **kwargs)
                 finally:
                     _active_collector.reset(token)
@@ -281,16 +281,8 @@ class _Deterministic:
         return getattr(self._layer, name)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with _around(self._layer, AttentionKernels(deterministic=True)):
+        with AttentionKernels(deterministic=True):
             return self._layer.run(args, kwargs)
-
-
-def _around(layer: StreamedLayer, attention: AttentionKernels) -> AbstractContextManager[object]:
-    """Watch attention in the layer, but for a compiled one on a CPU, where it repeats itself.
-
-    A compiler traces what a mode does, and does not come to an end with some adapters.
-    """
-    return nullcontext() if layer.is_compiled and layer.device.type == "cpu" else attention
 
 
 def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:

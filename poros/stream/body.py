@@ -6,7 +6,6 @@ them, as the forward has found them.
 """
 
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,21 +14,19 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from poros.errors import PreparedModelError
+from poros.errors import PreparedModelError, RematerializationError
 from poros.kernels.adapters import KernelStats
 from poros.kernels.dense_layer import DenseLayer
-from poros.kernels.forwards import unpatch
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
 from poros.stream.adapters import AdapterPlace, staying_places
-from poros.stream.compiled import CompiledForward
 from poros.stream.condition import Condition
 from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import ActivationOffloader, OffloadedInput
+from poros.stream.rng import Start
+from poros.stream.state import AmbientState
 from poros.stream.staying import Staying, StayingState
 from poros.stream.visit import BlockVisit, LayerBindings, ProxyLeaf, Visits
-
-logger = logging.getLogger(__name__)
 
 Kind = Literal["recomputed", "kept", "inference"]
 """Of a call: recomputed in backward, with its graph kept until then, or without a backward."""
@@ -97,9 +94,7 @@ class ModelContext:
         offloader: Where inputs wait for their backward; None keeps them on the device.
         check: Looks at the first calls of layers; None if nothing is checked.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
-        frugal: Classes of nodes of others that were seen to hold no activations by themselves.
         captures: Visits that are recorded and replayed; None if all of them run.
-        fallbacks: What was not as usual, one line each; each was logged once.
         in_place: Gives what is called in place of layers, if that is still there.
         is_confined: Whether each call of a layer has an autocast region of its own.
     """
@@ -128,16 +123,8 @@ class ModelContext:
         self.check: LayerCheck | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
         self.captures: Replayer | None = None
-        self.frugal: set[type] = set()
-        self.fallbacks: list[str] = []
         self.in_place: Callable[[], StandIn | None] | None = None
         self.is_confined = False
-
-    def fall_back(self, what: str, why: str) -> None:
-        """Note that something is not as usual, and log it once."""
-        if what not in self.fallbacks:
-            self.fallbacks.append(what)
-            logger.warning("poros: %s: %s", what, why)
 
     @contextmanager
     def confined(self, is_confined: bool) -> Iterator[None]:
@@ -211,8 +198,7 @@ class LayerBody:
             None if dense is None else lambda found: dense.fill(index, found.dense_weights),
         )
         self.own_forward: Callable[..., Any] = type(layer).forward
-        """Takes the layer and its arguments; compiled if that was asked for."""
-        self.is_compiled = False
+        """Takes the layer and its arguments."""
         self._known: Condition | None = None
         self._is_in_a_row = False
         self._layer = weakref.ref(layer)
@@ -223,29 +209,9 @@ class LayerBody:
         return self._layer()
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's own forward, compiled if that was asked for; only inside a visit."""
+        """The layer's own forward; only inside a visit."""
         self._known = None
-        if isinstance(self.own_forward, CompiledForward):
-            self.own_forward.require_few_forms(args, kwargs)
-            if self.context.tally is not None:
-                self.context.tally.note_compiled(self._contents.adapter_modules)
         return self.own_forward(self._layer(), *args, **kwargs)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the layer's own forward, as ``nn.Module.compile`` does for a resident layer.
-
-        From then on it runs PEFT's modules, which ``stats`` counts, and bitsandbytes' kernels.
-
-        Raises:
-            UnsupportedModelError: If the layer has dropout.
-        """
-        layer = self._layer()
-        if layer is None:
-            return
-        self.own_forward = CompiledForward(layer, self.name, args, kwargs)
-        self.is_compiled = True
-        # The compiler would compile anew for each of our forwards, and reach its limit.
-        unpatch(layer.modules())
 
     @contextmanager
     def visit(self, phase: Phase, leaves: Sequence[ProxyLeaf] = ()) -> Iterator[torch.Tensor]:
@@ -268,7 +234,7 @@ class LayerBody:
     def sharing_dense(self) -> AbstractContextManager[None]:
         """Calls in the body share the layer's dense weights, if there is memory for them."""
         dense = self.context.dense
-        return nullcontext() if dense is None or self.is_compiled else dense.use(self.index)
+        return nullcontext() if dense is None else dense.use(self.index)
 
     @property
     def dense_address(self) -> int | None:
@@ -293,8 +259,7 @@ class LayerBody:
         """The modules of the layer now; the same object as long as they are the same."""
         self.weights.end_others()
         contents = self._contents
-        is_known = contents.has_same_tensors()
-        if not (contents.is_current() and (is_known or contents.has_same_names())):
+        if not (contents.is_current() and contents.has_same_tensors()):
             layer = contents.modules()[0]
             owners = (
                 id(table)
@@ -302,12 +267,8 @@ class LayerBody:
                 for table in (module._parameters, module._buffers)
             )
             self.weights.bindings.require_owners(set(owners))
-            self._take_stock(layer)
-        elif not is_known:
-            # Others by the same names: an adapter that was deleted and added again.
             self.weights.bindings.require_at_rest()
-            self._look_at_tensors(contents.modules()[0])
-            contents.note_tensors()
+            self._take_stock(layer)
         for module in self._contents.adapter_modules:
             if module.merged_adapters:
                 raise PreparedModelError(
@@ -385,14 +346,6 @@ class LayerBody:
         return is_cast
 
     def _take_stock(self, layer: nn.Module) -> None:
-        self._look_at_tensors(layer)
-        streamed = self.weights.bindings.tensor_ids
-        contents = LayerIndex(layer, streamed)
-        self._staying = Staying(self.name, staying_places(layer, streamed))
-        # Last: as long as these are the old ones, stock is taken again.
-        self._contents = contents
-
-    def _look_at_tensors(self, layer: nn.Module) -> None:
         self.context.admit(layer)
         # Linear layers of bitsandbytes that have a bias.
         self._biased: list[Any] = [
@@ -401,3 +354,56 @@ class LayerBody:
             if getattr(module, "compute_dtype", None) is not None
             and module._parameters.get("bias") is not None
         ]
+        streamed = self.weights.bindings.tensor_ids
+        contents = LayerIndex(layer, streamed)
+        self._staying = Staying(self.name, staying_places(layer, streamed))
+        # Last: as long as these are the old ones, stock is taken again.
+        self._contents = contents
+
+
+class Call:
+    """One call of a layer, and what its recomputation has to find again.
+
+    Args:
+        layer: The layer.
+        condition: What decides what it computes, as it is now.
+
+    Attributes:
+        ambient: The state around it.
+        start: The random states that it begins with: Python's and NumPy's too if code of the user
+            runs inside the layer, which may draw from anywhere.
+    """
+
+    def __init__(self, layer: LayerBody, condition: Condition) -> None:
+        self.layer = layer
+        self.condition = condition
+        self.ambient = AmbientState.capture(layer.device, condition.training)
+        self.start = Start.capture(layer.device) if condition.has_hooks else self.ambient.rng
+        self._end: Any = None
+        self._module = layer.module()  # lives as long as its graph, as the parameters do
+
+    def note_end(self) -> None:
+        """Its forward has run, or was replayed: note the random states."""
+        self._end = self.start.capture(self.layer.device)
+
+    def ends_alike(self) -> bool:
+        """Whether random states now are those that the forward has left."""
+        return self._end is not None and bool(
+            self._end.equals(self.start.capture(self.layer.device))
+        )
+
+    def require_same_end(self) -> None:
+        """Raise ``RematerializationError`` unless ``ends_alike``."""
+        if not self.ends_alike():
+            raise RematerializationError(
+                f"{self.layer.name}: the recomputation drew other random numbers than the forward; "
+                "the layer draws depending on state that is not its input"
+            )
+
+    def require_first_order(self) -> None:
+        """Raise ``RematerializationError`` in a backward that is to be differentiated itself."""
+        if torch.is_grad_enabled():
+            raise RematerializationError(
+                f"{self.layer.name}: expected a backward without create_graph, found one that asks "
+                "for gradients of gradients, which recomputation does not give"
+            )

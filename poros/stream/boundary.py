@@ -176,8 +176,8 @@ class StreamedLayerMixin:
         return own(mode)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile what is recomputed, not what streams: see ``StreamedLayer.compile``."""
-        streamed_layer(self).compile(*args, **kwargs)
+        """Refused: a compiler fuses, and meets its limits, elsewhere than in a resident run."""
+        refuse_compiling(streamed_layer(self).name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves and casts reach what stays on the device; the frozen tensors stay at rest."""
@@ -286,21 +286,22 @@ def refuse_outer_graph(name: str) -> None:
             frame.f_code.co_name == "compile_wrapper"
             and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
         ):
-            _refuse_graph(name)
+            refuse_compiling(name)
         frame = frame.f_back
 
 
 def refuse_tracing(name: str) -> None:
     """Raise if the compiler traces the caller and gradients are wanted: before it compiles much."""
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        _refuse_graph(name)
+        refuse_compiling(name)
 
 
 @torch.compiler.disable
-def _refuse_graph(name: str) -> NoReturn:
+def refuse_compiling(name: str) -> NoReturn:
+    """Raise on compiling ``name``."""
     raise PreparedModelError(
-        f"{name}: expected layers to be compiled one by one, found a forward inside torch.compile "
-        "of the whole model (TrainingArguments(torch_compile=True)?). A resident run would compile "
-        "its layers too, a streamed one would not; call layer.compile() for every decoder layer "
-        "after poros.prepare, and nothing else"
+        f"{name}: expected a prepared model that is not compiled, found compile() of a layer or of "
+        "what holds them, or a forward inside torch.compile (TrainingArguments(torch_compile=True)?"
+        "). A resident run would compile the layers, a streamed one would not. Train without "
+        "compiling, or call poros.restore(model) and train this one resident"
     )

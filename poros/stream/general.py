@@ -15,38 +15,32 @@ Nothing is stopped early: hooks on modules inside a layer run twice per step, on
 and once in the recomputation, and the random states behind both are compared. Where there are such
 hooks, the random states are Python's and NumPy's too, and so are sums over the saved tensors: what
 a hook draws from a generator of its own is noticed.
-
-Where the caller has saved-tensor hooks of his own around the forward (``save_on_cpu``), these keep
-what they are given, as in a resident model, and nothing is recomputed.
 """
 
 import gc
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from poros.errors import RematerializationError
+from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.adapters import Recomputation, note_last
 from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.lazy_tensor import forget, values_of
+from poros.kernels.nodes import weakly
 from poros.kernels.sums import sums_of_bits
 from poros.slots.schedule import Phase
 from poros.stream.args import copied
-from poros.stream.body import LayerBody
+from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.rng import RngStash, Start
-from poros.stream.state import AmbientState
 from poros.stream.visit import ProxyLeaf
 from poros.stream.within import SavedTensorHooks, without_collector
-
-_Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class _Saved:
@@ -80,14 +74,7 @@ class _InSlot(NamedTuple):
         return slab.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class _Packed(NamedTuple):
-    """Stands in the graph for a saved tensor that the caller's own hooks keep."""
-
-    kept: Any
-    sums: torch.Tensor
-
-
-class RecomputedCall:
+class RecomputedCall(Call):
     """One call of one layer, from its forward until its graph is gone.
 
     Args:
@@ -98,7 +85,8 @@ class RecomputedCall:
         leaves: What is to be there instead of parameters.
 
     Raises:
-        UnsupportedModelError: If an argument may be written to by the side.
+        UnsupportedModelError: If an argument may be written to by the side; and within saved-tensor
+            hooks of the caller, which would have nothing to keep.
     """
 
     def __init__(
@@ -109,27 +97,28 @@ class RecomputedCall:
         condition: Condition,
         leaves: Sequence[ProxyLeaf] = (),
     ) -> None:
-        self.layer = layer
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise UnsupportedModelError(
+                f"{layer.name}: expected no saved-tensor hooks around the forward of a prepared "
+                "model, found some (save_on_cpu, activation_offloading, checkpointing of what "
+                "holds the layers?). Its layers are recomputed, so nothing of them is kept; leave "
+                "the hooks away. offload_boundaries=True has inputs of layers wait on the host"
+            )
+        super().__init__(layer, condition)
         self._leaves = leaves
-        self._condition = condition
-        self._module = layer.module()  # lives as long as its graph, as the parameters do
         self._args = tuple(
             copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
         )
         self._kwargs = {
             key: copied(value, f"argument {key!r} of {layer.name}") for key, value in kwargs.items()
         }
-        self._ambient = AmbientState.capture(layer.device, condition.training)
-        # Code of the user inside the layer may draw from anywhere.
         self._is_watched = condition.has_hooks
-        self._start = Start.capture(layer.device) if self._is_watched else self._ambient.rng
         self._num_tokens = _num_tokens(args) if self._is_watched else 0
         self._sums: list[torch.Tensor] = []
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._task: int | None = None
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
-        self._through: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's result, in the caller's graph.
@@ -144,7 +133,7 @@ class RecomputedCall:
         Raises:
             RematerializationError: If the layer edits its arguments or its adapters in place.
         """
-        layer, contents = self.layer, self._condition.contents
+        layer, contents = self.layer, self.condition.contents
         self._offloaded = layer.offload(args[0]) if args and _is_tensor(args[0]) else None
         if self._offloaded is not None:
             self._args = (None, *self._args[1:])
@@ -165,39 +154,22 @@ class RecomputedCall:
                 f"{layer.name}: expected its arguments to be left alone, found one edited in "
                 "place by the layer itself; the recomputation would edit it again"
             )
-        self._condition.require_unedited()
+        self.condition.require_unedited()
         # What the layer has changed now it will change again.
-        contents.attributes.disregard(self._condition.attributes)
-        contents.note_names()
-        self._end = self._start.capture(layer.device)
+        contents.attributes.disregard(self.condition.attributes)
+        contents.note_tensors()
+        self.note_end()
         # Now, not before: bitsandbytes casts a bias for good at its first use.
-        self._staying = layer.staying(self._condition.frozen)
+        self._staying = layer.staying(self.condition.frozen)
         outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
         note_last(outputs)
         begin = weakly(self._begin)
         for output in outputs:
             output.grad_fn.register_prehook(begin)
         readers, casts = _walk(outputs, first, is_watched=self._is_watched)
+        hold = partial(_hold, layer, self._memory)
         for node in {*readers, *beside}:
-            node.register_prehook(partial(_hold, layer, self._memory, _kept_by(node)))
-            if not _is_of_others(node) or type(node) in layer.context.frugal:
-                continue
-            if not self._keeps(node):
-                layer.context.frugal.add(type(node))
-            else:
-                layer.context.fall_back(
-                    f"activations kept by {type(node)._forward_cls.__qualname__}",
-                    "it keeps tensors in attributes of its context, which are not recomputed: "
-                    "those of all layers are there at once. With ctx.save_for_backward they are "
-                    "not",
-                )
-        if self._through is not None:
-            layer.context.fall_back(
-                "saved tensors kept by hooks of the caller",
-                "saved-tensor hooks around the forward (save_on_cpu?) keep what layers save, so "
-                "nothing is recomputed, and copies of their weights are kept as well. Without "
-                "these hooks both are left away",
-            )
+            node.register_prehook(hold)
         reused = [
             (cast, parameter) for parameter in casts if (cast := cached_cast(parameter)) is not None
         ]
@@ -212,24 +184,8 @@ class RecomputedCall:
             self._values = self._recompute()
             self._task = task
 
-    def _keeps(self, node: Any) -> bool:
-        """Whether a function of others holds activations by itself."""
-        known = {each.data_ptr() for each in self._module.parameters()} if self._module else set()
-        return any(
-            _is_tensor(held)
-            and held.is_floating_point()
-            and not _lies_in(held, self._memory)
-            and held.data_ptr() not in known
-            for held in tree_leaves(list(vars(node).values()))
-        )
-
     def _pack(self, tensor: torch.Tensor) -> Any:
-        is_in_slot = _lies_in(tensor, self._memory)
-        if self._through is not None:
-            # A copy, because what the hooks do with it is unknown.
-            kept = self._undrawn(self._through[0], tensor.clone() if is_in_slot else tensor)
-            return _Packed(kept, sums_of_bits(tensor))
-        if is_in_slot:
+        if _lies_in(tensor, self._memory):
             return _InSlot.of(tensor)
         if self._is_watched:
             self._sums += self._sums_of(tensor)
@@ -252,24 +208,9 @@ class RecomputedCall:
         return [sums_of_bits(tensor).to(self.layer.device)]
 
     def _unpack(self, kept: Any) -> torch.Tensor:
-        if isinstance(kept, _Packed) and self._through is not None:
-            # Hooks keep what was saved; an operator also reads a 4-bit weight's scales in the slot.
-            self.layer.weights.lease(Phase.BACKWARD)
-            found: torch.Tensor = self._undrawn(self._through[1], kept.kept)
-            if not torch.equal(sums_of_bits(found), kept.sums):
-                raise RematerializationError(
-                    f"{self.layer.name}: expected saved-tensor hooks around the forward to give "
-                    "back what they were given, found other values. A resident model saves other "
-                    "tensors, so what such hooks change cannot be had exactly; use hooks that "
-                    "change nothing, or call poros.restore(model) and train this one resident"
-                )
-            return found
         task = torch._C._current_graph_task_id()
-        if torch.is_grad_enabled() and task >= 0:
-            raise RematerializationError(
-                f"{self.layer.name}: expected a backward without create_graph, found one that asks "
-                "for gradients of gradients, which recomputation does not give"
-            )
+        if task >= 0:
+            self.require_first_order()
         if isinstance(kept, _InSlot):
             return kept.within(self.layer.weights.lease(Phase.BACKWARD))
         if task != self._task or kept.number not in self._values:
@@ -285,21 +226,10 @@ class RecomputedCall:
             )
         return tensor
 
-    def _undrawn(self, hook: Callable[[Any], Any], value: Any) -> Any:
-        """What the hook makes of ``value``; a resident model calls it for other tensors."""
-        before = RngStash.capture(self.layer.device)
-        made = hook(value)
-        if not before.equals(RngStash.capture(self.layer.device)):
-            raise RematerializationError(
-                f"{self.layer.name}: expected saved-tensor hooks that draw no random numbers, "
-                "found one that does; it would draw others than in a resident model"
-            )
-        return made
-
     def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Run the layer once more; what its operators save, by number, and its version then."""
-        layer, contents = self.layer, self._condition.contents
-        layer.condition().require_as(self._condition, self._staying)
+        layer, contents = self.layer, self.condition.contents
+        layer.condition().require_as(self.condition, self._staying)
         if self._versions != _versions(self._given):
             raise RematerializationError(
                 f"{layer.name}: its input or another tensor it was given was edited in place "
@@ -325,27 +255,21 @@ class RecomputedCall:
         if self._offloaded is not None:
             args = (self._offloaded.fetch(), *args[1:])
         args, kwargs = copied(args, ""), copied(self._kwargs, "")
-        is_unwatched = not (self._condition.has_hooks or layer.is_compiled)
-        # A mode that sees operators would see tensors without values.
-        leaves_out = is_unwatched and not torch._C._len_torch_dispatch_stack()
+        # Hooks, and a mode that sees operators, would see tensors without values.
+        is_seen = self._is_watched or torch._C._len_torch_dispatch_stack()
         with (
-            Recomputation(layer.context.tally, leaves_out),
+            Recomputation(layer.context.tally, not is_seen),
             layer.context.watching_graph() or nullcontext(),
             layer.visit(Phase.BACKWARD, self._leaves) as slot,
-            self._ambient.but_random(contents.modules()),
-            self._start.replay(),
+            self.ambient.but_random(contents.modules()),
+            self.start.replay(),
             torch.enable_grad(),
             SavedTensorHooks(store, _refuse_backward),
         ):
             memory = slot.untyped_storage().data_ptr()
             result = layer.run(args, kwargs)
-            ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
+            self.require_same_end()
         forget(tree_leaves(result))
-        if not ends_alike:
-            raise RematerializationError(
-                f"{layer.name}: the recomputation drew other random numbers than the forward; "
-                "the layer draws depending on state that is not its input"
-            )
         if forms != self._forms:
             raise RematerializationError(
                 f"{layer.name}: expected the recomputation to save the tensors that the forward "
@@ -359,35 +283,19 @@ class RecomputedCall:
                 "input (a generator of its own, a counter?)"
             )
         # What hooks write down in it meanwhile belongs to the layer, as in its forward.
-        noted = partial(contents.attributes.disregard, self._condition.attributes)
-        layer.weights.lease(Phase.BACKWARD, noted if self._condition.hooks else None)
+        noted = partial(contents.attributes.disregard, self.condition.attributes)
+        layer.weights.lease(Phase.BACKWARD, noted if self.condition.hooks else None)
         return values
 
 
-def _kept_by(node: Any) -> Sequence[Any] | None:
-    """Where a node keeps tensors of a slot; None if that is unknown."""
-    kind = getattr(type(node), "_forward_cls", None)
-    if kind is None or not kind.__module__.startswith("bitsandbytes."):
-        return None
-    return getattr(node, "tensors", ()), getattr(node, "state", None)
-
-
-def _hold(layer: LayerBody, memory: int, kept: Sequence[Any] | None, _: object) -> None:
+def _hold(layer: LayerBody, memory: int, _: object) -> None:
     """Before a node that keeps tensors of the slot at ``memory`` as it likes."""
-    slab = layer.weights.lease(Phase.BACKWARD)
-    if slab.untyped_storage().data_ptr() == memory:
-        return
-    if kept is None:
+    if layer.weights.lease(Phase.BACKWARD).untyped_storage().data_ptr() != memory:
         raise RematerializationError(
             f"{layer.name}: expected its block to stay where it was between forward and backward, "
             "found it moved to make room, and a function or a hook within that may have kept its "
             "old weights. Run the backward before a forward of another shape"
         )
-    tensors, state = kept
-    states = [vars(each) for each in (state, getattr(state, "state2", None)) if each is not None]
-    for tensor in tree_leaves([tensors, *(list(each.values()) for each in states)]):
-        if _is_tensor(tensor) and _lies_in(tensor, memory):
-            tensor.data = _InSlot.of(tensor).within(slab)
 
 
 def _walk(
@@ -448,18 +356,6 @@ def _is_of_others(node: Any) -> bool:
     return issubclass(kind, BackwardCFunction) and not str(kind._forward_cls.__module__).startswith(
         "poros."
     )
-
-
-def weakly(method: Any) -> Callable[..., None]:
-    """``method``, as long as its object lives."""
-    found = WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        living = found()
-        if living is not None:
-            living(*args)
-
-    return call
 
 
 def _refuse_backward(_: object) -> NoReturn:

@@ -95,49 +95,39 @@ class LayerIndex:
         self._tensor_tables = [
             table for module in modules for table in (module._parameters, module._buffers)
         ]
-        self.note_names()
         self.note_tensors()
         self._hooks = [getattr(module, f"_{kind}") for module in self._inner for kind in _HOOKS]
         # Those that run at every module: PyTorch counts them with those of modules.
         self._hooks += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
         self._dicts = [module.__dict__ for module in self._inner]
-        # Most owners hold nothing but frozen weights; no adapter ever appears in those.
-        self._owners = [
-            module._parameters
-            for module in modules
-            if not module._parameters
-            or any(id(parameter) not in frozen for parameter in module._parameters.values())
-        ]
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self._adapter_places: list[AdapterPlace] = []
         self.attributes = Attributes(layer)
         self._frozen = frozen
         self._adapters: Adapters | None = None
-        # What was in the owners when those were looked up, and what of it was not trainable.
-        self._entries: list[tuple[Any, ...]] = []
+        # What was where when those were looked up, and what of it was not trainable.
+        self._places: list[int] = []
         self._idle: list[torch.Tensor] = []
 
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
         return self._children == values_of(self._child_tables)
 
-    def has_same_names(self) -> bool:
-        """Whether its tensors are called what they were called when that was noted."""
-        return self._names == _names(self._tensor_tables)
-
     def has_same_tensors(self) -> bool:
         """Whether it holds the tensors that were noted, and no others."""
-        now = list(map(id, values_of(self._tensor_tables)))
+        now = self._ids_now()
         return now == self._ids or set(now) == set(self._ids)
 
     def note_tensors(self) -> None:
-        """Note which tensors there are now. They are kept alive, so that ids stay theirs."""
+        """Note which tensors there are now: the layer itself may make some as it runs.
+
+        They are kept alive, so that ids stay theirs.
+        """
         self._tensors = values_of(self._tensor_tables)
         self._ids = list(map(id, self._tensors))
 
-    def note_names(self) -> None:
-        """Note what they are called now: the layer itself may make some as it runs."""
-        self._names = _names(self._tensor_tables)
+    def _ids_now(self) -> list[int]:
+        return list(map(id, values_of(self._tensor_tables)))
 
     def modules(self) -> list[nn.Module]:
         """The layer and all modules in it."""
@@ -177,17 +167,18 @@ class LayerIndex:
         The same object as before as long as they are the same.
         """
         if self._adapters is None or not self._are_current(self._adapters):
-            if self._adapters is None or not self._has_same_entries():
+            now = self._ids_now()
+            if self._adapters is None or self._places != now:
                 # Kinds that hold tensors in a ParameterDict come and go by its keys alone.
                 self._adapter_places = adapter_places(self.modules()[0], self._frozen)
-            entries = [(owner, *item) for owner in self._owners for item in owner.items()]
+                self._places = now
             # Whether a frozen tensor is still frozen is looked at by poros.stream.visit.
             parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = [
                 (owner, key, value)
-                for owner, key, value in entries
+                for owner in self._tensor_tables[::2]
+                for key, value in owner.items()
                 if value is not None and id(value) not in self._frozen
             ]
-            self._entries = list(zip(*entries, strict=True)) or [(), (), ()]
             self._idle = [value for *_, value in parameters if not value.requires_grad]
             self._adapters = Adapters(
                 [
@@ -205,28 +196,15 @@ class LayerIndex:
 
     def _are_current(self, adapters: Adapters) -> bool:
         return (
-            self._has_same_entries()
+            self._ids_now() == self._places
             and adapters.are_as_they_were()
             and not any(map(_REQUIRES, self._idle))
         )
-
-    def _has_same_entries(self) -> bool:
-        owners, keys, values = self._entries
-        # As many entries as there were, each where it was: so there is no other. An entry that is
-        # gone is not one that is None.
-        now = map(dict.get, owners, keys, repeat(self))
-        return sum(map(len, self._owners)) == len(values) and all(map(is_, now, values))
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> Any:
     """Where they lie, and in which form. Looked up in C: this runs at every visit."""
     return list(map(_POINTER, tensors)), list(map(_FORM, tensors))
-
-
-def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str], list[bool]]:
-    """How many keys each of these dictionaries has, which there are, and where nothing is held."""
-    is_empty = list(map(is_, values_of(tables), repeat(None)))
-    return list(map(len, tables)), set(chain.from_iterable(filter(None, tables))), is_empty
 
 
 def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:

@@ -1,22 +1,28 @@
 """Process-wide settings that pick the kernels of an operator: read, compared, set for a while.
 
-Read in the form that PyTorch itself reads when it picks a kernel; float32 has a precision for each
-backend and operator (``poros.stream.precision``).
+Read in the form that PyTorch itself reads when it picks a kernel.
+
+Note: The precision of float32
+    PyTorch keeps it for each backend and operator. A place inherits from others until somebody
+    sets it, and can never be made to inherit again, so it cannot be put back for certain. So it is
+    only compared: a recomputation under another precision than its forward is refused. Since
+    torch 2.9 the older getters raise once somebody has used the newer names; they are not asked.
 
 Not covered: the number of threads, and what has no getter (flushing of denormal numbers).
 
 Source:
-    pytorch: ``torch.backends``.
+    pytorch: ``torch.backends``, and ``aten/src/ATen/Context.cpp`` (inheritance of precisions).
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from itertools import product
 from operator import call
 from typing import Any, NamedTuple
 
 import torch
 
-from poros.stream.precision import GET, PLACES, set_precisions
+from poros.errors import RematerializationError
 from poros.stream.within import Within
 
 _SWITCHES = (
@@ -50,6 +56,10 @@ _REDUCTIONS = (
 )
 """Of two values in some versions, of one in others."""
 
+_PLACES = tuple(product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")))
+"""Where float32 has a precision: backends and operators."""
+_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+
 
 def settle(device: torch.device) -> None:
     """Have PyTorch decide now what it otherwise decides at its first attention on a GPU.
@@ -78,14 +88,25 @@ class Settings(NamedTuple):
     @classmethod
     def capture(cls) -> "Settings":
         """The settings now. Has no side effect and does not raise."""
-        return cls(tuple(map(call, _GETTERS)), tuple(map(GET, *zip(*PLACES, strict=True))))
+        return cls(tuple(map(call, _GETTERS)), tuple(map(_precision, *zip(*_PLACES, strict=True))))
 
     def replay(self) -> AbstractContextManager[object]:
-        """Run the body under these settings; afterwards they are as they were before it."""
+        """Run the body under these settings; afterwards they are as they were before it.
+
+        Raises:
+            RematerializationError: If float32 has another precision now, on entering.
+        """
         return Within(self._set)
 
+    def has_precisions_of(self, other: "Settings") -> bool:
+        """Whether float32 has the same precision in both; none is that of IEEE."""
+        return all(
+            mine == theirs or {mine, theirs} == {"none", "ieee"}
+            for mine, theirs in zip(self.precisions, other.precisions, strict=True)
+        )
+
     def restore(self) -> None:
-        """Have these settings from now on."""
+        """Have these settings from now on. Raises as ``replay``."""
         stack = ExitStack()
         self._set(stack)
         stack.pop_all()
@@ -94,13 +115,17 @@ class Settings(NamedTuple):
         now = Settings.capture()
         if now == self:
             return
+        if not self.has_precisions_of(now):
+            raise RematerializationError(
+                f"expected the precision of float32 products of the forward ({self.precisions}), "
+                f"found another one at its backward, or within its loss ({now.precisions}); set it "
+                "(torch.backends, set_float32_matmul_precision) between steps, not within one"
+            )
         pairs = zip(_ACCESS, self.switches, now.switches, strict=True)
         for (_, put), wanted, before in pairs:
             if wanted != before:
                 stack.callback(put, before)
                 put(wanted)
-        if self.precisions != now.precisions:
-            set_precisions(self.precisions, stack)
 
 
 def set_deterministic_flags(flags: tuple[bool, bool]) -> None:

@@ -204,28 +204,6 @@ def forward_and_backward(model: Model) -> object:
     return loss
 
 
-# Saved-tensor hooks of the caller.
-
-
-def saved_by(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Program:
-    def program(model: Model) -> object:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            loss = P.loss_of(model)
-        loss.backward()
-        return loss
-
-    return program
-
-
-def coarse(tensor: torch.Tensor) -> Any:
-    is_float = tensor.dtype in (torch.float32, torch.bfloat16)
-    return (tensor.detach().to(torch.float8_e5m2) if is_float else tensor), tensor.dtype
-
-
-def noisy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor + torch.randn_like(tensor) if tensor.is_floating_point() else tensor
-
-
 def whole_model_checkpointed(model: Model) -> object:
     loss = checkpoint(P.loss_of, model, use_reentrant=False)
     loss.backward()
@@ -317,25 +295,6 @@ def function_of_others(how: str, where: str = "within") -> Program:
         return loss
 
     return program
-
-
-class KeepsItsScale(torch.autograd.Function):
-    """A product that keeps a parameter in an attribute."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        ctx.scale = scale
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradient * ctx.scale, None
-
-
-def scaled_by_a_norm(model: Model) -> None:
-    scale = layers_of(model)[1].input_layernorm.weight
-    with hooked(model, "mlp", lambda module, args, output: KeepsItsScale.apply(output, scale)):
-        P.loss_of(model).backward()
 
 
 def bitsandbytes_beside(model: Model) -> None:

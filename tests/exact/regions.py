@@ -177,7 +177,6 @@ REGIONS: list[Callable[[Model], None]] = [
     twice,
     in_evaluation_mode,
     by_grad,
-    on_the_host,
     with_hooks_inside,
 ]
 

@@ -214,13 +214,6 @@ def surroundings() -> Iterator[Row]:
     yield Row("inputs that require gradients", S.inputs_require_gradients, P.STEP)
     yield Row("inputs that require them later", S.PLAIN, P.late_input_require_grads)
     yield Row("much dropout", S.small(dropout=0.5), P.STEP)
-    for name, program in {
-        "saved tensors copied": P.one_step(forward=P.copies_of_saved),
-        "saved as they are": H.saved_by(lambda each: each, lambda each: each),
-        "saved on the host": R.on_the_host,
-        "the whole model checkpointed": H.whole_model_checkpointed,
-    }.items():
-        yield Row(name, S.PLAIN, program, replays=False)
     for reentrant in (True, False):
         name = f"a module checkpointed, {'reentrant' if reentrant else 'not reentrant'}"
         policy = UNCHECKED if reentrant else {}

@@ -469,7 +469,9 @@ LOSSES = {
     "errors that are caught": program(of(catching), "more than once"),
     "hidden states": program(of(hidden_states), "recorded"),
     "the last hidden states": program(of(the_last_ones), "changes the model"),
-    "saved tensors that are packed": program(of(packed), "packs saved tensors"),
+    "saved tensors that are packed": program(
+        of(packed), (UnsupportedModelError, "saved-tensor hooks")
+    ),
     "a penalty on adapters": program(penalized(own_loss), ITSELF),
     "a penalty, edited": program(penalized(editing), ITSELF),
     "a penalty, taken apart": program(penalized(taking_out), ITSELF),
@@ -534,7 +536,7 @@ LATER = {
     "a penalty on adapters": later(
         lambda model, batch: own_loss(model, batch) + penalty(model), says="uses parameters"
     ),
-    "saved tensors that are packed": later(packed, "packs saved tensors"),
+    "saved tensors that are packed": later(packed, says="saved-tensor hooks"),
     "evaluation mode while it runs": later(in_evaluation_mode),
     "edited adapters": later(scaling, says="edits, freezes or thaws"),
     "autocast": later(in_autocast),

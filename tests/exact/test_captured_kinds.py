@@ -428,6 +428,7 @@ def with_a_gain(model: Model, patch: pytest.MonkeyPatch) -> list[Any]:
 def test_control_a_stranger_is_found(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(bases)
     with_a_gain(model, monkeypatch)
+    monkeypatch.setattr("poros.replay.captures.hold_tensors", lambda modules: False)
     captures, recorder = recorded(model, self_check="off")
     train(model, 6, 1)
     assert (64,) in strangers(model, captures, recorder)
@@ -456,7 +457,7 @@ def test_a_tensor_that_a_module_exchanges(
     expected, _ = run(False)
     found, captures = run(True)
     assert same(found, expected)
-    assert (captures.num_replays > 0) != in_a_list
+    assert captures.num_replays == 0
 
 
 REPLAYED = dict.fromkeys(["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"])

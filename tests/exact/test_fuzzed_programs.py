@@ -33,7 +33,6 @@ from tools.fuzz.arm import Arm
 from tools.fuzz.judge import Verdict
 from tools.fuzz.program import (
     Adapter,
-    Compile,
     EditAdapter,
     EditBase,
     Enable,
@@ -117,11 +116,6 @@ PROGRAMS: dict[str, Program] = {
     ),
     "a module used twice under autocast": Program(
         before=(UseTwice(part="mlp.down_proj", how="beside"),), steps=(Step(autocast="each"),)
-    ),
-    "saved tensors on the host, of a product that reads scales in the slot as well": Program(
-        subject=Subject(kind="dora"),
-        policy=Policy(kernels="fused"),
-        steps=(Step(context="save_on_cpu"),),
     ),
     "a trainable tensor switched on in a hook": Program(
         before=(Hook(does="add_tensor", layer=1, part="mlp", since=1),), steps=(Step(), Step())
@@ -226,10 +220,6 @@ PROGRAMS: dict[str, Program] = {
             ),
         ),
     ),
-    "a loss on a tensor from inside a compiled layer": Program(
-        before=(Hook(does="capture", part="self_attn.o_proj"),),
-        steps=(Step(before=(Compile(),), forwards=PENALIZED), Step(forwards=PENALIZED)),
-    ),
     "micro-batches together, a bank of vectors in a module that layers share": Program(
         subject=Subject(kind="vblora"),
         steps=(Step(forwards=(Forward(), Forward()), backward="together"),),
@@ -246,27 +236,10 @@ PROGRAMS: dict[str, Program] = {
         subject=Subject(architecture="mixtral"),
         before=(Hook(kind="global_backward", part="mlp"),),
     ),
-    "DoRA in compiled layers, where our kernels are asked for": Program(
-        subject=Subject(quantize=False, kind="dora", lowest=1),
-        policy=Policy(self_check="off", kernels="fused"),
-        steps=(Step(before=(Compile(),)),),
-    ),
-    "DoRA in compiled layers, checked": Program(
-        subject=Subject(kind="dora"), steps=(Step(before=(Compile(),)),)
-    ),
 }
 
-SLOW = (
-    "DoRA in compiled layers, checked",
-    "DoRA in compiled layers, where our kernels are asked for",
-    "a loss on a tensor from inside a compiled layer",
-)
-"""Compiling takes up to half a minute."""
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_was_found_once(name: str, judge: campaign.Judge) -> None:
     verdict = judge(PROGRAMS[name])
     assert verdict.end in ALLOWED, f"{verdict.kind}: {verdict.detail}"
@@ -275,7 +248,7 @@ def test_a_program_that_was_found_once(name: str, judge: campaign.Judge) -> None
 def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> None:
     """Less than a minute; the same programs at every run. `python -m tools.fuzz` draws others."""
     tally = campaign.Tally(0)
-    for program in campaign.draw(0, NUM_DRAWN, compiled=False):
+    for program in campaign.draw(0, NUM_DRAWN):
         verdict = judge(program)
         tally.add(program, verdict, campaign.shrunk_failure(program, verdict, judge, tally))
     assert tally.num_programs == NUM_DRAWN

@@ -16,7 +16,7 @@ from poros.slots.schedule import Action
 from poros.streams import EagerStreams
 from poros.utils.profiling import labelled, short_name
 from tests.fake_cuda import FakeCuda, FakeEvent
-from tests.snapshots import NUM_LAYERS, batches, bits_of, build, changes, layers_of
+from tests.snapshots import NUM_LAYERS, batches, bits_of, build, changes
 
 PREFIX = "poros::"
 
@@ -145,29 +145,6 @@ def test_a_profiler_changes_no_bit() -> None:
     model, _ = streamed(slots=2)
     assert profiled(step, model)
     assert changes(bits_of(plain), bits_of(model)) == {}
-
-
-@pytest.mark.slow
-def test_a_profiler_changes_nothing_of_a_compiled_layer() -> None:
-    def graphs(is_profiled: bool) -> list[str]:
-        model, _ = streamed(dropout=0.0, slots=2)
-        found: list[str] = []
-
-        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-            found.append(graph.code)
-            return graph.forward
-
-        for layer in layers_of(model):
-            layer.compile(backend=backend)
-        if is_profiled:
-            assert of_visits(profiled(step, model)) == forward_and_backward()
-        else:
-            step(model)
-        return found
-
-    expected = graphs(is_profiled=False)
-    assert len(expected) == 2  # of the forward and of the recomputation
-    assert graphs(is_profiled=True) == expected
 
 
 def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:

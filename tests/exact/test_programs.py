@@ -17,10 +17,8 @@ from poros.replay.remat import RematerializeLayer
 from poros.replay.routing import OneByOne, Terms
 from poros.replay.uses import Uses
 from poros.stream.body import LayerBody
-from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
-from tests.exact import regions as R
 from tests.exact import subjects as S
 from tests.exact.arms import (
     Bases,
@@ -258,23 +256,3 @@ def test_a_deleted_model_takes_its_slots_with_it_at_once(bases: Bases) -> None:
         assert slot() is None
     finally:
         gc.enable()
-
-
-# What is said, and what may be interrupted.
-
-
-def test_what_functions_of_others_keep_is_said(bases: Bases) -> None:
-    model = streamed(S.adapters_on("q_proj", "v_proj", quantize=False)(bases), self_check="off")
-    P.STEP(model)
-    H.scaled_by_a_norm(model)
-    assert poros.runtime(model).stats()["fallbacks"] == [], "a parameter is no activation"
-    H.function_of_others("attribute")(model)
-    (line,) = poros.runtime(model).stats()["fallbacks"]
-    assert "KeepsAsItLikes" in line
-
-
-def test_hooks_that_keep_saved_tensors_are_said(bases: Bases) -> None:
-    model = streamed(S.PLAIN(bases))
-    R.on_the_host(model)
-    (line,) = poros.runtime(model).stats()["fallbacks"]
-    assert "hooks of the caller" in line

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poros.kernels.forwards import unpatch
 from tools.fuzz import hooks
 from tools.fuzz.alive import num_alive
 from tools.fuzz.models import adapter_config, draw_adapters
 from tools.fuzz.program import (
     Action,
     Adapter,
-    Compile,
     EditAdapter,
     EditBase,
     EditGradients,
@@ -297,15 +295,6 @@ def _(action: Enable, arm: "Arm") -> bool:
             layers: list[Any] = list(arm.layers)
             for layer in layers:
                 layer.gradient_checkpointing = False
-    return True
-
-
-@do.register(Compile)
-def _(action: Compile, arm: "Arm") -> bool:
-    for layer in arm.layers:
-        # What a compiled layer of a prepared model equals: one that runs PEFT's own modules.
-        unpatch(layer.modules())
-        layer.compile(backend=action.backend)
     return True
 
 

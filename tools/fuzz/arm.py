@@ -6,7 +6,6 @@ that stopped is the beginning of the record of one that did not.
 """
 
 import random
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -420,9 +419,6 @@ def run_arm(
         random.seed(program.seed)
         torch.manual_seed(program.seed)
         arm = Arm(program, model)
-        if "torch._dynamo" in sys.modules:
-            # What it has compiled for other models counts for the limits of recompiling.
-            torch._dynamo.reset()
         try:
             arm.run(prepare)
             if finish is not None:

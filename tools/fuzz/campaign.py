@@ -150,13 +150,13 @@ def sort_of(verdict: "Verdict") -> str:
     return re.sub(r"[\dN]+| hook.*| (at|before) \w+:.*", "", verdict.kind)
 
 
-def draw(seed: int, number: int, *, compiled: bool = True) -> Iterator[Program]:
+def draw(seed: int, number: int) -> Iterator[Program]:
     """The first ``number`` programs of a seed.
 
     Raises:
         PolicyError: If hypothesis is not installed.
     """
-    strategy = programs(compiled=compiled)
+    strategy = programs()
     drawn = chain.from_iterable(
         _draw_chunk(strategy, seed * _SEED_STRIDE + chunk) for chunk in count()
     )

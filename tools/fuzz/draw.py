@@ -10,15 +10,12 @@ from typing import Any
 from poros.errors import PolicyError
 from tools.fuzz import optimizers
 from tools.fuzz.draft import Dice, Draft
-from tools.fuzz.motifs import MOTIFS, compile_layers
+from tools.fuzz.motifs import MOTIFS
 from tools.fuzz.program import Policy, Program, Subject
 
 
-def programs(*, compiled: bool = True) -> Any:
+def programs() -> Any:
     """The hypothesis strategy of programs.
-
-    Args:
-        compiled: Compile layers in a few of them, which takes most of their time.
 
     Raises:
         PolicyError: If hypothesis is not installed.
@@ -44,8 +41,6 @@ def programs(*, compiled: bool = True) -> Any:
         draft.optimizer = dice.weighted(optimizers.weights())
         for _ in range(dice.weighted({2: 3, 1: 3, 3: 3, 4: 2, 0: 1})):
             dice.weighted(MOTIFS)(draft)
-        if compiled and dice.below(200) == 199:
-            compile_layers(draft)
         return draft.finish()
 
     return drawn()

@@ -10,7 +10,6 @@ from typing import Any
 from tools.fuzz.draft import PARTS, Draft
 from tools.fuzz.program import (
     Adapter,
-    Compile,
     EditAdapter,
     EditBase,
     EditGradients,
@@ -301,7 +300,7 @@ def _enable(draft: Draft) -> None:
 
 def _context(draft: Draft) -> None:
     draft.step()["context"] = draft.dice.weighted(
-        {"save_on_cpu": 3, "anomaly": 1, "deterministic": 1}
+        {"save_on_cpu": 1, "anomaly": 1, "deterministic": 1}
     )
 
 
@@ -317,14 +316,6 @@ def _outputs(draft: Draft) -> None:
     step = draft.step()
     chosen: dict[str, Any] = {"cache": True} if dice.chance(75) else {"attentions": True}
     step["forwards"] = [replace(forward, **chosen) for forward in step["forwards"]]
-
-
-def compile_layers(draft: Draft) -> None:
-    """Compile the layers, and evaluate at lengths that may be others than in training."""
-    draft.subject = replace(draft.subject, dropout=0.0)
-    draft.place(Compile(), moments={"before": 1})
-    _evaluate(draft)
-    _evaluate(draft)
 
 
 MOTIFS: dict[Callable[[Draft], None], int] = {

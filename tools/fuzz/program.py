@@ -223,13 +223,6 @@ class Enable(Action):
 
 
 @dataclass(frozen=True, repr=False)
-class Compile(Action):
-    """layer.compile() for every layer."""
-
-    backend: str = "aot_eager"
-
-
-@dataclass(frozen=True, repr=False)
 class Probe(Action):
     """Repeat something and record how many tensors more are alive than after its second time."""
 

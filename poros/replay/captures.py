@@ -110,6 +110,8 @@ class Captures:
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
         self._held = HeldGraphs()
+        self._moved: dict[int, list[Form]] = {}
+        """What was known of layers when their blocks got other places."""
 
     # ------------------------------------------------------------------ forwards
 
@@ -143,7 +145,7 @@ class Captures:
             return run()
         form = self._form_of(call, kind)
         if form is not None and form.kind == "kept":
-            if form.in_flight() is not None:
+            if form.in_flight() is not None or not self._may_be_kept(layer, form):
                 # The device computes it twice then: less than the host takes to run it once.
                 form = self._form_of(call, "recomputed")
             elif self._held.would_lose(form):
@@ -360,6 +362,8 @@ class Captures:
         if not is_on and self.is_on:
             self.forget()
         self.is_on = is_on
+        if is_on and self._moved:
+            self._take_up(layers)
         # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
         wanted = [] if is_within or not is_on else self._wanted(layers)
@@ -410,20 +414,27 @@ class Captures:
 
     def _makes_way(self, layer: LayerBody, form: Form) -> bool:
         """Whether one more form may be recorded; if need be, the one goes that came last ago."""
-        forms = self._forms[layer.index]
-        recorded = [
-            other
-            for other in forms.values()
-            if other.kind == form.kind and other.forward is not None
-        ]
+        recorded = self._recorded_like(layer, form)
         if len(recorded) < (1 if form.kind == "kept" else _MOST_RECORDED):
             return True
         oldest = min(recorded, key=lambda other: other.last_visit)
-        if self._num_visits[layer.index] - oldest.last_visit < _IDLE_VISITS:
+        if not self._is_idle(layer, oldest):
             return False
-        del forms[oldest.conditions]
+        del self._forms[layer.index][oldest.conditions]
         self._num_wasted[layer.index] += oldest.num_replays < _LEAST_REPLAYS
         return True
+
+    def _may_be_kept(self, layer: LayerBody, form: Form) -> bool:
+        """Whether a form of a layer that keeps its graph is recorded, or may be: one is."""
+        others = [] if form.forward is not None else self._recorded_like(layer, form)
+        return all(self._is_idle(layer, other) for other in others)
+
+    def _recorded_like(self, layer: LayerBody, form: Form) -> list[Form]:
+        forms = self._forms[layer.index].values()
+        return [each for each in forms if each.kind == form.kind and each.forward is not None]
+
+    def _is_idle(self, layer: LayerBody, form: Form) -> bool:
+        return self._num_visits[layer.index] - form.last_visit >= _IDLE_VISITS
 
     def _settle(
         self, call: LayerCall, form: Form, replayed: Replayed, different: str | None
@@ -454,9 +465,34 @@ class Captures:
         return self.is_on and all(form.forward is None for form in forms)
 
     def forget(self) -> None:
-        """Release all recordings and their memory; a backward that is to come runs."""
-        for forms in self._forms.values():
+        """Release all recordings and their memory; a backward that is to come runs.
+
+        What calls have shown of their forms holds wherever blocks lie: as the next pass begins,
+        the same forms are recorded anew.
+        """
+        for index, forms in self._forms.items():
+            known = [each for each in forms.values() if each.facts and each.refusal is None]
+            self._moved[index] = [each.again() for each in known]
             for form in forms.values():
                 form.refuse("recorded for another place of its block")
         self._forms.clear()
         self._recorder.forget()
+
+    def _take_up(self, layers: Sequence[LayerBody]) -> None:
+        """Know forms of before again, of layers that have not changed but for their places.
+
+        Of a layer that keeps its graph from now on, or no longer does, they are of another kind.
+        """
+        moved, self._moved = self._moved, {}
+        for layer in layers:
+            now = layer.condition()
+            kinds: list[Kind] = ["kept"] if layer.weights.is_pinned else []
+            for form in sorted(moved.get(layer.index, ()), key=lambda each: -each.last_visit):
+                before = form.condition
+                is_same = now.is_like(before) and now.trained is before.trained
+                if is_same and form.dense_address == layer.dense_address:
+                    if form.kind != "inference":
+                        form.kind = kinds.pop() if kinds else "recomputed"
+                    form.condition = now
+                    form.conditions = (form.kind, *form.conditions[1:])
+                    self._forms.setdefault(layer.index, {}).setdefault(form.conditions, form)

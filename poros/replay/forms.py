@@ -7,7 +7,7 @@ state around it, the same tensors of the layer at the same addresses.
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,7 +75,8 @@ class Form:
     """One form of call of a layer, and what is known of it."""
 
     kind: Kind
-    conditions: Hashable
+    conditions: tuple[Hashable, ...]
+    """Its kind, the address below, and what is fixed in its calls."""
     condition: Condition
     """Of the layer, when it came last."""
     dense_address: int | None = None
@@ -131,6 +132,17 @@ class Form:
         """Have the forward of a layer that keeps its graph recorded anew, with its backwards."""
         self.forward, self.held = None, None
         self.backwards = dict.fromkeys(self.backwards)
+
+    def again(self) -> "Form":
+        """The same form, of which nothing is recorded."""
+        return replace(
+            self,
+            forward=None,
+            backwards=dict.fromkeys(self.backwards),
+            deterministic={},
+            held=None,
+            in_flight=lambda: None,
+        )
 
     def refuse(self, reason: str) -> None:
         self.refusal, self.forward, self.held = reason, None, None

@@ -87,10 +87,13 @@ class Condition:
 
         Both ``note``d, if another time has come.
         """
-        return self is other or (
+        return self is other or (self.is_like(other) and self.addresses == other.addresses)
+
+    def is_like(self, other: "Condition") -> bool:
+        """Whether the layer does the same in both, but for where what it reads lies."""
+        return (
             self.contents is other.contents
             and self.adapter_state == other.adapter_state
-            and self.addresses == other.addresses
             and not self.contents.attributes.differ(self.attributes, other.attributes)
         )
 

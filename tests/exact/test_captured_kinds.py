@@ -18,7 +18,8 @@ from transformers import Trainer, TrainerCallback
 import poros
 from poros.errors import ParityError
 from poros.gates import tiny
-from poros.replay.captures import ARGUMENTS
+from poros.model.sizing import ResidencyPlan
+from poros.replay.captures import ARGUMENTS, NEW
 from poros.replay.forms import Form, HeldGraphs
 from tests.comparing import compare_trajectories
 from tests.covers import with_slow
@@ -278,20 +279,49 @@ def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
     assert any("other bits" in reason for reason in captures.eager)
 
 
-@pytest.mark.parametrize(("policy", "num_lengths"), [({}, 5), (KEPT, 2)], ids=["", "kept"])
-def test_lengths_that_alternate_do_not_drive_each_other_out(
-    policy: dict[str, Any], num_lengths: int, bases: Bases
-) -> None:
+def test_lengths_that_alternate_do_not_drive_each_other_out(bases: Bases) -> None:
     """One length more than there are places: that one runs as always, and nothing anew."""
     model = adapted(bases)
-    captures, recorder = recorded(model, self_check="off", **policy)
+    captures, recorder = recorded(model, self_check="off")
     after: list[int] = []
     for _ in range(8):
-        for length in range(8, 8 + num_lengths):
+        for length in range(8, 13):
             loss_of(model, length).backward()
         after.append(recorder.num_recorded)
-    assert after[-1] == after[-3] == 2 * 2 * (num_lengths - 1)
+    assert after[-1] == after[-3] == 2 * 2 * 4
     assert captures.num_replays > 0
+
+
+def test_kept_layers_replay_a_second_length_as_recomputed_ones(bases: Bases) -> None:
+    model = adapted(bases)
+    captures, recorder = recorded(model, self_check="off", **KEPT)
+    eager: list[int] = []
+    for _ in range(10):
+        for length in (8, 9):
+            loss_of(model, length).backward()
+        eager.append(captures.eager[NEW])
+    assert recorder.num_recorded == 2 * 2 * 2
+    assert eager[-1] == eager[-3], "neither runs any more"
+
+
+@pytest.mark.parametrize("keep_last", [0, 2])
+def test_what_is_known_of_calls_stays_known_in_other_rooms(keep_last: int, bases: Bases) -> None:
+    expected = train(adapted(bases, lora_dropout=0.1), 14, 1)
+    model = adapted(bases, lora_dropout=0.1)
+    captures, recorder = recorded(model, self_check="off")
+    eager: list[int] = []
+
+    def change(model: Any, number: int) -> None:
+        eager.append(captures.eager[NEW])
+        if number in (5, 9):
+            assert recorder.num_recorded == 2 * 2 * (1 if number == 5 else 2)
+            room = ResidencyPlan(3, keep_last) if number == 5 else ResidencyPlan(2, 0)
+            poros.runtime(model).resize(room)
+
+    assert same(train(model, 14, 1, change), expected)
+    assert recorder.num_recorded == 2 * 2 * 3, "each once more, at once"
+    # One of each runs beside what is compared with it; none is there to be learnt from.
+    assert eager[5] == eager[4] and eager[9] == eager[5] + 2 * 2 == eager[-1] - 2 * 2
 
 
 def test_a_length_that_does_not_come_back_makes_way(bases: Bases) -> None:

@@ -21,12 +21,14 @@ class Streaming(Protocol):
         sizer: Decides on the room that blocks get.
         captures: Its recorded visits; None if no visit is recorded.
         unchecked: What of it neither a gate nor the self-check covers; "" if nothing.
+        num_grouped: Micro-batches that go through the blocks together with the one that comes.
     """
 
     context: ModelContext
     sizer: Sizer
     captures: Captures | None
     unchecked: str
+    num_grouped: int
 
     def make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Give the blocks the room that suits a micro-batch."""
@@ -67,5 +69,6 @@ def begin_pass(
         return  # its micro-batch is on its way already
     if captures is not None:
         context.visits.end_all()
-        if captures.begin_pass(list(streaming.streamed_layers()), streaming.sizer.replays):
+        layers, is_on = list(streaming.streamed_layers()), streaming.sizer.replays
+        if captures.begin_pass(layers, is_on, streaming.num_grouped):
             streaming.sizer.recorded()

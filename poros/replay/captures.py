@@ -52,8 +52,9 @@ from poros.utils.logging_setup import ProgressLog
 logger = logging.getLogger(__name__)
 
 _LEAST_VISITS = 2
-"""Eager visits of a form before it is recorded; one more for each recording of the layer that had
-to make way before it was worth its while."""
+"""Eager visits of a form before it is recorded, one fewer if several micro-batches are to come; one
+more for each recording of the layer that had to make way before it was worth its while."""
+_SEVERAL = 3
 _LEAST_REPLAYS = 4
 """From which on a recording was: it takes about as long as two visits that run."""
 _LOOKED_AT = 16
@@ -156,6 +157,25 @@ class Captures:
         if form.forward is None or form.facts is None:
             return self._observed(call, form, run)
         return self._replayed(call, form, form.forward, form.facts, beside or run)
+
+    def learn(
+        self,
+        layer: LayerBody,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: Condition,
+        run: Callable[[], Any],
+    ) -> Any:
+        """Run a call that somebody checks, and which is recomputed, and learn from it.
+
+        Arguments as for ``call``.
+        """
+        try:
+            call = LayerCall(layer, args, kwargs, condition)
+        except UnsupportedModelError:
+            return run()
+        form = self._form_of(call, "recomputed") if call.needs_gradient else None
+        return run() if form is None else self._observed(call, form, run)
 
     def _observed(self, call: LayerCall, form: Form, run: Callable[[], Any]) -> Any:
         """Run a call of a form that is not recorded; its backward shows what is to be known."""
@@ -348,12 +368,15 @@ class Captures:
 
     # ----------------------------------------------------------------- recording
 
-    def begin_pass(self, layers: Sequence[LayerBody], is_on: bool = True) -> bool:
+    def begin_pass(
+        self, layers: Sequence[LayerBody], is_on: bool = True, num_grouped: int = 1
+    ) -> bool:
         """Record what has come often enough; not within a visit, nor in a backward.
 
         Args:
             layers: Of the model.
             is_on: Whether there is room for recordings.
+            num_grouped: Micro-batches that go through the layers together.
 
         Returns:
             Whether any was made.
@@ -366,7 +389,8 @@ class Captures:
             self._take_up(layers)
         # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
-        wanted = [] if is_within or not is_on else self._wanted(layers)
+        least = _LEAST_VISITS - (num_grouped >= _SEVERAL)
+        wanted = [] if is_within or not is_on else self._wanted(layers, least)
         begun = time.perf_counter()
         progress = ProgressLog(logger, "poros: recording layers: %d of %d")
         num_before, has_given_back = self.num_recorded, False
@@ -386,14 +410,14 @@ class Captures:
             )
         return self.num_recorded > num_before
 
-    def _wanted(self, layers: Sequence[LayerBody]) -> list[tuple[LayerBody, Form]]:
+    def _wanted(self, layers: Sequence[LayerBody], least: int) -> list[tuple[LayerBody, Form]]:
         found = []
         for layer in layers:
-            least = _LEAST_VISITS + self._num_wasted[layer.index]
+            wanted = least + self._num_wasted[layer.index]
             found += [
                 (layer, form)
                 for form in self._forms.get(layer.index, {}).values()
-                if form.num_visits >= least and form.refusal is None and form.is_wanting
+                if form.num_visits >= wanted and form.refusal is None and form.is_wanting
             ]
         return found
 

@@ -61,6 +61,16 @@ class Replayer(Protocol):
     ) -> Any:
         """Replay a call of a layer if it is recorded, else run it; return its result."""
 
+    def learn(
+        self,
+        layer: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: Condition,
+        run: Callable[[], Any],
+    ) -> Any:
+        """Run a call that somebody checks, and learn from it; return its result."""
+
 
 class StandIn(Protocol):
     """Is called in place of layers: ``poros.accumulation``."""

@@ -72,6 +72,8 @@ class StreamedLayer(LayerBody):
         check, replays = self.context.check, self.context.captures
         forward = partial(self._recompute, args, kwargs, condition)
         if check is not None and self.index in check.unchecked:
+            if replays is not None:
+                forward = partial(replays.learn, self, args, kwargs, condition, forward)
             return check.watch(self.index, forward, given)
         if replays is not None:
             return replays.call("recomputed", self, args, kwargs, condition, forward)

@@ -262,6 +262,16 @@ def test_attention_that_does_not_repeat_itself_in_micro_batches_together(
     assert captures.num_replays > 2 * 2 * 2 * 3
 
 
+def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked(bases: Bases) -> None:
+    model = adapted(bases)
+    captures, recorder = recorded(model, self_check="strict")
+    batch = tiny.make_batches(1, batch_size=1, num_tokens=8, padded=False)[0]
+    poros.accumulate(model, [dict(batch) for _ in range(5)])
+    assert poros.runtime(model).self_check["status"] == "passed"
+    assert recorder.num_recorded == 2 * 2
+    assert captures.num_replays == 3 * 2 * 2, "the second runs beside what is compared with it"
+
+
 def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ from poros.errors import ParityError, RematerializationError, UnsupportedModelEr
 from poros.replay.call import CHECK, CallFacts, LayerCall
 from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
-from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
+from poros.replay.recording import Recordings, different_ones, with_steady_attention
 from poros.replay.remat import rematerialize
 from poros.replay.routing import Gradients, Tensors
 from poros.replay.uses import Around, Observation, walk
@@ -330,25 +330,31 @@ class Captures:
         wanted: Gradients,
     ) -> None:
         """A backward has run: compare its replay with it."""
-        proof = form.deterministic.get(around)
-        if proof is None and around in form.deterministic:
-            return  # what proves it is recorded as the next pass begins
-        if proof is not None:
+        visit = call, tensors, gradients
+        different = self._differs(replayed, *visit, wanted, form.kind == "kept")
+        steady = form.deterministic.pop(around, None)
+        if different and steady is not None:
             own_visit = call.layer.visit(Phase.BACKWARD, facts.leaves)
             with own_visit, call.ambient.rng.replay():
                 wanted = with_steady_attention(facts, tensors, gradients, around)
-        is_kept = proof is None and form.kind == "kept"
+            different = self._differs(steady, *visit, wanted, is_kept=False)
+        self._settle(call, form, replayed, different)
+
+    def _differs(
+        self,
+        replayed: Replayed,
+        call: LayerCall,
+        tensors: Tensors,
+        gradients: Gradients,
+        wanted: Gradients,
+        is_kept: bool,
+    ) -> str | None:
         try:
             with call.layer.weights.occupy(Phase.BACKWARD):
-                found = self._run_backward(call, proof or replayed, tensors, gradients, is_kept)
-            different = different_ones(found, wanted, "gradient")
+                found = self._run_backward(call, replayed, tensors, gradients, is_kept)
         except RematerializationError:
-            different = "random numbers"
-        if different and proof is None and varies(call, facts, tensors):
-            form.deterministic[around] = None  # to be recorded
-            return
-        form.deterministic.pop(around, None)
-        self._settle(call, form, replayed, different)
+            return "random numbers"
+        return different_ones(found, wanted, "gradient")
 
     def _run_backward(
         self,

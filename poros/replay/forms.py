@@ -91,8 +91,10 @@ class Form:
     forward: Replayed | None = None
     backwards: dict[Around, Replayed | None] = field(default_factory=dict)
     """None where one is wanted."""
-    deterministic: dict[Around, Replayed | None] = field(default_factory=dict)
-    """The same with attention that repeats itself, for the proof of what does not; likewise."""
+    may_vary: bool = False
+    """Whether its gradients need not repeat themselves (``AttentionKernels``)."""
+    deterministic: dict[Around, Replayed] = field(default_factory=dict)
+    """Backwards with attention that repeats itself, until what does not is proved by them."""
     held: Any = None
     """Of layers that keep their graph: inputs and results of the recorded forward."""
     order: int = 0
@@ -108,7 +110,7 @@ class Form:
         """Whether something of it has come that is not recorded, and may be now."""
         if self.kind == "kept" and self.in_flight() is not None:
             return False
-        recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
+        recorded = (self.forward, *self.backwards.values())
         return any(each is None for each in recorded)
 
     def is_there(self, call: LayerCall) -> bool:

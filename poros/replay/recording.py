@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from poros.replay.call import CallFacts, LayerCall
+from poros.replay.call import CallFacts
 from poros.replay.forms import Form, Replayed
 from poros.replay.graphs import Fixed, Recorder, SharedMemory, Spec
 from poros.replay.routing import Gradients, Tensors
 from poros.replay.uses import Around
-from poros.slots.schedule import Phase
 from poros.stream.attention import AttentionKernels, unchanged_flags
 from poros.stream.body import LayerBody
 
@@ -54,7 +53,6 @@ class Recordings:
             # A backward belongs to the graph of a forward, which others have changed since.
             form.drop_graph()
         wanted = [around for around, made in form.backwards.items() if made is None]
-        proofs = [around for around, made in form.deterministic.items() if made is None]
         with (
             layer.weights.expose(facts.leaves),
             layer.assuming_dense(form.dense_address),
@@ -62,11 +60,13 @@ class Recordings:
             # Another thread would have workspaces of cuBLAS of its own.
             torch.autograd.set_multithreading_enabled(False),
         ):
-            if form.forward is None:
-                form.forward = self._forward(form, facts)
-            for around in wanted:
-                form.backwards[around] = self._backward(form, facts, around)
-            for around in proofs:
+            with AttentionKernels() as attention:
+                if form.forward is None:
+                    form.forward = self._forward(form, facts)
+                for around in wanted:
+                    form.backwards[around] = self._backward(form, facts, around)
+            form.may_vary |= attention.may_vary
+            for around in wanted if form.may_vary else ():
                 with unchanged_flags(), AttentionKernels(deterministic=True):
                     form.deterministic[around] = self._backward(form, facts, around, afresh=True)
 
@@ -163,17 +163,6 @@ def _spread(arrived: Tensors, around: Around) -> list[torch.Tensor | None]:
     """``arrived`` in the places of the results that have a gradient."""
     gradients = iter(arrived)
     return [next(gradients) if arrives else None for arrives in around.arriving]
-
-
-def varies(call: LayerCall, facts: CallFacts, tensors: Tensors) -> bool:
-    """Whether the gradients of such a call need not repeat themselves; not within a visit."""
-    with (
-        call.layer.visit(Phase.BACKWARD, facts.leaves),
-        facts.recording(),
-        AttentionKernels() as attention,
-    ):
-        facts.run(facts.inputs(tensors))
-    return attention.may_vary
 
 
 def with_steady_attention(

@@ -209,8 +209,8 @@ class RecomputedCall(Call):
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         task = torch._C._current_graph_task_id()
-        if task >= 0:
-            self.require_first_order()
+        if torch.is_grad_enabled() and task >= 0:
+            self.refuse_second_order()
         if isinstance(kept, _InSlot):
             return kept.within(self.layer.weights.lease(Phase.BACKWARD))
         if task != self._task or kept.number not in self._values:

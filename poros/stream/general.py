@@ -360,7 +360,7 @@ def _is_of_others(node: Any) -> bool:
 
 def _are_hooks_of_others() -> bool:
     """Whether saved-tensor hooks are around that are not those of a layer which runs now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return False
     pack, unpack = hooks

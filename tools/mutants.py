@@ -40,8 +40,7 @@ STEP = tuple(
         "": "cuda_streams streams",
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
-        "offload rng settings state staying visit "
-        "within",
+        "offload rng settings state staying visit within",
         "replay": "call captures forms recording remat routing uses",
         "model": "measuring runtime sizing",
     }.items()

@@ -177,10 +177,6 @@ class Fixed:
         self.filled: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(specs)
         """What was last copied into each, and its version then; None is anything."""
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.nbytes for piece in self._pieces)
-
     def copies(self) -> list[torch.Tensor]:
         """What is in them now, in memory of its own: one copy for each piece."""
         return self._views([piece.clone() for piece in self._pieces])
@@ -231,7 +227,3 @@ class SharedMemory:
             )
         for number in missing:
             fixed.filled[number] = weakref.ref(sources[number]), sources[number]._version
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(fixed.num_bytes for fixed in self._known.values())

@@ -80,7 +80,8 @@ class RematerializeLayer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: LayerCall = ctx.call
         # once_differentiable lets a constant incoming gradient pass, and drops the second order.
-        call.require_first_order()
+        if torch.is_grad_enabled():
+            call.refuse_second_order()
         tensors = unwritten_tensors(
             ctx,
             f"{call.layer.name}: its input, another tensor it was given or one of its adapters was "

@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -410,10 +410,9 @@ class Call:
                 "the layer draws depending on state that is not its input"
             )
 
-    def require_first_order(self) -> None:
-        """Raise ``RematerializationError`` in a backward that is to be differentiated itself."""
-        if torch.is_grad_enabled():
-            raise RematerializationError(
-                f"{self.layer.name}: expected a backward without create_graph, found one that asks "
-                "for gradients of gradients, which recomputation does not give"
-            )
+    def refuse_second_order(self) -> NoReturn:
+        """Raise ``RematerializationError``: a backward is to be differentiated itself."""
+        raise RematerializationError(
+            f"{self.layer.name}: expected a backward without create_graph, found one that asks for "
+            "gradients of gradients, which recomputation does not give"
+        )

@@ -97,7 +97,7 @@ class RecomputedCall(Call):
         condition: Condition,
         leaves: Sequence[ProxyLeaf] = (),
     ) -> None:
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if _are_hooks_of_others():
             raise UnsupportedModelError(
                 f"{layer.name}: expected no saved-tensor hooks around the forward of a prepared "
                 "model, found some (save_on_cpu, activation_offloading, checkpointing of what "
@@ -209,8 +209,8 @@ class RecomputedCall(Call):
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         task = torch._C._current_graph_task_id()
-        if task >= 0:
-            self.require_first_order()
+        if torch.is_grad_enabled() and task >= 0:
+            self.refuse_second_order()
         if isinstance(kept, _InSlot):
             return kept.within(self.layer.weights.lease(Phase.BACKWARD))
         if task != self._task or kept.number not in self._values:
@@ -356,6 +356,16 @@ def _is_of_others(node: Any) -> bool:
     return issubclass(kind, BackwardCFunction) and not str(kind._forward_cls.__module__).startswith(
         "poros."
     )
+
+
+def _are_hooks_of_others() -> bool:
+    """Whether saved-tensor hooks are around that are not those of a layer which runs now."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return False
+    pack, unpack = hooks
+    is_ours = isinstance(getattr(pack, "__self__", None), RecomputedCall)
+    return not is_ours and unpack is not _refuse_backward
 
 
 def _refuse_backward(_: object) -> NoReturn:

@@ -92,7 +92,7 @@ class LayerIndex:
         self._inner = modules[1:]
         self._child_tables = [module._modules for module in modules]
         self._children = values_of(self._child_tables)
-        self._tensor_tables = [
+        self._tensor_tables: list[dict[str, Any]] = [
             table for module in modules for table in (module._parameters, module._buffers)
         ]
         self.note_tensors()

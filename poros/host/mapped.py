@@ -116,7 +116,7 @@ class SlabFile:
             CheckpointFormatError: If it cannot be read, or is not what was written.
         """
         size = align(num_bytes, PAGE_NUM_BYTES)
-        slab = HostSlab(BlockLayout((), size), Arena(size, is_shareable=False))
+        slab = HostSlab(BlockLayout((), size))
         target = memoryview(slab.arena.memory)
         self._read_into(target, start)
         self._require(identity_of(os.fstat(self._descriptor)))

@@ -5,10 +5,8 @@ of a mapping of our own, registered with the driver in place: the caching host a
 would round each one up to a power of two.
 """
 
-import errno
 import logging
 import mmap
-import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -32,10 +30,9 @@ class Arena:
 
     Args:
         num_bytes: Size. The system commits memory page by page as it is written.
-        file: A file or memory file to map instead of new memory. It is not closed.
+        file: A file to map instead of new memory. It is not closed.
         offset: Where in ``file`` the arena starts; a multiple of ``PAGE_NUM_BYTES``.
         private: Whether writes stay in this process, and out of the file.
-        is_shareable: Whether new memory is a memory file, which takes a file descriptor.
 
     Raises:
         HostMemoryError: If the mapping is refused.
@@ -48,40 +45,17 @@ class Arena:
         file: int | None = None,
         offset: int = 0,
         private: bool = False,
-        is_shareable: bool = True,
     ) -> None:
-        self._file: int | None = None
+        where = -1 if file is None else file
         try:
-            if file is None and is_shareable and hasattr(os, "memfd_create"):
-                self._file = file = os.memfd_create("poros", os.MFD_CLOEXEC)
-                weakref.finalize(self, os.close, file)
-                os.ftruncate(file, max(num_bytes, 1))
-            where = -1 if file is None else file
             self.memory = mmap.mmap(
                 where, max(num_bytes, 1), offset=offset, **mapping_flags(private)
             )
         except (OSError, OverflowError) as error:
-            if getattr(error, "errno", None) == errno.EFBIG:  # a memory file is a file too
-                found = "the limit of this process on the size of a file; raise it (ulimit -f)"
-            else:
-                found = f"none left ({error}); free memory or use a smaller model"
             raise HostMemoryError(
                 f"expected {num_bytes} bytes of host memory (for the frozen base, or for inputs of "
-                f"layers), found {found}"
+                f"layers), found none left ({error}); free memory or use a smaller model"
             ) from error
-
-    def fileno(self) -> int:
-        """Return the memory file, for another process of this machine (``HostStore.attach``).
-
-        Raises:
-            HostMemoryError: If the system has no memory files.
-        """
-        if self._file is None:
-            raise HostMemoryError(
-                "expected an arena in a memory file, which other processes can map, found one that "
-                "has none; share the store on disk instead"
-            )
-        return self._file
 
 
 class HostSlab:

@@ -14,13 +14,11 @@ Note: Adoption
 """
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from poros.errors import HostMemoryError
 from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.host.limits import explain_pin_budget
 from poros.host.slab import Arena, HostSlab, NamedTensor
@@ -54,25 +52,6 @@ class HostStore:
             HostMemoryError: If the mapping is refused.
         """
         return cls.over(Arena(_num_bytes(layouts)), layouts)
-
-    @classmethod
-    def attach(cls, file: int, layouts: Sequence[BlockLayout]) -> "HostStore":
-        """Attach to the memory file of another process's store: the same bytes, not a copy.
-
-        Args:
-            file: What ``Arena.fileno`` gave, handed over (``socket.send_fds``, ``pass_fds``).
-            layouts: The layouts that the store was allocated with.
-
-        Raises:
-            HostMemoryError: If the file is not as large as a store of ``layouts``.
-        """
-        expected, found = max(_num_bytes(layouts), 1), os.fstat(file).st_size
-        if found != expected:
-            raise HostMemoryError(
-                f"expected a shared store of {expected} bytes, found one of {found}; attach it "
-                "with the layouts that it was allocated with"
-            )
-        return cls.over(Arena(_num_bytes(layouts), file=file), layouts)
 
     @classmethod
     def over(cls, arena: Arena, layouts: Sequence[BlockLayout]) -> "HostStore":

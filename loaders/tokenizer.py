@@ -2,37 +2,32 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from poros.errors import quoted
 from poros.loaders.auxiliary_files import AUXILIARY_FILES
-from poros.loaders.bounded import require_bounded_template, require_bounded_tokenizer
 from poros.loaders.header import defect, parse_json
 from poros.loaders.limits import Limits
 from poros.loaders.settings import describe_error, refuse_code
 from poros.loaders.source import CONFIG, fetch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _SETTINGS, _TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _WHOLE, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _SPECIAL = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
 
 
-def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) -> Any:
+def read_tokenizer(source: str | os.PathLike[str]) -> Any:
     """Load the tokenizer of a checkpoint, an adapter or a store; runs no code from there.
 
     Args:
         source: A folder, or the name of a repository of the hub.
-        texts: That are going to be tokenized, as far as they are known.
 
     Raises:
-        CheckpointFormatError: If there is none, its files are malformed, transformers cannot load
-            it, or it takes for ever on short texts.
+        CheckpointFormatError: If there is none, its files are malformed, or transformers cannot
+            load it.
         UnsupportedModelError: If it is defined by code of its own.
     """
     from transformers import AutoTokenizer
@@ -41,8 +36,6 @@ def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) ->
     if not folder.is_dir():
         folder = fetch(os.fspath(source), [*AUXILIARY_FILES, CONFIG])
     _require_readable(folder)
-    if (folder / _WHOLE).is_file():
-        require_bounded_tokenizer(folder / _WHOLE, texts)
     with tokenizer_errors(folder):
         try:
             # Left open, transformers would ask on the terminal whether code may run.
@@ -54,25 +47,6 @@ def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) ->
                 f"expected a tokenizer that transformers can load, found {describe_error(error)}",
                 remedy=f"fetch {_WHOLE} and {_SETTINGS} again",
             ) from error
-
-
-def require_template(tokenizer: "PreTrainedTokenizerBase", where: str | os.PathLike[str]) -> None:
-    """Refuse a chat template that renders for ever; ``where`` is its folder.
-
-    Raises:
-        CheckpointFormatError: If it does, or is no text.
-    """
-    template: Any = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not isinstance(template, str | None):
-        raise defect(
-            Path(where) / _SETTINGS,
-            f"expected chat_template as text, found {quoted(template)}",
-            remedy="fix the file",
-        )
-    if template:
-        require_bounded_template(Path(where), template, dict(tokenizer.special_tokens_map))
 
 
 def require_known_tokens(most: int, num_known: int | None, where: str) -> None:

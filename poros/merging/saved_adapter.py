@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from poros.errors import PorosError, UnsupportedModelError, quoted
-from poros.loaders.bounded import require_bounded_patterns
 from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import Limits
 from poros.loaders.settings import AUTO_CLASSES, describe_error
@@ -22,11 +21,6 @@ _TASKS = {"SEQ_CLS": "AutoModelForSequenceClassification", "FEATURE_EXTRACTION":
 _HEADS = (".score.weight", ".classifier.weight")
 """The ends of the names of heads for classes, in a decoder of transformers."""
 _MEND = "fix the file, or save the adapter again"
-# Fields that PEFT matches with names of modules, as regular expressions.
-_PATTERNS = (
-    *("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
-    *("layers_pattern", "feedforward_modules", "modules_to_save", "target_parameters"),
-)
 
 
 class SavedAdapter:
@@ -85,28 +79,24 @@ class SavedAdapter:
         """Attach the adapter to ``model``, as ``PeftModel.from_pretrained`` does.
 
         Raises:
-            CheckpointFormatError: If patterns of its configuration cannot be matched in time.
             UnsupportedModelError: If it does not fit the model.
         """
         from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
 
         kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(self.config.task_type, PeftModel)
         self.config.inference_mode = True
-        with self.fitting(model):
+        with self.fitting():
             adapted = kind(model, self.config)
             self.require_filled(adapted, self.fill(adapted))
         return adapted.eval()
 
     @contextmanager
-    def fitting(self, model: Any) -> Iterator[None]:
-        """Make PEFT's errors typed while it puts the adapter on ``model``.
+    def fitting(self) -> Iterator[None]:
+        """Make PEFT's errors typed while it puts the adapter on a model.
 
         Raises:
-            CheckpointFormatError: If patterns of its configuration cannot be matched in time.
             UnsupportedModelError: In place of PEFT's errors; those of Poros pass.
         """
-        names = [name for name, _ in model.named_modules()]
-        require_bounded_patterns(self.folder / CONFIG, self._patterns(), names)
         try:
             yield
         except PorosError:
@@ -152,13 +142,6 @@ class SavedAdapter:
                     f"adapter: expected a finite scaling (lora_alpha, r) of {quoted(name)}, found "
                     f"{quoted(scaling)}; {_MEND}"
                 )
-
-    def _patterns(self) -> Iterator[str]:
-        for field in _PATTERNS:
-            value = getattr(self.config, field, None)
-            values = [value] if isinstance(value, str) else value
-            if isinstance(values, list | tuple | set | dict):
-                yield from (each for each in values if isinstance(each, str))
 
     def _require_ranks(self, fields: dict[str, Any], file: Path) -> None:
         """Refuse ranks that ask for larger matrices than the file has."""

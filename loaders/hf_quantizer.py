@@ -56,7 +56,7 @@ def reading_into(
 
     Args:
         writer: Its ``plan`` is called with the model on the meta device, and then ``write``,
-            ``quantize`` or ``copy_part`` for each tensor of a layer.
+            ``quantize`` or ``copy`` for each tensor of a layer.
         config: Of the 4-bit weights; None loads dense weights.
         is_quantized: Whether the checkpoint holds 4-bit weights already.
 
@@ -327,7 +327,7 @@ class _Deserialize(_Operation):
             if part != "offset":
                 # Packed bytes may be stored as floats, and as floats they mean nothing.
                 is_packed = part == "packed"
-                place.put(self._writer.copy_part(place.name, place.get(), is_packed=is_packed))
+                place.put(self._writer.copy(place.name, place.get(), is_packed=is_packed))
 
 
 def _loaded(format: Format, packed: torch.Tensor, state: Any, module: Any) -> torch.Tensor:

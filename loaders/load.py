@@ -128,9 +128,7 @@ def load(
         CheckpointFormatError: If the checkpoint is malformed or does not fit its configuration.
         HostMemoryError: If the model does not fit in host memory; nothing has been read then.
         PolicyError: If an option cannot be honoured, or the store was made with others.
-        ParityError: If scales change while a weight is quantized.
-        StoreWriteError: If the store cannot be written, or bytes change on their way into it;
-            the store is removed.
+        StoreWriteError: If the store cannot be written; it is removed.
         UnsupportedModelError: If the source is no causal language model, transformers has no model
             of the class that was asked for, it has no decoder layers that can be streamed, has an
             adapter beside it, or is quantized in another way.

@@ -14,9 +14,8 @@ mapped from their file while they are quantized.
 
 Note: Nothing is used that was not checked
     Whatever is read is hashed (``poros.loaders.checked_reader``) and compared with the manifest.
-    What happens to 4-bit weights in memory after that, ``poros.prepare`` sees by the digests of
-    their parts. Slabs that stay in the file are hashed when they are first read
-    (``poros.host.disk``). A file that the manifest does not name is not looked at.
+    Slabs that stay in the file are hashed when they are first read (``poros.host.disk``). A file
+    that the manifest does not name is not looked at.
 """
 
 import os

@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
-from poros.errors import StoreWriteError, quoted
 from poros.host.layout import BlockLayout
 from poros.host.slab import Arena
 from poros.host.store import HostStore
 from poros.io.digests import as_bytes, digest_of, num_threads, sha256
 from poros.io.writing import writing
-from poros.loaders.header import shown
 from poros.loaders.manifest import (
     REST,
     SLABS,
@@ -50,7 +48,6 @@ class StoreWriter:
 
     def __init__(self, directory: str | os.PathLike[str], layouts: Sequence[BlockLayout]) -> None:
         self.directory = Path(directory).resolve()
-        self._place = shown(self.directory)
         self.host = HostStore([])
         self._layouts = list(layouts)
         self._undo = ExitStack()
@@ -80,8 +77,7 @@ class StoreWriter:
             The folder.
 
         Raises:
-            StoreWriteError: If the disk is full, another store came first, or a part of a 4-bit
-                weight is not what the loader wrote. Nothing is left.
+            StoreWriteError: If the disk is full or another store came first. Nothing is left.
             ValueError: If ``about`` is not plain JSON.
         """
         files = files or {}
@@ -92,12 +88,7 @@ class StoreWriter:
                     _write(self._partial / name, [text])
                 rest = {name: tensor.detach().contiguous() for name, tensor in rest.items()}
                 with ThreadPoolExecutor(max_workers=num_threads()) as pool:
-                    slab_digests = []
-                    for slab in self.host.slabs:
-                        parts = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
-                        self._require_as_packed(parts, pool)
-                        slab_digests.append(digest_of([slab.padded], pool))
-                    self._require_as_packed(rest, pool)
+                    slab_digests = [digest_of([slab.padded], pool) for slab in self.host.slabs]
                     rest_digest = digest_of([*map(as_bytes, rest.values())], pool)
                 manifest = Manifest(
                     self._layouts,
@@ -124,19 +115,6 @@ class StoreWriter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _require_as_packed(
-        self, tensors: Mapping[str, torch.Tensor], pool: ThreadPoolExecutor
-    ) -> None:
-        """Refuse slabs whose bytes differ from those that were written, before they are hashed."""
-        name = self.host.as_packed.damaged(tensors, pool)
-        if name is not None:
-            raise StoreWriteError(
-                f"{self._place}: {quoted(name, is_bare=True)}: expected the digest of "
-                "what was quantized or read, found another in the store: bytes changed on their "
-                "way there. Nothing was left; write it again, and if that does not help, the "
-                "memory of this machine is at fault"
-            )
 
     def _map_slabs(self) -> None:
         header = slabs_header(self._layouts)

@@ -22,7 +22,6 @@ import torch
 from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.host.limits import explain_pin_budget
 from poros.host.slab import Arena, HostSlab, NamedTensor
-from poros.io.digests import SourceChecksums
 from poros.streams import Event, StreamContext
 from poros.utils.formatting import size
 
@@ -40,7 +39,6 @@ class HostStore:
     """Frozen bytes that are not in memory (``poros.host.disk``)."""
     disk_stall_ms: float = 0.0
     """For how long training waited for them."""
-    as_packed: SourceChecksums = field(default_factory=SourceChecksums)
 
     @classmethod
     def allocate(cls, layouts: Sequence[BlockLayout]) -> "HostStore":

@@ -96,7 +96,7 @@ class Attachment:
             sources = left.at_rest([part.get() for part, _ in wanted])
             for (part, spec), source in zip(wanted, sources, strict=True):
                 if digests is not None:
-                    digests.add(part.name, source, left.as_packed.of(part.owner))
+                    digests.add(part.name, source)
                 if slab.holds(part.get(), spec):
                     continue
                 target = slab.tensor(spec)
@@ -108,10 +108,6 @@ class Attachment:
             for tensor in tensors:
                 if tensor.is_4bit:
                     constants = constant_parts(tensor.name, tensor.tensor)
-                    for part in constants:
-                        expected = left.as_packed.of(part.owner)
-                        if digests is not None and expected is not None:
-                            digests.add(part.name, part.get(), expected)
                     self._place(constants, torch.device("cpu"))
 
     def move_small(self, small: SmallTensors) -> None:
@@ -128,7 +124,8 @@ class Attachment:
         if model is None:
             return
         for embedding in self._embeddings:
-            self._add_digest(digests, embedding.name, embedding.matrix)
+            if digests is not None:
+                digests.add(embedding.name, embedding.matrix)
             self._place(FrozenTensor(embedding.name, embedding.matrix).parts(), torch.device("cpu"))
             users = [embedding.module]
             self._undo.callback(keep_on_host(model, embedding.name, users, rows))
@@ -145,7 +142,8 @@ class Attachment:
         if model is None or base is None or head is None:
             return
         if head.is_on_host:
-            self._add_digest(digests, head.name, head.matrix)
+            if digests is not None:
+                digests.add(head.name, head.matrix)
             (part,) = FrozenTensor(head.name, head.matrix).parts()
             origin, matrix = part.get().device, kept.keep(head, rows, streams)
             self._moved.append((part, origin))
@@ -153,13 +151,6 @@ class Attachment:
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
         if head.is_sliced:
             self._undo.callback(slice_loss(base, head.products, kept.slices))
-
-    def _add_digest(self, digests: SourceDigests | None, name: str, matrix: torch.Tensor) -> None:
-        """Hash a matrix as it is now, with the digest that a loader has noted."""
-        base = self._base()
-        if digests is not None:
-            left = None if base is None else attached_store(base)
-            digests.add(name, matrix, None if left is None else left.as_packed.of(matrix))
 
     def move_to_device(self) -> None:
         """Move everything that is not streamed: adapters, norms outside the layers, head."""

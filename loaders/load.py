@@ -19,7 +19,7 @@ from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.limits import require_host_memory
 from poros.host.store import HostStore
 from poros.kernels.nf4 import QUANT_TYPES
-from poros.loaders.build import fill, one_at_a_time, progress, quiet
+from poros.loaders.build import fill, one_at_a_time, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
 from poros.loaders.limits import Limits, checked_limits
@@ -299,9 +299,9 @@ class _CheckpointLoader:
             leave_out,
         )
         taken: set[str] = set()
+        slices = checkpoint.slices(names, on_read=taken.add)
         with (
             one_at_a_time(),
-            progress(checkpoint, taken, names) as slices,
             reading_into(slab_writer, used, is_quantized=resolved.is_quantized) as quantization,
         ):
             arguments = {

@@ -96,10 +96,11 @@ class Quantizer:
         name: str,
         format: Format,
         targets: Parts,
-        wait: bool = True,
         where: str | None = None,
     ) -> "QuantState":
         """Quantize ``tensor`` and write packed bytes and statistics into the given tensors.
+
+        The last packed bytes may be on their way yet: call ``flush`` before anyone reads them.
 
         Args:
             tensor: On the host; float32, float16 or bfloat16, cast to the dtype to load in already.
@@ -107,8 +108,6 @@ class Quantizer:
             name: Of the tensor.
             format: What to quantize to.
             targets: Host tensors for the parts that are ``MOVING``, as ``format`` has them.
-            wait: Return when all packed bytes are written. Else the last are on their way; call
-                ``flush`` before anyone reads them.
             where: What it is, for the message of an error; None is ``name``.
 
         Returns:
@@ -131,8 +130,6 @@ class Quantizer:
         with torch.no_grad(), self._on_default_stream():
             try:
                 scales = self._quantize_pieces(tensor, where or name, format, targets["packed"])
-                if wait:
-                    self.flush()
             except BaseException:
                 # Nothing may be written to the caller's memory once it has been told.
                 for buffer in self._buffers:
@@ -203,7 +200,7 @@ class Quantizer:
         buffer.pending.append(self._writer.submit(write))
 
     def flush(self) -> None:
-        """Wait until the bytes of every call with ``wait=False`` are in their places."""
+        """Wait until the bytes of every call are in their places."""
         for buffer in self._buffers:
             buffer.wait()
 

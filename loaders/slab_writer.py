@@ -183,7 +183,6 @@ class SlabWriter:
             where=self._where(name),
             format=format,
             targets=targets,
-            wait=False,
         )
         return targets["packed"], state
 

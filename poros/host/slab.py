@@ -54,7 +54,8 @@ class Arena:
         except (OSError, OverflowError) as error:
             raise HostMemoryError(
                 f"expected {num_bytes} bytes of host memory (for the frozen base, or for inputs of "
-                f"layers), found none left ({error}); free memory or use a smaller model"
+                f"layers), found none left ({error}); free memory, raise the limit of the "
+                "process (ulimit -v), or use a smaller model"
             ) from error
 
 

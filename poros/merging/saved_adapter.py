@@ -56,7 +56,7 @@ class SavedAdapter:
         self.revision = revision if isinstance(revision, str) and revision else None
         self.origin = _origin(folder / RECORD, limits)
         self.weights = _weights(folder / WEIGHTS)
-        self.config: Any = _config(fields, file)
+        self.config: Any = _config(file)
         self.auto_class = _auto_class(self.config)
         self._require_ranks(fields, file)
 
@@ -194,11 +194,9 @@ def _origin(file: Path, limits: Limits) -> Origin | None:
     return Origin.of(found, shown(file))
 
 
-def _config(fields: dict[str, Any], file: Path) -> Any:
+def _config(file: Path) -> Any:
     from peft import PeftConfig
 
-    for name, value in fields.items():
-        _require_numbers(name, value, file)
     try:
         return PeftConfig.from_pretrained(str(file.parent))
     except Exception as error:
@@ -208,18 +206,6 @@ def _config(fields: dict[str, Any], file: Path) -> Any:
             f"{describe_error(error)}",
             remedy=_MEND,
         ) from error
-
-
-def _require_numbers(name: str, value: Any, file: Path) -> None:
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            _require_numbers(name, each, file)
-    elif not _is_finite(value):
-        raise defect(
-            file,
-            f"expected {quoted(name, is_bare=True)} as a finite number, found {quoted(value)}",
-            remedy=_MEND,
-        )
 
 
 def _is_finite(value: Any) -> bool:

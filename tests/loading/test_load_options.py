@@ -29,6 +29,7 @@ from poros.errors import (
     quoted,
 )
 from poros.gates.report import ParityReport, render
+from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.limits import Limits
 from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
@@ -310,14 +311,14 @@ def test_a_file_that_is_swapped_while_weights_are_read(
     """Changes nothing: model, store and fingerprint are of the one that was read."""
     before = (path / file).read_bytes()
     expected = standard(path, quantization())
-    read = poros.loaders.load.progress
+    slices = Checkpoint.slices
 
-    def swap(*arguments: Any) -> Any:
+    def swap(*arguments: Any, **options: Any) -> Any:
         fields = json.loads(before) | {"rms_norm_eps": 0.5, "max_new_tokens": 99}
         (path / file).write_text(json.dumps(fields))
-        return read(*arguments)
+        return slices(*arguments, **options)
 
-    monkeypatch.setattr(poros.loaders.load, "progress", swap)
+    monkeypatch.setattr(Checkpoint, "slices", swap)
     assert differences(load(path, store=store if is_stored else None), expected) == []
     if is_stored:
         assert (store / file).read_bytes() == before

@@ -1,7 +1,7 @@
 """Writes a store to disk (the format is in ``poros.loaders.store``).
 
 Note: A store is there or not
-    It is written in a hidden folder beside its place (``poros.loaders.partial``), flushed, and
+    It is written in a hidden folder beside its place (``poros.io.writing``), flushed, and
     renamed: a writer that is killed leaves nothing that opens, and of two writers one waits.
 """
 
@@ -18,7 +18,7 @@ from poros.host.layout import BlockLayout
 from poros.host.slab import Arena
 from poros.host.store import HostStore
 from poros.io.digests import as_bytes, digest_of, num_threads, sha256
-from poros.io.writing import writing
+from poros.io.writing import partial_folder, put_in_place, writing
 from poros.loaders.manifest import (
     REST,
     SLABS,
@@ -28,7 +28,6 @@ from poros.loaders.manifest import (
     slabs_header,
 )
 from poros.loaders.options import device_name
-from poros.loaders.partial import partial_folder, put_in_place
 from poros.utils.versions import library_versions
 
 

@@ -16,8 +16,10 @@ Note: Adoption
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.host.limits import explain_pin_budget
@@ -26,6 +28,8 @@ from poros.streams import Event, StreamContext
 from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
+
+_ATTACHED = "_poros_store"
 
 
 @dataclass
@@ -181,6 +185,43 @@ class HostStore:
     @property
     def pinned_num_bytes(self) -> int:
         return sum(slab.layout.num_bytes for slab in self.slabs if slab.is_pinned)
+
+
+def attach_store(model: nn.Module, store: HostStore) -> None:
+    """Put ``store``, one slab per decoder layer, on the model whose tensors lie in it.
+
+    ``poros.prepare`` adopts it. A deep copy or a pickle of the model has tensors of its own, and no
+    store.
+    """
+    model.__dict__[_ATTACHED] = _Attached(store)
+
+
+def attached_store(model: nn.Module) -> HostStore | None:
+    """The store that ``attach_store`` has put on ``model``, if any."""
+    found = model.__dict__.get(_ATTACHED)
+    return found.store if isinstance(found, _Attached) else None
+
+
+def detach_store(model: nn.Module) -> None:
+    """Remove what ``attach_store`` has put on ``model``: its tensors have moved away."""
+    model.__dict__.pop(_ATTACHED, None)
+
+
+class _Attached:
+    """Holds a store in a module's ``__dict__``; copies of the module hold None instead."""
+
+    def __init__(self, store: HostStore) -> None:
+        self.store = store
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _num_bytes(layouts: Sequence[BlockLayout]) -> int:

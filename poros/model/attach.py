@@ -20,9 +20,8 @@ from poros.head.embedding import keep_on_host
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.head.takeover import slice_loss
-from poros.host.attached import attached_store
 from poros.host.layout import BlockLayout
-from poros.host.store import HostStore
+from poros.host.store import HostStore, attached_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch

@@ -11,7 +11,7 @@ from torch import nn
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
-from poros.host.attached import detach_store
+from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.compose import Tier

@@ -26,11 +26,10 @@ import poros
 from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.host import disk, mapped
-from poros.host.attached import attached_store
 from poros.host.disk import NUM_STAGING, DiskStore
 from poros.host.layout import PAGE_NUM_BYTES, slab_offsets
 from poros.host.limits import MemoryLimit
-from poros.host.store import HostStore
+from poros.host.store import HostStore, attached_store
 from poros.loaders.load import load
 from poros.loaders.manifest import SLABS
 from poros.loaders.store import open_store

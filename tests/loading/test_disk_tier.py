@@ -87,20 +87,6 @@ class DiskSlots(Slots):
         self.manager = BlockManager(self.host, self.ring, streams, self.journal)
 
 
-def test_a_buffer_that_a_dead_reader_holds_is_not_waited_for(tmp_path: Path) -> None:
-    slots = DiskSlots(tmp_path, 9, 2, EAGER)
-    slots.train(1)
-    jobs, reader = slots.host._jobs, slots.host._reader
-    assert jobs is not None and reader is not None
-    jobs.put(None)  # it ends, and what is given to it from now on is never read
-    reader.join()
-    for staging in slots.host._staging:
-        staging.block, staging.is_lent = 99, False
-        staging.is_read.clear()
-    with pytest.raises(CheckpointFormatError, match="has died"):
-        slots.host.borrow(5)
-
-
 @pytest.mark.parametrize("num_slots", [2, 3, 5])
 @pytest.mark.parametrize("first", [0, 3])
 def test_every_visit_sees_its_block(num_slots: int, first: int, tmp_path: Path) -> None:
@@ -139,13 +125,13 @@ def test_the_reader_is_ahead_of_the_walk(tmp_path: Path, monkeypatch: Patch) -> 
     """While one block computes, the next ones are read: nothing is left to wait for."""
     slots = DiskSlots(tmp_path, 8, 2, EAGER)
     slots.train(1)
-    fill = disk._fill
+    fill = disk._Reader._fill
 
-    def slow(descriptor: int, job: Any) -> None:
+    def slow(*arguments: Any) -> None:
         time.sleep(0.02)
-        fill(descriptor, job)
+        fill(*arguments)
 
-    monkeypatch.setattr(disk, "_fill", slow)
+    monkeypatch.setattr(disk._Reader, "_fill", slow)
     num_loads = slots.manager.num_loads
 
     def visit(pause: float) -> float:

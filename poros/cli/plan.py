@@ -20,7 +20,7 @@ from poros.cli.shared import (
 )
 from poros.config import parse_num_bytes
 from poros.loaders.names import require_source
-from poros.planning.cards import CARDS, Card, find_card
+from poros.planning.cards import CARDS, Card, card_of, find_card
 from poros.planning.optimizers import optimizer_cost
 from poros.planning.request import PlanRequest, require_positive
 
@@ -180,17 +180,12 @@ def _gpu_here() -> tuple[int | None, str | None, Card | None]:
     """
     import torch
 
-    from poros.errors import PolicyError
     from poros.utils.devices import free_budget
 
     if not torch.cuda.is_available():
         return None, None, None
     name = torch.cuda.get_device_name()
-    try:
-        known = find_card(name)
-    except PolicyError:
-        known = None
-    return free_budget(), f"this machine's {name}", known
+    return free_budget(), f"this machine's {name}", card_of(name)
 
 
 def _size(request: PlanRequest) -> str:

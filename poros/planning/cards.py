@@ -141,6 +141,14 @@ def find_card(name: str) -> Card:
     )
 
 
+def card_of(name: str) -> Card | None:
+    """Find the card of a GPU by the name that its driver gives it; None if it is unknown."""
+    try:
+        return find_card(name)
+    except PolicyError:
+        return None
+
+
 def _plain(name: str) -> str:
     """Reduce a name to letters and digits, without the vendor."""
     text = "".join(letter for letter in name.lower() if letter.isalnum())

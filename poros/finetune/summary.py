@@ -281,13 +281,8 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     lines.append(("host memory", _host_line(recipe, plan.host_num_bytes)))
     if plan.step_ms is not None:
         together = int(recipe.training.gradient_accumulation_steps)
-        seconds = plan.step_ms / 1e3 * together * size.num_steps
-        lines.append(
-            (
-                "time",
-                f"about {formatting.duration(seconds)}, forecast from the card's published rates",
-            )
-        )
+        time = formatting.duration(plan.step_ms / 1e3 * together * size.num_steps)
+        lines.append(("time", f"about {time}, forecast from the card's published rates"))
     else:
         lines.append(("time", "known after the first steps"))
     return lines

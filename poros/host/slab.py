@@ -7,7 +7,6 @@ would round each one up to a power of two.
 
 import logging
 import mmap
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ import torch
 from poros.errors import HostMemoryError
 from poros.host.layout import BlockLayout, TensorSpec, align
 from poros.io.reading import mapping_flags
-from poros.streams import gb_per_s
 
 logger = logging.getLogger(__name__)
 
@@ -138,19 +136,6 @@ class HostSlab:
             if left.offset + left.num_bytes > right.offset:
                 return None
         return placed
-
-    def copy_rate(self, device: torch.device) -> float:
-        """Measure GB/s of copies to the device, the best of three."""
-        source = self.bytes[: 64 * 2**20]
-        target = torch.empty_like(source, device=device)
-        best = float("inf")
-        for _ in range(3):
-            torch.cuda.synchronize(device)
-            begin = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - begin)
-        return gb_per_s(source.numel(), 1e3 * best)
 
     def _flat(self, offset: int, num_bytes: int) -> torch.Tensor:
         if not num_bytes:

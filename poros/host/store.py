@@ -164,10 +164,9 @@ class HostStore:
                 logger.warning(
                     "poros: %s of the frozen base could not be page-locked (the driver "
                     "refused at block %d). Training stays exact, but copies of these blocks are "
-                    "slower and do not overlap with compute%s. %s",
+                    "slower and do not overlap with compute. %s",
                     size(pageable),
                     index,
-                    _compare_rates(self.slabs[:index], slab, device),
                     explain_pin_budget(),
                 )
                 return
@@ -228,15 +227,3 @@ def _num_bytes(layouts: Sequence[BlockLayout]) -> int:
     return (
         align(slab_offsets(layouts)[-1] + layouts[-1].num_bytes, PAGE_NUM_BYTES) if layouts else 0
     )
-
-
-def _compare_rates(pinned: Sequence[HostSlab], pageable: HostSlab, device: torch.device) -> str:
-    """Measure what the fallback costs: empty without a device or anything pinned."""
-    if device.type != "cuda":
-        return ""
-    try:
-        slow = pageable.copy_rate(device)
-        text = f" (measured here: {slow:.1f} GB/s pageable"
-        return text + (f", {pinned[-1].copy_rate(device):.1f} pinned)" if pinned else ")")
-    except torch.OutOfMemoryError:
-        return ""

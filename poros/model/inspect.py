@@ -453,13 +453,14 @@ def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> s
 
     registry = read_registry()
     name = base.config.model_type
-    found = [(f"architecture {name!r}", name, f"`poros check --architecture {name}`")]
+    command = f"poros check --architecture {name}"
+    found = [(f"architecture {name!r}", name, command)]
     records = [registry.family(name)]
     for kind in sorted(kinds.keys() - {"lora"}):  # families are recorded with LoRA
-        found.append((f"adapters of kind {kinds[kind]}", kind, _command(name, kind)))
+        found.append((f"adapters of kind {kinds[kind]}", kind, f"{command} --adapter {kind}"))
         records.append(registry.adapter(kind))
     untested = []
-    for (what, key, command), record in zip(found, records, strict=True):
+    for (what, key, check), record in zip(found, records, strict=True):
         if record.is_refused:
             raise UnsupportedModelError(
                 f"expected a model and adapters that stream exactly, found {what}, refused on "
@@ -467,7 +468,7 @@ def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> s
                 "poros.prepare"
             )
         if record.outcome != "exact":
-            untested.append(f"{what} ({command} does)")
+            untested.append(f"{what} (`{check}` does)")
     return " and ".join(untested)
 
 
@@ -486,14 +487,6 @@ def require_checked(unchecked: str) -> None:
             f'and its adapters, found self_check="off" and that no gate has run {unchecked}. '
             'Prepare it with self_check="strict", or run it under torch.no_grad()'
         )
-
-
-def _command(architecture: str, kind: str) -> str:
-    from poros.gates.kinds import KINDS
-
-    if kind in KINDS:
-        return f"`poros check --architecture {architecture} --adapter {kind}`"
-    return f"the self-check of your first step alone (the gate cannot attach {kind})"
 
 
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

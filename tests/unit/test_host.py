@@ -259,42 +259,6 @@ def test_slabs_are_unregistered_once_behind_the_device_and_before_their_memory_g
     assert [memory() for memory in memories if memory() is not None] == []
 
 
-def test_a_refused_page_lock_tells_what_it_costs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On a GPU the warning holds measured rates; the copies are those of a CPU here."""
-
-    class Device:
-        type = "cuda"
-
-    rates, measured = iter([2.5, 25.0]), list[int]()
-
-    def copy_rate(slab: HostSlab, device: object) -> float:
-        measured.append(slab.bytes.data_ptr())
-        return next(rates)
-
-    install(FakeDriver(refuse_at=2), monkeypatch)
-    monkeypatch.setattr(HostSlab, "copy_rate", copy_rate)
-    monkeypatch.setattr(poros.host.slab, "_clear_cuda_error", lambda device: None)
-    store = store_of(3)
-    with caplog.at_level(logging.WARNING, "poros"):
-        store.pin(Device())  # type: ignore[arg-type]
-    (record,) = caplog.records
-    assert "measured here: 2.5 GB/s pageable, 25.0 pinned" in record.getMessage()
-    # The slab that was refused, and the last one that was not.
-    assert measured == [store.slabs[at].bytes.data_ptr() for at in (2, 1)]
-
-
-@pytest.mark.gpu
-def test_the_rates_of_a_real_copy() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    store = HostStore.allocate([BlockLayout((), 64 * 2**20)] * 2)
-    assert store.slabs[0].pin(device)
-    pinned, pageable = (slab.copy_rate(device) for slab in store.slabs)
-    store.unpin()
-    assert 0 < pageable < pinned
-
-
 @pytest.mark.gpu
 def test_page_locked_slabs_of_an_arena_are_copied_as_they_are() -> None:
     device = torch.device("cuda", torch.cuda.current_device())

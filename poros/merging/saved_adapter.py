@@ -58,7 +58,6 @@ class SavedAdapter:
         self.weights = _weights(folder / WEIGHTS)
         self.config: Any = _config(file)
         self.auto_class = _auto_class(self.config)
-        self._require_ranks(fields, file)
 
     @property
     def is_classifier(self) -> bool:
@@ -141,20 +140,6 @@ class SavedAdapter:
                 raise UnsupportedModelError(
                     f"adapter: expected a finite scaling (lora_alpha, r) of {quoted(name)}, found "
                     f"{quoted(scaling)}; {_MEND}"
-                )
-
-    def _require_ranks(self, fields: dict[str, Any], file: Path) -> None:
-        """Refuse ranks that ask for larger matrices than the file has."""
-        most = max((size for each in self.weights.values() for size in each.shape), default=0)
-        patterns = fields.get("rank_pattern")
-        patterns = patterns if isinstance(patterns, dict) else {}
-        for name, rank in [("r", fields.get("r")), *patterns.items()]:
-            if isinstance(rank, int | float) and rank > most:
-                raise defect(
-                    file,
-                    f"expected {quoted(name, is_bare=True)} of at most {most}, the largest size "
-                    f"of a tensor in {WEIGHTS}, found {quoted(rank)}",
-                    remedy=_MEND,
                 )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
+from poros.errors import UnsupportedModelError, quoted
 from poros.gates import tiny
 from poros.gates.arms import Prepare, compare_arms, poros_prepare
 from poros.gates.kinds import Kind, attach, kind_of
@@ -194,10 +194,11 @@ def check_model_dir(
         **policy: Fields of ``StreamingPolicy``.
 
     Raises:
+        CheckpointFormatError: If the checkpoint is malformed.
         UnsupportedModelError: If the folder holds no causal language model that can be loaded.
     """
     from poros.loaders.load import load
-    from poros.loaders.settings import configuration, describe_error
+    from poros.loaders.settings import configuration
     from poros.loaders.source import find_config
 
     path = Path(path)
@@ -213,26 +214,12 @@ def check_model_dir(
         )
 
     def make_model() -> torch.nn.Module:
-        try:
-            loaded = load(path, quantization=quantization, dtype=dtype, device=device)
-            base = tiny.without_repacking(loaded).to(device)
-        except (OSError, ValueError) as error:
-            raise UnsupportedModelError(
-                "expected a causal language model that transformers loads as NF4, found at "
-                f"{shown(path)}: {type(error).__name__}: {error}"
-            ) from error
+        loaded = load(path, quantization=quantization, dtype=dtype, device=device)
+        base = tiny.without_repacking(loaded).to(device)
         return attach(base, adapter, rank=rank, dropout=dropout, seed=seed)
 
-    try:
-        config = configuration(*find_config(path), {})
-        vocab_size = config.get_text_config().vocab_size
-    except CheckpointFormatError as error:
-        raise UnsupportedModelError(f"expected a text model's configuration: {error}") from error
-    except AttributeError as error:
-        raise UnsupportedModelError(
-            f"expected a text model's configuration in {shown(path / 'config.json')}, found "
-            f"{describe_error(error)}"
-        ) from error
+    config = configuration(*find_config(path), {})
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     if type(vocab_size) is not int or vocab_size < 1:
         raise UnsupportedModelError(
             f"{shown(path / 'config.json')}: expected vocab_size as a positive whole number, found "

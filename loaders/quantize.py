@@ -120,13 +120,9 @@ class Quantizer:
 
         Raises:
             CheckpointFormatError: If the tensor holds NaN or infinity and that is not allowed.
-            ValueError: If the given tensors do not fit ``tensor``.
         """
         import bitsandbytes.functional as bnb
 
-        for part, expected in format.form(tensor.shape).items():
-            if part in MOVING:
-                _require_like(part, targets[part], expected)
         with torch.no_grad(), self._on_default_stream():
             try:
                 scales = self._quantize_pieces(tensor, where or name, format, targets["packed"])
@@ -253,13 +249,4 @@ def require_finite(tensor: torch.Tensor, name: str) -> None:
             f"{name}: expected finite weights, found values from {low.item()} to {high.item()}; "
             "the checkpoint is damaged or was saved from a diverged run. Pass "
             "allow_nonfinite=True to load it nevertheless"
-        )
-
-
-def _require_like(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    same = (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    if not same or not found.is_contiguous() or found.device.type != "cpu":
-        raise ValueError(
-            f"{what}: expected a contiguous host tensor of shape {tuple(expected.shape)} and "
-            f"{expected.dtype}, found {tuple(found.shape)} and {found.dtype} on {found.device}"
         )

@@ -16,11 +16,11 @@ import torch
 
 from poros.errors import HostMemoryError
 from poros.io.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
-from poros.io.reading import read_into
 from poros.loaders.header import (
     Header,
     TensorEntry,
     defect,
+    fill,
     open_regular,
     read_buffer,
     read_header,
@@ -66,21 +66,11 @@ class Shard:
         """
         flat = new_bytes(entry.num_bytes)
         descriptor, _ = open_regular(self.file)
+        remedy = "check the disk and fetch the file again"
         try:
-            is_whole = read_into(descriptor, as_bytes(flat), entry.offset) == entry.num_bytes
-            reason = None if is_whole else "the end of the file"
-        except OSError as error:
-            reason = str(error.strerror)
+            fill(descriptor, as_bytes(flat), entry.offset, self.file, tensor=name, remedy=remedy)
         finally:
             os.close(descriptor)
-        if reason is not None:
-            raise defect(
-                self.file,
-                f"expected to read {entry.num_bytes} bytes at {entry.offset}, found "
-                f"{reason}: the disk fails, or the file was cut off meanwhile",
-                tensor=name,
-                remedy="check the disk and fetch the file again",
-            )
         return flat.view(entry.dtype).view(entry.shape)
 
     def check_unchanged(self) -> None:

@@ -285,7 +285,7 @@ class _Deserialize(_Operation):
         """transformers leaves the dtypes of tensors alone that go to an operation with one."""
 
     @torch.no_grad()
-    def convert(
+    def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any
     ) -> dict[str, Any]:
         with _carrying():

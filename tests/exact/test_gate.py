@@ -267,7 +267,7 @@ def test_check_model_dir_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"config\.json"):
         check_model_dir(tmp_path / "nothing", prepare=same)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 64}))
-    with pytest.raises(CheckpointFormatError, match="expected model.safetensors"):
+    with pytest.raises(CheckpointFormatError, match=r"expected model\.safetensors"):
         check_model_dir(tmp_path, prepare=same)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointFormatError, match=r"config\.json"):

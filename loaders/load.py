@@ -28,6 +28,7 @@ from poros.loaders.options import (
     UNSET,
     LoadOptions,
     Unset,
+    device_name,
     dtype_name,
     format_of,
     quantizing_device,
@@ -52,6 +53,7 @@ from poros.model.saving import watch_saving
 from poros.model.vision import drop_towers
 from poros.utils.formatting import size
 from poros.utils.logging_setup import show_info_by_default
+from poros.utils.versions import library_versions
 
 if TYPE_CHECKING:
     from transformers import (
@@ -279,7 +281,7 @@ class _CheckpointLoader:
 
     def into_store(self, directory: "str | os.PathLike[str]") -> Origin:
         """Write the layers to a store on disk; only the rest of the model is in memory."""
-        from poros.loaders.store_writer import StoreWriter, provenance
+        from poros.loaders.store_writer import StoreWriter
 
         with ExitStack() as stack:
             hashing = stack.enter_context(ThreadPoolExecutor(1))  # ends when the checkpoint closes
@@ -308,7 +310,9 @@ class _CheckpointLoader:
                 "auto_class": self._options.about_class,
                 "num_labels": getattr(resolved.config, "num_labels", None),
                 **names,
-                **provenance(self._quantizer.device),
+                "versions": library_versions("torch", "transformers", "bitsandbytes"),
+                "device": device_name(self._quantizer.device),
+                "num_threads": torch.get_num_threads(),
             }
             writers[0].commit(rest, about, small_files(checkpoint, self._limits))
             return _in_store(origin, about, directory)

@@ -27,8 +27,6 @@ from poros.loaders.manifest import (
     rest_header,
     slabs_header,
 )
-from poros.loaders.options import device_name
-from poros.utils.versions import library_versions
 
 
 class StoreWriter:
@@ -125,19 +123,6 @@ class StoreWriter:
         _reserve(self._file, len(header) + size)
         arena = Arena(size, file=self._file, offset=len(header)) if size else Arena(0)
         self.host = HostStore.over(arena, self._layouts)
-
-
-def provenance(device: torch.device) -> dict[str, Any]:
-    """Return what a store's bytes may depend on, as JSON values.
-
-    Args:
-        device: On which weights were quantized.
-    """
-    return {
-        "versions": library_versions("torch", "transformers", "bitsandbytes"),
-        "device": device_name(device),
-        "num_threads": torch.get_num_threads(),
-    }
 
 
 def _write(file: Path, pieces: Iterable[Any]) -> None:

@@ -146,7 +146,7 @@ def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
     if is_gpu:
         figures["gpu_peak_gb"] = round((torch.cuda.max_memory_allocated() - base) / 1e9, 4)
     if loader == "poros":
-        from poros.host.attached import attached_store
+        from poros.host.store import attached_store
 
         store = attached_store(model)
         figures["store_gb"] = round(store.num_bytes / 1e9, 3) if store else None

@@ -12,53 +12,66 @@ because a machine that does not repeat its own results can show nothing about st
 
 import gc
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 import torch
 
 from poros.errors import PorosError
-from poros.gates.reference import Trajectory, compare_steps, hash_digests, start_digests
+from poros.gates.reference import (
+    TrainingSpec,
+    Trajectory,
+    compare_steps,
+    hash_digests,
+    start_digests,
+    train,
+)
 from poros.gates.report import START_BYTES, ParityReport, environment, plain
 from poros.self_check.compare import differing_digests
-
-if TYPE_CHECKING:
-    from poros.model.runtime import Runtime
+from poros.slots.schedule import count, training_visits, walk
 
 Prepare = Callable[..., Any]
 
 
-def compare_arms(
+def run_parity(
     make_model: Callable[[], torch.nn.Module],
-    run_arm: Callable[[torch.nn.Module], Trajectory],
-    prepare: Prepare | None,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    spec: TrainingSpec,
+    prepare: Prepare | None = None,
     *,
-    report: ParityReport,
+    subject: str = "model",
+    settings: Mapping[str, Any] | None = None,
     repeat_resident: bool = True,
     is_control: bool = False,
-    expected_loads: "Callable[[Runtime], int] | None" = None,
     as_resident: Prepare | None = None,
 ) -> ParityReport:
-    """Run both arms and fill the report.
+    """Train a model resident and streamed from the same bytes and compare the runs bit for bit.
 
     Args:
         make_model: Builds the model with its adapters; called once per arm, and has to give equal
             bytes each time. It must not keep the model, or two are alive at once.
-        run_arm: Trains a model and returns what it recorded; the same for both arms.
-        prepare: Turns the second model into a streamed one; None is ``poros.prepare``, two slots.
-        report: An empty report with subject and settings; filled in place.
-        repeat_resident: After a difference, run a third model resident and record whether it equals
-            the first.
-        is_control: The second arm is not streamed, on purpose.
-        expected_loads: Block loads of the second arm if it streams as planned.
-        as_resident: What is done to the first model before it is run; None is nothing.
+        batches: Micro-batches, as ``poros.gates.reference.train`` takes them.
+        spec: Settings of the training loop, the same for both arms.
+        prepare: Turns the second model into a streamed one; None is ``poros.prepare``. Tests pass
+            their own to inject faults or another stream context.
+        subject: Name of what is checked, for the report.
+        settings: More settings to keep in the report, as plain values.
+        repeat_resident: After a difference, train a third model resident and report whether it
+            equals the first.
+        is_control: The second arm is not streamed, on purpose; else that is a failure.
+        as_resident: What is done to the resident model before it is trained; None is nothing.
 
     Returns:
-        ``report``. A failure is in it, as differences or as ``error``; it is not raised.
+        The report. A failure is in it, as differences or as ``error``; it is not raised.
 
     Raises:
         PorosError: If the resident model cannot be built because the request is wrong.
     """
+    report = ParityReport(subject)
+    report.settings = {**(settings or {}), "training": plain(asdict(spec))}
+    run_arm = partial(train, batches=batches, spec=spec)
     prepare = prepare or poros_prepare()
     try:
         model = make_model()
@@ -84,7 +97,7 @@ def compare_arms(
         unstreamed = None
         if not is_control:
             report.stats = _runtime_stats(model)
-            unstreamed = _unstreamed(model, expected_loads)
+            unstreamed = _unstreamed(model, spec.num_steps * spec.accumulation)
     except Exception as error:
         return _failed(report, "streamed", error)
     del model
@@ -147,10 +160,8 @@ def _vacuity(resident: Trajectory) -> str | None:
     return None
 
 
-def _unstreamed(
-    model: torch.nn.Module, expected_loads: "Callable[[Runtime], int] | None"
-) -> str | None:
-    """Say what of the second arm was not streamed; None if all of it was."""
+def _unstreamed(model: torch.nn.Module, num_passes: int) -> str | None:
+    """Say what of the second arm was not streamed in so many passes; None if all of it was."""
     from poros.api import runtime
     from poros.model.inspect import find_layers
     from poros.stream.boundary import is_streamed
@@ -163,10 +174,11 @@ def _unstreamed(
     num_loads = model_runtime.stats()["num_loads"]
     if model_runtime.policy.self_check != "off":
         return None  # which loads blocks for itself
-    if expected_loads is not None and num_loads != expected_loads(model_runtime):
-        return (
-            f"the streamed arm loaded {num_loads} blocks, the walk {expected_loads(model_runtime)}"
-        )
+    num_blocks = model_runtime.num_streamed_blocks
+    visits = training_visits(num_blocks, num_passes)
+    expected = count(walk(visits, num_blocks, model_runtime.num_slots), "prefetch")
+    if num_loads != expected:
+        return f"the streamed arm loaded {num_loads} blocks, the walk {expected}"
     return None
 
 

@@ -1,91 +1,29 @@
 """The parity gate: a resident and a streamed run from the same bytes, compared bit for bit.
 
-``run_parity`` trains any model with the reference loop; ``check_architecture`` and
-``check_model_dir`` choose the model, the data and the settings. How the two arms are run and when a
-comparison counts is in ``poros.gates.arms``.
+``check_architecture`` and ``check_model_dir`` choose the model, the data and the settings. How the
+two arms are run and when a comparison counts is in ``poros.gates.arms``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
+from poros.errors import UnsupportedModelError, quoted
 from poros.gates import tiny
-from poros.gates.arms import Prepare, compare_arms, poros_prepare
+from poros.gates.arms import Prepare, poros_prepare, run_parity
 from poros.gates.kinds import Kind, attach, kind_of
-from poros.gates.reference import TrainingSpec, train
+from poros.gates.reference import TrainingSpec
 from poros.gates.report import ParityReport, plain, render
 from poros.loaders.header import shown
-from poros.slots.schedule import count, training_visits, walk
 from poros.utils.devices import default_device
-
-if TYPE_CHECKING:
-    from poros.model.runtime import Runtime
 
 AS_COMPARED = {"loss": "reference", "adapter_kernels": "fused"}
 """Policy fields of the streamed arm; the resident one takes the kernels too where bits differ."""
 
 __all__ = ["ParityReport", "check_architecture", "check_model_dir", "render", "run_parity"]
-
-
-def run_parity(
-    make_model: Callable[[], torch.nn.Module],
-    batches: Sequence[Mapping[str, torch.Tensor]],
-    spec: TrainingSpec,
-    prepare: Prepare | None = None,
-    *,
-    subject: str = "model",
-    settings: Mapping[str, Any] | None = None,
-    repeat_resident: bool = True,
-    is_control: bool = False,
-    as_resident: Prepare | None = None,
-) -> ParityReport:
-    """Train a model resident and streamed from the same bytes and compare the runs bit for bit.
-
-    Args:
-        make_model: Builds the model with its adapters; called once per arm, and has to give equal
-            bytes each time. It must not keep the model, or two are alive at once.
-        batches: Micro-batches, as ``poros.gates.reference.train`` takes them.
-        spec: Settings of the training loop, the same for both arms.
-        prepare: Turns the second model into a streamed one; None is ``poros.prepare``. Tests pass
-            their own to inject faults or another stream context.
-        subject: Name of what is checked, for the report.
-        settings: More settings to keep in the report, as plain values.
-        repeat_resident: After a difference, train a third model resident and report whether it
-            equals the first.
-        is_control: The second arm is not streamed, on purpose; else that is a failure.
-        as_resident: What is done to the resident model before it is trained; None is nothing.
-
-    Returns:
-        The report. A failure is in it, as differences or as ``error``; it is not raised.
-
-    Raises:
-        PorosError: If the resident model cannot be built because the request is wrong.
-    """
-    report = ParityReport(subject)
-    report.settings = {**(settings or {}), "training": plain(asdict(spec))}
-    run_arm = partial(train, batches=batches, spec=spec)
-    num_passes = spec.num_steps * spec.accumulation
-
-    def expected_loads(runtime: "Runtime") -> int:
-        num_blocks = runtime.num_streamed_blocks
-        visits = training_visits(num_blocks, num_passes)
-        return count(walk(visits, num_blocks, runtime.num_slots), "prefetch")
-
-    return compare_arms(
-        make_model,
-        run_arm,
-        prepare,
-        report=report,
-        repeat_resident=repeat_resident,
-        is_control=is_control,
-        expected_loads=expected_loads,
-        as_resident=as_resident,
-    )
 
 
 def check_architecture(
@@ -194,10 +132,11 @@ def check_model_dir(
         **policy: Fields of ``StreamingPolicy``.
 
     Raises:
+        CheckpointFormatError: If the checkpoint is malformed.
         UnsupportedModelError: If the folder holds no causal language model that can be loaded.
     """
     from poros.loaders.load import load
-    from poros.loaders.settings import configuration, describe_error
+    from poros.loaders.settings import configuration
     from poros.loaders.source import find_config
 
     path = Path(path)
@@ -213,26 +152,12 @@ def check_model_dir(
         )
 
     def make_model() -> torch.nn.Module:
-        try:
-            loaded = load(path, quantization=quantization, dtype=dtype, device=device)
-            base = tiny.without_repacking(loaded).to(device)
-        except (OSError, ValueError) as error:
-            raise UnsupportedModelError(
-                "expected a causal language model that transformers loads as NF4, found at "
-                f"{shown(path)}: {type(error).__name__}: {error}"
-            ) from error
+        loaded = load(path, quantization=quantization, dtype=dtype, device=device)
+        base = tiny.without_repacking(loaded).to(device)
         return attach(base, adapter, rank=rank, dropout=dropout, seed=seed)
 
-    try:
-        config = configuration(*find_config(path), {})
-        vocab_size = config.get_text_config().vocab_size
-    except CheckpointFormatError as error:
-        raise UnsupportedModelError(f"expected a text model's configuration: {error}") from error
-    except AttributeError as error:
-        raise UnsupportedModelError(
-            f"expected a text model's configuration in {shown(path / 'config.json')}, found "
-            f"{describe_error(error)}"
-        ) from error
+    config = configuration(*find_config(path), {})
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     if type(vocab_size) is not int or vocab_size < 1:
         raise UnsupportedModelError(
             f"{shown(path / 'config.json')}: expected vocab_size as a positive whole number, found "

@@ -32,15 +32,12 @@ AUXILIARY_FILES = (
 )
 """Names of these files, as patterns."""
 
-_MAX_NUM_FILES = 100
-
 
 def read_auxiliary_files(path: Path, limits: Limits) -> dict[str, bytes]:
     """Read a folder's auxiliary files, by name.
 
     Raises:
-        CheckpointFormatError: If one cannot be read, is larger than the limit, or there are more
-            than any model has.
+        CheckpointFormatError: If one cannot be read, or is larger than the limit.
     """
     try:
         names = sorted(entry.name for entry in path.iterdir() if not entry.is_dir())
@@ -48,19 +45,11 @@ def read_auxiliary_files(path: Path, limits: Limits) -> dict[str, bytes]:
             names += sorted(f"{TEMPLATES}/{entry.name}" for entry in (path / TEMPLATES).iterdir())
     except OSError as error:
         raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
-    wanted = [name for name in names if is_auxiliary_file(name)]
-    if len(wanted) > _MAX_NUM_FILES:
-        raise defect(
-            path,
-            f"expected at most {_MAX_NUM_FILES} files of tokenizer and licence, found "
-            f"{len(wanted)}",
-            remedy="remove those that the model does not need",
-        )
     # An empty file holds nothing, and the limit would refuse it.
     return {
         name: limits.read(path / name, "extra_num_bytes")
-        for name in wanted
-        if os.stat(path / name).st_size
+        for name in names
+        if is_auxiliary_file(name) and os.stat(path / name).st_size
     }
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import HostMemoryError, PorosError, quoted
-from poros.loaders.checkpoint import Checkpoint, CheckpointSlice
 from poros.loaders.header import defect, shown
 from poros.loaders.settings import describe_error
 from poros.loaders.slab_writer import SlabWriter
@@ -132,39 +131,6 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
             )
 
 
-@contextmanager
-def progress(
-    checkpoint: Checkpoint, taken: set[str], names: Sequence[str] | None = None
-) -> Iterator[dict[str, CheckpointSlice]]:
-    """Show a progress bar in bytes in place of transformers' own in tensors.
-
-    Args:
-        checkpoint: What is read.
-        taken: The names of the tensors that were read are added to it.
-        names: Of the tensors to read; None is all of them.
-
-    Yields:
-        The slices of the checkpoint by name.
-    """
-    from tqdm.auto import tqdm
-
-    def note(name: str) -> None:
-        taken.add(name)
-        bar.update(checkpoint.entry(name).num_bytes)
-
-    with (
-        quiet() as was_enabled,
-        tqdm(
-            total=sum(each.num_bytes for each in map(checkpoint.entry, names or checkpoint.names)),
-            desc="poros: loading",
-            unit="B",
-            unit_scale=True,
-            disable=not was_enabled,
-        ) as bar,
-    ):
-        yield checkpoint.slices(names, on_read=note)
-
-
 _PROCESS = threading.RLock()
 """No state of ours: it stands for that of transformers and torch, which a process has once."""
 
@@ -182,14 +148,14 @@ def one_at_a_time() -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[bool]:
-    """Switch transformers' progress bars off inside the body; yields whether they were on."""
+def quiet() -> Iterator[None]:
+    """Switch transformers' progress bars off inside the body."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield was_enabled
+        yield
     finally:
         if was_enabled:
             logging.enable_progress_bar()

@@ -144,11 +144,11 @@ def read_buffer(descriptor: int, num_bytes: int, offset: int, file: Path) -> mem
     return target
 
 
-def fill(descriptor: int, target: memoryview, offset: int, file: Path, **remedy: str) -> None:
+def fill(descriptor: int, target: memoryview, offset: int, file: Path, **of_defect: str) -> None:
     """As ``read_at``, into existing memory.
 
     Args:
-        remedy: As ``defect`` takes it.
+        of_defect: Tensor and remedy, as ``defect`` takes them.
     """
     num_bytes = len(target)
     try:
@@ -157,14 +157,14 @@ def fill(descriptor: int, target: memoryview, offset: int, file: Path, **remedy:
         raise defect(
             file,
             f"expected to read {num_bytes} bytes at {offset}, found: {error.strerror}",
-            **remedy,
+            **of_defect,
         ) from error
     if done < num_bytes:
         raise defect(
             file,
             f"expected {num_bytes - done} more bytes at {offset + done}, found the end of the "
             "file: it is cut off, or shrank while it was read",
-            **remedy,
+            **of_defect,
         )
 
 

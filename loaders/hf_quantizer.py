@@ -56,7 +56,7 @@ def reading_into(
 
     Args:
         writer: Its ``plan`` is called with the model on the meta device, and then ``write``,
-            ``quantize`` or ``copy_part`` for each tensor of a layer.
+            ``quantize`` or ``copy`` for each tensor of a layer.
         config: Of the 4-bit weights; None loads dense weights.
         is_quantized: Whether the checkpoint holds 4-bit weights already.
 
@@ -219,27 +219,38 @@ class _Fetching(_Receiving):
         return _Fetch(self._writer)
 
 
+@contextmanager
+def _carrying() -> Iterator[None]:
+    """Carry an error of the body through transformers."""
+    try:
+        yield
+    except Exception as error:
+        raise LoadAborted(error) from error
+
+
 class _Operation(ConversionOps):
     """An operation with a slab writer. transformers makes deep copies of operations."""
 
-    def __init__(self, writer: SlabWriter) -> None:
+    def __init__(self, writer: Any) -> None:
         self._writer = writer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Operation":
         return self
 
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
+        with _carrying():
+            return {name: self._make(name, value, model) for name, value in input_dict.items()}
+
+    def _make(self, name: str, value: Any, model: Any) -> torch.Tensor:
+        """Make a tensor of the model of what transformers has read."""
+        raise NotImplementedError
+
 
 class _Write(_Operation):
     """Quantizes or writes the given tensors."""
 
-    @torch.no_grad()
-    def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
-        try:
-            return {name: self._write(name, tensor, model) for name, tensor in input_dict.items()}
-        except Exception as error:
-            raise LoadAborted(error) from error
-
-    def _write(self, name: str, value: Any, model: Any) -> torch.Tensor:
+    def _make(self, name: str, value: Any, model: Any) -> torch.Tensor:
         tensor: torch.Tensor = value[0] if isinstance(value, list) else value
         module_name, _, key = name.rpartition(".")
         module = model.get_submodule(module_name)
@@ -253,19 +264,10 @@ class _Write(_Operation):
 
 
 class _Fetch(_Operation):
-    """Replaces a placeholder by a tensor of a store."""
+    """Replaces a placeholder by a tensor of a store, whose ``StoreReader`` its writer is."""
 
-    @torch.no_grad()
-    def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
-        try:
-            return {name: self._fetch(name, model) for name in input_dict}
-        except Exception as error:
-            raise LoadAborted(error) from error
-
-    def _fetch(self, name: str, model: Any) -> torch.Tensor:
+    def _make(self, name: str, value: Any, model: Any) -> torch.Tensor:
         planned = model.get_parameter_or_buffer(name)
-        if not isinstance(self._writer, StoreReader):
-            raise TypeError(f"expected a StoreReader, found a {type(self._writer)}")
         tensor, state = self._writer.fetch(name, planned)
         if state is None:
             return tensor
@@ -283,17 +285,15 @@ class _Deserialize(_Operation):
         """transformers leaves the dtypes of tensors alone that go to an operation with one."""
 
     @torch.no_grad()
-    def convert(
+    def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        try:
+        with _carrying():
             self._require_state(full_layer_name, input_dict, model)
-        except Exception as error:
-            raise LoadAborted(error) from error
         made = self._inner.convert(
             input_dict, full_layer_name=full_layer_name, model=model, **kwargs
         )
-        try:
+        with _carrying():
             for weight in made.values():
                 if is_params4bit(weight):
                     planned = model.get_parameter_or_buffer(full_layer_name)
@@ -301,9 +301,7 @@ class _Deserialize(_Operation):
                         full_layer_name, parts_of(weight), weight.quant_state, planned.shape
                     )
                     self._move(full_layer_name, weight)
-            return dict(made)
-        except Exception as error:
-            raise LoadAborted(error) from error
+        return dict(made)
 
     def _require_state(self, name: str, parts: dict[str, Any], model: Any) -> None:
         planned = model.get_parameter_or_buffer(name)
@@ -327,7 +325,7 @@ class _Deserialize(_Operation):
             if part != "offset":
                 # Packed bytes may be stored as floats, and as floats they mean nothing.
                 is_packed = part == "packed"
-                place.put(self._writer.copy_part(place.name, place.get(), is_packed=is_packed))
+                place.put(self._writer.copy(place.name, place.get(), is_packed=is_packed))
 
 
 def _loaded(format: Format, packed: torch.Tensor, state: Any, module: Any) -> torch.Tensor:

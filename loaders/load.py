@@ -6,20 +6,20 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from poros.config import parse_num_bytes
-from poros.errors import PolicyError, StoreWriteError, quoted
-from poros.host.attached import attach_store
+from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.host.disk import DiskStore
 from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.limits import require_host_memory
-from poros.host.store import HostStore
+from poros.host.store import HostStore, attach_store
 from poros.kernels.nf4 import QUANT_TYPES
-from poros.loaders.build import fill, one_at_a_time, progress, quiet
+from poros.loaders.build import fill, one_at_a_time, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
 from poros.loaders.limits import Limits, checked_limits
@@ -28,13 +28,13 @@ from poros.loaders.options import (
     UNSET,
     LoadOptions,
     Unset,
+    device_name,
     dtype_name,
     format_of,
     quantizing_device,
 )
 from poros.loaders.quantize import Quantizer
 from poros.loaders.renaming import without_towers
-from poros.loaders.resolved import ResolvedLoad, resolve, set_generation
 from poros.loaders.settings import (
     AUTO_CLASSES,
     configuration,
@@ -47,16 +47,19 @@ from poros.loaders.source import CONFIG, GENERATION, commit_of
 from poros.loaders.store import PLACE, OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents, small_files
 from poros.loaders.validation import require_floats, require_whole_experts
-from poros.model.inspect import find_layers
+from poros.model.inspect import find_layers, require_language_model
 from poros.model.origin import Origin, put_origin
 from poros.model.saving import watch_saving
 from poros.model.vision import drop_towers
 from poros.utils.formatting import size
 from poros.utils.logging_setup import show_info_by_default
+from poros.utils.versions import library_versions
 
 if TYPE_CHECKING:
     from transformers import (
         BitsAndBytesConfig,
+        GenerationConfig,
+        PreTrainedConfig,
         PreTrainedModel,
     )
 
@@ -128,9 +131,7 @@ def load(
         CheckpointFormatError: If the checkpoint is malformed or does not fit its configuration.
         HostMemoryError: If the model does not fit in host memory; nothing has been read then.
         PolicyError: If an option cannot be honoured, or the store was made with others.
-        ParityError: If scales change while a weight is quantized.
-        StoreWriteError: If the store cannot be written, or bytes change on their way into it;
-            the store is removed.
+        StoreWriteError: If the store cannot be written; it is removed.
         UnsupportedModelError: If the source is no causal language model, transformers has no model
             of the class that was asked for, it has no decoder layers that can be streamed, has an
             adapter beside it, or is quantized in another way.
@@ -174,6 +175,66 @@ def load(
     return model
 
 
+@dataclass(frozen=True)
+class _Resolved:
+    """How a checkpoint is loaded, decided before a weight is read."""
+
+    config: "PreTrainedConfig"
+    model_class: Any
+    generation: "GenerationConfig"
+    is_quantized: bool
+    """Whether the weights are 4-bit already."""
+    quantization: "BitsAndBytesConfig | None"
+    """That of the weights as they will be; None leaves them dense."""
+    dtype: torch.dtype
+
+
+def _resolve(checkpoint: Checkpoint, options: LoadOptions, limits: Limits) -> _Resolved:
+    """Resolve settings and options.
+
+    Raises:
+        CheckpointFormatError: If transformers cannot make anything of the settings.
+        PolicyError: If an option is no field of the configuration, or the checkpoint is quantized
+            in another way than was asked for.
+        UnsupportedModelError: If it is no causal language model, or a classifier that was not asked
+            for, or quantized otherwise.
+    """
+    path, texts = checkpoint.path, checkpoint.texts
+    config = configuration(path, texts, options.fields, given=options.config, limits=limits)
+    stored = stored_quantization(path, config)
+    _refuse_classifier(config, options, path)
+    model_class, config = model_class_of(config, options.about_class)
+    require_language_model(model_class.__name__, config)
+    if options.dtype == "auto":
+        options = options.of_dtype(getattr(config, "dtype", None) or checkpoint.float_dtype())
+    if stored is not None:
+        options.require_format(stored, quoted(os.fspath(checkpoint.path)))
+    dtype = options.chosen_dtype
+    quantization = stored or options.wanted(dtype)
+    generation = generation_settings(path, texts)
+    return _Resolved(config, model_class, generation, stored is not None, quantization, dtype)
+
+
+def _refuse_classifier(config: "PreTrainedConfig", options: LoadOptions, path: Path) -> None:
+    """Refuse to drop the head of a classifier without a word."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if options.about_class is None and known and known.__name__ in (config.architectures or ()):
+        raise UnsupportedModelError(
+            f"{shown(path / CONFIG)}: expected a language model, found architectures of "
+            f"{known.__name__}; pass auto_class=AutoModelForSequenceClassification"
+        )
+
+
+def _set_generation(
+    model: "PreTrainedModel", generation: "GenerationConfig", options: LoadOptions
+) -> None:
+    """Set the generation settings, unless the call has given some."""
+    if model.can_generate() and "generation_config" not in options.handed_on:
+        model.generation_config = generation
+
+
 class _CheckpointLoader:
     """Loads one checkpoint into memory or into a store."""
 
@@ -193,7 +254,7 @@ class _CheckpointLoader:
     def into_memory(self) -> "PreTrainedModel":
         """Load the model into new memory."""
         with self._checkpoint() as checkpoint:
-            resolved = resolve(checkpoint, self._options, self._limits)
+            resolved = _resolve(checkpoint, self._options, self._limits)
             model, slab_writer, _ = self._read(checkpoint, resolved)
             origin = self._origin(checkpoint)
         store = slab_writer.finished
@@ -220,7 +281,7 @@ class _CheckpointLoader:
 
     def into_store(self, directory: "str | os.PathLike[str]") -> Origin:
         """Write the layers to a store on disk; only the rest of the model is in memory."""
-        from poros.loaders.store_writer import StoreWriter, provenance
+        from poros.loaders.store_writer import StoreWriter
 
         with ExitStack() as stack:
             hashing = stack.enter_context(ThreadPoolExecutor(1))  # ends when the checkpoint closes
@@ -233,7 +294,7 @@ class _CheckpointLoader:
 
             # What is hashed comes from the cache that loading fills, or the other way round.
             fingerprint = hashing.submit(checkpoint.fingerprint)
-            resolved = resolve(checkpoint, self._options, self._limits)
+            resolved = _resolve(checkpoint, self._options, self._limits)
             model, slab_writer, used = self._read(checkpoint, resolved, allocate)
             rest, names = contents(model, slab_writer)
             origin = self._origin(checkpoint)
@@ -249,7 +310,9 @@ class _CheckpointLoader:
                 "auto_class": self._options.about_class,
                 "num_labels": getattr(resolved.config, "num_labels", None),
                 **names,
-                **provenance(self._quantizer.device),
+                "versions": library_versions("torch", "transformers", "bitsandbytes"),
+                "device": device_name(self._quantizer.device),
+                "num_threads": torch.get_num_threads(),
             }
             writers[0].commit(rest, about, small_files(checkpoint, self._limits))
             return _in_store(origin, about, directory)
@@ -260,7 +323,7 @@ class _CheckpointLoader:
             about = opened.manifest.about
             if about.get("source_seen") != checkpoint.seen():
                 opened.require_source(checkpoint.fingerprint())
-            dtype = resolve(checkpoint, self._options, self._limits).dtype
+            dtype = _resolve(checkpoint, self._options, self._limits).dtype
             origin = self._origin(checkpoint)
         options = self._options.of_dtype(dtype)
         options.require_store(about, quoted(os.fspath(directory)), is_source=False)
@@ -278,7 +341,7 @@ class _CheckpointLoader:
         return Origin(source, commit_of(checkpoint.path, place) or asked)
 
     def _read(
-        self, checkpoint: Checkpoint, resolved: ResolvedLoad, allocate: "Allocate | None" = None
+        self, checkpoint: Checkpoint, resolved: _Resolved, allocate: "Allocate | None" = None
     ) -> "tuple[PreTrainedModel, SlabWriter, BitsAndBytesConfig | None]":
         from poros.loaders.hf_quantizer import clean, reading_into
 
@@ -301,9 +364,9 @@ class _CheckpointLoader:
             leave_out,
         )
         taken: set[str] = set()
+        slices = checkpoint.slices(names, on_read=taken.add)
         with (
             one_at_a_time(),
-            progress(checkpoint, taken, names) as slices,
             reading_into(slab_writer, used, is_quantized=resolved.is_quantized) as quantization,
         ):
             arguments = {
@@ -316,7 +379,7 @@ class _CheckpointLoader:
         require_floats(checkpoint, taken, model)
         slab_writer.finish(model)
         checkpoint.check_unchanged()
-        set_generation(model, resolved.generation, self._options)
+        _set_generation(model, resolved.generation, self._options)
         return model, slab_writer, used
 
 
@@ -366,7 +429,7 @@ def _open(
         if used is not None:
             model.hf_quantizer.pre_quantized = about["is_prequantized"]
         reader.finish(model)
-        set_generation(model, generation, options)
+        _set_generation(model, generation, options)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
     origin = opened.origin
     if origin is not None:

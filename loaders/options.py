@@ -43,13 +43,25 @@ _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 _HANDED_ON = ("generation_config", "key_mapping")
 
 _BY_QUANTIZATION = "pass quantization='nf4' or a 4-bit BitsAndBytesConfig as quantization"
-_INSTEAD = {
+_SEE = "leave it out, and see device, store and host_budget"
+_REFUSED = {
+    "trust_remote_code": "code from a checkpoint is never run; install a release of transformers "
+    "that knows the model",
+    "use_safetensors": "a pickle can run code and is never opened; convert the checkpoint to "
+    "safetensors",
     "config_file_name": "name the folder with that config.json",
     "gguf_file": "load the safetensors checkpoint that the GGUF file was made from",
     "load_in_4bit": _BY_QUANTIZATION,
     "load_in_8bit": f"8 bits cannot be streamed: {_BY_QUANTIZATION}",
     "torch_dtype": "pass dtype",
+    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "low_cpu_mem_usage"), _SEE),
+    **dict.fromkeys(("state_dict", "ignore_mismatched_sizes"), _SEE),
+    **dict.fromkeys(("output_loading_info", "tp_plan"), _SEE),
 }
+"""Of from_pretrained, and what to do instead. Whatever else is no field of the configuration is
+refused as such."""
+_HOLDS = {"trust_remote_code": False, "use_safetensors": True, "low_cpu_mem_usage": True}
+"""Values of these that hold anyway; None does too."""
 
 
 @dataclass(frozen=True)
@@ -272,38 +284,14 @@ def device_name(device: torch.device) -> str:
 
 def _refuse(options: dict[str, Any]) -> None:
     """Refuse options that cannot be honoured; drop those that hold anyway."""
-    if options.pop("trust_remote_code", False):
-        raise PolicyError(
-            "trust_remote_code: expected False, found True: code from a checkpoint is never run; "
-            "install a release of transformers that knows the model"
-        )
-    if options.get("use_safetensors", True) is False:
-        raise PolicyError(
-            "use_safetensors: expected True, found False: a pickle can run code and is never "
-            "opened; convert the checkpoint to safetensors"
-        )
-    for name, answers in {
-        "use_safetensors": (True, None),
-        "low_cpu_mem_usage": (True, None),
-    }.items():
-        if options.get(name) in answers:
+    for name, value in _HOLDS.items():
+        if options.get(name) in (None, value):
             options.pop(name, None)
-    refused = sorted(_NOT_HONOURED & options.keys())
-    if refused:
-        instead = [_INSTEAD[name] for name in refused if name in _INSTEAD]
+    for name in sorted(_REFUSED.keys() & options.keys()):
+        expected = _HOLDS.get(name, "options of from_pretrained that poros.load honours")
         raise PolicyError(
-            f"{', '.join(refused)}: expected options of from_pretrained that poros.load "
-            "honours; leave these out, and "
-            + (", ".join(instead) or "see dtype, device, store and host_budget")
+            f"{name}: expected {expected}, found {quoted(options[name])}; {_REFUSED[name]}"
         )
-
-
-# Of from_pretrained. Whatever else is no field of the configuration is refused as such.
-_NOT_HONOURED = {
-    *_INSTEAD,
-    *("device_map", "max_memory", "offload_folder", "low_cpu_mem_usage", "use_safetensors"),
-    *("state_dict", "ignore_mismatched_sizes", "output_loading_info", "tp_plan"),
-}
 
 
 def _text(name: str, value: Any) -> str | None:

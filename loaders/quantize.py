@@ -15,33 +15,23 @@ Note: Two pieces in flight
     The packed bytes come back to a page-locked buffer, from which a thread writes them to their
     place while the next piece is under way. Page-locked buffers are used again only when the copy
     out of them, or the write, is over; the host waits for that.
-
-Note: Hashed where it is made
-    What bitsandbytes gives is hashed there and not where it is written: packed bytes come back from
-    a device a second time for that, so that no copy of them is taken on trust.
 """
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from poros.cuda_streams import streams_for
-from poros.errors import CheckpointFormatError, ParityError
-from poros.io.digests import PackedDigests
+from poros.errors import CheckpointFormatError
 from poros.kernels.nf4 import MOVING, NESTED_BLOCKSIZE, Format, Parts
 from poros.streams import Event, StreamContext
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
-
-Hash = Callable[[torch.Tensor, Callable[[], None] | None], Future[None]]
-"""Hashes the next piece, which arrives when the function given has returned."""
 
 _CHUNK_NUM_BYTES = {"cpu": 1 << 19, "cuda": 16 << 20}
 
@@ -56,14 +46,12 @@ class _Buffer:
     """Behind it the compute stream no longer reads ``device``."""
     packed: torch.Tensor
     """Page-locked, for what comes back."""
-    again: torch.Tensor
-    """The same, to be hashed."""
     arrived: Event = None
     """Behind it the copy out of ``host`` is over."""
     pending: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Wait until the results are hashed and in their places."""
+        """Wait until the results are in their places."""
         pending, self.pending = self.pending, []
         wait_for_all(pending)
         for future in pending:
@@ -108,11 +96,11 @@ class Quantizer:
         name: str,
         format: Format,
         targets: Parts,
-        wait: bool = True,
         where: str | None = None,
-        digests: PackedDigests | None = None,
     ) -> "QuantState":
         """Quantize ``tensor`` and write packed bytes and statistics into the given tensors.
+
+        The last packed bytes may be on their way yet: call ``flush`` before anyone reads them.
 
         Args:
             tensor: On the host; float32, float16 or bfloat16, cast to the dtype to load in already.
@@ -120,10 +108,7 @@ class Quantizer:
             name: Of the tensor.
             format: What to quantize to.
             targets: Host tensors for the parts that are ``MOVING``, as ``format`` has them.
-            wait: Return when all packed bytes are written. Else the last are on their way; call
-                ``flush`` before anyone reads them.
             where: What it is, for the message of an error; None is ``name``.
-            digests: Gets what is written, before it is, by the names that the parts have.
 
         Returns:
             The state of the quantized tensor, on the host; it refers to ``targets``, and owns code
@@ -135,25 +120,12 @@ class Quantizer:
 
         Raises:
             CheckpointFormatError: If the tensor holds NaN or infinity and that is not allowed.
-            ParityError: If scales change while they are put together.
-            ValueError: If the given tensors do not fit ``tensor``.
         """
         import bitsandbytes.functional as bnb
 
-        for part, expected in format.form(tensor.shape).items():
-            if part in MOVING:
-                _require_like(part, targets[part], expected)
         with torch.no_grad(), self._on_default_stream():
             try:
-                scales = self._quantize_pieces(
-                    tensor,
-                    where or name,
-                    format,
-                    targets["packed"],
-                    partial(digests.add, name) if digests is not None else None,
-                )
-                if wait:
-                    self.flush()
+                scales = self._quantize_pieces(tensor, where or name, format, targets["packed"])
             except BaseException:
                 # Nothing may be written to the caller's memory once it has been told.
                 for buffer in self._buffers:
@@ -166,21 +138,13 @@ class Quantizer:
                 nested, state2 = bnb.quantize_blockwise(scales - offset, blocksize=NESTED_BLOCKSIZE)
                 made = {"absmax": nested, "nested_absmax": state2.absmax}
                 made |= {"offset": offset, "nested_code": state2.code}
-            if digests is not None:
-                for part, data in made.items():
-                    digests.add(f"{name}.{part}", data)
             parts = {"code": bnb.get_4bit_type(format.quant_type, device="cpu")}
             for part, data in made.items():
                 parts[part] = targets[part].copy_(data) if part in MOVING else data.cpu()
             return format.state(parts, tensor.shape, tensor.dtype)
 
     def _quantize_pieces(
-        self,
-        tensor: torch.Tensor,
-        where: str,
-        format: Format,
-        packed: torch.Tensor,
-        hash: Hash | None,
+        self, tensor: torch.Tensor, where: str, format: Format, packed: torch.Tensor
     ) -> torch.Tensor:
         """Fill ``packed``; returns the float32 absmax of every block, on the device."""
         flat, blocksize = tensor.reshape(-1), format.blocksize
@@ -190,7 +154,6 @@ class Quantizer:
         num_blocks = -(-num_elements // blocksize)
         scales = torch.empty(num_blocks, dtype=torch.float32, device=self.device)
         extremes: list[torch.Tensor] = []
-        is_same: list[torch.Tensor] = []
         starts = range(0, num_elements, chunk)
         staged = self._stage(flat, 0, chunk)
         for index, start in enumerate(starts):
@@ -200,59 +163,40 @@ class Quantizer:
             values, piece_scales = torch.ops.bitsandbytes.quantize_4bit.default(
                 piece, blocksize, format.quant_type, torch.uint8
             )
-            place = scales[start // blocksize :][: piece_scales.numel()]
-            place.copy_(piece_scales)
-            is_same.append((place.view(torch.int32) == piece_scales.view(torch.int32)).all())
+            scales[start // blocksize :][: piece_scales.numel()].copy_(piece_scales)
             if self._is_staged:
                 self._buffers[index % 2].released = self._streams.record()
             if start + chunk < num_elements:
                 staged = self._stage(flat, index + 1, chunk)
             target = packed_bytes[start // 2 :][: values.numel()]
-            self._bring_back(values.view(-1), target, index, hash)
+            self._bring_back(values.view(-1), target, index)
         if extremes and not self.allow_nonfinite:
             require_finite(torch.stack(extremes), where)
-        if is_same and not bool(torch.stack(is_same).all()):
-            raise ParityError(
-                f"{where}: expected the scales of its pieces, found others after they were put "
-                "together. Load it again; if that does not help, the memory of this machine is at "
-                "fault"
-            )
         return scales
 
-    def _bring_back(
-        self, values: torch.Tensor, target: torch.Tensor, index: int, hash: Hash | None
-    ) -> None:
+    def _bring_back(self, values: torch.Tensor, target: torch.Tensor, index: int) -> None:
         """Write packed bytes to host memory: from a device in a thread, behind the next piece.
 
         Host memory is touched for the first time here, which takes as long as the copy.
         """
         if not self._is_staged:
-            if hash is not None:
-                hash(values, None)
             target.copy_(values)
             return
         buffer = self._buffers[index % 2]
         buffer.wait()
-        packed, again = (memory[: values.numel()] for memory in (buffer.packed, buffer.again))
+        packed = buffer.packed[: values.numel()]
         packed.copy_(values, non_blocking=True)
-        if hash is not None:
-            again.copy_(values, non_blocking=True)
-        # The copies back are behind the quantization on the same stream.
+        # The copy back is behind the quantization on the same stream.
         arrived = self._streams.record()
 
-        def arrive() -> None:
-            self._streams.synchronize(arrived)
-
         def write() -> None:
-            arrive()
+            self._streams.synchronize(arrived)
             target.copy_(packed)
 
         buffer.pending.append(self._writer.submit(write))
-        if hash is not None:
-            buffer.pending.append(hash(again, arrive))
 
     def flush(self) -> None:
-        """Wait until the bytes of every call with ``wait=False`` are in their places."""
+        """Wait until the bytes of every call are in their places."""
         for buffer in self._buffers:
             buffer.wait()
 
@@ -282,7 +226,6 @@ class Quantizer:
                     self._streams.record(),
                     # Packed bytes are at most half of those that they come from.
                     torch.empty(num_bytes // 2, dtype=torch.uint8, pin_memory=pinned),
-                    torch.empty(num_bytes // 2, dtype=torch.uint8, pin_memory=pinned),
                 )
                 for _ in range(2)
             ]
@@ -306,13 +249,4 @@ def require_finite(tensor: torch.Tensor, name: str) -> None:
             f"{name}: expected finite weights, found values from {low.item()} to {high.item()}; "
             "the checkpoint is damaged or was saved from a diverged run. Pass "
             "allow_nonfinite=True to load it nevertheless"
-        )
-
-
-def _require_like(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    same = (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    if not same or not found.is_contiguous() or found.device.type != "cpu":
-        raise ValueError(
-            f"{what}: expected a contiguous host tensor of shape {tuple(expected.shape)} and "
-            f"{expected.dtype}, found {tuple(found.shape)} and {found.dtype} on {found.device}"
         )

@@ -4,25 +4,29 @@ A tensor is read into memory of its own. A mapping of the file would end the pro
 where a page cannot be read, because the disk fails or the file was cut off meanwhile.
 """
 
+import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from poros.errors import HostMemoryError
 from poros.io.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
-from poros.io.reading import read_into
-from poros.loaders.checked_reader import new_bytes
 from poros.loaders.header import (
     Header,
     TensorEntry,
     defect,
+    fill,
     open_regular,
     read_buffer,
     read_header,
 )
+
+_LARGE_NUM_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +66,11 @@ class Shard:
         """
         flat = new_bytes(entry.num_bytes)
         descriptor, _ = open_regular(self.file)
+        remedy = "check the disk and fetch the file again"
         try:
-            is_whole = read_into(descriptor, as_bytes(flat), entry.offset) == entry.num_bytes
-            reason = None if is_whole else "the end of the file"
-        except OSError as error:
-            reason = str(error.strerror)
+            fill(descriptor, as_bytes(flat), entry.offset, self.file, tensor=name, remedy=remedy)
         finally:
             os.close(descriptor)
-        if reason is not None:
-            raise defect(
-                self.file,
-                f"expected to read {entry.num_bytes} bytes at {entry.offset}, found "
-                f"{reason}: the disk fails, or the file was cut off meanwhile",
-                tensor=name,
-                remedy="check the disk and fetch the file again",
-            )
         return flat.view(entry.dtype).view(entry.shape)
 
     def check_unchanged(self) -> None:
@@ -124,3 +118,19 @@ class Shard:
             return digest
         finally:
             os.close(descriptor)
+
+
+def new_bytes(num_bytes: int) -> torch.Tensor:
+    """Allocate bytes; many of them in large pages, which are four times as fast."""
+    if num_bytes < _LARGE_NUM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise HostMemoryError(
+            f"expected {num_bytes} bytes of host memory for a tensor, found: {error.strerror}; "
+            "free memory, or raise the limit of the process (ulimit -v)"
+        ) from error
+    with suppress(OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

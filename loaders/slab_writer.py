@@ -22,7 +22,6 @@ from poros.host.layout import BlockLayout, TensorSpec, is_small
 from poros.host.limits import require_host_memory
 from poros.host.slab import HostSlab
 from poros.host.store import HostStore
-from poros.io.digests import PackedDigests
 from poros.kernels.nf4 import (
     BLOCKSIZES,
     DTYPES,
@@ -30,7 +29,6 @@ from poros.kernels.nf4 import (
     Format,
     Parts,
     part_name,
-    part_tensors,
     streams,
 )
 from poros.kernels.quantized import is_params4bit, state_of
@@ -79,7 +77,6 @@ class SlabWriter:
         self._leave_out = leave_out
         self._find_layers = find_layers
         self._quantizer = quantizer
-        self._packed = PackedDigests()
         self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._is_4bit: set[str] = set()
@@ -186,8 +183,6 @@ class SlabWriter:
             where=self._where(name),
             format=format,
             targets=targets,
-            wait=False,
-            digests=self._packed,
         )
         return targets["packed"], state
 
@@ -202,16 +197,6 @@ class SlabWriter:
         if not is_packed:
             self._require_finite(name, tensor)
         return _copied(tensor, self._target(name, tensor))
-
-    def copy_part(
-        self, name: str, tensor: torch.Tensor, *, is_packed: bool = False
-    ) -> torch.Tensor:
-        """As ``copy``, for a part of a 4-bit weight: hashed while it is copied."""
-        hashed = self._packed.add(name, tensor)
-        try:
-            return self.copy(name, tensor, is_packed=is_packed)
-        finally:
-            hashed.result()  # few tensors of the file are in memory at a time
 
     def require_packed(self, name: str, parts: Parts, state: Any, shape: Sequence[int]) -> None:
         """Refuse a 4-bit weight of the checkpoint whose parts do not belong together.
@@ -264,19 +249,6 @@ class SlabWriter:
                 tensor.data = self.copy(name, tensor.data)
             else:
                 self._require_finite(name, tensor)
-        self._note_digests(model)
-
-    def packed_digests(self) -> Mapping[str, bytes]:
-        """Return the digests of 4-bit weights' parts from before they were written to memory."""
-        return self._packed.results()
-
-    def _note_digests(self, model: nn.Module) -> None:
-        """Attach the digests to the store, for ``poros.prepare`` and for the store writer."""
-        digests, noted = self.packed_digests(), self.finished.as_packed
-        for name, tensor in named_tensors(model):
-            for part, data in part_tensors(name, tensor, with_constants=True).items():
-                if part in digests:
-                    noted.note(part, tensor if part == name else data, digests[part])
 
     def dense(self, name: str, tensor: torch.Tensor) -> CheckpointFormatError:
         """Make the error for a packed weight without its quantization state."""

@@ -13,14 +13,14 @@ They are a file of their own because a header comes first, and digests are known
 mapped from their file while they are quantized.
 
 Note: Nothing is used that was not checked
-    Whatever is read is hashed (``poros.loaders.checked_reader``) and compared with the manifest.
-    What happens to 4-bit weights in memory after that, ``poros.prepare`` sees by the digests of
-    their parts. Slabs that stay in the file are hashed when they are first read
-    (``poros.host.disk``). A file that the manifest does not name is not looked at.
+    Whatever is read is hashed and compared with the manifest.
+    Slabs that stay in the file are hashed when they are first read (``poros.host.disk``). A file
+    that the manifest does not name is not looked at.
 """
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,19 @@ import torch
 from poros.errors import quoted
 from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.store import HostStore
-from poros.io.digests import Identity, as_bytes, identity_of, sha256
-from poros.loaders.checked_reader import Run, new_bytes, read_checked, require_digest
-from poros.loaders.header import Header, defect, open_regular, read_at, read_header, shown
+from poros.io.digests import (
+    PIECE_NUM_BYTES,
+    Identity,
+    as_bytes,
+    cut,
+    hash_piece,
+    identity_of,
+    join,
+    num_threads,
+    sha256,
+)
+from poros.io.writing import PARTIAL
+from poros.loaders.header import Header, defect, fill, open_regular, read_at, read_header, shown
 from poros.loaders.limits import Limits
 from poros.loaders.manifest import (
     REMEDY,
@@ -44,11 +54,25 @@ from poros.loaders.manifest import (
     slab_name,
     slabs_header,
 )
-from poros.loaders.partial import PARTIAL
+from poros.loaders.shard import new_bytes
 from poros.model.origin import Origin
 
 PLACE = "source_place"
 """The key of where the checkpoint lay. Stores of earlier releases lack it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contiguous run of bytes in a file, and the memory to read it into."""
+
+    offset: int
+    """In the file."""
+    parts: Sequence[memoryview]
+    """Memory for them, one part after the other."""
+    digest: str
+    """The expected digest (``poros.io.digests``)."""
+    name: str | None = None
+    """A name for messages."""
 
 
 @dataclass
@@ -242,6 +266,52 @@ def open_store(
             opened.verify()
         opened._undo = undo.pop_all()
     return opened
+
+
+def read_checked(descriptor: int, file: Path, runs: Sequence[Run]) -> None:
+    """Fill the parts of all runs with several threads, so that the disk is the limit.
+
+    Raises:
+        CheckpointFormatError: If a read fails, or a run is not what it has to be.
+    """
+
+    def read_piece(piece: list[memoryview], offset: int) -> bytes:
+        for view in piece:
+            fill(descriptor, view, offset, file, remedy=REMEDY)
+            offset += len(view)
+        return hash_piece(piece)
+
+    # While some wait for the disk, the others hash.
+    pool = ThreadPoolExecutor(2 * num_threads(), "poros-reading")
+    try:
+        submitted = [
+            [
+                pool.submit(read_piece, piece, run.offset + number * PIECE_NUM_BYTES)
+                for number, piece in enumerate(cut(run.parts))
+            ]
+            for run in runs
+        ]
+        for run, pieces in zip(runs, submitted, strict=True):
+            found = join(piece.result() for piece in pieces)
+            require_digest(file, run.digest, found, run.name)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def require_digest(file: Path, expected: str, found: str, name: str | None = None) -> None:
+    """Refuse bytes whose digest differs from the one they were written with.
+
+    Raises:
+        CheckpointFormatError: With file and name.
+    """
+    if expected != found:
+        raise defect(
+            file,
+            f"expected digest {quoted(expected, is_bare=True)}, found {found}: bytes changed "
+            "since it was written",
+            tensor=name,
+            remedy=REMEDY,
+        )
 
 
 def _what(path: Path) -> str:

@@ -5,7 +5,7 @@ and of each 4-bit weight the few constants that stay on the device. Buffers that
 computes from the configuration are computed again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +27,6 @@ from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import FindLayers, SlabWriter
 from poros.loaders.store import OpenStore
 
-PARTS_DIGESTS = "parts_digests"
-"""The key of the digests of 4-bit weights' parts in a store."""
-
 
 def contents(
     model: nn.Module, slab_writer: SlabWriter
@@ -37,8 +34,8 @@ def contents(
     """Return what of a loaded model is in no slab, and how to rebuild the model.
 
     Returns:
-        Tensors by name; and as JSON values the names of all dense tensors, dtype and block size of
-        each 4-bit weight, and digests of its parts.
+        Tensors by name; and as JSON values the names of all dense tensors, and dtype and block size
+        of each 4-bit weight.
     """
     rest: dict[str, torch.Tensor] = {}
     dense: list[str] = []
@@ -55,8 +52,7 @@ def contents(
         for part, data in part_tensors(name, tensor, with_constants=True).items():
             if not slab_writer.is_placed(part, data):
                 rest[part] = data.detach()
-    digests = {name: digest.hex() for name, digest in slab_writer.packed_digests().items()}
-    return rest, {"dense": dense, "weights": weights, PARTS_DIGESTS: digests}
+    return rest, {"dense": dense, "weights": weights}
 
 
 def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
@@ -101,13 +97,9 @@ class StoreReader(SlabWriter):
                 name: (DTYPES[dtype], blocksize)
                 for name, (dtype, blocksize) in about["weights"].items()
             }
-            self._digests = {
-                str(name): bytes.fromhex(digest)
-                for name, digest in about.get(PARTS_DIGESTS, {}).items()
-            }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._defect(
-                f"expected the names of its tensors and their digests, found {quoted(error)}"
+                f"expected the names of its tensors, found {quoted(error)}"
             ) from error
 
     def names(self) -> list[str]:
@@ -144,9 +136,6 @@ class StoreReader(SlabWriter):
         target = self._target(name, tensor)
         as_bytes = [side.reshape(-1).view(torch.uint8) for side in (tensor, target)]
         return target if torch.equal(*as_bytes) else target.copy_(tensor)
-
-    def packed_digests(self) -> Mapping[str, bytes]:
-        return self._digests
 
     def _part(self, name: str) -> torch.Tensor:
         # What did not fit its planned place lies with the rest.

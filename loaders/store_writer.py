@@ -1,7 +1,7 @@
 """Writes a store to disk (the format is in ``poros.loaders.store``).
 
 Note: A store is there or not
-    It is written in a hidden folder beside its place (``poros.loaders.partial``), flushed, and
+    It is written in a hidden folder beside its place (``poros.io.writing``), flushed, and
     renamed: a writer that is killed leaves nothing that opens, and of two writers one waits.
 """
 
@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
-from poros.errors import StoreWriteError, quoted
 from poros.host.layout import BlockLayout
 from poros.host.slab import Arena
 from poros.host.store import HostStore
 from poros.io.digests import as_bytes, digest_of, num_threads, sha256
-from poros.io.writing import writing
-from poros.loaders.header import shown
+from poros.io.writing import partial_folder, put_in_place, writing
 from poros.loaders.manifest import (
     REST,
     SLABS,
@@ -29,9 +27,6 @@ from poros.loaders.manifest import (
     rest_header,
     slabs_header,
 )
-from poros.loaders.options import device_name
-from poros.loaders.partial import partial_folder, put_in_place
-from poros.utils.versions import library_versions
 
 
 class StoreWriter:
@@ -50,7 +45,6 @@ class StoreWriter:
 
     def __init__(self, directory: str | os.PathLike[str], layouts: Sequence[BlockLayout]) -> None:
         self.directory = Path(directory).resolve()
-        self._place = shown(self.directory)
         self.host = HostStore([])
         self._layouts = list(layouts)
         self._undo = ExitStack()
@@ -80,8 +74,7 @@ class StoreWriter:
             The folder.
 
         Raises:
-            StoreWriteError: If the disk is full, another store came first, or a part of a 4-bit
-                weight is not what the loader wrote. Nothing is left.
+            StoreWriteError: If the disk is full or another store came first. Nothing is left.
             ValueError: If ``about`` is not plain JSON.
         """
         files = files or {}
@@ -92,12 +85,7 @@ class StoreWriter:
                     _write(self._partial / name, [text])
                 rest = {name: tensor.detach().contiguous() for name, tensor in rest.items()}
                 with ThreadPoolExecutor(max_workers=num_threads()) as pool:
-                    slab_digests = []
-                    for slab in self.host.slabs:
-                        parts = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
-                        self._require_as_packed(parts, pool)
-                        slab_digests.append(digest_of([slab.padded], pool))
-                    self._require_as_packed(rest, pool)
+                    slab_digests = [digest_of([slab.padded], pool) for slab in self.host.slabs]
                     rest_digest = digest_of([*map(as_bytes, rest.values())], pool)
                 manifest = Manifest(
                     self._layouts,
@@ -125,19 +113,6 @@ class StoreWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _require_as_packed(
-        self, tensors: Mapping[str, torch.Tensor], pool: ThreadPoolExecutor
-    ) -> None:
-        """Refuse slabs whose bytes differ from those that were written, before they are hashed."""
-        name = self.host.as_packed.damaged(tensors, pool)
-        if name is not None:
-            raise StoreWriteError(
-                f"{self._place}: {quoted(name, is_bare=True)}: expected the digest of "
-                "what was quantized or read, found another in the store: bytes changed on their "
-                "way there. Nothing was left; write it again, and if that does not help, the "
-                "memory of this machine is at fault"
-            )
-
     def _map_slabs(self) -> None:
         header = slabs_header(self._layouts)
         size = data_num_bytes(self._layouts)
@@ -148,19 +123,6 @@ class StoreWriter:
         _reserve(self._file, len(header) + size)
         arena = Arena(size, file=self._file, offset=len(header)) if size else Arena(0)
         self.host = HostStore.over(arena, self._layouts)
-
-
-def provenance(device: torch.device) -> dict[str, Any]:
-    """Return what a store's bytes may depend on, as JSON values.
-
-    Args:
-        device: On which weights were quantized.
-    """
-    return {
-        "versions": library_versions("torch", "transformers", "bitsandbytes"),
-        "device": device_name(device),
-        "num_threads": torch.get_num_threads(),
-    }
 
 
 def _write(file: Path, pieces: Iterable[Any]) -> None:

@@ -1,38 +1,27 @@
 """Loads a tokenizer from untrusted files, or raises a typed error."""
 
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from poros.errors import quoted
 from poros.loaders.auxiliary_files import AUXILIARY_FILES
-from poros.loaders.bounded import require_bounded_template, require_bounded_tokenizer
-from poros.loaders.header import defect, parse_json
-from poros.loaders.limits import Limits
+from poros.loaders.header import defect
 from poros.loaders.settings import describe_error, refuse_code
 from poros.loaders.source import CONFIG, fetch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-_SETTINGS, _TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-_WHOLE, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
-_SPECIAL = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
-
-
-def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) -> Any:
+def read_tokenizer(source: str | os.PathLike[str]) -> Any:
     """Load the tokenizer of a checkpoint, an adapter or a store; runs no code from there.
 
     Args:
         source: A folder, or the name of a repository of the hub.
-        texts: That are going to be tokenized, as far as they are known.
 
     Raises:
-        CheckpointFormatError: If there is none, its files are malformed, transformers cannot load
-            it, or it takes for ever on short texts.
+        CheckpointFormatError: If there is none, its files are malformed, or transformers cannot
+            load it.
         UnsupportedModelError: If it is defined by code of its own.
     """
     from transformers import AutoTokenizer
@@ -40,9 +29,6 @@ def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) ->
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = fetch(os.fspath(source), [*AUXILIARY_FILES, CONFIG])
-    _require_readable(folder)
-    if (folder / _WHOLE).is_file():
-        require_bounded_tokenizer(folder / _WHOLE, texts)
     with tokenizer_errors(folder):
         try:
             # Left open, transformers would ask on the terminal whether code may run.
@@ -52,27 +38,8 @@ def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) ->
             raise defect(
                 folder,
                 f"expected a tokenizer that transformers can load, found {describe_error(error)}",
-                remedy=f"fetch {_WHOLE} and {_SETTINGS} again",
+                remedy="fetch tokenizer.json and tokenizer_config.json again",
             ) from error
-
-
-def require_template(tokenizer: "PreTrainedTokenizerBase", where: str | os.PathLike[str]) -> None:
-    """Refuse a chat template that renders for ever; ``where`` is its folder.
-
-    Raises:
-        CheckpointFormatError: If it does, or is no text.
-    """
-    template: Any = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not isinstance(template, str | None):
-        raise defect(
-            Path(where) / _SETTINGS,
-            f"expected chat_template as text, found {quoted(template)}",
-            remedy="fix the file",
-        )
-    if template:
-        require_bounded_template(Path(where), template, dict(tokenizer.special_tokens_map))
 
 
 def require_known_tokens(most: int, num_known: int | None, where: str) -> None:
@@ -110,28 +77,3 @@ def tokenizer_errors(where: str | os.PathLike[str]) -> Iterator[None]:
         raise defect(
             Path(where), f"expected a tokenizer that works, found {describe_error(error)}"
         ) from error
-
-
-def _require_readable(folder: Path) -> None:
-    """Check each file as far as possible without transformers."""
-    limits = Limits()
-    for name in (_SETTINGS, _TOKENS, "added_tokens.json", _WHOLE):
-        file = folder / name
-        if not os.path.lexists(file):
-            continue
-        fields = parse_json(limits.read(file, "extra_num_bytes"), file, strict=False)
-        for field, value in fields.items() if name in (_SETTINGS, _TOKENS) else ():
-            is_token = _SPECIAL.fullmatch(field) and not isinstance(value, str | dict | None)
-            if is_token or (field == "chat_template" and not isinstance(value, str | list | None)):
-                raise defect(
-                    file,
-                    f"expected {field} as text, found {quoted(value)}",
-                    remedy="fix the file",
-                )
-    if (folder / _TEMPLATE).is_file():
-        try:
-            (folder / _TEMPLATE).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise defect(
-                folder / _TEMPLATE, f"expected text in UTF-8, found {describe_error(error)}"
-            ) from error

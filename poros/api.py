@@ -14,7 +14,6 @@ from poros.kernels.adapters import KernelStats, tally_of
 from poros.kernels.forwards import unpatch
 from poros.kernels.paths import Paths
 from poros.kernels.use import are_used, patch
-from poros.model import resumed_paths
 from poros.model.adapter_kinds import require_groupable
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
@@ -282,7 +281,6 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
         require_groupable(layers_name, layers)
     for layer in layers:
         patch(layer, device, tally)
-    resumed_paths.record(model)
     return model
 
 
@@ -325,7 +323,6 @@ def restore(model: ModelT) -> ModelT:
     """
     if find_runtime(model) is None and are_used(model):
         unpatch(model.modules())
-        resumed_paths.forget(model)
         return model
     existing = runtime(model)
     existing.host.require_intact()

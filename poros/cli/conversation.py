@@ -14,7 +14,6 @@ from poros.loaders.settings import describe_error
 from poros.loaders.tokenizer import (
     read_tokenizer,
     require_known_tokens,
-    require_template,
     tokenizer_errors,
 )
 from poros.merging.saved_adapter import SavedAdapter
@@ -63,8 +62,7 @@ class Chat:
             )
         self._base = base
         self._tokenizer_path = _with_tokenizer(adapter.folder, base)
-        self._tokenizer: Any = read_tokenizer(self._tokenizer_path, [system] if system else [])
-        require_template(self._tokenizer, self._tokenizer_path)
+        self._tokenizer: Any = read_tokenizer(self._tokenizer_path)
         options: dict[str, Any] = {} if revision is None else {"revision": revision}
         model = adapter.attach(load(base, **options))
         self._vocab_size = model.get_input_embeddings().weight.shape[0]

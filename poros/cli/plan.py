@@ -20,9 +20,9 @@ from poros.cli.shared import (
 )
 from poros.config import parse_num_bytes
 from poros.loaders.names import require_source
-from poros.planning.cards import CARDS, Card, find_card
+from poros.planning.cards import CARDS, Card, card_of, find_card
 from poros.planning.optimizers import optimizer_cost
-from poros.planning.request import PlanRequest, Speeds, require_positive
+from poros.planning.request import PlanRequest, require_positive
 
 if TYPE_CHECKING:
     from poros.planning.fit_report import Device, Host
@@ -88,12 +88,6 @@ def plan(
             "stream_embedding=true, self_check=false; may be repeated.",
         ),
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the rates of its forecast on the GPU here.")
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Device for --measure.", show_default="the current GPU")
-    ] = None,
     terms: Annotated[
         bool, typer.Option("--terms", help="Also print the memory term by term.")
     ] = False,
@@ -105,10 +99,6 @@ def plan(
 
     Exit code: 0 if it fits (or no budget was given), 1 if it does not, 2 for bad input.
     """
-    if measure and card is not None:
-        raise typer.BadParameter("give either --card, to plan for another card, or --measure")
-    if device is not None and not measure:
-        raise typer.BadParameter("--device needs --measure")
     with readable_errors(_OPTIONS):
         require_source(model, "MODEL")
         require_positive("rank", rank)
@@ -143,10 +133,7 @@ def plan(
             adapter_dtype=dtype_named(adapter_dtype),
             vision=vision,
         )
-        rates = None
-        if measure:
-            rates = planner.measure(seq_len=seq, batch_size=batch, device=device)
-        request, place = _place(request, chosen, rates)
+        request, place = _place(request, chosen)
         report = report_fit(planner, request, place, _host(host_num_bytes), tokens)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
@@ -163,15 +150,12 @@ def _field(text: str) -> tuple[str, Any]:
     return name, _VALUES.get(value, value)
 
 
-def _place(
-    request: PlanRequest, card: Card | None, measured: Speeds | None
-) -> "tuple[PlanRequest, Device]":
+def _place(request: PlanRequest, card: Card | None) -> "tuple[PlanRequest, Device]":
     """Give the request a budget and describe its device: a named card, this GPU, or a budget.
 
     Args:
         request: Has a budget if ``--vram`` or ``--card`` gave one.
         card: The named card, if any.
-        measured: Rates that were measured, if any.
     """
     from poros.planning.fit_report import Device
 
@@ -184,9 +168,6 @@ def _place(
         if request.budget != card.budget:
             title = f"{_size(request)} of {title}"
     title = title or ("a card" if request.budget is None else f"a budget of {_size(request)}")
-    if measured is not None:
-        source = f"rates measured for rows of {request.seq_len} tokens"
-        return request, Device(title, lambda _: measured, source)
     if card is not None:
         return request, Device(title, card.speeds, f"the published rates of an {card.title}")
     return request, Device(title)
@@ -199,17 +180,12 @@ def _gpu_here() -> tuple[int | None, str | None, Card | None]:
     """
     import torch
 
-    from poros.errors import PolicyError
     from poros.utils.devices import free_budget
 
     if not torch.cuda.is_available():
         return None, None, None
     name = torch.cuda.get_device_name()
-    try:
-        known = find_card(name)
-    except PolicyError:
-        known = None
-    return free_budget(), f"this machine's {name}", known
+    return free_budget(), f"this machine's {name}", card_of(name)
 
 
 def _size(request: PlanRequest) -> str:

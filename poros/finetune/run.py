@@ -26,7 +26,7 @@ from poros.io.writing import writing
 from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import configuration
 from poros.loaders.source import find_config
-from poros.loaders.tokenizer import require_known_tokens, require_template, tokenizer_errors
+from poros.loaders.tokenizer import require_known_tokens, tokenizer_errors
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
 from poros.reporting.telemetry import log_streaming
@@ -105,8 +105,6 @@ def finetune(
     has_template = bool(tokenizer.chat_template)
     rows = data.train.settled(has_template=has_template)
     others = data.validation and data.validation.settled(has_template=has_template)
-    if rows.form.is_chat:
-        require_template(tokenizer, recipe.model.source)
     with tokenizer_errors(recipe.model.source):
         num_proc = recipe.training.more.get("dataset_num_proc")
         tokens = tokenize(rows, tokenizer, recipe, num_proc)

@@ -53,14 +53,13 @@ def planned(
 ) -> "MemoryPlan | str":
     """Plan a step of the run; return the reason if that is impossible.
 
-    On a GPU its rates are measured, which takes a few seconds.
-
     Raises:
         VRAMBudgetError: If the budget is too small; the message lists what would make it fit.
     """
     import torch
 
     from poros.kernels.nf4 import DTYPES
+    from poros.planning.cards import card_of
     from poros.planning.planner import Planner
     from poros.planning.request import PlanRequest
 
@@ -80,9 +79,9 @@ def planned(
             adapter_dtype=DTYPES[recipe.adapter.dtype],
             vision=recipe.model.vision,
         )
-        speeds = None
+        card = None
         if device.type == "cuda":
-            speeds = planner.measure(seq_len=length, batch_size=rows, device=device)
+            card = card_of(torch.cuda.get_device_name(device))
         request = PlanRequest.of(
             seq_len=length,
             batch_size=rows,
@@ -93,7 +92,7 @@ def planned(
             # Most keep two moments, or as much.
             optimizer=training.optim if training.optim in COUNTED else "adamw_torch",
             self_check=True,
-            speeds=speeds,
+            speeds=card and card.speeds(rows * length),
             adapter_kernels=training.adapter_kernels,
         )
         with torch.random.fork_rng(devices=[]):
@@ -282,10 +281,8 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     lines.append(("host memory", _host_line(recipe, plan.host_num_bytes)))
     if plan.step_ms is not None:
         together = int(recipe.training.gradient_accumulation_steps)
-        seconds = plan.step_ms / 1e3 * together * size.num_steps
-        lines.append(
-            ("time", f"about {formatting.duration(seconds)}, forecast from rates measured here")
-        )
+        time = formatting.duration(plan.step_ms / 1e3 * together * size.num_steps)
+        lines.append(("time", f"about {time}, forecast from the card's published rates"))
     else:
         lines.append(("time", "known after the first steps"))
     return lines

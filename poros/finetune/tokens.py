@@ -410,6 +410,6 @@ def _marked_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
         return template if isinstance(template, str) else template["default"]
     try:
         found: str | None = get_training_chat_template(tokenizer)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter from a template without end
         return None
     return found

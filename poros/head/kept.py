@@ -10,7 +10,7 @@ from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
 from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
-from poros.host.slab import Arena, HostSlab
+from poros.host.slab import HostSlab
 from poros.streams import StreamContext
 
 
@@ -44,7 +44,7 @@ class KeptHead:
         """
         source = head.matrix.detach()
         require_host_memory(source.nbytes, "the head")
-        slab = HostSlab(BlockLayout((), source.nbytes), Arena(source.nbytes, is_shareable=False))
+        slab = HostSlab(BlockLayout((), source.nbytes))
         matrix = slab.bytes.view(source.dtype).view(source.shape)
         matrix.copy_(source)
         if head.is_sliced:

@@ -18,7 +18,7 @@ import torch
 
 from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
-from poros.host.slab import Arena, HostSlab
+from poros.host.slab import HostSlab
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -120,9 +120,7 @@ class RowReader:
         if self._staging is None or self._staging.layout.num_bytes < num_bytes:
             self.unpin()
             require_host_memory(num_bytes, "rows of the embedding")
-            self._staging = HostSlab(
-                BlockLayout((), num_bytes), Arena(num_bytes, is_shareable=False)
-            )
+            self._staging = HostSlab(BlockLayout((), num_bytes))
             if self.device.type == "cuda" and not self._staging.pin(self.device):
                 self.note_pageable("rows of the embedding")
         return self._staging.bytes[:num_bytes]

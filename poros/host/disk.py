@@ -20,13 +20,11 @@ reads do.
 
 import logging
 import os
-import queue
-import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +49,16 @@ _JOIN_S = 60.0
 
 @dataclass(eq=False)
 class _Staging:
-    """One staging buffer. The training thread owns it, except from ``read`` to ``is_read``."""
+    """One staging buffer. The training thread owns it, except while it is read into."""
 
     slab: HostSlab
     block: int | None = None
-    """What it holds, or will hold when ``is_read`` is set."""
-    is_read: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    """What it holds, or will hold when ``reading`` is done."""
+    reading: Future[None] | None = None
     is_copied: Event = None
     """Event of the last copy out of it."""
     is_lent: bool = False
     """Whether such a copy is about to be queued."""
-
-
-@dataclass(frozen=True)
-class _Job:
-    staging: _Staging
-    num_bytes: int
-    offset: int
-    identity: Identity
-    """What the file has to be."""
-    expected: Sequence[Stretch]
-    """What has to be read."""
-    is_checked: bool
-    """Whether it was hashed at an earlier read."""
 
 
 @dataclass(eq=False)
@@ -92,9 +76,7 @@ class DiskStore(HostStore):
         self._is_checked: set[int] = set()
         self._staging: list[_Staging] = []
         self._wanted: list[int] = []
-        self._jobs: queue.SimpleQueue[_Job | None] | None = None
-        self._reader: threading.Thread | None = None
-        self._stop: Any = None
+        self._reader: _Reader | None = None
 
     @classmethod
     def over_file(
@@ -161,7 +143,7 @@ class DiskStore(HostStore):
         return DiskStore(adopted.slabs, adopted.fallbacks, behind=self.behind)
 
     def start(self, streams: StreamContext) -> None:
-        """Start the reader. Its buffers are part of the memory that ``pin`` page-locks."""
+        """Make the reader. Its buffers are part of the memory that ``pin`` page-locks."""
         self._streams = streams
         self._make_staging()
 
@@ -218,16 +200,13 @@ class DiskStore(HostStore):
 
     def unpin(self) -> None:
         """Stop the reader, and undo ``pin``. Idempotent."""
-        if self._stop is not None:
-            self._stop()
-        if self._reader is not None:
-            self._reader.join(_JOIN_S)
-            if self._reader.is_alive():
-                logger.error("poros: a read of %s does not end; its buffer is kept", self.file)
-                return
+        readings = [staging.reading for staging in self._staging]
+        if self._reader is not None and not self._reader.close(readings):
+            logger.error("poros: a read of %s does not end; its buffer is kept", self.file)
+            return
         for staging in self._staging:
             staging.slab.unpin()
-        self._staging, self._reader, self._jobs, self._stop = [], None, None, None
+        self._staging, self._reader = [], None
         super().unpin()
 
     @property
@@ -260,16 +239,7 @@ class DiskStore(HostStore):
         largest = max(self.slabs[index].layout.padded_num_bytes for index in on_disk)
         buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
         self._staging = [_Staging(slab) for slab in buffers.slabs]
-        self._jobs = queue.SimpleQueue()
-        # The thread must not keep this store alive, and must end with it.
-        self._reader = threading.Thread(
-            target=_read_jobs,
-            args=(self.behind.path, self._jobs),
-            name="poros-reader",
-            daemon=True,
-        )
-        self._reader.start()
-        self._stop = weakref.finalize(self, self._jobs.put, None)
+        self._reader = _Reader(self.behind)
 
     def _find(self, block: int) -> _Staging | None:
         return next((staging for staging in self._staging if staging.block == block), None)
@@ -281,7 +251,7 @@ class DiskStore(HostStore):
         """Whether no read into it and no copy out of it is in flight."""
         return not staging.is_lent and (
             staging.block is None
-            or (staging.is_read.is_set() and self._has_passed(staging.is_copied))
+            or (_is_over(staging.reading) and self._has_passed(staging.is_copied))
         )
 
     def _claim(self) -> _Staging:
@@ -294,45 +264,30 @@ class DiskStore(HostStore):
         staging = next(
             (candidate for candidate in in_order if self._is_free(candidate)), in_order[0]
         )
-        if staging.block is not None:
-            self._await(staging)
-            if self._streams is not None and staging.is_copied is not None:
-                self._streams.synchronize(staging.is_copied)
+        if staging.reading is not None:
+            wait([staging.reading])
+        if self._streams is not None and staging.is_copied is not None:
+            self._streams.synchronize(staging.is_copied)
         return staging
 
     def _has_passed(self, event: Event) -> bool:
         return event is None or self._streams is None or self._streams.has_passed(event)
 
     def _read(self, staging: _Staging, block: int) -> None:
-        slab = self.slabs[block]
-        staging.block, staging.error, staging.is_copied = block, None, None
-        staging.is_read.clear()
-        size = slab.layout.padded_num_bytes
-        if self._jobs is None or self.behind is None:
+        if self._reader is None:
             raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
-        self._jobs.put(
-            _Job(
-                staging,
-                size,
-                self.behind.offset + slab.offset,
-                self.behind.identity,
-                self.behind.within(slab.offset, size),
-                block in self._is_checked,
-            )
-        )
-
-    def _await(self, staging: _Staging) -> None:
-        """Wait until the reader is done with ``staging``, for as long as there is a reader."""
-        while not staging.is_read.wait(1.0):
-            if self._reader is None or not self._reader.is_alive():
-                raise CheckpointFormatError(f"{self.file}: the thread that reads it has died")
+        slab = self.slabs[block]
+        staging.block, staging.is_copied = block, None
+        staging.reading = self._reader.start(staging.slab, slab, block in self._is_checked)
 
     def _wait(self, staging: _Staging) -> None:
-        self._await(staging)
-        if staging.error is not None:
-            error, staging.error, staging.block = staging.error, None, None
+        try:
+            if staging.reading is not None:
+                staging.reading.result()
+        except Exception as error:
+            staging.block = staging.reading = None
             if isinstance(error, CheckpointFormatError):
-                raise error
+                raise
             raise CheckpointFormatError(
                 f"{self.file}: expected to read a block of the frozen base, found: {error}. Check "
                 "the disk; training can go on from the last checkpoint of the adapters"
@@ -351,54 +306,78 @@ class DiskStore(HostStore):
         return self.behind.arena if self.behind is not None else None
 
 
-def _read_jobs(file: Path, jobs: "queue.SimpleQueue[_Job | None]") -> None:
-    """The reader thread: one job after the other, until None."""
-    descriptor, is_direct = -1, False
-    while (job := jobs.get()) is not None:
-        try:
-            if descriptor < 0:
-                descriptor, is_direct = _open(file)
-            try:
-                _fill(descriptor, job)
-            except OSError:
-                if not is_direct:
-                    raise
-                # Some file systems take the flag and refuse the reads.
-                os.close(descriptor)
-                descriptor, is_direct = -1, False  # should opening fail, the number is another's
-                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-                _fill(descriptor, job)
-            _check(file, descriptor, job)
-        except BaseException as error:
-            job.staging.error = error
-        job.staging.is_read.set()
-        del job
-    if descriptor >= 0:
-        os.close(descriptor)
+class _Reader:
+    """Reads blocks of a file, one after the other, in a thread of its own.
 
+    Args:
+        behind: The slabs of the file.
+    """
 
-def _open(file: Path) -> tuple[int, bool]:
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    if hasattr(os, "O_DIRECT"):
+    def __init__(self, behind: SlabFile) -> None:
+        self._behind = behind
+        self._pool = ThreadPoolExecutor(1, "poros-disk")
+        self._is_direct = hasattr(os, "O_DIRECT")
+        self._descriptor = -1
+        self._close: Callable[[], object] = lambda: None
+
+    def start(self, target: HostSlab, slab: HostSlab, is_checked: bool) -> Future[None]:
+        """Read ``slab`` into ``target``, after what was started before.
+
+        Args:
+            target: Memory of its own.
+            slab: A slab of the mapping.
+            is_checked: Whether it was hashed at an earlier read.
+        """
+        behind, size = self._behind, slab.layout.padded_num_bytes
+        array: Any = target.bytes.numpy()
+        expected = behind.within(slab.offset, size)
+        place = behind.offset + slab.offset
+        memory = memoryview(array)[:size]
+        return self._pool.submit(self._read, memory, place, behind.identity, expected, is_checked)
+
+    def close(self, readings: Iterable[Future[None] | None]) -> bool:
+        """End the thread; False if one of these reads does not end."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if wait(filter(None, readings), _JOIN_S).not_done:
+            return False
+        self._pool.shutdown()
+        self._close()
+        return True
+
+    def _read(
+        self,
+        memory: memoryview,
+        place: int,
+        identity: Identity,
+        expected: Sequence[Stretch],
+        is_checked: bool,
+    ) -> None:
         try:
-            return os.open(file, flags | os.O_DIRECT), True
+            self._fill(memory, place)
         except OSError:
-            logger.debug("poros: %s is read through the page cache", file)
-    return os.open(file, flags), False
+            if not self._is_direct:
+                raise
+            # Some file systems refuse the flag, others take it and refuse the reads.
+            logger.debug("poros: %s is read through the page cache", self._behind.path)
+            self._is_direct = False
+            self._close()
+            self._descriptor = -1
+            self._fill(memory, place)
+        found = identity_of(os.fstat(self._descriptor))
+        if not is_same_file(found, identity):
+            raise ValueError("another file, or one that was written to since it was opened")
+        if is_checked and found == identity:
+            return
+        with ThreadPoolExecutor(num_threads()) as pool:
+            require_digests(self._behind.path, memory, expected, pool)
+
+    def _fill(self, memory: memoryview, place: int) -> None:
+        if self._descriptor < 0:
+            flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
+            self._descriptor = os.open(self._behind.path, flags)
+            self._close = weakref.finalize(self, os.close, self._descriptor)
+        read_exactly(self._descriptor, memory, place)
 
 
-def _fill(descriptor: int, job: _Job) -> None:
-    array: Any = job.staging.slab.bytes.numpy()
-    read_exactly(descriptor, memoryview(array)[: job.num_bytes], job.offset)
-
-
-def _check(file: Path, descriptor: int, job: _Job) -> None:
-    """Compare what was read with its digest, and the file with what it was."""
-    identity = identity_of(os.fstat(descriptor))
-    if not is_same_file(identity, job.identity):
-        raise ValueError("another file, or one that was written to since it was opened")
-    if job.is_checked and identity == job.identity:
-        return
-    array: Any = job.staging.slab.bytes.numpy()
-    with ThreadPoolExecutor(num_threads()) as pool:
-        require_digests(file, memoryview(array), job.expected, pool)
+def _is_over(reading: Future[None] | None) -> bool:
+    return reading is None or reading.done()

@@ -1,12 +1,12 @@
 """Reads how much host memory this process may still use, and how much may be page-locked.
 
-Three things stop an allocation that the system has granted: the machine has no memory left, a
-control group (a container, a batch system) has a lower limit, or the process has (``ulimit``). The
-least of them counts. On a system that reports no limits nothing is refused.
+Two things stop an allocation that the system has granted: the machine has no memory left, or a
+control group (a container, a batch system) has a lower limit. The least of them counts. On a system
+that reports no limits nothing is refused. A limit on the address space of the process (``ulimit
+-v``) makes the system refuse the allocation itself.
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,7 @@ def host_memory_left(root: Path = Path("/")) -> MemoryLimit | None:
     Returns:
         None if the system does not report it.
     """
-    rooms = [*_machine(root), *_control_groups(root), *_process(root)]
+    rooms = [*_machine(root), *_control_groups(root)]
     return min(rooms, default=None)
 
 
@@ -148,25 +148,6 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:
             fields = _fields(top / group / "memory.stat")
             shared = fields.get("total_shmem" if controllers else "shmem", 0)
             yield limit, usage, fields.get(reclaimable, 0), shared, path
-
-
-def _process(root: Path) -> Iterator[MemoryLimit]:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    fields = _text(root / "proc/self/statm").split()
-    page = os.sysconf("SC_PAGE_SIZE")
-    if len(fields) < 6:
-        return
-    # Shared mappings count in the address space only.
-    for limit, name, used in (
-        (resource.RLIMIT_AS, "ulimit -v", int(fields[0]) * page),
-        (resource.RLIMIT_DATA, "ulimit -d", int(fields[5]) * page),
-    ):
-        soft, _ = resource.getrlimit(limit)
-        if soft != resource.RLIM_INFINITY:
-            yield MemoryLimit(max(soft - used, 0), f"{name}: {size(used)} of {size(soft)} used")
 
 
 def _locked_limit() -> int | None:

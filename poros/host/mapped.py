@@ -12,9 +12,6 @@ Note: What may change
     the time of modification back: then every byte that is used is hashed again.
 """
 
-import ctypes
-import errno
-import mmap
 import os
 import sys
 import weakref
@@ -31,7 +28,6 @@ from poros.host.slab import Arena, HostSlab
 from poros.io.digests import Identity, digest_of, identity_of, num_threads
 from poros.io.reading import read_exactly
 
-_MADV_POPULATE_READ = 22  # Linux 5.14
 _REMEDY = (
     "Adapters are not affected and can be saved; check the disk, or write the store again, and go "
     "on from them"
@@ -116,7 +112,7 @@ class SlabFile:
             CheckpointFormatError: If it cannot be read, or is not what was written.
         """
         size = align(num_bytes, PAGE_NUM_BYTES)
-        slab = HostSlab(BlockLayout((), size), Arena(size, is_shareable=False))
+        slab = HostSlab(BlockLayout((), size))
         target = memoryview(slab.arena.memory)
         self._read_into(target, start)
         self._require(identity_of(os.fstat(self._descriptor)))
@@ -145,7 +141,6 @@ class SlabFile:
                 offset=place,
             )
             if num_written_pages(flat):
-                self._populate(place, flat.numel())
                 yield tensor
                 continue
             if last is None or not 0 <= place - last[0].start < last[0].num_bytes:
@@ -188,23 +183,6 @@ class SlabFile:
                 f"{self.path}: expected to read a layer of the frozen base, found: {error}. "
                 f"{_REMEDY}"
             ) from error
-
-    def _populate(self, place: int, num_bytes: int) -> None:
-        """Map the pages now: that reports an error where touching them would end the process."""
-        if sys.platform != "linux":
-            return
-        page = mmap.PAGESIZE
-        begin = (self._address + place) // page * page
-        size = self._address + place + num_bytes - begin
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _MADV_POPULATE_READ):
-            reason = ctypes.get_errno()
-            # Any other: a system that does not know the request.
-            if reason in (errno.EFAULT, errno.EIO, errno.ENOMEM):
-                raise CheckpointFormatError(
-                    f"{self.path}: expected to read a layer of the frozen base, found: "
-                    f"{os.strerror(reason)}. {_REMEDY}"
-                )
 
 
 def is_same_file(found: Identity, expected: Identity) -> bool:

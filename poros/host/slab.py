@@ -5,11 +5,8 @@ of a mapping of our own, registered with the driver in place: the caching host a
 would round each one up to a power of two.
 """
 
-import errno
 import logging
 import mmap
-import os
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +17,6 @@ import torch
 from poros.errors import HostMemoryError
 from poros.host.layout import BlockLayout, TensorSpec, align
 from poros.io.reading import mapping_flags
-from poros.streams import gb_per_s
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +28,9 @@ class Arena:
 
     Args:
         num_bytes: Size. The system commits memory page by page as it is written.
-        file: A file or memory file to map instead of new memory. It is not closed.
+        file: A file to map instead of new memory. It is not closed.
         offset: Where in ``file`` the arena starts; a multiple of ``PAGE_NUM_BYTES``.
         private: Whether writes stay in this process, and out of the file.
-        is_shareable: Whether new memory is a memory file, which takes a file descriptor.
 
     Raises:
         HostMemoryError: If the mapping is refused.
@@ -48,40 +43,18 @@ class Arena:
         file: int | None = None,
         offset: int = 0,
         private: bool = False,
-        is_shareable: bool = True,
     ) -> None:
-        self._file: int | None = None
+        where = -1 if file is None else file
         try:
-            if file is None and is_shareable and hasattr(os, "memfd_create"):
-                self._file = file = os.memfd_create("poros", os.MFD_CLOEXEC)
-                weakref.finalize(self, os.close, file)
-                os.ftruncate(file, max(num_bytes, 1))
-            where = -1 if file is None else file
             self.memory = mmap.mmap(
                 where, max(num_bytes, 1), offset=offset, **mapping_flags(private)
             )
         except (OSError, OverflowError) as error:
-            if getattr(error, "errno", None) == errno.EFBIG:  # a memory file is a file too
-                found = "the limit of this process on the size of a file; raise it (ulimit -f)"
-            else:
-                found = f"none left ({error}); free memory or use a smaller model"
             raise HostMemoryError(
                 f"expected {num_bytes} bytes of host memory (for the frozen base, or for inputs of "
-                f"layers), found {found}"
+                f"layers), found none left ({error}); free memory, raise the limit of the "
+                "process (ulimit -v), or use a smaller model"
             ) from error
-
-    def fileno(self) -> int:
-        """Return the memory file, for another process of this machine (``HostStore.attach``).
-
-        Raises:
-            HostMemoryError: If the system has no memory files.
-        """
-        if self._file is None:
-            raise HostMemoryError(
-                "expected an arena in a memory file, which other processes can map, found one that "
-                "has none; share the store on disk instead"
-            )
-        return self._file
 
 
 class HostSlab:
@@ -163,19 +136,6 @@ class HostSlab:
             if left.offset + left.num_bytes > right.offset:
                 return None
         return placed
-
-    def copy_rate(self, device: torch.device) -> float:
-        """Measure GB/s of copies to the device, the best of three."""
-        source = self.bytes[: 64 * 2**20]
-        target = torch.empty_like(source, device=device)
-        best = float("inf")
-        for _ in range(3):
-            torch.cuda.synchronize(device)
-            begin = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - begin)
-        return gb_per_s(source.numel(), 1e3 * best)
 
     def _flat(self, offset: int, num_bytes: int) -> torch.Tensor:
         if not num_bytes:

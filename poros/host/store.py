@@ -14,21 +14,22 @@ Note: Adoption
 """
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import nn
 
-from poros.errors import HostMemoryError
 from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.host.limits import explain_pin_budget
 from poros.host.slab import Arena, HostSlab, NamedTensor
-from poros.io.digests import SourceChecksums
 from poros.streams import Event, StreamContext
 from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
+
+_ATTACHED = "_poros_store"
 
 
 @dataclass
@@ -42,7 +43,6 @@ class HostStore:
     """Frozen bytes that are not in memory (``poros.host.disk``)."""
     disk_stall_ms: float = 0.0
     """For how long training waited for them."""
-    as_packed: SourceChecksums = field(default_factory=SourceChecksums)
 
     @classmethod
     def allocate(cls, layouts: Sequence[BlockLayout]) -> "HostStore":
@@ -54,25 +54,6 @@ class HostStore:
             HostMemoryError: If the mapping is refused.
         """
         return cls.over(Arena(_num_bytes(layouts)), layouts)
-
-    @classmethod
-    def attach(cls, file: int, layouts: Sequence[BlockLayout]) -> "HostStore":
-        """Attach to the memory file of another process's store: the same bytes, not a copy.
-
-        Args:
-            file: What ``Arena.fileno`` gave, handed over (``socket.send_fds``, ``pass_fds``).
-            layouts: The layouts that the store was allocated with.
-
-        Raises:
-            HostMemoryError: If the file is not as large as a store of ``layouts``.
-        """
-        expected, found = max(_num_bytes(layouts), 1), os.fstat(file).st_size
-        if found != expected:
-            raise HostMemoryError(
-                f"expected a shared store of {expected} bytes, found one of {found}; attach it "
-                "with the layouts that it was allocated with"
-            )
-        return cls.over(Arena(_num_bytes(layouts), file=file), layouts)
 
     @classmethod
     def over(cls, arena: Arena, layouts: Sequence[BlockLayout]) -> "HostStore":
@@ -183,10 +164,9 @@ class HostStore:
                 logger.warning(
                     "poros: %s of the frozen base could not be page-locked (the driver "
                     "refused at block %d). Training stays exact, but copies of these blocks are "
-                    "slower and do not overlap with compute%s. %s",
+                    "slower and do not overlap with compute. %s",
                     size(pageable),
                     index,
-                    _compare_rates(self.slabs[:index], slab, device),
                     explain_pin_budget(),
                 )
                 return
@@ -206,19 +186,44 @@ class HostStore:
         return sum(slab.layout.num_bytes for slab in self.slabs if slab.is_pinned)
 
 
+def attach_store(model: nn.Module, store: HostStore) -> None:
+    """Put ``store``, one slab per decoder layer, on the model whose tensors lie in it.
+
+    ``poros.prepare`` adopts it. A deep copy or a pickle of the model has tensors of its own, and no
+    store.
+    """
+    model.__dict__[_ATTACHED] = _Attached(store)
+
+
+def attached_store(model: nn.Module) -> HostStore | None:
+    """The store that ``attach_store`` has put on ``model``, if any."""
+    found = model.__dict__.get(_ATTACHED)
+    return found.store if isinstance(found, _Attached) else None
+
+
+def detach_store(model: nn.Module) -> None:
+    """Remove what ``attach_store`` has put on ``model``: its tensors have moved away."""
+    model.__dict__.pop(_ATTACHED, None)
+
+
+class _Attached:
+    """Holds a store in a module's ``__dict__``; copies of the module hold None instead."""
+
+    def __init__(self, store: HostStore) -> None:
+        self.store = store
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
 def _num_bytes(layouts: Sequence[BlockLayout]) -> int:
     return (
         align(slab_offsets(layouts)[-1] + layouts[-1].num_bytes, PAGE_NUM_BYTES) if layouts else 0
     )
-
-
-def _compare_rates(pinned: Sequence[HostSlab], pageable: HostSlab, device: torch.device) -> str:
-    """Measure what the fallback costs: empty without a device or anything pinned."""
-    if device.type != "cuda":
-        return ""
-    try:
-        slow = pageable.copy_rate(device)
-        text = f" (measured here: {slow:.1f} GB/s pageable"
-        return text + (f", {pinned[-1].copy_rate(device):.1f} pinned)" if pinned else ")")
-    except torch.OutOfMemoryError:
-        return ""

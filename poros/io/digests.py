@@ -10,18 +10,16 @@ Note: Accidents, not attacks
     SHA-256 made 1.2 GB/s and XXH3 10.
 
 Note: Sources, not copies
-    What ``PackedDigests`` hashes while a model is loaded, and ``SourceDigests`` while it is taken
-    over, is where the tensors come from and never their new place, so that bytes which the move
-    itself damages do not pass for what the model was. Hashing releases the interpreter lock; it
-    runs beside the copies.
+    What ``SourceDigests`` hashes while a model is taken over is where the tensors come from and
+    never their new place, so that bytes which the move itself damages do not pass for what the
+    model was. Hashing releases the interpreter lock; it runs beside the copies.
 """
 
 import hashlib
 import logging
 import os
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -126,12 +124,11 @@ class SourceDigests:
         self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="poros-digest")
         self._pending: deque[Future[bytes]] = deque()
         self._found: dict[str, Future[bytes]] = {}
-        self._expected: dict[str, bytes] = {}
         self.max_pending = 2 * self._pool._max_workers
         self._num_bytes = 0
         self._progress = ProgressLog(logger, "poros: taking the base over: %s so far")
 
-    def add(self, name: str, tensor: torch.Tensor, expected: bytes | None = None) -> None:
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         """Hash ``tensor`` as it is now; it must not be written until ``results``.
 
         From a device it is copied for that, apart from the copy that moves it.
@@ -139,10 +136,7 @@ class SourceDigests:
         Args:
             name: Of the tensor.
             tensor: Where it comes from.
-            expected: What it was before it came there, if that is known.
         """
-        if expected is not None:
-            self._expected[name] = expected
         self._num_bytes += tensor.nbytes
         self._progress.step(size(self._num_bytes))
         host = tensor.detach().cpu().contiguous()
@@ -158,104 +152,9 @@ class SourceDigests:
         finally:
             self.close()
 
-    def damaged(self, digests: Mapping[str, bytes]) -> tuple[str, bytes] | None:
-        """The name of a tensor that is not, in ``results``, what it was expected to be.
-
-        And what was expected.
-        """
-        for name, expected in self._expected.items():
-            if digests[name] != expected:
-                return name, expected
-        return None
-
     def close(self) -> None:
         """End the threads; what has not begun is not hashed any more."""
         self._pool.shutdown(cancel_futures=True)
-
-
-class PackedDigests:
-    """Digests of what a loader is about to write to host memory, by name, piece by piece.
-
-    One thread hashes, so the pieces of a tensor are hashed in the order in which they are added.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "poros-digest")
-        self._hashers: dict[str, xxh3_128] = {}
-        self._pending: deque[Future[None]] = deque()
-
-    def add(
-        self, name: str, piece: torch.Tensor, arrive: Callable[[], object] | None = None
-    ) -> Future[None]:
-        """Hash the next piece of a tensor, which must not be written until the result is there.
-
-        From a device it is copied for that, apart from the copy that moves it.
-
-        Args:
-            name: Of the tensor.
-            piece: Contiguous.
-            arrive: Waits until the bytes are in ``piece``; None if they are.
-        """
-        host = piece.detach().cpu()
-        hasher = self._hashers.setdefault(name, xxh3_128())
-
-        def update() -> None:
-            if arrive is not None:
-                arrive()
-            hasher.update(as_bytes(host))
-
-        while len(self._pending) >= 2:  # more would only be held in memory
-            self._pending.popleft().result()
-        self._pending.append(self._pool.submit(update))
-        return self._pending[-1]
-
-    def results(self) -> dict[str, bytes]:
-        """All of them. Ends the thread."""
-        while self._pending:
-            self._pending.popleft().result()
-        self._pool.shutdown()
-        return {name: hasher.digest() for name, hasher in self._hashers.items()}
-
-
-class SourceChecksums:
-    """What the tensors of a model were before a loader wrote them to host memory.
-
-    Attributes:
-        digests: By the name that the loader has for each.
-
-    Note: Edits
-        A digest speaks of one object, at one address, that PyTorch has seen no write to since. An
-        edit in place, other bytes under the same parameter and another tensor in its place are the
-        user's, and nothing is known of them.
-    """
-
-    def __init__(self) -> None:
-        self.digests: dict[str, bytes] = {}
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int, bytes]] = {}
-
-    def note(self, name: str, tensor: torch.Tensor, digest: bytes) -> None:
-        """``tensor``, which is in its place now, came from bytes with this digest."""
-        self.digests[name] = digest
-        marks = (tensor.data_ptr(), tensor._version)
-        self._known[id(tensor)] = (weakref.ref(tensor), *marks, digest)
-
-    def of(self, tensor: torch.Tensor) -> bytes | None:
-        """The digest that ``tensor`` has to have; None if it is not known."""
-        known = self._known.get(id(tensor))
-        if known is None:
-            return None
-        reference, pointer, version, known_digest = known
-        is_same = reference() is tensor and tensor.data_ptr() == pointer
-        return known_digest if is_same and tensor._version == version else None
-
-    def damaged(self, tensors: Mapping[str, torch.Tensor], pool: ThreadPoolExecutor) -> str | None:
-        """The name of one, by the names of the loader, that is not what it was."""
-        known = [name for name in tensors if name in self.digests]
-        current = pool.map(digest, (tensors[name] for name in known))
-        pairs = zip(known, current, strict=True)
-        return next(
-            (name for name, current_digest in pairs if current_digest != self.digests[name]), None
-        )
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

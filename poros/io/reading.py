@@ -72,8 +72,9 @@ def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
 
 
 def mapping_flags(private: bool) -> dict[str, int]:
-    """Options of ``mmap`` for a file; private, what is written to a page stays in this process."""
-    if not private or not hasattr(mmap, "MAP_PRIVATE"):
+    """Options of ``mmap``; private, what is written to a page stays in this process."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
         return {"access": mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE}
-    # Nothing is reserved for pages that may be written: the file may be larger than memory.
-    return {"flags": mmap.MAP_PRIVATE | (_MAP_NORESERVE if sys.platform == "linux" else 0)}
+    kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    # Nothing is reserved for pages that may be written: a file may be larger than memory.
+    return {"flags": kind | (_MAP_NORESERVE if sys.platform == "linux" else 0)}

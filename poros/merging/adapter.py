@@ -37,7 +37,7 @@ class Adapter:
 
         tied, config = _tied(model), saved.config
         _require_base_as_it_is(config)
-        with saved.fitting(model):
+        with saved.fitting():
             with torch.device("meta"):
                 adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
             if not hasattr(adapted.base_model, "merge_adapter"):

@@ -13,13 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
-from poros.io.writing import require_folder, writing
+from poros.io.writing import partial_folder, put_in_place, require_folder, writing
 from poros.kernels.nf4 import double_quantization
 from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
-from poros.loaders.partial import partial_folder, put_in_place
 from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings, model_class_of
 from poros.merging.adapter import Adapter

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from poros.errors import PorosError, UnsupportedModelError, quoted
-from poros.loaders.bounded import require_bounded_patterns
 from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import Limits
 from poros.loaders.settings import AUTO_CLASSES, describe_error
@@ -22,11 +21,6 @@ _TASKS = {"SEQ_CLS": "AutoModelForSequenceClassification", "FEATURE_EXTRACTION":
 _HEADS = (".score.weight", ".classifier.weight")
 """The ends of the names of heads for classes, in a decoder of transformers."""
 _MEND = "fix the file, or save the adapter again"
-# Fields that PEFT matches with names of modules, as regular expressions.
-_PATTERNS = (
-    *("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
-    *("layers_pattern", "feedforward_modules", "modules_to_save", "target_parameters"),
-)
 
 
 class SavedAdapter:
@@ -62,9 +56,8 @@ class SavedAdapter:
         self.revision = revision if isinstance(revision, str) and revision else None
         self.origin = _origin(folder / RECORD, limits)
         self.weights = _weights(folder / WEIGHTS)
-        self.config: Any = _config(fields, file)
+        self.config: Any = _config(file)
         self.auto_class = _auto_class(self.config)
-        self._require_ranks(fields, file)
 
     @property
     def is_classifier(self) -> bool:
@@ -85,28 +78,24 @@ class SavedAdapter:
         """Attach the adapter to ``model``, as ``PeftModel.from_pretrained`` does.
 
         Raises:
-            CheckpointFormatError: If patterns of its configuration cannot be matched in time.
             UnsupportedModelError: If it does not fit the model.
         """
         from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
 
         kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(self.config.task_type, PeftModel)
         self.config.inference_mode = True
-        with self.fitting(model):
+        with self.fitting():
             adapted = kind(model, self.config)
             self.require_filled(adapted, self.fill(adapted))
         return adapted.eval()
 
     @contextmanager
-    def fitting(self, model: Any) -> Iterator[None]:
-        """Make PEFT's errors typed while it puts the adapter on ``model``.
+    def fitting(self) -> Iterator[None]:
+        """Make PEFT's errors typed while it puts the adapter on a model.
 
         Raises:
-            CheckpointFormatError: If patterns of its configuration cannot be matched in time.
             UnsupportedModelError: In place of PEFT's errors; those of Poros pass.
         """
-        names = [name for name, _ in model.named_modules()]
-        require_bounded_patterns(self.folder / CONFIG, self._patterns(), names)
         try:
             yield
         except PorosError:
@@ -153,27 +142,6 @@ class SavedAdapter:
                     f"{quoted(scaling)}; {_MEND}"
                 )
 
-    def _patterns(self) -> Iterator[str]:
-        for field in _PATTERNS:
-            value = getattr(self.config, field, None)
-            values = [value] if isinstance(value, str) else value
-            if isinstance(values, list | tuple | set | dict):
-                yield from (each for each in values if isinstance(each, str))
-
-    def _require_ranks(self, fields: dict[str, Any], file: Path) -> None:
-        """Refuse ranks that ask for larger matrices than the file has."""
-        most = max((size for each in self.weights.values() for size in each.shape), default=0)
-        patterns = fields.get("rank_pattern")
-        patterns = patterns if isinstance(patterns, dict) else {}
-        for name, rank in [("r", fields.get("r")), *patterns.items()]:
-            if isinstance(rank, int | float) and rank > most:
-                raise defect(
-                    file,
-                    f"expected {quoted(name, is_bare=True)} of at most {most}, the largest size "
-                    f"of a tensor in {WEIGHTS}, found {quoted(rank)}",
-                    remedy=_MEND,
-                )
-
 
 def adapter_folder(path: Path) -> Path:
     """Find the folder of an adapter: ``path``, or ``adapter`` in the folder of a run.
@@ -211,11 +179,9 @@ def _origin(file: Path, limits: Limits) -> Origin | None:
     return Origin.of(found, shown(file))
 
 
-def _config(fields: dict[str, Any], file: Path) -> Any:
+def _config(file: Path) -> Any:
     from peft import PeftConfig
 
-    for name, value in fields.items():
-        _require_numbers(name, value, file)
     try:
         return PeftConfig.from_pretrained(str(file.parent))
     except Exception as error:
@@ -225,18 +191,6 @@ def _config(fields: dict[str, Any], file: Path) -> Any:
             f"{describe_error(error)}",
             remedy=_MEND,
         ) from error
-
-
-def _require_numbers(name: str, value: Any, file: Path) -> None:
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            _require_numbers(name, each, file)
-    elif not _is_finite(value):
-        raise defect(
-            file,
-            f"expected {quoted(name, is_bare=True)} as a finite number, found {quoted(value)}",
-            remedy=_MEND,
-        )
 
 
 def _is_finite(value: Any) -> bool:

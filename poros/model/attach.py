@@ -20,8 +20,8 @@ from poros.head.embedding import keep_on_host
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.head.takeover import slice_loss
-from poros.host.attached import attached_store
-from poros.host.store import HostStore
+from poros.host.layout import BlockLayout
+from poros.host.store import HostStore, attached_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
@@ -40,10 +40,42 @@ from poros.stream.boundary import (
 )
 from poros.stream.frozen import FrozenTensor, SmallTensors, constant_parts
 from poros.streams import StreamContext
+from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 
 _DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
+    """Return the store of the blocks, and whether it is the loader's (``poros.host.store``).
+
+    Raises:
+        CheckpointFormatError: If layers stay in a file that is not what was loaded.
+        HostMemoryError: If there is no memory for a new one.
+    """
+    layers = [
+        [(part.name, part.get()) for tensor in streamed for part in tensor.parts()]
+        for _, streamed in inventory.by_layer()
+    ]
+    blocks = [layers[first : first + block_size] for first in range(0, len(layers), block_size)]
+    left = attached_store(inventory.base)
+    if left is not None:
+        left.require_intact()
+    adopted = left.adopt(blocks) if left is not None else None
+    if adopted is not None:
+        return adopted, True
+    if left is not None and left.slabs:
+        logger.warning(
+            "poros: the base is no longer where poros.load put it, because weights were replaced "
+            "or cast since. It is copied, so up to %s of host memory are held twice",
+            size(left.num_bytes),
+        )
+    layouts = [BlockLayout.join([BlockLayout.pack(layer) for layer in block]) for block in blocks]
+    host = HostStore.allocate(layouts)
+    if left is not None:
+        host.fallbacks += left.fallbacks
+    return host, False
 
 
 class Attachment:
@@ -95,7 +127,7 @@ class Attachment:
             sources = left.at_rest([part.get() for part, _ in wanted])
             for (part, spec), source in zip(wanted, sources, strict=True):
                 if digests is not None:
-                    digests.add(part.name, source, left.as_packed.of(part.owner))
+                    digests.add(part.name, source)
                 if slab.holds(part.get(), spec):
                     continue
                 target = slab.tensor(spec)
@@ -107,10 +139,6 @@ class Attachment:
             for tensor in tensors:
                 if tensor.is_4bit:
                     constants = constant_parts(tensor.name, tensor.tensor)
-                    for part in constants:
-                        expected = left.as_packed.of(part.owner)
-                        if digests is not None and expected is not None:
-                            digests.add(part.name, part.get(), expected)
                     self._place(constants, torch.device("cpu"))
 
     def move_small(self, small: SmallTensors) -> None:
@@ -127,7 +155,8 @@ class Attachment:
         if model is None:
             return
         for embedding in self._embeddings:
-            self._add_digest(digests, embedding.name, embedding.matrix)
+            if digests is not None:
+                digests.add(embedding.name, embedding.matrix)
             self._place(FrozenTensor(embedding.name, embedding.matrix).parts(), torch.device("cpu"))
             users = [embedding.module]
             self._undo.callback(keep_on_host(model, embedding.name, users, rows))
@@ -144,7 +173,8 @@ class Attachment:
         if model is None or base is None or head is None:
             return
         if head.is_on_host:
-            self._add_digest(digests, head.name, head.matrix)
+            if digests is not None:
+                digests.add(head.name, head.matrix)
             (part,) = FrozenTensor(head.name, head.matrix).parts()
             origin, matrix = part.get().device, kept.keep(head, rows, streams)
             self._moved.append((part, origin))
@@ -152,13 +182,6 @@ class Attachment:
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
         if head.is_sliced:
             self._undo.callback(slice_loss(base, head.products, kept.slices))
-
-    def _add_digest(self, digests: SourceDigests | None, name: str, matrix: torch.Tensor) -> None:
-        """Hash a matrix as it is now, with the digest that a loader has noted."""
-        base = self._base()
-        if digests is not None:
-            left = None if base is None else attached_store(base)
-            digests.add(name, matrix, None if left is None else left.as_packed.of(matrix))
 
     def move_to_device(self) -> None:
         """Move everything that is not streamed: adapters, norms outside the layers, head."""

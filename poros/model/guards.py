@@ -7,15 +7,17 @@ not changed anything yet; ``Guards.remove`` takes them off again.
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
 from poros.errors import PreparedModelError
-from poros.model import resumed_paths
+from poros.model.origin import naming_source, write_origin
 from poros.stream.boundary import refuse_compiling, refuse_copy, require_harmless
 
 logger = logging.getLogger(__name__)
@@ -42,8 +44,8 @@ class Guards:
             where = name or type(module).__name__
             self._put(module, "_apply", _ApplyGuard(module, where, device))
             self._put(module, "compile", _refuse_compiling(where))
-            for method, ours in resumed_paths.methods(module).items():
-                self._put(module, method, ours)
+            if isinstance(module, PeftModel):
+                self._put(module, "save_pretrained", _save_with_origin(module))
             for method in ("__deepcopy__", "__reduce_ex__"):
                 self._put(module, method, _refuse_copying(where))
             if isinstance(module, BaseTuner):
@@ -84,6 +86,20 @@ class _ApplyGuard:
         module = self._module()
         require_harmless(fn, module.parameters(), self._device, self._where)  # type: ignore[union-attr]
         return type(module)._apply(module, fn, recurse)  # type: ignore[union-attr, arg-type]
+
+
+def _save_with_origin(model: PeftModel) -> Callable[..., None]:
+    """Return ``save_pretrained`` that also writes where the base comes from."""
+    reference = weakref.ref(model)  # which holds this
+
+    def save(save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        own: Any = reference()
+        with naming_source(own):
+            type(own).save_pretrained(own, save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            write_origin(own, Path(save_directory))
+
+    return save
 
 
 def _refuse_merging(method: str) -> Callable[..., Any]:

@@ -30,7 +30,6 @@ from poros.head.embedding import Embedding, choose_embeddings
 from poros.host.layout import is_small
 from poros.kernels.quantized import is_4bit, is_params4bit, is_plain
 from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds, require_groupable
-from poros.model.foreign import refuse_foreign_quantization
 from poros.model.targets import is_router
 from poros.model.vision import find_towers
 from poros.stream.adapters import adapter_tensors, named_tensors
@@ -45,6 +44,16 @@ _WRAPPERS = (
     "OptimizedModule",
 )
 
+_PACKED = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+)
 
 _WRITING = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 _READING = (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, MODEL_MAPPING_NAMES)
@@ -102,7 +111,7 @@ def take_inventory(
     base = _base_model(model)
     _refuse_placement(model)
     layers_name, layers = find_layers(model)
-    refuse_foreign_quantization(base, layers_name, layers)
+    _refuse_foreign_quantization(base, layers_name, layers)
     _refuse_intercepted(layers_name, layers)
     kinds = adapter_kinds(model)
     _check_kinds(layers_name, kinds)
@@ -231,6 +240,55 @@ def find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
             f"{name}: expected each layer once, found a layer that is used several times"
         )
     return name, list(layers)
+
+
+def _refuse_foreign_quantization(
+    base: PreTrainedModel, layers_name: str, layers: Sequence[nn.Module]
+) -> None:
+    """Raise ``UnsupportedModelError`` unless frozen weights are plain or 4-bit of bitsandbytes.
+
+    Kernels of other libraries hold raw pointers to packed weights, or scales in objects of their
+    own, that do not follow when a tensor moves to a slot.
+    """
+    method = _foreign_method(base)
+    if method is not None:
+        raise _foreign(f"a model quantized by {method}", "its quantization_config")
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None and _has_packed_dtype(tensor):
+                        raise _foreign(f"packed weights of {tensor.dtype}", f"{name}.{key}")
+
+
+def _foreign_method(base: PreTrainedModel) -> str | None:
+    """The method in the model's configuration, if it is another than bitsandbytes in 4 bit."""
+    config: Any = getattr(base.config, "quantization_config", None)
+    if config is None:
+        return None
+    settings = config if isinstance(config, dict) else vars(config)
+    method = settings.get("quant_method", getattr(base, "quantization_method", None))
+    method = str(getattr(method, "value", method))
+    if settings.get("dequantize"):
+        return None
+    if method.startswith("bitsandbytes") or method == "None":
+        keys = ("load_in_8bit", "_load_in_8bit")
+        return "bitsandbytes in 8 bit" if any(settings.get(key) for key in keys) else None
+    return method
+
+
+def _has_packed_dtype(tensor: torch.Tensor) -> bool:
+    # A tensor subclass is refused by its type, with its name.
+    return is_plain(tensor) and tensor.dim() > 1 and tensor.dtype in _PACKED
+
+
+def _foreign(what: str, where: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"expected frozen weights that are plain tensors or 4-bit weights of bitsandbytes, found "
+        f"{what} ({where}). Its kernels keep pointers and scales of their own, which would not "
+        "follow into a slot. Load the unquantized model with poros.load(..., quantization='nf4') "
+        "or BitsAndBytesConfig(load_in_4bit=True)"
+    )
 
 
 def _refuse_intercepted(layers_name: str, layers: Sequence[nn.Module]) -> None:
@@ -395,13 +453,14 @@ def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> s
 
     registry = read_registry()
     name = base.config.model_type
-    found = [(f"architecture {name!r}", name, f"`poros check --architecture {name}`")]
+    command = f"poros check --architecture {name}"
+    found = [(f"architecture {name!r}", name, command)]
     records = [registry.family(name)]
     for kind in sorted(kinds.keys() - {"lora"}):  # families are recorded with LoRA
-        found.append((f"adapters of kind {kinds[kind]}", kind, _command(name, kind)))
+        found.append((f"adapters of kind {kinds[kind]}", kind, f"{command} --adapter {kind}"))
         records.append(registry.adapter(kind))
     untested = []
-    for (what, key, command), record in zip(found, records, strict=True):
+    for (what, key, check), record in zip(found, records, strict=True):
         if record.is_refused:
             raise UnsupportedModelError(
                 f"expected a model and adapters that stream exactly, found {what}, refused on "
@@ -409,7 +468,7 @@ def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> s
                 "poros.prepare"
             )
         if record.outcome != "exact":
-            untested.append(f"{what} ({command} does)")
+            untested.append(f"{what} (`{check}` does)")
     return " and ".join(untested)
 
 
@@ -428,14 +487,6 @@ def require_checked(unchecked: str) -> None:
             f'and its adapters, found self_check="off" and that no gate has run {unchecked}. '
             'Prepare it with self_check="strict", or run it under torch.no_grad()'
         )
-
-
-def _command(architecture: str, kind: str) -> str:
-    from poros.gates.kinds import KINDS
-
-    if kind in KINDS:
-        return f"`poros check --architecture {architecture} --adapter {kind}`"
-    return f"the self-check of your first step alone (the gate cannot attach {kind})"
 
 
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -12,16 +11,14 @@ from torch import nn
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
-from poros.host.attached import detach_store
+from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.compose import Tier
 from poros.kernels.paths import Paths
-from poros.model.adoption import host_store
-from poros.model.attach import Attachment
-from poros.model.inspect import Inventory
+from poros.model.attach import Attachment, host_store
+from poros.model.inspect import Inventory, require_checked
 from poros.model.measuring import MeasuredSizer, device_memory
-from poros.model.passes import begin_pass
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer, shape_of
 from poros.model.stats import adapter_counts, attention_of, held_num_bytes, nothing_checked
@@ -31,7 +28,7 @@ from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
 from poros.stream.body import LayerCheck, ModelContext
-from poros.stream.boundary import StreamedLayer, is_streamed, streamed_layer
+from poros.stream.boundary import StreamedLayer, is_streamed, refuse_tracing, streamed_layer
 from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
 from poros.stream.visit import Binding, LayerBindings
@@ -86,6 +83,8 @@ class Runtime:
         room: The room they have.
         digests: Of what streams, as it was before it was moved; None if it is never compared.
         tally: Which way adapted modules ran; None with PEFT's own modules.
+        captures: Recorded visits; None if no visit is recorded.
+        unchecked: What of it neither a gate nor the self-check covers; "" if nothing.
         num_grouped: Micro-batches that go through the blocks together with the one that comes.
         accumulation: What ``poros.accumulation`` has found out about them.
 
@@ -171,7 +170,7 @@ class Runtime:
             self.context = self._make_context(model, inventory, recorder)
             self._attachment.attach_layers(
                 self._make_layers(inventory),
-                partial(begin_pass, self),
+                self.begin_pass,
                 lambda: self.resize(self.room),
             )
             undo.callback(self._release)
@@ -394,6 +393,37 @@ class Runtime:
         self.context.check = check
         self.rows.check = check.watch_rows
         self.head.check_with(check.watch_rows)
+
+    def begin_pass(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Check a call of the model, make room for the micro-batch, and record visits that are due.
+
+        Args:
+            holder: Holds the layers.
+            args, kwargs: What it is called with.
+
+        Raises:
+            PreparedModelError: If the call is compiled as a whole.
+            UnvalidatedArchitectureError: If it is to be trained, and nothing has checked it.
+            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
+        """
+        refuse_tracing(type(holder).__name__)
+        if self.unchecked:
+            require_checked(self.unchecked)
+        stand_in = None if self.context.in_place is None else self.context.in_place()
+
+        def make_room() -> None:
+            if torch.is_grad_enabled() and self.sizer.decides:
+                self.make_room(args, kwargs)
+
+        if stand_in is None:
+            make_room()
+        elif not stand_in.begin_pass(make_room):
+            return  # its micro-batch is on its way already
+        if self.captures is not None:
+            self.context.visits.end_all()
+            layers, is_on = list(self.streamed_layers()), self.sizer.replays
+            if self.captures.begin_pass(layers, is_on, self.num_grouped):
+                self.sizer.recorded()
 
     def share_dense(self) -> None:
         """Have memory for a layer's dense weights, if there is room."""

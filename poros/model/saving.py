@@ -7,7 +7,7 @@ all, gets tensors that were read from the file instead, as far as there is memor
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -73,9 +73,9 @@ def watch_saving(model: nn.Module, store: DiskStore) -> None:
 
 
 class _Watch:
-    """The hook behind ``state_dict``."""
+    """The hook behind ``state_dict``. That of a copy has no store, and does nothing."""
 
-    def __init__(self, store: DiskStore) -> None:
+    def __init__(self, store: DiskStore | None) -> None:
         self._store = store
         self._is_saving = False
 
@@ -90,10 +90,10 @@ class _Watch:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         names = [name for name, tensor in state.items() if self._is_in_file(tensor)]
-        if not names:
+        if not names or self._store is None:
             return
         if self._is_saving:
-            self._read(state, names)
+            _read(self._store, state, names)
             return
         try:
             self._store.require_intact()
@@ -102,34 +102,37 @@ class _Watch:
             for name in names:
                 state[name] = LostTensor.in_place_of(state[name], f"{name}: {error}")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        self._store.require_intact()  # before the layers are copied
-        return _do_nothing
+    def require_intact(self) -> None:
+        """Check the file, such as before its layers are copied."""
+        if self._store is not None:
+            self._store.require_intact()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._store.require_intact()
-        return _hook_of_a_copy, ()
+        self.require_intact()
+        return _Watch, (None,)
 
     def _is_in_file(self, value: Any) -> bool:
-        behind = self._store.behind
+        behind = None if self._store is None else self._store.behind
         return behind is not None and isinstance(value, torch.Tensor) and behind.holds(value)
 
-    def _read(self, state: dict[str, Any], names: list[str]) -> None:
-        tensors = [state[name].detach() for name in names]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        room = host_memory_left()
-        if room is None or num_bytes + RESERVE_NUM_BYTES <= room.num_bytes:
-            state.update(zip(names, self._store.at_rest(tensors), strict=True))
-            return
-        logger.warning(
-            "poros: %s of layers do not fit in host memory (%s), so they are checked and saved "
-            "from %s; do not write to that file meanwhile",
-            size(num_bytes),
-            room.limit,
-            self._store.file,
-        )
-        for _ in self._store.at_rest(tensors):
-            pass
+
+def _read(store: DiskStore, state: dict[str, Any], names: list[str]) -> None:
+    """Replace tensors by what is read from the file, as far as there is memory; else check it."""
+    tensors = [state[name].detach() for name in names]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    room = host_memory_left()
+    if room is None or num_bytes + RESERVE_NUM_BYTES <= room.num_bytes:
+        state.update(zip(names, store.at_rest(tensors), strict=True))
+        return
+    logger.warning(
+        "poros: %s of layers do not fit in host memory (%s), so they are checked and saved "
+        "from %s; do not write to that file meanwhile",
+        size(num_bytes),
+        room.limit,
+        store.file,
+    )
+    for _ in store.at_rest(tensors):
+        pass
 
 
 class _Saving:
@@ -142,7 +145,7 @@ class _Saving:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._watch.saving():
             saved = _plain(self._model)(*args, **kwargs)
-        self._watch._store.require_intact()
+        self._watch.require_intact()
         return saved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -154,15 +157,3 @@ class _Saving:
 
 def _plain(model: Any) -> Any:
     return MethodType(type(model).save_pretrained, model)
-
-
-def _hook_of_a_copy() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    """The hook of a copy."""
-
-
-# As torch marks the hooks that do not replace the dictionary.
-_do_nothing._from_public_api = True  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ training step comes to the peaks. Per product of a linear layer with T tokens, e
 
 The three constants fit the steps that were measured on an H200 and an H100 (benchmarks/results) to
 about a third; ``tests/planning/test_cards.py`` holds them to it. On other cards nothing has been
-measured, so times on them are a forecast, and ``poros plan --measure`` on the machine is better.
+measured, so times on them are a forecast; a few steps on the machine are better.
 
 Imports nothing slow.
 """
@@ -137,8 +137,16 @@ def find_card(name: str) -> Card:
     near = found or [plain[each] for each in get_close_matches(wanted, plain, n=4)] or list(CARDS)
     raise PolicyError(
         f"card: expected one of {', '.join(near)}, found {quoted(name)}; for another card give "
-        "--vram and, on the machine that has it, --measure"
+        "--vram"
     )
+
+
+def card_of(name: str) -> Card | None:
+    """Find the card of a GPU by the name that its driver gives it; None if it is unknown."""
+    try:
+        return find_card(name)
+    except PolicyError:
+        return None
 
 
 def _plain(name: str) -> str:

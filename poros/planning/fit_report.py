@@ -184,7 +184,7 @@ class FitReport:
                 yield "Shorter rows, fewer rows or fewer micro-batches need less host memory."
             yield "Part of the base can stay on disk: poros.load(..., store=DIR, host_budget=...)."
         if self.scenario.tokens_per_s is None:
-            yield "Time is not forecast: give --card, or --measure on the machine with the card."
+            yield "Time is not forecast without --card."
         if plan.micro_batches == 1 < wanted and plan.keep_last:
             yield (
                 f"The {wanted} micro-batches of a step run one after the other, which is faster "

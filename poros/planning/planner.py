@@ -18,7 +18,7 @@ from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
 from poros.planning.meta_model import Recipe
 from poros.planning.remedies import Remedies, Remedy, format_remedies
-from poros.planning.request import PlanRequest, Speeds, require_positive
+from poros.planning.request import PlanRequest, require_positive
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -198,20 +198,6 @@ class Planner:
                     "expected a configuration whose model can be run, found "
                     f"{describe_error(error)}; check its settings, and the release of transformers"
                 ) from error
-
-    def measure(
-        self, *, seq_len: int, batch_size: int = 1, device: torch.device | str | None = None
-    ) -> Speeds:
-        """Measure this machine's rates for the model and a batch, for ``PlanRequest.speeds``.
-
-        See ``poros.planning.speeds.measure_speeds``.
-        """
-        from poros.planning.speeds import measure_speeds
-
-        shape = PlanRequest(seq_len=seq_len, batch_size=batch_size)
-        with torch.random.fork_rng(devices=[]):
-            num_tokens = shape.batch_size * shape.seq_len
-            return measure_speeds(self._cost_model().layers, num_tokens, device)
 
     def _plan(self, request: PlanRequest) -> MemoryPlan:
         cost_model = self._cost_model()

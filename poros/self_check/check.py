@@ -16,8 +16,7 @@ the optimizer state takes later.
 
 Neither slots, streams and copies nor the recomputation take part, nor Poros' own 4-bit product: so
 a fault in them cannot hide itself. The bytes themselves are compared with digests of what they were
-before they were moved: those of 4-bit weights that ``poros.load`` has packed, as soon as the model
-is prepared, with what they were before that.
+before ``poros.prepare`` moved them.
 
 Note: Layers that do not repeat themselves
     On a GPU the backward of fused attention does not repeat itself over long sequences: two
@@ -31,7 +30,7 @@ Note: Layers that do not repeat themselves
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,10 +99,6 @@ class SelfCheck:
         self._host = runtime.host
         self._small = runtime.small
         self._digests = _digests(runtime)
-        self._packed = _damaged_before(runtime, self._digests)
-        """What ``poros.load`` has packed and is not what it was; None once that has been said."""
-        if self._packed is not None and mode == "strict":
-            raise ParityError(self._packed)
         self.unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
         self._read: set[str] = set()
         self._is_reported = False
@@ -311,9 +306,6 @@ class SelfCheck:
             self._report_proofs()
 
     def _damaged_bytes(self, block: int) -> str | None:
-        packed, self._packed = self._packed, None
-        if packed is not None:
-            return packed
         where = self._differs(block, self._host.read(block))
         if where is not None:
             return (
@@ -480,18 +472,3 @@ def _digests(runtime: Runtime) -> dict[str, bytes]:
     if runtime.digests is None:
         raise ValueError("expected a runtime with digests, found self_check switched off")
     return runtime.digests.results()
-
-
-def _damaged_before(runtime: Runtime, digests: Mapping[str, bytes]) -> str | None:
-    """Describe what has changed between a loader's source and ``poros.prepare``, if anything."""
-    damaged = runtime.digests.damaged(digests) if runtime.digests is not None else None
-    if damaged is None:
-        return None
-    name, expected = damaged
-    return (
-        f"{name}: expected digest {expected.hex()} as of what poros.load has put into host "
-        f"memory, found {digests[name].hex()} there: bytes have changed on the way or since, by "
-        "nothing that PyTorch counts. Load the model again; if that does not help, the memory of "
-        "this machine is at fault. An edit of your own has to be one that PyTorch counts: in place "
-        "on the tensor itself, not through .data or NumPy"
-    )

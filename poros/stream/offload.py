@@ -26,7 +26,7 @@ import torch
 from poros.errors import RematerializationError
 from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
-from poros.host.slab import Arena, HostSlab
+from poros.host.slab import HostSlab
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class ActivationOffloader:
         if self._free:  # too small for the batches that have come now
             self._drop(self._free.pop())
         require_host_memory(num_bytes, "inputs of layers (offload_boundaries)")
-        buffer = HostSlab(BlockLayout((), num_bytes), Arena(num_bytes, is_shareable=False))
+        buffer = HostSlab(BlockLayout((), num_bytes))
         self._buffers.append(buffer)
         device = self._streams.device
         if device.type == "cuda" and not buffer.pin(device) and not self.fallbacks:

@@ -59,15 +59,11 @@ def library_workspace(device: torch.device) -> int:
     return 2 * ((size or (32 * 2**20 if is_large else 8320 * 1024)) + 2**20)
 
 
-def usable_device(
-    device: torch.device | str, *, expected: str = "a usable device", remedy: str = ""
-) -> torch.device:
+def usable_device(device: torch.device | str) -> torch.device:
     """The device, with its index.
 
     Args:
         device: The device, or its name.
-        expected: What the error message expects.
-        remedy: How the error message ends.
 
     Raises:
         PolicyError: If there is none such, or it is neither a CPU nor a CUDA device.
@@ -82,5 +78,5 @@ def usable_device(
     except (RuntimeError, AssertionError, TypeError) as error:
         why, cause = quoted(str(error).partition("\n")[0], is_bare=True), error
     raise PolicyError(
-        f"device: expected {expected}, found {quoted(device)} ({why}){remedy}"
+        f"device: expected a usable device, found {quoted(device)} ({why})"
     ) from cause

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import poros
-from poros.errors import UnsupportedModelError
+from poros.errors import CheckpointFormatError, UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.parity import check_architecture, check_model_dir, run_parity
 from poros.gates.reference import TrainingSpec
@@ -263,14 +263,14 @@ def test_check_model_dir_checks_a_checkpoint_on_disk(tmp_path: Path) -> None:
     assert not report.exact and report.differences[0].name.startswith("step 0, ")
 
 
-def test_check_model_dir_refuses_what_is_no_causal_model(tmp_path: Path) -> None:
+def test_check_model_dir_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"config\.json"):
         check_model_dir(tmp_path / "nothing", prepare=same)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 64}))
-    with pytest.raises(UnsupportedModelError, match="causal language model"):
+    with pytest.raises(CheckpointFormatError, match=r"expected model\.safetensors"):
         check_model_dir(tmp_path, prepare=same)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UnsupportedModelError, match="configuration"):
+    with pytest.raises(CheckpointFormatError, match=r"config\.json"):
         check_model_dir(tmp_path, prepare=same)
 
 

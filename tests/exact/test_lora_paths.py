@@ -1,6 +1,5 @@
 """``lora_paths`` on models: streamed equals resident, what is refused, what is counted."""
 
-import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file
-from transformers import Trainer
 from typer.testing import CliRunner
 
 import poros
 from poros.cli.app import app
 from poros.config import LORA_ORDERS, StreamingPolicy
-from poros.errors import CheckpointFormatError, PolicyError, PreparedModelError
-from poros.kernels.adapters import tally_of
+from poros.errors import PolicyError, PreparedModelError
 from poros.kernels.paths import TABLE_FORMAT, LoraShape, Paths
 from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe
@@ -27,8 +23,7 @@ from tests.exact import together
 from tests.exact.adapter_arms import SEVEN, Found, Model, adapted, differences, step
 from tests.exact.arms import Bases
 from tests.exact.recorded import recorded
-from tests.exact.trainer_arms import two_steps, weights
-from tests.support import AdversarialPrepare, same_bits
+from tests.support import AdversarialPrepare
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICIES: dict[str, dict[str, Any]] = {
@@ -322,87 +317,6 @@ def test_tune_paths_writes_what_measured_reads(tmp_path: Path, bases: Bases) -> 
 
 
 # ------------------------------------------------------------------ checkpoints
-
-
-def in_table(name: str, order: str) -> Any:
-    """A table of this name in which all layers of ``adapted`` have that order."""
-
-    def write(folder: Path) -> str:
-        bases = Bases(folder / "bases")
-        model = adapted(bases, dtype=FP32, quantize=False)
-        poros.use_adapter_kernels(model, lora_paths="f1:b1")
-        step(model, lambda: torch.autocast("cpu", dtype=BF16))
-        layers = sorted({what.layer for what, _ in tally_of(model).orders})
-        found = [{"layer": layer, "tokens": 1, "order": order} for layer in layers]
-        return table(folder / name, rows=found)
-
-    return write
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "resident"])
-@pytest.mark.parametrize("kind", [Trainer, poros.PorosTrainer])
-@pytest.mark.parametrize(
-    ("before", "after", "works"),
-    [
-        ("f1:b1", "f1:b1", True),
-        ("f1:b1", "flops", False),
-        ("f1:b1", "peft", False),
-        ("peft", "f1:b1", False),
-        (in_table("a.json", "f1:b1"), in_table("b.json", "f1:b1"), True),
-        (in_table("a.json", "f1:b1"), in_table("a.json", "f1:b2"), False),
-    ],
-)
-def test_a_run_resumes_with_its_own_orders(
-    before: Any,
-    after: Any,
-    works: bool,
-    kind: type[Trainer],
-    is_streamed: bool,
-    tmp_path: Path,
-    bases: Bases,
-) -> None:
-    def ready(paths: Any) -> Model:
-        model = adapted(bases, dtype=FP32, quantize=False)
-        named = paths if isinstance(paths, str) else paths(tmp_path)
-        if is_streamed:
-            return streamed(model, slots=2, lora_paths=named)
-        return poros.use_adapter_kernels(model, lora_paths=named)
-
-    expected = two_steps(ready(before), tmp_path, kind)
-    model = ready(after)
-    if works:
-        found = two_steps(model, tmp_path, kind, resume=True)
-        assert all(same_bits(found[name], expected[name]) for name in expected)
-        return
-    untouched = weights(model)
-    with pytest.raises(PolicyError, match=r"lora_paths: expected .* was trained, found"):
-        two_steps(model, tmp_path, kind, resume=True)
-    assert all(same_bits(each, untouched[name]) for name, each in weights(model).items())
-    poros.restore(model)
-    two_steps(model, tmp_path / "anew", kind)
-    assert not list(tmp_path.glob("anew/*/poros*"))  # PEFT's own modules
-
-
-def test_a_copy_records_its_own_adapters(tmp_path: Path, bases: Bases) -> None:
-    model = poros.use_adapter_kernels(adapted(bases), lora_paths="f1:b1")
-    other = copy.deepcopy(model)
-    for each in other.parameters():
-        if each.requires_grad:
-            each.data.zero_()
-    other.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert saved and not any(each.any() for each in saved.values())
-    assert json.loads((tmp_path / "poros_lora_paths.json").read_text()) == {"lora_paths": "f1:b1"}
-
-
-def test_a_damaged_record_is_refused(tmp_path: Path, bases: Bases) -> None:
-    model = poros.use_adapter_kernels(adapted(bases, dtype=FP32), lora_paths="f1:b1")
-    two_steps(model, tmp_path, Trainer)
-    for text in ("{", "[]", "{}"):
-        (tmp_path / "checkpoint-1/poros_lora_paths.json").write_text(text)
-        with pytest.raises(CheckpointFormatError, match="lora_paths of a checkpoint"):
-            two_steps(model, tmp_path, Trainer, resume=True)
 
 
 def test_tables_are_compared_by_content(tmp_path: Path, bases: Bases) -> None:

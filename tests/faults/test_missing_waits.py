@@ -192,10 +192,8 @@ def test_every_point_of_order_is_mutated() -> None:
     assert any("manager" in each and "record() replaced by None" in each for each in changes)
     assert any("manager" in each and "an older event" in each for each in changes)
     assert len({str(mutation) for mutation in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
-    # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``. A measured rate
-    # is no part of training.
+    # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``.
     others = {f"poros.{name}" for name in ("stream.offload", "head.rows", "head.slices")}
-    others.add("poros.planning.speeds")
     assert OFFLOAD_MUTATIONS and ROWS_MUTATIONS and SLICES_MUTATIONS
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
     methods = {mutation.change.split("(")[0].split(".")[-1] for mutation in CUDA_MUTATIONS}

@@ -1,9 +1,7 @@
 """A bit that a move itself flips is found before anything is trained, wherever the tensor goes."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,17 @@ import torch
 
 import poros
 import poros.loaders.load
-from poros.errors import ParityError, StoreWriteError
+from poros.errors import ParityError
 from poros.gates import tiny
 from poros.loaders.quantize import Quantizer
-from poros.loaders.slab_writer import SlabWriter
-from poros.stream.boundary import is_streamed
 from poros.streams import EagerStreams
 from tests.covers import with_slow
 from tests.snapshots import assert_same_run, build, layers_of, run
 from tests.support import prepare_plain
 
 Patch = pytest.MonkeyPatch
-UP = "layers.1.mlp.up_proj.weight"
-KINDS = {"packed weight": UP, "absmax": f"{UP}.absmax", "nested absmax": f"{UP}.nested_absmax"}
+KINDS = ("packed weight", "absmax", "nested absmax")
 WAYS = ("memory", "staged", "4-bit checkpoint")
-NAMED = r"layers\.1\.mlp\.up_proj"
 
 
 def part_of(model: Any, kind: str) -> torch.Tensor:
@@ -62,37 +56,6 @@ def flip_copies(patch: Patch, is_it: Callable[[torch.Tensor, torch.Tensor], bool
         return result
 
     patch.setattr(torch.Tensor, "copy_", faulty)
-    return flips
-
-
-def flip_when_packed(patch: Patch, part: str, *, on_the_way: bool = False) -> list[int]:
-    """A nibble changes as ``part`` is written to its place in host memory.
-
-    Or, ``on_the_way``, as it comes back from where it was quantized.
-    """
-    find, bring = SlabWriter._target, Quantizer._bring_back
-    places, sources = list[torch.Tensor](), list[int]()
-
-    def is_there(tensor: torch.Tensor) -> bool:
-        return any(0 <= tensor.data_ptr() - place.data_ptr() < place.nbytes for place in places)
-
-    def target(self: Any, name: str, like: torch.Tensor) -> torch.Tensor:
-        found = find(self, name, like)
-        if name.endswith(part):
-            places.append(found)
-        return found
-
-    def bring_back(self: Any, values: torch.Tensor, target: torch.Tensor, *args: Any) -> None:
-        if is_there(target):
-            sources.append(values.data_ptr())
-        bring(self, values, target, *args)
-
-    def is_it(target: torch.Tensor, source: torch.Tensor) -> bool:
-        return not flips and (source.data_ptr() in sources if on_the_way else is_there(target))
-
-    patch.setattr(SlabWriter, "_target", target)
-    patch.setattr(Quantizer, "_bring_back", bring_back)
-    flips = flip_copies(patch, is_it)
     return flips
 
 
@@ -140,60 +103,6 @@ def test_flipped_by_prepare(kind: str, keep_last: int, monkeypatch: Patch) -> No
     assert len(flips) == 1
     with pytest.raises(ParityError, match=r"layers\.1"):
         run(model)
-
-
-@pytest.mark.parametrize(
-    ("way", "kind", "on_the_way"),
-    [*((*each, False) for each in product(WAYS, KINDS)), ("staged", "packed weight", True)],
-)
-def test_flipped_by_load(kind: str, on_the_way: bool, source: Path, monkeypatch: Patch) -> None:
-    with monkeypatch.context() as patch:
-        flips = flip_when_packed(patch, KINDS[kind], on_the_way=on_the_way)
-        base = poros.load(source)
-    assert len(flips) == 1
-    model = with_lora(base)
-    before = part_of(model, kind).clone()
-    with pytest.raises(ParityError, match=NAMED + ".*expected digest.*found"):
-        prepare_plain(model)
-    assert not any(map(is_streamed, model.modules()))
-    assert torch.equal(part_of(model, kind), before)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
-def test_flipped_on_its_way_into_a_store(
-    kind: str, source: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    with monkeypatch.context() as patch:
-        flips = flip_when_packed(patch, KINDS[kind])
-        with pytest.raises(StoreWriteError, match=NAMED):
-            poros.load(source, store=tmp_path / "store")
-    assert len(flips) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("host_budget", [None, 0])
-def test_flipped_in_an_opened_store_before_prepare(
-    kind: str, host_budget: int | None, dense: Path, tmp_path: Path
-) -> None:
-    base = poros.load(dense, store=tmp_path / "store", host_budget=host_budget)
-    flip(part_of(base, kind))
-    with pytest.raises(ParityError, match=NAMED):
-        prepare_plain(with_lora(base))
-
-
-def test_what_load_has_flipped_is_said_and_trained_on_if_that_is_wanted(
-    dense: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = poros.load(dense)
-    flip(part_of(model, "packed weight"))
-    model = prepare_plain(with_lora(model), self_check="warn")
-    with caplog.at_level(logging.WARNING, "poros"):
-        run(model)
-    assert caplog.text.count("layers.1.mlp.up_proj") == 1
-    assert poros.runtime(model).self_check["status"] == "failed"
-    prepare_plain(poros.restore(model), self_check="off")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +159,6 @@ def edit_dense(model: Any) -> None:
 
 
 def edit_behind_pytorch(model: Any) -> None:
-    """As only a dense weight may be."""
     flip(part_of(model, "packed weight"))
 
 
@@ -259,10 +167,8 @@ EDITS = (edit_scales, replace_bytes, edit_dense, edit_in_place, replace_scales, 
 
 @pytest.mark.parametrize("edit", with_slow(EDITS, (edit_in_place, replace_scales)))
 def test_control_edits_before_prepare_are_nobodys_fault(edit: Any, dense: Path) -> None:
-    quantization = None if edit is edit_behind_pytorch else "nf4"
-
     def make() -> Any:
-        model = with_lora(poros.load(dense, quantization=quantization))
+        model = with_lora(poros.load(dense))
         edit(model)
         return model
 

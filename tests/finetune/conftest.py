@@ -1,30 +1,10 @@
 """What the tests of fine-tuning share."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("trl", reason="poros finetune trains with TRL")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def each_template_is_tried_once() -> Iterator[None]:
-    """Do not render a chat template in a child again that one survived: it imports for a second."""
-    from poros.loaders import tokenizer
-
-    genuine, survived = tokenizer.require_bounded_template, set[str]()
-
-    def require(where: Path, template: str, tokens: dict[str, Any]) -> None:
-        tried = repr((template, tokens))
-        if tried not in survived:
-            genuine(where, template, tokens)
-            survived.add(tried)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "require_bounded_template", require)
-        yield
 
 
 @pytest.fixture(scope="session")

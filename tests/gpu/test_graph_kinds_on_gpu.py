@@ -12,7 +12,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
-from poros.model.passes import begin_pass
 from poros.replay.graphs import CudaRecorder
 from tests.gpu.models import BF16, model_of, same, same_runs, train, trained
 
@@ -307,7 +306,7 @@ def test_recording_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     state = torch.cuda.get_rng_state(), torch.get_rng_state()
     runtime = poros.runtime(model)
     number = captures.num_recorded
-    begin_pass(runtime, model, (), {"input_ids": row()})
+    runtime.begin_pass(model, (), {"input_ids": row()})
     assert captures.num_recorded > number
     assert same_runs(before, [each.grad for each in trained(model)])
     assert same(state[0], torch.cuda.get_rng_state()) and same(state[1], torch.get_rng_state())

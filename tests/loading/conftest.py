@@ -29,7 +29,7 @@ def readers() -> Iterator[Callable[[], list[threading.Thread]]]:
     """The threads that read layers from a disk since the test began; none may be left after it."""
 
     def living() -> list[threading.Thread]:
-        found = [thread for thread in threading.enumerate() if thread.name == "poros-reader"]
+        found = [thread for thread in threading.enumerate() if thread.name.startswith("poros-disk")]
         return [thread for thread in found if thread not in earlier]
 
     earlier: list[threading.Thread] = []  # of models that others left to the garbage collector

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from poros.gates import tiny
-from poros.host.attached import attached_store
 from poros.host.layout import is_small, slab_offsets
+from poros.host.store import attached_store
 from poros.loaders.load import load
 from poros.loaders.store import open_store
 

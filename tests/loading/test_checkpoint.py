@@ -413,7 +413,7 @@ with Checkpoint.open(sys.argv[1]) as checkpoint:
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
-        ("read", 0, "tensor 'layers.0': expected to read 8388608 bytes"),
+        ("read", 0, "tensor 'layers.0': expected"),
         ("kept", 0, f"{MIB}"),  # what was fetched before has nothing to do with the file
         ("mapped", -signal.SIGBUS, ""),  # the control: the cut is one that matters
     ],

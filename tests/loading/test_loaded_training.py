@@ -26,10 +26,9 @@ from poros.api import prepare_with
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.reference import Trajectory
-from poros.host.attached import attached_store
 from poros.host.disk import NUM_STAGING, DiskStore
 from poros.host.layout import PAGE_NUM_BYTES
-from poros.host.store import HostStore
+from poros.host.store import HostStore, attached_store
 from poros.loaders.load import load
 from poros.slots.schedule import count, training_visits, walk
 from poros.streams import EagerStreams

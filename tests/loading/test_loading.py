@@ -29,8 +29,8 @@ from poros.errors import (
 from poros.gates import tiny
 from poros.gates.multimodal import MULTIMODAL
 from poros.gates.registry import read_registry
-from poros.host.attached import attached_store
 from poros.host.disk import DiskStore
+from poros.host.store import attached_store
 from poros.loaders import slab_writer
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.load import load

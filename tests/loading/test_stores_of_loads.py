@@ -20,8 +20,8 @@ import torch
 
 import poros.loaders.load
 from poros.errors import CheckpointFormatError, PolicyError
-from poros.host.attached import attached_store
 from poros.host.layout import slab_offsets
+from poros.host.store import attached_store
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.load import load

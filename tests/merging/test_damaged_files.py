@@ -28,7 +28,6 @@ Damage = Callable[[bytes], bytes]
 MOST_SECONDS = 20
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 ROW = {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}
-FOR_EVER = r"(?:\w+\.?)+!"
 
 
 def field(*path: str | int, to: Any) -> Damage:
@@ -167,12 +166,10 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         **wrong("lora_dropout", "text", "negative", "huge", "null"),
         **wrong("layers_to_transform", "text", "negative", "huge", "a list"),
         "rank too large": field("r", to=2**31),
-        "pattern for ever": field("target_modules", to=f"q_proj|{FOR_EVER}"),
         "no pattern": field("target_modules", to="(["),
         "infinite": field("lora_alpha", to=float("inf")),
         "alpha that overflows": field("lora_alpha", to=1e300),
         "unknown field": field("unheard_of", to=1),
-        "rank for ever": field("rank_pattern", to={"(a+)+$|" + FOR_EVER: 4}),
         "loftq": field("loftq_config", to=5),
     },
     WEIGHTS: {
@@ -220,8 +217,6 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         **wrong("normalizer", "text", "an object"),
         **wrong("decoder", "text", "an object"),
         **wrong("post_processor", "text", "an object"),
-        "pattern for ever": split_by(r"(?:a?){22}a{22}b"),
-        "pattern that backtracks": split_by(r"(a+)+$"),
         "no pattern": split_by(r"(["),
         "large vocabulary": large_vocabulary,
         "no vocabulary": field("model", "vocab", to={}),
@@ -246,11 +241,6 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         "no template": lambda content: b"{% for",
         "Latin-1": lambda content: "{{ 'é' }}".encode("latin-1"),
         "zeros": lambda content: bytes(10),
-        "loops": lambda content: (
-            b"{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
-        ),
-        "large numbers": lambda content: b"{{ 9 ** 9 ** 9 ** 9 }}",
-        "memory": lambda content: b"{{ ('a' * 9999999999) | length }}" * 9,
         "recursion": lambda content: b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "deep": lambda content: b"{% if true %}" * 2000 + b"{% endif %}" * 2000,
         "unknown name": lambda content: b"{{ nobody.knows.it }}",
@@ -275,13 +265,11 @@ CELLS = [
 # Of the others every seventeenth, which is one of each command in turn.
 ALWAYS = {
     *((WEIGHTS, damage, "chat") for damage in ("cut off", "NaN", "missing", "one too many")),
-    *((TOKENIZER, damage, "chat") for damage in ("pattern for ever", "large vocabulary")),
-    *((TOKENIZER, damage, "finetune") for damage in ("pattern that backtracks", "a list")),
+    *((TOKENIZER, damage, "chat") for damage in ("no pattern", "large vocabulary")),
+    *((TOKENIZER, damage, "finetune") for damage in ("a list",)),
     *((TOKENIZER, damage, "finetune") for damage in ("large vocabulary", "deep")),
     *((TEMPLATE_FILE, damage, "finetune") for damage in ("recursion", "deep")),
-    *((TEMPLATE_FILE, damage, "chat") for damage in ("memory", "no template")),
-    (TEMPLATE_FILE, "loops", "finetune"),
-    (ADAPTER, "pattern for ever", "merge"),
+    (TEMPLATE_FILE, "no template", "chat"),
     (MODEL, "missing", "merge"),
     (ADAPTER, "rank too large", "chat"),
     (GENERATION, "eos_token_id: text", "chat"),
@@ -290,8 +278,7 @@ ALWAYS = {
 
 
 def marked(cell: tuple[str, str, str], number: int) -> Any:
-    takes_all_its_time = "for ever" in cell[1] or cell[1] == "loops"
-    is_fast = cell in ALWAYS or (number % 17 == 0 and not takes_all_its_time)
+    is_fast = cell in ALWAYS or number % 17 == 0
     marks = [] if is_fast else [pytest.mark.slow]
     return pytest.param(*cell, marks=marks, id=", ".join(cell))
 
@@ -336,7 +323,6 @@ def test_a_damaged_file(
     content = (tmp_path / file).read_bytes()
     (tmp_path / file).write_bytes(DAMAGES[file][damage](content))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("poros.loaders.bounded.SECONDS", 1)  # plenty for what is small
     before = sorted(each.name for each in tmp_path.iterdir())
     start = seconds()
     result = poros_command(*COMMANDS[command])

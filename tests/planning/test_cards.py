@@ -26,7 +26,7 @@ def test_a_card_is_found_however_it_is_spelled_or_refused_with_those_that_are_ne
     for name, near in {"a100": "a100-40gb, a100-80gb", "rtx9090": "rtx", "": "h200"}.items():
         with pytest.raises(PolicyError, match="card: expected one of") as caught:
             find_card(name)
-        assert near in str(caught.value) and "--measure" in str(caught.value)
+        assert near in str(caught.value) and "--vram" in str(caught.value)
 
 
 def test_every_card_has_a_link_whose_rate_is_below_what_it_is_built_for() -> None:

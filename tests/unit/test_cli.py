@@ -102,7 +102,6 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --vram -1GiB", "-1GiB"),
     ("plan model --seq 16 --vram nan", "nan"),
     ("plan model --seq 16 --card rtx9999", "card: expected one of"),
-    ("plan model --seq 16 --card l4 --measure", "either --card"),
     ("plan model --seq 16 --ram much", "--ram: expected bytes"),
     ("plan model --seq 16 --tokens five", "Invalid value for '--tokens'"),
     ("plan model --seq 16 --adapter-dtype int8", "'int8' is not one of"),
@@ -116,7 +115,6 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --set apples=3", "'apples' is not a policy field"),
     ("plan model --seq 16 --set policy=3", "--set: expected FIELD=VALUE"),
     ("plan model --seq 16 --set apples", "--set: expected FIELD=VALUE"),
-    ("plan model --seq 16 --device cpu", "--device needs --measure"),
     ("load nowhere --out new", "SOURCE: expected a folder or file that exists"),
     ("load a/b/c --out new", "found neither in 'a/b/c'"),
     ("load nowhere --verify", "SOURCE: expected a folder or file that exists"),
@@ -410,23 +408,6 @@ def test_plan_prints_the_terms(checkpoint: Path) -> None:
     assert table.exit_code == 0 and "workspace" in table.output
 
 
-def test_plan_measures_the_rates_of_its_forecast(checkpoint: Path) -> None:
-    measured = ("--seq", "16", "--measure", "--device", "cpu")
-    found = poros_command("plan", str(checkpoint), *measured, "--json")
-    assert found.exit_code == 0, found.output
-    values = json.loads(found.stdout)
-    assert values["copy_gb_per_s"] > 0 and values["tflop_per_s"] > 0 and values["step_ms"] > 0
-    table = poros_command("plan", str(checkpoint), *measured)
-    assert table.exit_code == 0 and "TFLOP/s" in table.output and "GB/s" in table.output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_plan_measures_on_a_gpu_or_says_that_there_is_none(checkpoint: Path) -> None:
-    found = poros_command("plan", str(checkpoint), "--seq", "16", "--measure")
-    assert found.exit_code == BAD_INPUT
-    assert "expected a CUDA device to measure on" in text(found)
-
-
 def test_plan_takes_slots_and_leaves_the_embedding_where_it_is_told(checkpoint: Path) -> None:
     command = ("plan", str(checkpoint), "--seq", "16", "--json")
     usual, more, moved = (
@@ -455,7 +436,6 @@ def test_plan_says_where_boundaries_are_and_what_the_check_needs(checkpoint: Pat
     ("options", "expected"),
     [
         (("--seq", "100000"), "seq_len (--seq): expected at most the model's 256 positions"),
-        (("--measure", "--device", "apples"), "device: expected"),
     ],
 )
 def test_plan_refuses_what_cannot_be_planned(

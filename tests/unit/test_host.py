@@ -3,8 +3,6 @@
 import gc
 import logging
 import mmap
-import os
-import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from poros.errors import HostMemoryError, PorosError
 from poros.host.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
 from poros.host.slab import Arena, HostSlab
 from poros.host.store import HostStore
-from tests.children import run_forked
 from tests.snapshots import build, layers_of
-from tests.support import num_memory_files, prepare_plain, same_bits
+from tests.support import num_arenas, prepare_plain, same_bits
 from tests.unit.driver import FakeDriver, install, some_layout, some_tensors
 
 CPU = torch.device("cpu")
@@ -113,8 +110,10 @@ def layer_of(hidden: int, intermediate: int, kv: int) -> BlockLayout:
 
 
 def resident_num_bytes(arena: Arena) -> int:
-    """Memory that the system has committed to the arena's memory file."""
-    return 512 * os.fstat(arena.fileno()).st_blocks
+    """Memory that the system has committed to the arena."""
+    address = torch.frombuffer(arena.memory, dtype=torch.uint8).data_ptr()
+    _, _, after = Path("/proc/self/smaps").read_text().partition(f"{address:x}-")
+    return 1024 * int(after.partition("Rss:")[2].split()[0])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ def test_memory_is_committed_as_it_is_written_and_goes_with_the_last_tensor() ->
     assert resident_num_bytes(arena) == 4 * PAGE_NUM_BYTES
     assert not store.slabs[0].bytes.any() and not store.slabs[2].bytes.any()
     store = store_of(3)
-    before = num_memory_files()
+    before = num_arenas()
     memory = weakref.ref(store.slabs[0].arena.memory)
     slab = store.slabs[1]
     kept = slab.tensor(slab.layout.tensors[0])
@@ -159,7 +158,7 @@ def test_memory_is_committed_as_it_is_written_and_goes_with_the_last_tensor() ->
     gc.collect()
     assert memory() is not None and bool((kept == 7).all())
     del kept
-    assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
+    assert memory() is None and num_arenas() == before - 1
 
 
 def test_slabs_lie_one_after_the_other_on_pages() -> None:
@@ -188,43 +187,6 @@ def test_neighbouring_slabs_are_the_slab_of_their_block(cut: int) -> None:
             joined = next(specs)
             assert joined.offset == offset + spec.offset and joined.offset % ALIGNMENT == 0
             assert (joined.name, joined.shape, joined.dtype) == (spec.name, spec.shape, spec.dtype)
-
-
-CHILD = """
-import pickle, sys
-from poros.host.store import HostStore
-file, layouts = sys.argv[1:]
-store = HostStore.attach(int(file), pickle.loads(bytes.fromhex(layouts)))
-for slab in store.slabs:
-    tensor = slab.tensor(slab.layout.tensors[0])
-    assert tensor[0].item() == 7, tensor[0]
-    tensor[1] = 9
-print(sum(int(slab.bytes.sum()) for slab in store.slabs))
-"""
-
-
-def test_another_process_sees_the_same_bytes() -> None:
-    store = store_of(3)
-    layouts = [slab.layout for slab in store.slabs]
-    for slab in store.slabs:
-        slab.tensor(slab.layout.tensors[0])[0] = 7
-    file = store.slabs[0].arena.fileno()
-    ran = run_forked(CHILD, str(file), pickle.dumps(layouts).hex())
-    assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) == 3 * 16
-    # It wrote here, not into a copy.
-    assert all(slab.tensor(slab.layout.tensors[0])[1] == 9 for slab in store.slabs)
-    with pytest.raises(HostMemoryError, match=r"expected a shared store of \d+ bytes"):
-        HostStore.attach(file, layouts[:2])
-
-
-def test_without_memory_files_there_is_no_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    (slab,) = store_of(1).slabs
-    slab.bytes.fill_(3)
-    assert bool((slab.bytes == 3).all())
-    with pytest.raises(HostMemoryError, match="other processes can map"):
-        slab.arena.fileno()
 
 
 def test_a_private_mapping_of_a_file_keeps_writes_to_itself(tmp_path: Path) -> None:
@@ -295,42 +257,6 @@ def test_slabs_are_unregistered_once_behind_the_device_and_before_their_memory_g
     gc.collect()
     assert alive == [True] * 3 and driver.locked == {}
     assert [memory() for memory in memories if memory() is not None] == []
-
-
-def test_a_refused_page_lock_tells_what_it_costs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On a GPU the warning holds measured rates; the copies are those of a CPU here."""
-
-    class Device:
-        type = "cuda"
-
-    rates, measured = iter([2.5, 25.0]), list[int]()
-
-    def copy_rate(slab: HostSlab, device: object) -> float:
-        measured.append(slab.bytes.data_ptr())
-        return next(rates)
-
-    install(FakeDriver(refuse_at=2), monkeypatch)
-    monkeypatch.setattr(HostSlab, "copy_rate", copy_rate)
-    monkeypatch.setattr(poros.host.slab, "_clear_cuda_error", lambda device: None)
-    store = store_of(3)
-    with caplog.at_level(logging.WARNING, "poros"):
-        store.pin(Device())  # type: ignore[arg-type]
-    (record,) = caplog.records
-    assert "measured here: 2.5 GB/s pageable, 25.0 pinned" in record.getMessage()
-    # The slab that was refused, and the last one that was not.
-    assert measured == [store.slabs[at].bytes.data_ptr() for at in (2, 1)]
-
-
-@pytest.mark.gpu
-def test_the_rates_of_a_real_copy() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    store = HostStore.allocate([BlockLayout((), 64 * 2**20)] * 2)
-    assert store.slabs[0].pin(device)
-    pinned, pageable = (slab.copy_rate(device) for slab in store.slabs)
-    store.unpin()
-    assert 0 < pageable < pinned
 
 
 @pytest.mark.gpu

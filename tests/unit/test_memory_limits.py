@@ -1,4 +1,4 @@
-"""Host memory that may be used: the machine, control groups and ulimits, from copies of /proc."""
+"""Host memory that may be used: the machine and control groups, from copies of /proc."""
 
 import resource
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ from poros.host.limits import (
     host_memory_left,
     require_host_memory,
 )
-from tests.children import run_python
 
 GIB = 2**30
 LIMIT, USAGE = ("max", "limit_in_bytes"), ("current", "usage_in_bytes")
@@ -35,7 +34,6 @@ class Machine:
     def write(self, root: Path) -> Path:
         write(root, "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable: {self.available * 2**20} kB\n")
         write(root, "proc/self/cgroup", self.cgroup + "\n")
-        write(root, "proc/self/statm", "1000 500 100 10 0 400 0\n")
         write(root, "proc/sys/kernel/osrelease", "6.8.0-generic\n")
         above, at = ("" if self.version == 2 else "memory/"), self.version == 1
         for path, (limit, usage, stat) in self.groups.items():
@@ -117,33 +115,6 @@ def test_a_refusal_has_the_figures_and_the_way_out(tmp_path: Path) -> None:
     ):
         assert said in str(caught.value)
     assert RESERVE_NUM_BYTES == GIB
-
-
-LIMITED = """
-import resource, sys
-from poros.host.limits import host_memory_left, require_host_memory
-name, option = sys.argv[1:]
-limit = getattr(resource, name)
-resource.setrlimit(limit, (2**40, 2**40))
-used = 2**31 if name == "RLIMIT_DATA" else 2**33
-resource.setrlimit(limit, (used, used))
-room = host_memory_left()
-assert room.num_bytes < used, room
-assert option in room.limit, room
-try:
-    require_host_memory(used, "a model")
-except MemoryError as error:
-    print(type(error).__name__)
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "option"), [("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")]
-)
-def test_limits_of_the_process(name: str, option: str) -> None:
-    """In a process of its own, with real limits."""
-    ran = run_python(LIMITED, name, option)
-    assert ran.stdout == "HostMemoryError\n", ran.stderr
 
 
 def test_the_pin_hint(tmp_path: Path) -> None:

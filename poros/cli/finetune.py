@@ -116,14 +116,17 @@ def _what_to_do(adapter: Path) -> list[str]:
     arguments = json.dumps(base, ensure_ascii=False)
     if config.get("revision"):
         arguments += f", revision={json.dumps(config['revision'])}"
+    model_class, writes_text = "AutoModelForCausalLM", True
+    if config.get("task_type") == "SEQ_CLS":
+        model_class, writes_text = "AutoModelForSequenceClassification", False
+        arguments += ", num_labels=1"
     folder = json.dumps(str(adapter), ensure_ascii=False)
     quoted_folder = shlex.quote(str(adapter))
     return [
         f"adapter: {adapter}",
-        f"try it:  poros chat {quoted_folder}",
+        *([f"try it:  poros chat {quoted_folder}"] if writes_text else []),
         f"merge:   poros merge {quoted_folder} --out FOLDER{option}",
-        f"Python:  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({arguments}), "
-        f"{folder})",
+        f"Python:  PeftModel.from_pretrained({model_class}.from_pretrained({arguments}), {folder})",
     ]
 
 

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 def adapter_config(recipe: Recipe) -> "PeftConfig":
     """Build a recipe's adapter configuration: on the language model alone.
 
+    The head of a reward model is new: PEFT has it trained as a whole.
+
     Raises:
         RecipeError: If PEFT refuses settings together.
     """
     from peft import LoraConfig
 
-    fields = recipe.as_dict()["adapter"] | {"lora_alpha": recipe.alpha, "task_type": "CAUSAL_LM"}
+    task = "SEQ_CLS" if recipe.training.method == "reward" else "CAUSAL_LM"
+    fields = recipe.as_dict()["adapter"] | {"lora_alpha": recipe.alpha, "task_type": task}
     del fields["dtype"]
     targets = fields["target_modules"]
     if isinstance(targets, str) and targets != "all-linear":

@@ -35,6 +35,7 @@ METHODS = {
     "sft": ("messages", "completions", "text", "instructions"),
     "dpo": ("preferences",),
     "kto": ("labelled",),
+    "reward": ("preferences",),
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {

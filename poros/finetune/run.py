@@ -24,7 +24,7 @@ from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import fit_accumulation, make_arguments, make_trainer, num_steps
 from poros.io.writing import writing
 from poros.kernels.nf4 import DTYPES
-from poros.loaders.settings import configuration
+from poros.loaders.settings import configuration, model_class_of
 from poros.loaders.source import find_config
 from poros.loaders.tokenizer import require_known_tokens, require_template, tokenizer_errors
 from poros.planning.meta_model import meta_model
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer
+
+
+REWARD_CLASS = "AutoModelForSequenceClassification"
 
 
 class Data(NamedTuple):
@@ -182,6 +185,8 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
             f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
             f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
         ) from error
+    if recipe.training.method == "reward":
+        model_class_of(config, REWARD_CLASS)  # raises if there is none
     if options or recipe.adapter.more or recipe.adapter.target_modules != "all-linear":
         try:
             base = meta_model(config, None, DTYPES[chosen.dtype])
@@ -275,6 +280,9 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     store = chosen.store and str(Path(chosen.store).expanduser())
     options: dict[str, Any] = {"store": store, "host_budget": chosen.host_budget}
     options["vision"] = chosen.vision
+    if recipe.training.method == "reward":
+        options |= {"auto_class": REWARD_CLASS, "num_labels": 1}
+        set_seed(recipe.training.seed)  # of its new head
     if chosen.attention is not None:
         options["attn_implementation"] = chosen.attention
     if chosen.quantization != "nf4":

@@ -66,6 +66,8 @@ def planned(
 
     if recipe.memory.resident:
         return "not streamed: the whole base is on the device"
+    if recipe.training.method == "reward":
+        return "not planned: a plan is for language models; poros.prepare keeps to the budget"
     quantization = recipe.model.quantization
     training = recipe.training
     rows = training.per_device_train_batch_size * (2 if training.method == "dpo" else 1)
@@ -189,7 +191,7 @@ def _marked(
         learnt = [False, *(label != IGNORED for label in columns["labels"][1:])]
         yield "row", _text(columns["input_ids"], learnt, tokenizer, encoding, limit)
         return
-    prompt = columns["prompt_ids"]
+    prompt = columns.get("prompt_ids", [])
     answers = ("completion",) if "label" in columns else ("chosen", "rejected")
     for name in answers:
         answer = columns[f"{name}_ids"]

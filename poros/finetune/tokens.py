@@ -49,8 +49,8 @@ class Tokens:
 
     Attributes:
         columns: For SFT ``input_ids`` and ``labels``, for DPO ``prompt_ids``, ``chosen_ids`` and
-            ``rejected_ids``, for KTO ``prompt_ids``, ``completion_ids`` and ``label``, of one
-            number; each a list of rows.
+            ``rejected_ids`` (for a reward model the latter two, with the prompt in each), for KTO
+            ``prompt_ids``, ``completion_ids`` and ``label``, of one number; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
         numbers: Of the rows of data that they were made of.
         num_tokens: Of all rows, without padding.
@@ -210,8 +210,9 @@ class _Work:
         self._loss_on = loss_on
         self._marked = _marked_template(tokenizer) if loss_on == "assistant" else None
         self.columns: tuple[str, ...] = ("input_ids", "labels")
+        self._is_reward = recipe.training.method == "reward"
         if form.name == "preferences":
-            self.columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+            self.columns = ("prompt_ids", "chosen_ids", "rejected_ids")[self._is_reward :]
         elif form.name == "labelled":
             self.columns = ("prompt_ids", "completion_ids", "label")
 
@@ -276,6 +277,8 @@ class _Work:
             row = {**row, **extract_prompt(row)}
         prompt, chosen = self._prompt_and_whole(row, "chosen")
         _, rejected = self._prompt_and_whole(row, "rejected")
+        if self._is_reward:
+            return self._scored(chosen, rejected)
         start = min(common_prefix_length(prompt, chosen), common_prefix_length(prompt, rejected))
         length = max(len(chosen), len(rejected))
         chosen, rejected = chosen[: self._most], rejected[: self._most]
@@ -289,6 +292,17 @@ class _Work:
             "num_tokens": num_tokens,
             "num_learnt": num_tokens - 2 * start if has_answers else 0,
             "is_cut": length > self._most,
+        }
+
+    def _scored(self, chosen: list[int], rejected: list[int]) -> dict[str, Any]:
+        """A row of a reward model; TRL leaves out those that are too long, and so does this."""
+        length, num_tokens = max(len(chosen), len(rejected)), len(chosen) + len(rejected)
+        return {
+            "chosen_ids": chosen,
+            "rejected_ids": rejected,
+            "length": length,
+            "num_tokens": num_tokens,
+            "num_learnt": num_tokens if length <= self._most else 0,
         }
 
     def _labelled(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LabelSmoother
-from trl import DPOTrainer, KTOTrainer, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
@@ -138,6 +138,13 @@ class Kto(_Own, BlockMajorMixin, KTOTrainer):
         return dataset.map(finish, batched=True, batch_size=args.per_device_train_batch_size)
 
 
+class Reward(_Own, BlockMajorMixin, RewardTrainer):
+    """TRL's trainer of reward models."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return dataset  # these are tokens already
+
+
 class _Lines(PrinterCallback):
     """transformers' own, which prints what is logged, with the step before it."""
 
@@ -215,6 +222,8 @@ def make_trainer(
                 smoothing = training.label_smoothing_factor
                 own = LabelSmoother(epsilon=smoothing) if smoothing else None
                 trainer.label_smoother = RegularizedLoss(own, training.z_loss or 0.0)
+        elif training.method == "reward":
+            trainer = Reward(model, **options)
         else:
             kind = {"dpo": Dpo, "kto": Kto}[training.method]
             trainer = kind(model, _NoModel(model.config), **options)

@@ -19,6 +19,7 @@ _OF_METHOD: dict[str, dict[str, Any]] = {
     "dpo": {"learning_rate": 2e-5},
     # Its KL term pairs each prompt of a micro-batch with another one's answer.
     "kto": {"learning_rate": 2e-5, "per_device_train_batch_size": 2},
+    "reward": {"learning_rate": 1e-4},  # TRL's
 }
 """Defaults of a method that are not those of examples."""
 

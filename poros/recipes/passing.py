@@ -1,8 +1,8 @@
 """Which fields of TRL and PEFT a recipe passes on, and why it does not pass on the others.
 
-Names, types and choices are those of the dataclasses: ``trl.SFTConfig``, ``DPOConfig`` and
-``KTOConfig`` for ``training``, ``peft.LoraConfig`` for ``adapter``. Reading them imports the
-libraries, which takes seconds, so it waits until a recipe names a field of theirs.
+Names, types and choices are those of the dataclasses: ``trl.SFTConfig``, ``DPOConfig``,
+``KTOConfig`` and ``RewardConfig`` for ``training``, ``peft.LoraConfig`` for ``adapter``. Reading
+them imports the libraries, which takes seconds, so it waits until a recipe names a field of theirs.
 """
 
 import dataclasses
@@ -148,7 +148,12 @@ def config_of(method: str) -> Any:
     """TRL's configuration of a method; imports TRL."""
     import trl
 
-    return {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "kto": trl.KTOConfig}[method]
+    return {
+        "sft": trl.SFTConfig,
+        "dpo": trl.DPOConfig,
+        "kto": trl.KTOConfig,
+        "reward": trl.RewardConfig,
+    }[method]
 
 
 def _config(section: str, method: str) -> Any:

@@ -26,7 +26,7 @@ from poros.recipes.values import (
     words,
 )
 
-METHODS = ("sft", "dpo", "kto")
+METHODS = ("sft", "dpo", "kto", "reward")
 FEWEST_UPDATES = 50
 """With fewer, ``gradient_accumulation_steps: auto`` accumulates less."""
 MOST_ACCUMULATED = 8
@@ -167,7 +167,8 @@ class TrainingPart:
         "sft",
         choice(*METHODS),
         "--method",
-        "sft: on examples; dpo: on preferences; kto: on answers that are good or bad.",
+        "sft: on examples; dpo: on preferences; kto: on answers that are good or bad; reward: a "
+        "reward model, on preferences.",
     )
     num_train_epochs: float = _setting(
         1.0, real(0, 1e4, is_above=True), "--epochs", "Number of passes over all rows."
@@ -189,7 +190,7 @@ class TrainingPart:
         2e-4,
         _rate(10),
         "--lr",
-        "Peak learning rate; 2e-05 with dpo and kto.",
+        "Peak learning rate; 2e-05 with dpo and kto, 0.0001 with reward.",
     )
     lr_scheduler_type: str = _setting(
         "cosine",

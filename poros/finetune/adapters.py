@@ -12,13 +12,14 @@ from poros.loaders.source import find_config
 from poros.model.targets import excluded_modules, with_own
 from poros.planning.meta_model import meta_model, with_adapters
 from poros.recipes.recipe import Recipe
+from poros.recipes.values import is_name
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
 
 def adapter_config(recipe: Recipe) -> "PeftConfig":
-    """Build a recipe's adapter configuration: on the language model alone.
+    """Build a recipe's adapter configuration: on the language model alone, but for a pattern.
 
     The head of a reward model is new: PEFT has it trained as a whole.
 
@@ -31,9 +32,11 @@ def adapter_config(recipe: Recipe) -> "PeftConfig":
     fields = recipe.as_dict()["adapter"] | {"lora_alpha": recipe.alpha, "task_type": task}
     del fields["dtype"]
     targets = fields["target_modules"]
-    if isinstance(targets, str) and targets != "all-linear":
+    is_pattern = isinstance(targets, str) and not is_name(targets)
+    if isinstance(targets, str) and is_name(targets) and targets != "all-linear":
         fields["target_modules"] = [targets]  # PEFT takes a text for a pattern of whole names
-    fields["exclude_modules"] = _excluded(recipe.model.source, fields.get("exclude_modules"))
+    if not is_pattern:  # which says itself whether it takes towers
+        fields["exclude_modules"] = _excluded(recipe.model.source, fields.get("exclude_modules"))
     try:
         return LoraConfig(**fields)
     except (ValueError, TypeError) as error:

@@ -6,11 +6,13 @@ written alike, and those of all sources become the same form. Nothing here impor
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any, cast
 
-from poros.errors import DataFormatError, quoted
+from poros.errors import DataFormatError, quoted, reason_of
 from poros.finetune.files import rows_of
 from poros.finetune.forms import (
     FORMS,
@@ -24,6 +26,7 @@ from poros.finetune.forms import (
     problems,
     said,
 )
+from poros.io.reading import open_regular
 from poros.recipes.recipe import Recipe
 
 _MOST_SHOWN = 30
@@ -48,6 +51,11 @@ class Rows:
     digest: str = ""
     unused: tuple[str, ...] = ()
     read: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def has_images(self) -> bool:
+        """Whether one of them has an image."""
+        return any(row.get("images") for row in self.rows)
 
     def place(self, number: int) -> str:
         """Return the place of a row: ``rows.jsonl:12``, or ``rows.parquet, row 12``."""
@@ -117,6 +125,8 @@ class _Reader:
         form: Form | None = None
         unused: set[str] = set()
         before_problems = self._num_problems
+        path = Path(source).expanduser()
+        folder = path if path.is_dir() else path.parent  # that images are named from
         for prefix, number, row in rows_of(source, key, data, digest, self._note):
             where = f"{prefix}{number}"
             if not isinstance(row, dict):
@@ -131,11 +141,15 @@ class _Reader:
                 form = first
                 self._check_form(where, form)
             wrong = list(problems(row, form, method))
+            used = {} if wrong else normalised(row, form)
+            if "images" in used:
+                used["images"] = [str(folder / path) for path in used["images"]]
+                wrong += _digest_images(used["images"], digest)
             for each in wrong:
                 self._note(where, each)
             if not wrong:
                 unused.update(row.keys() - {*form.format.keys, *form.format.others})
-                found.rows.append(normalised(row, form))
+                found.rows.append(used)
                 found.places.append((sys.intern(prefix), number))
         if not found.rows and self._num_problems == before_problems:
             shown = quoted(source, is_bare=True)
@@ -199,6 +213,19 @@ class _Reader:
                 where,
                 f"expected rows with {wanted} for data.loss_on: {loss_on} (--loss-on), found "
                 f"{said(form)}; leave it out",
+            )
+
+
+def _digest_images(paths: Sequence[str], digest: Any) -> Iterator[str]:
+    """Add the bytes of images to a digest; yield what is wrong with their files."""
+    for path in paths:
+        try:
+            with open_regular(Path(path)) as stream:
+                file_digest(cast(Any, stream), lambda: digest)
+        except (OSError, ValueError) as error:
+            yield (
+                f"images: expected a file to read, found {quoted(path)}: "
+                f"{quoted(reason_of(error), is_bare=True)}; paths begin at the folder of the rows"
             )
 
 

@@ -6,6 +6,9 @@
     {"prompt": "...", "chosen": "...", "rejected": "..."}
     {"prompt": "...", "completion": "...", "label": true}
 
+A message's content is a text, or a list of texts and images: {"type": "image", "image": "FILE"},
+or {"type": "image"} for each of the row's "images".
+
 A prompt, completion, chosen or rejected is a text, or a list of messages in all rows; a preference
 of messages may do without a prompt: it is what both begin with. Rows of messages may have tools.
 
@@ -81,7 +84,7 @@ class Format(NamedTuple):
 
 TEXT = Format("text", "text", ("text",))
 FORMATS = (
-    Format("messages", "messages", ("messages",), ("tools",)),
+    Format("messages", "messages", ("messages",), ("tools", "images")),
     Format("prompts and completions", "completions", ("prompt", "completion"), ("tools",)),
     Format("preferences", "preferences", ("chosen", "rejected"), ("prompt", "tools")),
     Format("good and bad answers", "labelled", ("prompt", "completion", "label"), ("tools",)),
@@ -171,6 +174,8 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
             continue
         if key == "prompt":
             yield from _value_problems(key, value, form)
+        elif key == "images":
+            yield from _image_problems(value)
         elif key == "tools":
             if not isinstance(value, str | list):
                 yield f"tools: expected a list, found {_type(value)}; remove it"
@@ -198,10 +203,34 @@ def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
         parts = (used[question], used.get(form.format.others[0]))
         used = {"prompt": "\n\n".join(filter(None, parts)), "completion": used[answer]}
         return {**used, "system": system} if system else used
-    if form.name == "messages" and "messages" not in used:
+    if "messages" in used:
+        paths = list(_images_in(used["messages"])) or used.pop("images", [])
+        used["messages"] = [_plain_message(each) for each in used["messages"]]
+        return {**used, "images": paths} if paths else used
+    if form.name == "messages":
         spoken = used.pop(form.format.keys[0])
         used["messages"] = _opened(system, [_as_message(each) for each in spoken])
     return used
+
+
+def _images_in(messages: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the paths of images that stand in the messages themselves."""
+    for message in messages:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            path = part.get("image") or part.get("path")
+            if path is not None:
+                yield path
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave the places of images in a message; texts alone become one."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    if all(part["type"] == "text" for part in content):
+        return {**message, "content": "".join(part["text"] for part in content)}
+    places = [part if part["type"] == "text" else {"type": "image"} for part in content]
+    return {**message, "content": places}
 
 
 def as_messages(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +289,8 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
         given = {name: value for name, value in message.items() if value is not None}
         roles.append(given.get("role", SPEAKERS.get(str(given.get("from")))))
         is_spoken = key.startswith("conversation") and not {"role", "content"} & given.keys()
-        yield from _one_message(where, given, is_spoken=is_spoken)
+        takes_parts = form.format.keys == ("messages",)
+        yield from _one_message(where, given, is_spoken=is_spoken, takes_parts=takes_parts)
     if key != "prompt" and "assistant" not in roles:
         yield (
             f"{key}: expected a message of the assistant to learn from, found none; add one, or "
@@ -268,7 +298,9 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
         )
 
 
-def _one_message(where: str, given: dict[str, Any], *, is_spoken: bool) -> Iterator[str]:
+def _one_message(
+    where: str, given: dict[str, Any], *, is_spoken: bool, takes_parts: bool
+) -> Iterator[str]:
     """List the problems of a message: of ShareGPT if it ``is_spoken``."""
     known, roles = (_SPOKEN_KEYS, tuple(SPEAKERS)) if is_spoken else (_MESSAGE_KEYS, ROLES)
     speaker, text = known[:2]
@@ -286,9 +318,36 @@ def _one_message(where: str, given: dict[str, Any], *, is_spoken: bool) -> Itera
     if content is None and not given.get("tool_calls"):
         yield f"{where}: expected the key {text!r}, found none; add a text"
     elif isinstance(content, list):
-        yield f"{where}.{text}: expected a text, found a list; only text can be trained on"
+        yield from _part_problems(f"{where}.{text}", content, takes_parts=takes_parts)
     elif content is not None and not (isinstance(content, str) and given.get("tool_calls")):
         yield from _text_problems(f"{where}.{text}", content)
+
+
+def _part_problems(key: str, parts: list[Any], *, takes_parts: bool) -> Iterator[str]:
+    """List the problems of a message's content that is a list of texts and images."""
+    if not takes_parts or not parts:
+        found = "a list" if parts else "an empty list"
+        yield f"{key}: expected a text, found {found}; images go with rows of messages alone"
+    for number, part in enumerate(parts if takes_parts else ()):
+        where = f"{key}[{number}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            yield from _text_problems(f"{where}.text", part.get("text"))
+        elif kind == "image":
+            paths = [part[name] for name in ("image", "path") if part.get(name) is not None]
+            if not all(isinstance(path, str) for path in paths) or len(paths) > 1:
+                yield f"{where}.image: expected the path of one file, found something else"
+        else:
+            yield (
+                f'{where}: expected {{"type": "text", "text": "..."}} or {{"type": "image", '
+                f'"image": "FILE"}}, found {quoted(kind, limit=40)}; write one of them'
+            )
+
+
+def _image_problems(images: Any) -> Iterator[str]:
+    """List the problems of the list of images beside the messages."""
+    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        yield f"images: expected a list of paths of files, found {_type(images)}; write one"
 
 
 def _text_problems(key: str, value: Any) -> Iterator[str]:

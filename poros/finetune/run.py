@@ -14,13 +14,14 @@ from poros.finetune.adapters import adapter_config, require_targets
 from poros.finetune.attention import require_attention
 from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
+from poros.finetune.images import image_dataset, require_images
 from poros.finetune.liger import choose_liger, use_liger
 from poros.finetune.packing import keeps_apart, pack
 from poros.finetune.provenance import base_digest, input_digests, machine
 from poros.finetune.resuming import RunFolder, lock_run_dir, reading, require_base, require_same
 from poros.finetune.stopping import Stopping
 from poros.finetune.summary import Size
-from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
+from poros.finetune.tokens import Tokens, image_collator, load_tokenizer, tokenize
 from poros.finetune.trainers import fit_accumulation, make_arguments, make_trainer, num_steps
 from poros.io.writing import writing
 from poros.kernels.nf4 import DTYPES
@@ -35,7 +36,12 @@ from poros.utils.devices import default_device, usable_device
 if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer
+    from transformers import (
+        PreTrainedConfig,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+        Trainer,
+    )
 
 
 REWARD_CLASS = "AutoModelForSequenceClassification"
@@ -102,28 +108,34 @@ def finetune(
     device = _device(recipe)
     given = recipe
     config = _configuration(recipe)
-    recipe, notes, vocab_size = _fit_to_model(recipe, config)
+    has_images = data.train.has_images or bool(data.validation and data.validation.has_images)
+    if has_images:
+        require_images(recipe, config)
+    recipe, notes, vocab_size = _fit_to_model(recipe, config, has_images=has_images)
     recipe, kernels = choose_liger(recipe, config, device)
-    tokenizer = load_tokenizer(recipe, data.train.form)
+    tokenizer, processor = load_tokenizer(recipe, data.train.form, has_images=has_images)
     has_template = bool(tokenizer.chat_template)
     rows = data.train.settled(has_template=has_template)
     others = data.validation and data.validation.settled(has_template=has_template)
     if rows.form.is_chat:
         require_template(tokenizer, recipe.model.source)
+    images = None if processor is None else image_collator(processor, recipe)
     with tokenizer_errors(recipe.model.source):
         num_proc = recipe.training.more.get("dataset_num_proc")
-        tokens = tokenize(rows, tokenizer, recipe, num_proc)
-        held_out = tokenize(others, tokenizer, recipe, num_proc) if others else None
+        tokens = tokenize(rows, tokenizer, recipe, num_proc, images)
+        held_out = tokenize(others, tokenizer, recipe, num_proc, images) if others else None
     require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
     if num_shown:
         summary.show_rows(console, num_shown, rows, tokens, tokenizer)
         if not is_dry:
             return None
     row_length = _row_length(recipe, tokens)
-    train = _dataset(recipe, tokens, row_length)
+    train = _dataset(recipe, rows, tokens, row_length, has_images=has_images)
     recipe, more = fit_accumulation(recipe, len(train), run.accumulation)
     original = given.accumulating(recipe.training.gradient_accumulation_steps)
-    validation = held_out and _dataset(recipe, held_out, row_length)
+    validation = None
+    if others and held_out:
+        validation = _dataset(recipe, others, held_out, row_length, has_images=has_images)
     size = Size(
         num_rows=len(tokens.lengths),
         num_packed=len(train),
@@ -141,7 +153,12 @@ def finetune(
         has_bar=console.is_terminal,
     )
     made_of = {**data.digests}
-    made_of |= input_digests(recipe, tokenizer, {"tokens": tokens, "held-out tokens": held_out})
+    made_of |= input_digests(
+        recipe,
+        tokenizer,
+        {"tokens": tokens, "held-out tokens": held_out},
+        has_images=has_images,
+    )
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
     same = require_same(run.path, original, made_of, computed_on)
     notes += dict.fromkeys([*more, *run.notes, *same])
@@ -155,10 +172,13 @@ def finetune(
         return None
     with lock_run_dir(original, made_of, computed_on, run) as run:
         model = _model(recipe, device, run)
+        processing = processor or tokenizer
         trainer = make_trainer(
-            recipe, arguments, model, tokenizer, train, validation, row_length=row_length
+            *(recipe, arguments, model, processing, train, validation),
+            row_length=row_length,
+            images=images,
         )
-        return _train(recipe, run, trainer, tokenizer, size.num_steps)
+        return _train(recipe, run, trainer, processing, size.num_steps)
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -198,7 +218,7 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
 
 
 def _fit_to_model(
-    recipe: Recipe, config: "PreTrainedConfig"
+    recipe: Recipe, config: "PreTrainedConfig", *, has_images: bool
 ) -> tuple[Recipe, list[str], int | None]:
     """Fit the recipe to the model: its positions, and whether rows can be packed.
 
@@ -212,7 +232,10 @@ def _fit_to_model(
         notes.append(f"rows are cut at the model's {most} positions")
         multiple = training.pad_to_multiple_of
         training = replace(training, max_length=max(most - most % multiple, min(most, multiple)))
-    if recipe.is_packed and not keeps_apart(config, recipe.model.attention):
+    if recipe.is_packed and has_images:
+        notes.append("rows are not packed: TRL packs none with images")
+        training = replace(training, packing=False)
+    elif recipe.is_packed and not keeps_apart(config, recipe.model.attention):
         notes.append(
             f"rows are not packed: in a {config.model_type} documents of one row would see each "
             "other, as was tried on a small one"
@@ -236,7 +259,11 @@ def _row_length(recipe: Recipe, tokens: Tokens) -> int:
     return -(-longest // multiple) * multiple
 
 
-def _dataset(recipe: Recipe, tokens: Tokens, row_length: int) -> "Dataset":
+def _dataset(
+    recipe: Recipe, rows: Rows, tokens: Tokens, row_length: int, *, has_images: bool
+) -> "Dataset":
+    if has_images:
+        return image_dataset(rows.chosen(tokens.numbers).rows)
     if recipe.is_packed:
         return pack(tokens.dataset(), row_length)
     return tokens.dataset(has_lengths=True)
@@ -246,7 +273,7 @@ def _train(
     recipe: Recipe,
     run: RunFolder,
     trainer: "Trainer",
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | ProcessorMixin",
     total: int,
 ) -> Path:
     log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
@@ -322,7 +349,10 @@ def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:
 
 
 def _save(
-    recipe: Recipe, trainer: "Trainer", tokenizer: "PreTrainedTokenizerBase", run: RunFolder
+    recipe: Recipe,
+    trainer: "Trainer",
+    tokenizer: "PreTrainedTokenizerBase | ProcessorMixin",
+    run: RunFolder,
 ) -> None:
     """Write the adapter beside its place, then move it there as a whole."""
     optimizer: Any = trainer.optimizer

@@ -22,13 +22,14 @@ from trl.data_utils import common_prefix_length
 from poros.errors import DataFormatError, quoted
 from poros.finetune.data import Rows
 from poros.finetune.forms import Form
+from poros.finetune.images import ImageCollator, load_processor
 from poros.finetune.templates import NAMED
 from poros.loaders.tokenizer import read_tokenizer
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 IGNORED = -100
 """The label of a token that is not learnt."""
@@ -94,8 +95,13 @@ class Tokens:
         self.num_learnt += made["num_learnt"]
 
 
-def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
+def load_tokenizer(
+    recipe: Recipe, form: Form, *, has_images: bool = False
+) -> "tuple[PreTrainedTokenizerBase, ProcessorMixin | None]":
     """Load the model's tokenizer, with the template that the recipe names.
+
+    Returns:
+        The tokenizer, and for rows with images the model's processor, which uses it.
 
     Raises:
         CheckpointFormatError: If there is none.
@@ -105,6 +111,9 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
     """
     source = recipe.model.source
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(source)
+    processor: Any = load_processor(recipe) if has_images else None
+    if processor is not None and not tokenizer.chat_template:
+        tokenizer.chat_template = processor.chat_template
     name = recipe.data.chat_template
     if name in NAMED:
         template = NAMED[name]
@@ -137,7 +146,28 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    if processor is not None:
+        processor.tokenizer = tokenizer
+        processor.chat_template = tokenizer.chat_template
+    return tokenizer, processor
+
+
+def image_collator(processor: "ProcessorMixin", recipe: Recipe) -> ImageCollator:
+    """The collator of rows with images.
+
+    Raises:
+        DataFormatError: If the template does not mark what is learnt.
+    """
+    if recipe.data.loss_on == "all":
+        return ImageCollator(processor, recipe)
+    template = _marked_template(processor)
+    if template is None:
+        raise DataFormatError(
+            "data.chat_template: expected a chat template that marks the assistant's tokens "
+            "with {% generation %}, or one of those that TRL knows, found another; give such a "
+            "template (--chat-template), or learn every token (--loss-on all)"
+        )
+    return ImageCollator(processor, recipe, template)
 
 
 def tokenize(
@@ -145,6 +175,7 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     recipe: Recipe,
     num_proc: int | None = None,
+    images: ImageCollator | None = None,
 ) -> Tokens:
     """Tokenize rows and make their labels.
 
@@ -153,12 +184,13 @@ def tokenize(
         tokenizer: With the template for messages.
         recipe: What is learnt, and the length at which rows are cut.
         num_proc: Processes that share the work; with fewer than two it is done here.
+        images: Of rows with images.
 
     Raises:
         DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,
             and what to do.
     """
-    work = _Work(tokenizer, recipe, rows.form)
+    work = _Work(tokenizer, recipe, rows.form, images)
     all_made: Iterable[dict[str, Any]] = map(work.made, rows.rows)
     if num_proc is not None and num_proc > 1:
         all_made = _made_in_processes(work, rows.rows, num_proc)
@@ -198,8 +230,15 @@ def _made_in_processes(work: "_Work", rows: list[dict[str, Any]], num_proc: int)
 class _Work:
     """The state that all rows share."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe, form: Form) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        recipe: Recipe,
+        form: Form,
+        images: ImageCollator | None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._images = images
         self._form = form
         self._most = recipe.training.max_length
         loss_on = recipe.data.loss_on
@@ -242,7 +281,9 @@ class _Work:
 
     def _example(self, row: dict[str, Any]) -> dict[str, Any]:
         """Tokenize a row of SFT."""
-        if self._form.name == "messages":
+        if self._images is not None:
+            ids, mask = self._images.tokens(row)
+        elif self._form.name == "messages":
             ids, mask = self._conversation(row["messages"], row)
         elif self._form.name == "text":
             ids = self._tokenizer(self._ended(row["text"]))["input_ids"]
@@ -415,7 +456,7 @@ def _tools(row: dict[str, Any]) -> Any:
     return json.loads(tools) if isinstance(tools, str) else tools
 
 
-def _marked_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+def _marked_template(tokenizer: "PreTrainedTokenizerBase | ProcessorMixin") -> str | None:
     """Return a template that marks the assistant's tokens: the model's, TRL's, or None."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 

@@ -30,6 +30,7 @@ from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.errors import RecipeError, quoted
 from poros.finetune.attention import takes_cu_seqlens
 from poros.finetune.checkpoints import StagedCheckpoints
+from poros.finetune.images import ImageCollator
 from poros.finetune.stopping import EarlyStopping
 from poros.head.regularized import RegularizedLoss
 from poros.model.stats import attention_of
@@ -38,7 +39,7 @@ from poros.recipes.recipe import FEWEST_UPDATES, MOST_ACCUMULATED, Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _OURS = ("method", "lora_plus", "z_loss", "early_stopping_patience", "adapter_kernels")
 """Settings of ``training`` that TRL does not know."""
@@ -187,11 +188,12 @@ def make_trainer(
     recipe: Recipe,
     arguments: TrainingArguments,
     model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | ProcessorMixin",
     train: "Dataset",
     validation: "Dataset | None",
     *,
     row_length: int,
+    images: ImageCollator | None = None,
 ) -> Trainer:
     """Build the trainer of a recipe.
 
@@ -199,10 +201,12 @@ def make_trainer(
         recipe: How it trains.
         arguments: Of ``make_arguments``.
         model: With its adapter; prepared, or resident.
-        tokenizer: Saved with each checkpoint; its padding token fills rows.
+        tokenizer: Saved with each checkpoint; its padding token fills rows. Of rows with images
+            the processor.
         train: Rows of tokens, packed if the recipe says so.
         validation: The same, or None.
         row_length: Tokens of a packed row.
+        images: Of rows with images.
 
     Raises:
         RecipeError: If TRL refuses settings for this model.
@@ -216,7 +220,10 @@ def make_trainer(
     }
     with _own_dtypes(model, recipe.adapter.dtype), _refusals():
         if training.method == "sft":
-            collator = _collator(recipe, model, tokenizer.pad_token_id, row_length)
+            if images is not None:
+                collator: Any = images.padded
+            else:
+                collator = _collator(recipe, model, tokenizer.pad_token_id, row_length)
             trainer: Any = Sft(model, data_collator=collator, **options)
             if training.label_smoothing_factor or training.z_loss:
                 smoothing = training.label_smoothing_factor

@@ -9,7 +9,7 @@ import torch
 
 import poros
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
-from poros.finetune import summary
+from poros.finetune import hub, summary
 from poros.finetune.adapters import adapter_config, require_targets
 from poros.finetune.attention import require_attention
 from poros.finetune.checkpoints import best_of
@@ -104,6 +104,8 @@ def finetune(
             with: it was begun with something else, or what it has written is damaged.
         StoreWriteError: If a checkpoint or the adapter cannot be written; those before it are left.
         Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
+
+    With ``training.push_to_hub`` the adapter is sent there; see ``poros.finetune.hub``.
     """
     device = _device(recipe)
     given = recipe
@@ -170,6 +172,7 @@ def finetune(
     summary.show(console, recipe, plan, size, rows, tokens, tokenizer, kernels, notes)
     if is_dry:
         return None
+    repository = hub.make_repository(recipe)
     with lock_run_dir(original, made_of, computed_on, run) as run:
         model = _model(recipe, device, run)
         processing = processor or tokenizer
@@ -178,7 +181,10 @@ def finetune(
             row_length=row_length,
             images=images,
         )
-        return _train(recipe, run, trainer, processing, size.num_steps)
+        adapter = _train(recipe, run, trainer, processing, size.num_steps)
+    if repository is not None:
+        hub.send(recipe, repository, adapter)
+    return adapter
 
 
 def _device(recipe: Recipe) -> torch.device:

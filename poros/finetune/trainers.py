@@ -28,6 +28,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.errors import RecipeError, quoted
+from poros.finetune import hub
 from poros.finetune.attention import takes_cu_seqlens
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
@@ -309,7 +310,7 @@ def make_arguments(
         fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"
     fields |= recipe.as_dict()["training"]
     # TRL would replace the loss, and code of transformers for the whole process.
-    for own in (*_OURS, "label_smoothing_factor", "use_liger_kernel"):
+    for own in (*_OURS, *hub.SETTINGS, "label_smoothing_factor", "use_liger_kernel"):
         fields.pop(own, None)
     if training.is_schedule_free:
         fields["lr_scheduler_type"] = "constant"

@@ -293,6 +293,16 @@ def _check_output(draft: Draft, recipe: Recipe) -> None:
             f"expected a folder to write to, found {quoted(str(path))}: {reason}; give another "
             "folder (--out)",
         )
+    if recipe.output.merged is None:
+        return
+    path = Path(recipe.output.merged).expanduser()
+    reason = "there is something already" if path.exists() else why_not_writable(path)
+    if reason is not None:
+        draft.problem(
+            "output.merged",
+            f"expected a folder to make, found {quoted(str(path))}: {reason}; give another folder "
+            "(--merged)",
+        )
 
 
 def require_packages() -> None:

@@ -54,9 +54,7 @@ _TRAINING = {
     "prediction_loss_only eval_do_concat_batches eval_use_gather_object": _LOSS_ALONE,
     "eval_accumulation_steps include_for_metrics batch_eval_metrics label_names": _LOSS_ALONE,
     "hub_token": "a recipe is kept beside the adapter, and is no place for a secret: set HF_TOKEN",
-    "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision": "the "
-    "run's folder would go there with its checkpoints: `hf upload NAME FOLDER/adapter` sends what "
-    "is used",
+    "hub_strategy hub_always_push": "the adapter is sent once the run has ended, and no checkpoint",
     "model_init_kwargs": "it is model",
     "trust_remote_code": "Poros runs no code that comes with a checkpoint",
     "router_aux_loss_coef": "the model's own coefficient is taken",

@@ -314,6 +314,9 @@ class OutputPart:
     folder: str | None = _setting(
         None, text(), "--out", "Folder of the run; default: runs/MODEL-DATA-METHOD."
     )
+    merged: str | None = _setting(
+        None, text(), "--merged", "Folder for the base with the adapter in it, a checkpoint."
+    )
     trace_step: int | None = _setting(
         None,
         whole(),

@@ -11,12 +11,11 @@ import poros
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
 from poros.finetune import hub, summary
 from poros.finetune.adapters import adapter_config, require_targets
-from poros.finetune.attention import require_attention
 from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
-from poros.finetune.images import image_dataset, require_images
+from poros.finetune.images import image_dataset, load_processor, require_images
 from poros.finetune.liger import choose_liger, use_liger
-from poros.finetune.packing import keeps_apart, pack
+from poros.finetune.packing import keeps_apart, pack, require_attention
 from poros.finetune.provenance import base_digest, input_digests, machine
 from poros.finetune.resuming import RunFolder, lock_run_dir, reading, require_base, require_same
 from poros.finetune.stopping import Stopping
@@ -115,7 +114,8 @@ def finetune(
         require_images(recipe, config)
     recipe, notes, vocab_size = _fit_to_model(recipe, config, has_images=has_images)
     recipe, kernels = choose_liger(recipe, config, device)
-    tokenizer, processor = load_tokenizer(recipe, data.train.form, has_images=has_images)
+    processor = load_processor(recipe) if has_images else None
+    tokenizer = load_tokenizer(recipe, data.train.form, processor)
     has_template = bool(tokenizer.chat_template)
     rows = data.train.settled(has_template=has_template)
     others = data.validation and data.validation.settled(has_template=has_template)

@@ -10,9 +10,10 @@ before the base is loaded.
 """
 
 import json
-import pickle
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from trl.data_utils import common_prefix_length
 from poros.errors import DataFormatError, quoted
 from poros.finetune.data import Rows
 from poros.finetune.forms import Form
-from poros.finetune.images import ImageCollator, load_processor
+from poros.finetune.images import ImageCollator
 from poros.finetune.templates import NAMED
 from poros.loaders.tokenizer import read_tokenizer
 from poros.recipes.recipe import Recipe
@@ -34,14 +35,8 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that is not learnt."""
 _MOST_SHOWN = 30
-_COUNTS = {
-    "length": "int32",
-    "num_tokens": "int32",
-    "num_learnt": "int32",
-    "is_cut": "bool",
-    "problem": "string",
-}
-"""What is said of a row beside its columns, and the type of it."""
+_COUNTS = ("length", "num_tokens", "num_learnt", "is_cut", "problem")
+"""What is said of a row beside its columns."""
 
 
 @dataclass
@@ -95,13 +90,13 @@ class Tokens:
         self.num_learnt += made["num_learnt"]
 
 
-def load_tokenizer(
-    recipe: Recipe, form: Form, *, has_images: bool = False
-) -> "tuple[PreTrainedTokenizerBase, ProcessorMixin | None]":
+def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTrainedTokenizerBase":
     """Load the model's tokenizer, with the template that the recipe names.
 
-    Returns:
-        The tokenizer, and for rows with images the model's processor, which uses it.
+    Args:
+        recipe: With the model.
+        form: Of the rows.
+        processor: Of the model, for rows with images: it uses this tokenizer from then on.
 
     Raises:
         CheckpointFormatError: If there is none.
@@ -111,7 +106,6 @@ def load_tokenizer(
     """
     source = recipe.model.source
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(source)
-    processor: Any = load_processor(recipe) if has_images else None
     if processor is not None and not tokenizer.chat_template:
         tokenizer.chat_template = processor.chat_template
     name = recipe.data.chat_template
@@ -149,7 +143,7 @@ def load_tokenizer(
     if processor is not None:
         processor.tokenizer = tokenizer
         processor.chat_template = tokenizer.chat_template
-    return tokenizer, processor
+    return tokenizer
 
 
 def image_collator(processor: "ProcessorMixin", recipe: Recipe) -> ImageCollator:
@@ -183,7 +177,7 @@ def tokenize(
         rows: Of a form that is settled.
         tokenizer: With the template for messages.
         recipe: What is learnt, and the length at which rows are cut.
-        num_proc: Processes that share the work; with fewer than two it is done here.
+        num_proc: Processes that share the work; None to do it in this one.
         images: Of rows with images.
 
     Raises:
@@ -191,17 +185,16 @@ def tokenize(
             and what to do.
     """
     work = _Work(tokenizer, recipe, rows.form, images)
-    all_made: Iterable[dict[str, Any]] = map(work.made, rows.rows)
-    if num_proc is not None and num_proc > 1:
-        all_made = _made_in_processes(work, rows.rows, num_proc)
     tokens, wrong = Tokens(), []
-    for number, made in enumerate(all_made):
-        if made["problem"] is None:
-            tokens.add(made, number)
-            continue
-        wrong.append(f"{rows.place(number)}: {made['problem']}")
-        if len(wrong) == _MOST_SHOWN:
-            break
+    with ProcessPoolExecutor(num_proc) if num_proc else nullcontext() as pool:
+        all_made = map(work.made, rows.rows)
+        if pool is not None:
+            all_made = pool.map(work.made, rows.rows, chunksize=256)
+        for number, made in enumerate(all_made):
+            if made["problem"] is None:
+                tokens.add(made, number)
+            elif len(wrong) < _MOST_SHOWN:
+                wrong.append(f"{rows.place(number)}: {made['problem']}")
     if wrong:
         raise DataFormatError("\n".join(wrong))
     if not tokens.lengths:
@@ -211,20 +204,6 @@ def tokenize(
             f"{len(rows.rows)}; raise training.max_length (--max-length)"
         )
     return tokens
-
-
-def _made_in_processes(work: "_Work", rows: list[dict[str, Any]], num_proc: int) -> "Dataset":
-    """As ``map(work.made, rows)``, in several processes."""
-    from datasets import Dataset, Features, List, Value
-
-    columns = dict.fromkeys(work.columns, List(Value("int32")))
-    features = Features({**columns, **{name: Value(kind) for name, kind in _COUNTS.items()}})
-    # Pickled, since Arrow would give all rows the same keys.
-    packed = Dataset.from_dict({"row": [pickle.dumps(row) for row in rows]})
-    return packed.map(
-        work.made_of_packed, input_columns="row", remove_columns="row", features=features,
-        num_proc=num_proc, load_from_cache_file=False,
-    )  # fmt: skip
 
 
 class _Work:
@@ -254,10 +233,6 @@ class _Work:
             self.columns = ("prompt_ids", "chosen_ids", "rejected_ids")[self._is_reward :]
         elif form.name == "labelled":
             self.columns = ("prompt_ids", "completion_ids", "label")
-
-    def made_of_packed(self, row: bytes) -> dict[str, Any]:
-        """As ``made``, of a row that is pickled."""
-        return self.made(pickle.loads(row))
 
     def made(self, row: dict[str, Any]) -> dict[str, Any]:
         """Tokenize a row: its columns, and what is counted; or the problem with it."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LabelSmoother
@@ -29,10 +29,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.errors import RecipeError, quoted
 from poros.finetune import hub
-from poros.finetune.attention import takes_cu_seqlens
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
-from poros.finetune.stopping import EarlyStopping
+from poros.finetune.packing import takes_cu_seqlens
 from poros.head.regularized import RegularizedLoss
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of
@@ -237,7 +236,7 @@ def make_trainer(
             trainer = kind(model, _NoModel(model.config), **options)
             trainer.ref_model = None
     if training.early_stopping_patience is not None:
-        trainer.add_callback(EarlyStopping(training.early_stopping_patience))
+        trainer.add_callback(EarlyStoppingCallback(training.early_stopping_patience))
     trainer.recipe = recipe
     if arguments.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
@@ -330,6 +329,8 @@ def make_arguments(
                 # A loss that is no number is logged as it is, also of an evaluation. To replace it,
                 # the host would have to wait for each micro-batch.
                 "logging_nan_inf_filter": False,
+                # Early stopping has counted the validations before an interruption.
+                "restore_callback_states_from_checkpoint": True,
                 # A streamed layer is recomputed as it is.
                 "gradient_checkpointing": False,
             }

@@ -26,7 +26,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from poros.errors import DataFormatError, RecipeError, RunFolderError
-from poros.finetune import tokens as making
+from poros.finetune import run as runs
 from poros.finetune.adapters import adapter_config
 from tests.covers import with_slow
 from tests.exact.trl_arms import tokenizer
@@ -216,7 +216,7 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     words = tokenizer()
     words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     words.save_pretrained(model)
-    monkeypatch.setattr(making, "load_processor", lambda recipe: StandIn(tokenizer(), family))
+    monkeypatch.setattr(runs, "load_processor", lambda recipe: StandIn(tokenizer(), family))
     file = write_pictures(tmp_path)
     said = {"model__source": model, "data__source": file, "data__loss_on": "all"}
     said["training__max_steps"] = 2

@@ -4,7 +4,6 @@ Rows come from one source or several: files, folders, data sets by name. All row
 written alike, and those of all sources become the same form. Nothing here imports torch.
 """
 
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,29 +78,25 @@ class Rows:
 def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
     """Read the rows to train on, and those to validate on, if any.
 
-    With weights, rows to train on are drawn from their sources with these probabilities, until all
-    of each have been drawn; those of the other sources come several times.
-
     Raises:
         DataFormatError: If a row is not what it should be: file, line, what was expected and found,
             and what to do, for the first rows of which that is so.
     """
     reader = _Reader(recipe)
     parts = [reader.read(source, "data.source") for source in recipe.data.sources]
-    validation, weights = recipe.data.validation, recipe.data.weights
+    validation = recipe.data.validation
     num_sources = len(parts)
     if isinstance(validation, str):
         parts.append(reader.read(validation, "data.validation"))
     reader.refuse()
     parts = reader.alike(parts)
     reader.refuse()
-    parts, held_out = parts[:num_sources], parts[num_sources:]
-    if not isinstance(validation, str) and validation:
-        parts, held_out = _split(parts, validation, recipe.training.seed)
-    train = _joined(parts)
-    if isinstance(weights, tuple):
-        train = train.chosen(_drawn(parts, weights, recipe.training.seed))
-    return train, _joined(held_out) if held_out else None
+    train, others = _joined(parts[:num_sources]), parts[num_sources:]
+    if others:
+        return train, others[0]
+    if isinstance(validation, str) or not validation:
+        return train, None
+    return _split(train, validation, recipe.training.seed)
 
 
 class _Reader:
@@ -118,9 +113,8 @@ class _Reader:
 
         digest = xxh3_128()
         data, method = self._recipe.data, self._recipe.training.method
-        chosen = (data.config, data.split, data.weights)
-        if any(chosen):
-            digest.update(repr(chosen).encode())
+        if data.config or data.split:
+            digest.update(repr((data.config, data.split)).encode())
         found = Rows(Form(TEXT, is_chat=False))
         form: Form | None = None
         unused: set[str] = set()
@@ -229,27 +223,25 @@ def _digest_images(paths: Sequence[str], digest: Any) -> Iterator[str]:
             )
 
 
-def _split(parts: Sequence[Rows], share: float, seed: int) -> tuple[list[Rows], list[Rows]]:
-    """Hold out a share of all rows.
+def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
+    """Hold out a share of the rows.
 
     Raises:
         DataFormatError: If none would be left.
     """
-    num_rows = sum(len(part.rows) for part in parts)
+    from datasets import Dataset
+
+    num_rows = len(rows.rows)
     if num_rows < 2:
         raise DataFormatError(
-            f"{parts[0].place(0)}: expected at least two rows to hold some out for validation, "
-            "found one; leave out data.validation (--validation)"
+            f"{rows.place(0)}: expected at least two rows to hold some out for validation, found "
+            "one; leave out data.validation (--validation)"
         )
     num_held_out = min(max(1, round(share * num_rows)), num_rows - 1)
-    chosen = set(random.Random(seed).sample(range(num_rows), num_held_out))
-    left, held_out, start = [], [], 0
-    for part in parts:
-        numbers = range(len(part.rows))
-        left.append(part.chosen([each for each in numbers if start + each not in chosen]))
-        held_out.append(part.chosen([each for each in numbers if start + each in chosen]))
-        start += len(numbers)
-    return left, held_out
+    numbers = Dataset.from_dict({"row": list(range(num_rows))})
+    split = numbers.train_test_split(num_held_out, seed=seed)
+    left, held_out = (sorted(split[name]["row"]) for name in ("train", "test"))
+    return rows.chosen(left), rows.chosen(held_out)
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
@@ -266,27 +258,3 @@ def _joined(parts: Sequence[Rows]) -> Rows:
     found.unused = tuple(sorted({name for part in parts for name in part.unused}))
     found.digest = xxh3_128("".join(part.digest for part in parts).encode()).hexdigest()
     return found
-
-
-def _drawn(parts: Sequence[Rows], weights: Sequence[float], seed: int) -> list[int]:
-    """Draw from sources, one behind the other, until all rows of each have been drawn.
-
-    Raises:
-        DataFormatError: If a source has none.
-    """
-    from datasets import Dataset, interleave_datasets
-
-    tables, start = [], 0
-    for part in parts:
-        if not part.rows:
-            raise DataFormatError(
-                "data.weights: expected rows of every source to draw from, found all "
-                f"{part.read[0][1]} of one held out; hold out fewer (data.validation), or leave "
-                "the source out"
-            )
-        numbers = range(start, start + len(part.rows))
-        tables.append(Dataset.from_dict({"row": list(numbers)}))
-        start = numbers.stop
-    shares = [weight / sum(weights) for weight in weights]
-    drawn = interleave_datasets(tables, shares, seed=seed, stopping_strategy="all_exhausted")
-    return list(drawn[:]["row"])

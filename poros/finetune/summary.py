@@ -143,7 +143,7 @@ def show(
         "adapter",
         f"{kind}, rank {adapter.r}, alpha {recipe.alpha:g}, on {_targets(recipe)}",
     )
-    table.add_row("rows", _rows_line(recipe, rows))
+    table.add_row("rows", "; ".join(f"{title}, {number:,}" for title, number in rows.read))
     table.add_row("data", _data_line(recipe, size, tokens))
     for name, text in _marked(tokens, 0, tokenizer, console.encoding, _SHORT):
         table.add_row(name, text)
@@ -234,17 +234,6 @@ def _targets(recipe: Recipe) -> str:
     if targets == "all-linear":
         return "all linear layers"
     return targets if isinstance(targets, str) else ", ".join(targets)
-
-
-def _rows_line(recipe: Recipe, rows: Rows) -> str:
-    """Describe how the rows of each source are written."""
-    line = "; ".join(f"{title}, {number:,}" for title, number in rows.read)
-    weights = recipe.data.weights
-    if isinstance(weights, tuple):
-        line += (
-            f"; drawn {' : '.join(f'{weight:g}' for weight in weights)}, {len(rows.rows):,} in all"
-        )
-    return line
 
 
 def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:

@@ -139,13 +139,6 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
         draft.problem(
             "data.config", "expected a data set on the hub to configure, found others; remove it"
         )
-    weights = data.weights if isinstance(data.weights, tuple) else (data.weights,)
-    if data.weights is not None and not 1 < len(data.sources) == len(weights):
-        draft.problem(
-            "data.weights",
-            f"expected one for each of several sources, found {len(weights)} for "
-            f"{len(data.sources)}; write as many as data.source has, or remove them",
-        )
     template = data.chat_template
     if template.endswith((".jinja", ".j2")):
         try:
@@ -192,8 +185,8 @@ def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
         )
     if suffixes == [""]:
         return (
-            f"expected a file that ends in {', '.join(SUFFIXES)} or .gz behind one of the first "
-            f"four, found {shown}; write one JSON object a line"
+            f"expected a file that ends in {', '.join(SUFFIXES)}, found {shown}; write one JSON "
+            "object a line"
         )
     return None
 

@@ -96,12 +96,6 @@ class DataPart:
         "DATA",
         "File or folder of rows (JSON, CSV, Parquet), or name of a data set on the hub; or a list.",
     )
-    weights: float | tuple[float, ...] | None = _setting(
-        None,
-        one_or_several(real(0, is_above=True)),
-        "--weights",
-        "Sampling weights of several sources; without them all rows are concatenated.",
-    )
     config: str | None = _setting(
         None, text(), "--config", "Configuration of a data set on the hub."
     )

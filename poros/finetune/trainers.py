@@ -311,6 +311,8 @@ def make_arguments(
     # TRL would replace the loss, and code of transformers for the whole process.
     for own in (*_OURS, *hub.SETTINGS, "label_smoothing_factor", "use_liger_kernel"):
         fields.pop(own, None)
+    if training.early_stopping_patience is not None:
+        fields["load_best_model_at_end"] = True  # the last steps have made nothing better
     if training.is_schedule_free:
         fields["lr_scheduler_type"] = "constant"
     if training.method == "sft":

@@ -125,12 +125,6 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
             wrong = _problem_with_rows(source, is_split=is_split)
             if wrong is not None:
                 draft.problem(key, wrong)
-        elif find_spec("datasets") is None:
-            draft.problem(
-                key,
-                f"expected a file or folder, found {quoted(source)}, which is not there; to read "
-                "it from the hub: pip install '.[finetune]' in a clone of Poros",
-            )
     if data.split and kinds == {Kind.FILES}:
         draft.problem(
             "data.split", "expected a data set on the hub to split, found a file; remove it"
@@ -225,28 +219,10 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             "training.adapter_kernels",
             "expected LoRA with grouped, found DoRA; choose fused, or remove it",
         )
-    is_kto = training.method == "kto" and training.more.get("loss_type", "kto") == "kto"
-    if is_kto and given.get("training.per_device_train_batch_size") == 1:
-        draft.problem(
-            "training.per_device_train_batch_size",
-            "expected at least 2 with kto, whose KL term pairs rows of a micro-batch, found 1; "
-            "remove it, or set training.loss_type to apo_zero_unpaired",
-        )
-    is_best = training.more.get("load_best_model_at_end", False)
-    if training.early_stopping_patience is not None and not is_best:
-        draft.problem(
-            "training.early_stopping_patience",
-            "expected load_best_model_at_end with it, since the last steps made nothing better, "
-            "found none; set training.load_best_model_at_end to true",
-        )
-    is_orthogonal = recipe.adapter.more.get("init_lora_weights") == "orthogonal"
-    if is_orthogonal and recipe.model.quantization != "none":
-        draft.problem(
-            "adapter.init_lora_weights",
-            "expected gaussian, true or false with a base in 4 bit, found orthogonal, which has to "
-            "read its weights; choose another, or set model.quantization to none (--quantization)",
-        )
-    for name in ("eval_steps", "eval_strategy", "eval_on_start", "load_best_model_at_end"):
+    for name in (
+        *("eval_steps", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
+        "early_stopping_patience",
+    ):
         is_asked = given.get(f"training.{name}") not in (None, False, "no")
         if is_asked and not recipe.data.validation:
             draft.problem(
@@ -268,12 +244,6 @@ def _check_memory(draft: Draft, recipe: Recipe) -> None:
     elif memory.vram is not None and memory.slots is not None:
         draft.problem(
             "memory.slots", "expected either vram or slots, found both; remove one of them"
-        )
-    if memory.device is not None and memory.device not in ("cpu", "cuda", "cuda:0"):
-        draft.problem(
-            "memory.device",
-            f"expected cpu or cuda, found {quoted(memory.device)}; remove it for the GPU, and "
-            "choose among several by CUDA_VISIBLE_DEVICES=N",
         )
 
 

@@ -298,7 +298,12 @@ class MemoryPart:
     resident: bool = _setting(
         False, switch(), "--resident", "Keep the whole base on the device: nothing is streamed."
     )
-    device: str | None = _setting(None, text(), "--device", "cpu or cuda.")
+    device: str | None = _setting(
+        None,
+        choice("cpu", "cuda", "cuda:0"),
+        "--device",
+        "The device; CUDA_VISIBLE_DEVICES=N chooses among several GPUs.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

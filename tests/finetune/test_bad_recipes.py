@@ -79,22 +79,16 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "adapter:\n  init_lora_weights: pissa\n", 4, "which change the base", "leave it out",
     ),
     "adapter that is refused": ("adapter:\n  layer_replication: [[0, 2]]\n", 4, "poros.prep", "bl"),
-    "one row of KTO": (
-        "training:\n  method: kto\n  per_device_train_batch_size: 1\n", 5, "at least 2", "remove",
-    ),
     "resident and budget": ("memory:\n  resident: true\n  vram: 8GiB\n", 5, "8GiB", "remove one"),
     "budget and slots": ("memory:\n  vram: 8GiB\n  slots: 2\n", 5, "found both", "remove one"),
-    "device of a machine with several": (
-        "memory:\n  device: cuda:1\n", 4, "expected cpu or cuda", "CUDA_VISIBLE_DEVICES",
-    ),
-    "no such device": ("memory:\n  device: tpu\n", 4, "'tpu'", "remove it"),
+    "no such device": ("memory:\n  device: cuda:1\n", 4, "one of cpu, cuda", "leave it out"),
     "host budget without store": ("memory:\n  slots: 2\n  slot: 3\n", 5, "slot", "mean slots?"),
     "nothing to validate on": ("training:\n  eval_steps: 5\n", 4, "validate", "--validation"),
     "nothing to be best at": (
         "training:\n  load_best_model_at_end: true\n", 4, "validate", "--validation",
     ),
     "ending early at the last": (
-        "training:\n  early_stopping_patience: 2\n", 4, "nothing better", "at_end to true",
+        "training:\n  early_stopping_patience: 2\n", 4, "validate", "--validation",
     ),
     "grouped DoRA": (
         "adapter:\n  use_dora: true\ntraining:\n  adapter_kernels: grouped\n",

@@ -14,7 +14,7 @@ from typing import Any, cast
 from poros.errors import DataFormatError, quoted, reason_of
 from poros.finetune.files import rows_of
 from poros.finetune.forms import (
-    FORMS,
+    FORMATS,
     METHODS,
     TEXT,
     Form,
@@ -192,7 +192,7 @@ class _Reader:
         method, loss_on = self._recipe.training.method, self._recipe.data.loss_on
         if form.name not in METHODS[method]:
             other = next(name for name, forms in METHODS.items() if form.name in forms)
-            keys = dict.fromkeys(FORMS[name] for name in METHODS[method])
+            keys = [each.keys for each in FORMATS if each.form in METHODS[method]]
             wanted = " or ".join(f"({', '.join(each)})" for each in keys)
             self._note(
                 where,

@@ -24,22 +24,14 @@ from typing import Any, NamedTuple
 
 from poros.errors import quoted
 
-FORMS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "completions": ("prompt", "completion"),
-    "preferences": ("prompt", "chosen", "rejected"),
-    "labelled": ("prompt", "completion", "label"),
-    "text": ("text",),
-    "instructions": ("prompt", "completion"),
-}
-"""The keys of each form. Instructions become messages if the model has a template for them, and
-completions otherwise; they may have a system prompt."""
 METHODS = {
     "sft": ("messages", "completions", "text", "instructions"),
     "dpo": ("preferences",),
     "kto": ("labelled",),
     "reward": ("preferences",),
 }
+"""The forms that a method takes. Instructions become messages if the model has a template for them,
+and completions otherwise; they may have a system prompt."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {
     "system": "system",
@@ -75,7 +67,7 @@ class Format(NamedTuple):
 
     title: str
     form: str
-    """Of ``FORMS``: what they become."""
+    """What they become: one of ``METHODS``."""
     keys: tuple[str, ...]
     """All of them are in each row."""
     others: tuple[str, ...] = ()
@@ -108,7 +100,7 @@ class Form(NamedTuple):
 
     @property
     def name(self) -> str:
-        """One of ``FORMS``: what they become."""
+        """What they become."""
         return self.format.form
 
 

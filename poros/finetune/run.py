@@ -132,12 +132,12 @@ def finetune(
         if not is_dry:
             return None
     row_length = _row_length(recipe, tokens)
-    train = _dataset(recipe, rows, tokens, row_length, has_images=has_images)
+    train = _dataset(recipe, tokens, row_length, rows if has_images else None)
     recipe, more = fit_accumulation(recipe, len(train), run.accumulation)
     original = given.accumulating(recipe.training.gradient_accumulation_steps)
     validation = None
     if others and held_out:
-        validation = _dataset(recipe, others, held_out, row_length, has_images=has_images)
+        validation = _dataset(recipe, held_out, row_length, others if has_images else None)
     size = Size(
         num_rows=len(tokens.lengths),
         num_packed=len(train),
@@ -266,10 +266,10 @@ def _row_length(recipe: Recipe, tokens: Tokens) -> int:
 
 
 def _dataset(
-    recipe: Recipe, rows: Rows, tokens: Tokens, row_length: int, *, has_images: bool
+    recipe: Recipe, tokens: Tokens, row_length: int, with_images: Rows | None = None
 ) -> "Dataset":
-    if has_images:
-        return image_dataset(rows.chosen(tokens.numbers).rows)
+    if with_images is not None:
+        return image_dataset(with_images.chosen(tokens.numbers).rows)
     if recipe.is_packed:
         return pack(tokens.dataset(), row_length)
     return tokens.dataset(has_lengths=True)

@@ -11,7 +11,7 @@ before the base is loaded.
 
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -185,9 +185,10 @@ def tokenize(
             and what to do.
     """
     work = _Work(tokenizer, recipe, rows.form, images)
-    tokens, wrong = Tokens(), []
+    tokens = Tokens()
+    wrong: list[str] = []
     with ProcessPoolExecutor(num_proc) if num_proc else nullcontext() as pool:
-        all_made = map(work.made, rows.rows)
+        all_made: Iterator[dict[str, Any]] = map(work.made, rows.rows)
         if pool is not None:
             all_made = pool.map(work.made, rows.rows, chunksize=256)
         for number, made in enumerate(all_made):

@@ -78,6 +78,6 @@ def test_what_cannot_be_trained_is_refused_before_the_base_is_loaded(
     source = {"model__source": model, "data__source": data / "preferences.jsonl"}
     with pytest.raises(UnsupportedModelError, match="AutoModelForSequenceClassification, found"):
         announced(recipe_of(**source, **options))
-    with pytest.raises(DataFormatError, match=r"rows for reward \(prompt, chosen, rejected\)"):
+    with pytest.raises(DataFormatError, match=r"rows for reward \(chosen, rejected\)"):
         announced(recipe_of(**{**source, "data__source": data / "text.jsonl"}, **options))
     assert not (tmp_path / "run").exists()

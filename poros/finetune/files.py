@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from poros.errors import quoted, reason_of
-from poros.finetune.forms import FORMATS, no_form
+from poros.finetune.forms import FORMATS
 from poros.io import strict_json
 from poros.io.reading import open_regular
 from poros.loaders.names import is_local
@@ -145,26 +145,22 @@ def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
 
 def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iterator[Row]:
     """Yield the rows of CSV, each with the line that it begins on; all cells are texts."""
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    names: list[str] = []
-    number = 1
     before = csv.field_size_limit(sys.maxsize)
+    number = 1
     try:
-        for cells in reader:
-            if not names:
-                names = cells
-                wrong = _header_problem(names)
-                if wrong:
-                    note(f"{shown}:1", f"{wrong}; the first line of the file names its columns")
-                    return
-            elif len(cells) == len(names):
-                yield f"{shown}:", number, dict(zip(names, cells, strict=True))
-            elif cells:
-                note(
-                    f"{shown}:{number}",
-                    f"expected {len(names)} cells, as many as the first line names, found "
-                    f"{len(cells)}; put texts with separators in double quotes",
-                )
+        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        names = reader.fieldnames or ()
+        if len({*names}) < len(names) or not any({*each.keys} <= {*names} for each in FORMATS):
+            what = f"expected columns of a row, each once, found {quoted(', '.join(names))}"
+            note(f"{shown}:1", f"{what}; the first line of the file names its columns")
+            return
+        number = reader.line_num + 1
+        for row in reader:
+            if None in row or None in row.values():
+                what = f"expected {len(names)} cells, as many as the first line names, found others"
+                note(f"{shown}:{number}", f"{what}; put texts with separators in double quotes")
+            else:
+                yield f"{shown}:", number, row
             number = reader.line_num + 1
     except csv.Error as error:
         reason = quoted(str(error), is_bare=True)
@@ -172,15 +168,6 @@ def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iter
         note(f"{shown}:{number}", what)
     finally:
         csv.field_size_limit(before)
-
-
-def _header_problem(names: list[str]) -> str:
-    twice = sorted({quoted(each) for each in names if names.count(each) > 1})
-    if twice:
-        return f"expected every column once, found {', '.join(twice)} twice; remove one"
-    if not any(set(each.keys) <= set(names) for each in FORMATS):
-        return no_form(set(names))
-    return ""
 
 
 def _tables(source: str, kind: Kind, data: DataPart, digest: Any, note: Note) -> Iterator[Row]:

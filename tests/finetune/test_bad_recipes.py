@@ -273,12 +273,12 @@ LINES = (GOOD + "\n").encode()
 LIST = b'[\n {"text": "a"},\n {"text": "b"}\n]\n'
 # A file, or the files of a folder; the place that is wrong, what is said of it, and the remedy.
 FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
-    "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one', 'two'", "names its col"),
-    "CSV with a name twice": ("a.csv", b"text,text\na,b\n", ":1:", "'text' twice", "remove one"),
+    "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one, two'", "names its col"),
+    "CSV with a name twice": ("a.csv", b"text,text\na,b\n", ":1:", "'text, text'", "names its col"),
     "CSV with a cell too many": (
         "a.csv", b'prompt,completion\n"a\na",b\na,b,c\n', ":4:", "2 cells", "double quotes",
     ),
-    "CSV with a cell too few": ("a.csv", b"text,id\na,1\nb\n", ":3:", "found 1", "double quotes"),
+    "CSV with a cell too few": ("a.csv", b"text,id\na,1\nb\n", ":3:", "2 cells", "double quotes"),
     "CSV with an empty cell": ("a.csv", b"text,id\n,1\n", ":2:", "text: exp", "fill it in"),
     "CSV with a quote left open": ("a.csv", b'text\na\n"b\nc\n', ":3:", "expected CSV", "quotes"),
     "CSV in Latin-1": ("a.csv", b"text\na\n\xe9\n", ":3:", "0xe9 in column 1", "UTF-8"),

@@ -122,6 +122,8 @@ def _what_to_do(adapter: Path, merged: str | None = None) -> list[str]:
     if config.get("task_type") == "SEQ_CLS":
         model_class, writes_text = "AutoModelForSequenceClassification", False
         arguments += ", num_labels=1"
+    elif (adapter / "processor_config.json").is_file():  # trained on images
+        model_class = "AutoModelForImageTextToText"
     folder = json.dumps(str(adapter), ensure_ascii=False)
     quoted_folder = shlex.quote(str(adapter))
     return [

@@ -28,6 +28,7 @@ from trl import SFTConfig, SFTTrainer
 from poros.errors import DataFormatError, RecipeError, RunFolderError
 from poros.finetune import run as runs
 from poros.finetune.adapters import adapter_config
+from tests.command import poros_command, text
 from tests.covers import with_slow
 from tests.exact.trl_arms import tokenizer
 from tests.finetune.subjects import (
@@ -323,3 +324,27 @@ def test_what_takes_no_images_is_refused(gemma3: Path, model: Path, tmp_path: Pa
     with pytest.raises(DataFormatError, match="marks the assistant's tokens"):
         announced(recipe_of(**source, data__chat_template=template))
     assert "rows are not packed" in announced(recipe_of(**source))
+
+
+def test_the_command_merges_it_from_a_store_too(
+    gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the processor's files; the lines that are printed name a class with a tower."""
+    monkeypatch.chdir(tmp_path)
+    write_pictures(tmp_path)
+    short = ("rows.jsonl", "--steps", "1", "--max-length", "64", "--slots", "2")
+    first = poros_command(
+        *("finetune", str(gemma3), *short, "--out", "first"),
+        *("--store", "store", "--merged", "merged"),
+    )
+    assert first.exit_code == 0, text(first)
+    assert "AutoModelForImageTextToText" in text(first)
+    second = poros_command("finetune", "store", *short, "--out", "second")
+    assert second.exit_code == 0, text(second)
+    weights = [
+        Path(f"{name}/adapter/adapter_model.safetensors").read_bytes()
+        for name in ("first", "second")
+    ]
+    assert weights[0] == weights[1]
+    assert AutoProcessor.from_pretrained("merged").image_seq_length == NUM_TOKENS
+    AutoModelForImageTextToText.from_pretrained("merged")

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import trl
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification as SCORE
+from transformers import AutoTokenizer
 
 from poros.errors import DataFormatError, UnsupportedModelError
+from tests.command import poros_command, text
 from tests.finetune.subjects import announced, recipe_of, rows, write_model, write_rows
 from tests.finetune.trl_runs import by_poros, by_trl
+from tests.support import same_bits
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
@@ -34,7 +37,7 @@ def plain(out: Path, model: Path, made: list[dict[str, Any]], **fields: Any) -> 
     return by_trl(
         *(out, model, trl.RewardTrainer, trl.RewardConfig, Dataset.from_list(made)),
         AutoTokenizer.from_pretrained(model),
-        auto_class=AutoModelForSequenceClassification,
+        auto_class=SCORE,
         num_labels=1,
         adapter=lambda base: LoraConfig(
             r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="SEQ_CLS"
@@ -81,3 +84,20 @@ def test_what_cannot_be_trained_is_refused_before_the_base_is_loaded(
     with pytest.raises(DataFormatError, match=r"rows for reward \(chosen, rejected\)"):
         announced(recipe_of(**{**source, "data__source": data / "text.jsonl"}, **options))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_command_merges_it_and_says_how_to_load_it(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", rows("preferences", 8))
+    short = ("--method", "reward", "--steps", "1", "--max-length", "64", "--merged", "merged")
+    result = poros_command("finetune", str(chat), "rows.jsonl", "--out", "run", *short)
+    assert result.exit_code == 0 and "poros chat" not in text(result), text(result)
+    (line,) = [each for each in text(result).splitlines() if each.startswith("Python:")]
+    names = {"PeftModel": PeftModel, SCORE.__name__: SCORE}
+    adapted = eval(line.removeprefix("Python:"), names).merge_and_unload()
+    merged = SCORE.from_pretrained("merged")
+    assert merged.config.num_labels == 1
+    for name, expected in adapted.state_dict().items():
+        assert same_bits(merged.state_dict()[name], expected)

@@ -15,6 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from poros.errors import DataFormatError, RecipeError, quoted
 from poros.loaders.settings import describe_error, refuse_code
 from poros.loaders.source import find_config
+from poros.loaders.tokenizer import read_tokenizer
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -51,12 +52,14 @@ def load_processor(recipe: Recipe) -> "ProcessorMixin":
     """Load the model's processor, from the files beside its tokenizer.
 
     Raises:
+        CheckpointFormatError: If its tokenizer cannot be used.
         DataFormatError: If there is none for images, or transformers cannot load it.
         UnsupportedModelError: If it is defined by code of its own.
     """
     from transformers import AutoProcessor, ProcessorMixin
 
     source = recipe.model.source
+    read_tokenizer(source)  # in a child first; transformers opens it beside the processor
     folder, _ = find_config(str(Path(source).expanduser()))
     try:
         found = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
@@ -103,8 +106,13 @@ class ImageCollator:
         """Return the tokens of a row, uncut, and whether each is learnt.
 
         Raises:
-            DataFormatError: If cutting it would cut an image.
+            DataFormatError: If cutting it would cut an image, or it has tools.
         """
+        if row.get("tools"):
+            raise DataFormatError(
+                "tools: expected none in rows with images, which TRL does not render, found some; "
+                "remove them"
+            )
         images = _open_images(row.get("images", []))
         batch = self._alone([{"messages": row["messages"], "images": images}])
         ids, labels = (batch[name][0].tolist() for name in ("input_ids", "labels"))

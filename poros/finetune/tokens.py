@@ -141,6 +141,7 @@ def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTra
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if processor is not None:
+        tokenizer.truncation_side = "right"
         processor.tokenizer = tokenizer
         processor.chat_template = tokenizer.chat_template
     return tokenizer

@@ -246,7 +246,7 @@ def test_a_run_goes_on_with_the_pictures_that_it_was_begun_with(
     said = {
         **{f"training__{name}": value for name, value in SETTINGS.items()},
         **{"model__source": gemma3, "data__source": file, "memory__slots": 2},
-        **{"data__validation": 0.2, "training__eval_steps": 1},
+        **{"data__validation": 0.2, "training__eval_steps": 1, "training__dataset_num_proc": 2},
     }
     expected = run(recipe_of(**said, output__folder=tmp_path / "whole"))
     recipe = recipe_of(**said, output__folder=tmp_path / "run", training__save_steps=1)
@@ -287,6 +287,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "one too few": (
         said_of([{"type": "image"}, {"type": "image"}], images=["pictures/1.png"]),
         r"rows\.jsonl:2: .*Number of images provided \(1\)",
+    ),
+    "tools": (
+        said_of("?", tools=[{"name": "now"}]),
+        r"rows\.jsonl:2: tools: expected none in rows",
     ),
     "behind the cut": (
         said_of([{"type": "text", "text": "slot " * 70}, IMAGE]),

@@ -232,18 +232,11 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
 
 
 def _check_memory(draft: Draft, recipe: Recipe) -> None:
-    memory = recipe.memory
-    if memory.resident:
-        for key, value in (("memory.vram", memory.vram), ("memory.slots", memory.slots)):
-            if value is not None:
-                draft.problem(
-                    key,
-                    "expected nothing to stream with memory.resident (--resident), found "
-                    f"{value}; remove one of them",
-                )
-    elif memory.vram is not None and memory.slots is not None:
+    chosen = [name for name in ("resident", "vram", "slots") if getattr(recipe.memory, name)]
+    if len(chosen) > 1:
         draft.problem(
-            "memory.slots", "expected either vram or slots, found both; remove one of them"
+            f"memory.{chosen[1]}",
+            f"expected one of resident, vram and slots, found {' and '.join(chosen)}; remove one",
         )
 
 

@@ -87,8 +87,8 @@ def require_targets(recipe: Recipe, base: Any) -> None:
     except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT
         raise RecipeError(
             f"adapter.target_modules: expected modules that get such an adapter, "
-            f"found {', '.join(sorted(targets))}: {describe_error(error)}; name linear layers "
-            "(--target-modules)"
+            f"found {quoted(', '.join(sorted(targets)) or config.target_modules, limit=200)}: "
+            f"{describe_error(error)}; name linear layers (--target-modules)"
         ) from error
     if recipe.training.method != "sft" and hasattr(base.get_output_embeddings(), "lora_A"):
         raise RecipeError(

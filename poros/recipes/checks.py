@@ -65,19 +65,14 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
     if source and is_local(source):
         path = Path(source).expanduser()
         shown = quoted(source)
+        is_one = path.suffix == ".safetensors" or (path / "config.json").is_file()
         if not path.exists():
             draft.problem(key, f"expected a checkpoint, found no file or folder {shown}; check it")
-        elif path.is_dir() and not ((path / "config.json").is_file() or _is_store(source)):
+        elif not (is_one or _is_store(source)):
             draft.problem(
                 key,
-                f"expected a folder with a config.json, found {shown} without one; give the folder "
-                "that a model was saved to",
-            )
-        elif path.is_file() and path.suffix != ".safetensors":
-            draft.problem(
-                key,
-                f"expected a folder or a .safetensors file, found {shown}; GGUF, .bin and .pt "
-                "cannot be loaded: give the original checkpoint's folder",
+                f"expected a folder with a config.json, or a .safetensors file, found {shown}; "
+                "GGUF, .bin and .pt cannot be loaded: give the original checkpoint's folder",
             )
     if recipe.model.host_budget and not (recipe.model.store or _is_store(source)):
         draft.problem(

@@ -320,6 +320,8 @@ def test_what_takes_no_images_is_refused(gemma3: Path, model: Path, tmp_path: Pa
         announced(recipe_of(**source, model__vision="drop"))
     with pytest.raises(RecipeError, match="group_by_length"):
         announced(recipe_of(**source, training__train_sampling_strategy="group_by_length"))
+    with pytest.raises(RecipeError, match=r"target_modules: .*'\.\*none\.\*'.*not found"):
+        announced(recipe_of(**source, adapter__target_modules=".*none.*"))
     bare = write_model(tmp_path / "bare", architecture="gemma3_multimodal")
     with pytest.raises(DataFormatError, match="expected a processor for images"):
         announced(recipe_of(**{**source, "model__source": bare}))

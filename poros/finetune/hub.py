@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 from poros.errors import RecipeError, StoreWriteError, quoted
-from poros.loaders.settings import describe_error
 from poros.recipes.recipe import Recipe
 
 SETTINGS = ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision")
@@ -36,7 +35,7 @@ def make_repository(recipe: Recipe) -> str | None:
     except Exception as error:  # of the network, the hub, and its client
         raise RecipeError(
             f"training.push_to_hub: expected a repository {quoted(wanted)} on the hub, found "
-            f"{describe_error(error)}; log in with `hf auth login`, check the connection and the "
+            f"{_said(error)}; log in with `hf auth login`, check the connection and the "
             "name (training.hub_model_id), or remove it"
         ) from error
 
@@ -55,6 +54,10 @@ def send(recipe: Recipe, repository: str, adapter: Path) -> None:
     except Exception as error:
         line = f"hf upload {repository} {shlex.quote(str(adapter))}"
         raise StoreWriteError(
-            f"training.push_to_hub: expected to send the adapter, found {describe_error(error)}; "
+            f"training.push_to_hub: expected to send the adapter, found {_said(error)}; "
             f"it is whole in {quoted(str(adapter))}: `{line}` sends it"
         ) from error
+
+
+def _said(error: Exception) -> str:
+    return quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)

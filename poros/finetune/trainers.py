@@ -311,7 +311,8 @@ def make_arguments(
     # TRL would replace the loss, and code of transformers for the whole process.
     for own in (*_OURS, *hub.SETTINGS, "label_smoothing_factor", "use_liger_kernel"):
         fields.pop(own, None)
-    if training.early_stopping_patience is not None:
+    is_stopped_early = training.early_stopping_patience is not None
+    if is_stopped_early:
         fields["load_best_model_at_end"] = True  # the last steps have made nothing better
     if training.is_schedule_free:
         fields["lr_scheduler_type"] = "constant"
@@ -332,7 +333,7 @@ def make_arguments(
                 # the host would have to wait for each micro-batch.
                 "logging_nan_inf_filter": False,
                 # Early stopping has counted the validations before an interruption.
-                "restore_callback_states_from_checkpoint": True,
+                "restore_callback_states_from_checkpoint": is_stopped_early,
                 # A streamed layer is recomputed as it is.
                 "gradient_checkpointing": False,
             }

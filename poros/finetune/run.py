@@ -139,10 +139,8 @@ def finetune(
     if others and held_out:
         validation = _dataset(recipe, held_out, row_length, others if has_images else None)
     size = Size(
-        num_rows=len(tokens.lengths),
-        num_packed=len(train),
-        num_tokens=tokens.num_tokens,
         row_length=row_length,
+        num_rows=len(train),
         num_steps=num_steps(len(train), recipe),
         num_validation=len(held_out.lengths) if held_out else 0,
     )

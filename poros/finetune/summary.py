@@ -1,9 +1,8 @@
 """The summary printed before a run: does it fit, what goes where, how many steps, how long."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
@@ -27,23 +26,13 @@ _SHORT = 160
 """Characters of a prompt or an answer in the row that is shown."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """The size of a run.
+class Size(NamedTuple):
+    """The size of a run, beside its rows of tokens."""
 
-    Attributes:
-        num_rows: Rows of the data that are trained on.
-        num_packed: Rows after packing; the same without.
-        num_tokens: Tokens of an epoch, without padding.
-        row_length: Tokens of the longest row as it is computed, padding included.
-        num_steps: Optimizer steps in all.
-        num_validation: Rows to validate on.
-    """
-
-    num_rows: int
-    num_packed: int
-    num_tokens: int
     row_length: int
+    """Tokens of the longest row as it is computed, padding included."""
+    num_rows: int
+    """Rows of an epoch, after packing."""
     num_steps: int
     num_validation: int
 
@@ -237,13 +226,12 @@ def _targets(recipe: Recipe) -> str:
 
 
 def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:
-    share = 100 * tokens.num_learnt / max(1, size.num_tokens)
-    parts = [
-        f"{size.num_rows:,} rows, {size.num_tokens:,} tokens, {share:.0f} % of them trained on"
-    ]
+    share = 100 * tokens.num_learnt / max(1, tokens.num_tokens)
+    num_rows, num_tokens = len(tokens.lengths), tokens.num_tokens
+    parts = [f"{num_rows:,} rows, {num_tokens:,} tokens, {share:.0f} % of them trained on"]
     training = recipe.training
     if recipe.is_packed:
-        parts.append(f"packed into rows of {size.row_length}, {size.num_packed:,} in all")
+        parts.append(f"packed into rows of {size.row_length}, {size.num_rows:,} in all")
     else:
         multiple = training.pad_to_multiple_of
         parts.append(f"padded to a multiple of {multiple}, at most {size.row_length}")

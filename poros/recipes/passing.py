@@ -80,15 +80,8 @@ _BY_METHOD = {
     ("sft", "loss_type"): "the model's own loss is computed, in slices of the head",
     ("kto", "train_sampling_strategy"): "each micro-batch holds the rows that its KL term pairs",
 }
-_OPTIMIZERS = {
-    "flora": "expected an optimizer of adapters, found flora, which trains all weights of a model "
-    "on the GPU; poros finetune trains adapters alone: use poros.optim.Flora with a Trainer",
-    "lomo": "expected an optimizer that steps after the backward, found one within it; choose "
-    "adamw_torch_fused",
-    "galore": "expected an optimizer of adapters, found one of whole matrices; choose "
-    "adamw_torch_fused",
-}
-"""Refused by a part of their name; APOLLO's are like GaLore's."""
+_OPTIMIZERS = ("flora", "lomo", "galore", "apollo")
+"""Refused by a part of their name."""
 _LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
     *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
@@ -156,9 +149,15 @@ def _particular(name: str, method: str) -> Kind | None:
         from transformers.training_args import OptimizerNames
 
         known = [str(each.value) for each in OptimizerNames]
-        bad = {each: why for each in [*known, "flora"] if (why := _why_no_optimizer(each))}
-        bad["adamw"] = "expected a name of transformers, found adamw; it is adamw_torch_fused"
-        return choice(*(each for each in known if each not in bad), refused=bad)
+        why = (
+            "expected an optimizer of adapters that steps after the backward, found one of whole "
+            "matrices or of all weights; choose adamw_torch_fused (poros.optim.Flora trains all "
+            "weights in a script)"
+        )
+        bad = [each for each in (*known, "flora") if any(part in each for part in _OPTIMIZERS)]
+        refusals = dict.fromkeys(bad, why)
+        refusals["adamw"] = "expected a name of transformers, found adamw; it is adamw_torch_fused"
+        return choice(*(each for each in known if each not in bad), refused=refusals)
     if name == "init_lora_weights":
         why = (
             f"expected one of {', '.join(_INITS)}, found one of those which change the base, or "
@@ -176,8 +175,3 @@ def _particular(name: str, method: str) -> Kind | None:
     if method == "dpo" and name == "loss_type":
         return kind_of(list[Literal[_LOSSES]])  # type: ignore[valid-type]
     return None
-
-
-def _why_no_optimizer(name: str) -> str | None:
-    part = name.replace("apollo", "galore")
-    return next((why for each, why in _OPTIMIZERS.items() if each in part), None)

@@ -15,6 +15,7 @@ of messages may do without a prompt: it is what both begin with. Rows of message
 Other ways to write them are read as well, and become one of these:
 
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+    {"conversations": [{"from": "human", "value": "<image> ..."}, ...], "image": "FILE"}
     {"instruction": "...", "input": "...", "output": "..."}
     {"question": "...", "answer": "..."}
 """
@@ -55,6 +56,7 @@ _MESSAGE_KEYS = (
     "thinking",
 )
 _SPOKEN_KEYS = ("from", "value")
+IMAGE = "<image>"
 _WANTED = (
     'write rows such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", '
     '"content": "..."}]}, {"prompt": "...", "completion": "..."}, {"text": "..."} or {"prompt": '
@@ -75,14 +77,15 @@ class Format(NamedTuple):
 
 
 TEXT = Format("text", "text", ("text",))
+_BESIDE = ("system", "tools", "image", "images")
 FORMATS = (
     Format("messages", "messages", ("messages",), ("tools", "images")),
     Format("prompts and completions", "completions", ("prompt", "completion"), ("tools",)),
     Format("preferences", "preferences", ("chosen", "rejected"), ("prompt", "tools")),
     Format("good and bad answers", "labelled", ("prompt", "completion", "label"), ("tools",)),
     TEXT,
-    Format("ShareGPT conversations", "messages", ("conversations",), ("system", "tools")),
-    Format("ShareGPT conversations", "messages", ("conversation",), ("system", "tools")),
+    Format("ShareGPT conversations", "messages", ("conversations",), _BESIDE),
+    Format("ShareGPT conversations", "messages", ("conversation",), _BESIDE),
     Format("Alpaca instructions", "instructions", ("instruction", "output"), ("input", "system")),
     Format("Dolly instructions", "instructions", ("instruction", "response"), ("context",)),
     Format("questions and answers", "instructions", ("question", "answer"), ("context",)),
@@ -166,8 +169,8 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
             continue
         if key == "prompt":
             yield from _value_problems(key, value, form)
-        elif key == "images":
-            yield from _image_problems(value)
+        elif key in ("image", "images"):
+            yield from _image_problems(key, value)
         elif key == "tools":
             if not isinstance(value, str | list):
                 yield f"tools: expected a list, found {_type(value)}; remove it"
@@ -201,7 +204,13 @@ def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
         return {**used, "images": paths} if paths else used
     if form.name == "messages":
         spoken = used.pop(form.format.keys[0])
-        used["messages"] = _opened(system, [_as_message(each) for each in spoken])
+        messages = [_as_message(each) for each in spoken]
+        paths = used.pop("images", []) or [used[name] for name in ("image",) if name in used]
+        used.pop("image", None)
+        if paths:
+            messages = [_with_places(each) for each in messages]
+            used["images"] = paths
+        used["messages"] = _opened(system, messages)
     return used
 
 
@@ -249,6 +258,18 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("from") is None:
         return dict(message)
     return {"role": SPEAKERS[message["from"]], "content": message["value"]}
+
+
+def _with_places(message: dict[str, Any]) -> dict[str, Any]:
+    """Put the places of images where LLaVA marks them by ``<image>``."""
+    texts = message["content"].split(IMAGE)
+    if len(texts) == 1:
+        return message
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(texts):
+        parts += [{"type": "image"}] * (number > 0)
+        parts += [{"type": "text", "text": text.strip()}] * bool(text.strip())
+    return {**message, "content": parts}
 
 
 def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
@@ -336,10 +357,12 @@ def _part_problems(key: str, parts: list[Any], *, takes_parts: bool) -> Iterator
             )
 
 
-def _image_problems(images: Any) -> Iterator[str]:
-    """List the problems of the list of images beside the messages."""
-    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
-        yield f"images: expected a list of paths of files, found {_type(images)}; write one"
+def _image_problems(key: str, images: Any) -> Iterator[str]:
+    """List the problems of the images beside the messages: one, or a list of them."""
+    paths = [images] if key == "image" else images
+    if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
+        wanted = "the path of a file" if key == "image" else "a list of paths of files"
+        yield f"{key}: expected {wanted}, found {_type(images)}; write it"
 
 
 def _text_problems(key: str, value: Any) -> Iterator[str]:

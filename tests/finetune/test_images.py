@@ -28,6 +28,7 @@ from trl import SFTConfig, SFTTrainer
 from poros.errors import DataFormatError, RecipeError, RunFolderError
 from poros.finetune import run as runs
 from poros.finetune.adapters import adapter_config
+from poros.finetune.data import read_data
 from tests.command import poros_command, text
 from tests.covers import with_slow
 from tests.exact.trl_arms import tokenizer
@@ -308,6 +309,35 @@ def test_a_bad_row_is_named_before_the_base_is_loaded(
     file = write_rows(tmp_path / "rows.jsonl", [said_of([WORDS, IMAGE]), row])
     with pytest.raises(DataFormatError, match=what):
         announced(recipe_of(model__source=gemma3, data__source=file, training__max_length=64))
+
+
+def test_conversations_of_llava(gemma3: Path, tmp_path: Path) -> None:
+    """They mark the image's place; without a mark it stands before the first message."""
+    picture(1, tmp_path)
+    spoken = [
+        {"from": "human", "value": "<image>\nthe slot"},
+        {"from": "gpt", "value": "its"},
+    ]
+    unmarked = [{"from": "human", "value": "the slot"}, spoken[1]]
+    made = [
+        {"conversations": spoken, "image": "pictures/1.png"},
+        {"conversations": unmarked, "images": ["pictures/1.png"]},
+        {"conversations": unmarked},
+    ]
+    first = read_data(
+        recipe_of(model__source=gemma3, data__source=write_rows(tmp_path / "a.jsonl", made))
+    )[0]
+    same = [
+        said_of([IMAGE, WORDS]),
+        said_of("the slot", images=["pictures/1.png"]),
+        said_of("the slot"),
+    ]
+    second = read_data(
+        recipe_of(model__source=gemma3, data__source=write_rows(tmp_path / "b.jsonl", same))
+    )[0]
+    assert first.rows == second.rows and first.has_images
+    recipe = recipe_of(model__source=gemma3, data__source=tmp_path / "a.jsonl")
+    assert announced(recipe).count("<image>") == NUM_TOKENS
 
 
 def test_what_takes_no_images_is_refused(gemma3: Path, model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The auxiliary files that a store keeps beside the weights: tokenizer, templates, licence.
+"""The auxiliary files that a store keeps beside the weights: tokenizer, processor, licence.
 
 Without them ``AutoTokenizer.from_pretrained(store)`` would give a tokenizer with an empty
 vocabulary, and no error. They are copied unread; code is not copied.
@@ -25,6 +25,7 @@ AUXILIARY_FILES = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
+    "*processor_config.json",
     f"{TEMPLATES}/*.jinja",
     "LICEN[CS]E*",
     "NOTICE*",

@@ -10,11 +10,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from poros.cli.shared import (
-    field_and_value,
-    quieten_libraries,
-    readable_errors,
-)
+from poros.cli.merge import merge_with_bar
+from poros.cli.shared import field_and_value, quieten_libraries, readable_errors
 from poros.recipes.recipe import Recipe, settings
 from poros.recipes.values import TRUTH, Kind
 
@@ -97,12 +94,17 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     if adapter is None:
         console.print("dry run: nothing was loaded or written")
         return
-    for line in _what_to_do(adapter):
+    merged = recipe.output.merged
+    if merged is not None:
+        merge_with_bar(adapter, Path(merged).expanduser())
+    for line in _what_to_do(adapter, merged):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def _what_to_do(adapter: Path) -> list[str]:
-    """Say how to use an adapter: each line runs as it is printed.
+def _what_to_do(adapter: Path, merged: str | None = None) -> list[str]:
+    """Say how to use an adapter, and where the base is that it was merged into.
+
+    Each line runs as it is printed.
 
     The base is the one that the adapter names: of a store the checkpoint that it was made from. A
     store that does not say that is no base for others; then the user has to fill it in.
@@ -116,14 +118,21 @@ def _what_to_do(adapter: Path) -> list[str]:
     arguments = json.dumps(base, ensure_ascii=False)
     if config.get("revision"):
         arguments += f", revision={json.dumps(config['revision'])}"
+    model_class, writes_text = "AutoModelForCausalLM", True
+    if config.get("task_type") == "SEQ_CLS":
+        model_class, writes_text = "AutoModelForSequenceClassification", False
+        arguments += ", num_labels=1"
+    elif (adapter / "processor_config.json").is_file():  # trained on images
+        model_class = "AutoModelForImageTextToText"
     folder = json.dumps(str(adapter), ensure_ascii=False)
     quoted_folder = shlex.quote(str(adapter))
     return [
         f"adapter: {adapter}",
-        f"try it:  poros chat {quoted_folder}",
-        f"merge:   poros merge {quoted_folder} --out FOLDER{option}",
-        f"Python:  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({arguments}), "
-        f"{folder})",
+        *([f"try it:  poros chat {quoted_folder}"] if writes_text else []),
+        f"merged:  {merged}"
+        if merged
+        else f"merge:   poros merge {quoted_folder} --out FOLDER{option}",
+        f"Python:  PeftModel.from_pretrained({model_class}.from_pretrained({arguments}), {folder})",
     ]
 
 

@@ -1,7 +1,7 @@
 """``poros merge``: merges an adapter into its base."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,15 +36,20 @@ def merge(
     """
     quieten_libraries()
     with readable_errors():
-        from rich.progress import Progress
-
-        from poros.merging.merge import merge as run
-
-        with Progress(transient=True) as bar:
-            task = bar.add_task("merging", total=None)
-
-            def show(done: int, whole: int) -> None:
-                bar.update(task, completed=done, total=whole)
-
-            run(adapter, out, base=base, into=into, dtype=dtype_named(dtype), progress=show)
+        merge_with_bar(adapter, out, base=base, into=into, dtype=dtype_named(dtype))
     typer.echo(f"merged: {out}")
+
+
+def merge_with_bar(adapter: Path, out: Path, **options: Any) -> None:
+    """As ``poros.merging.merge.merge``, with a bar on a terminal."""
+    from rich.progress import Progress
+
+    from poros.merging.merge import merge as run
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("merging", total=None)
+
+        def show(done: int, whole: int) -> None:
+            bar.update(task, completed=done, total=whole)
+
+        run(adapter, out, progress=show, **options)

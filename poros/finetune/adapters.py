@@ -12,25 +12,31 @@ from poros.loaders.source import find_config
 from poros.model.targets import excluded_modules, with_own
 from poros.planning.meta_model import meta_model, with_adapters
 from poros.recipes.recipe import Recipe
+from poros.recipes.values import is_name
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
 
 def adapter_config(recipe: Recipe) -> "PeftConfig":
-    """Build a recipe's adapter configuration: on the language model alone.
+    """Build a recipe's adapter configuration: on the language model alone, but for a pattern.
+
+    The head of a reward model is new: PEFT has it trained as a whole.
 
     Raises:
         RecipeError: If PEFT refuses settings together.
     """
     from peft import LoraConfig
 
-    fields = recipe.as_dict()["adapter"] | {"lora_alpha": recipe.alpha, "task_type": "CAUSAL_LM"}
+    task = "SEQ_CLS" if recipe.training.method == "reward" else "CAUSAL_LM"
+    fields = recipe.as_dict()["adapter"] | {"lora_alpha": recipe.alpha, "task_type": task}
     del fields["dtype"]
     targets = fields["target_modules"]
-    if isinstance(targets, str) and targets != "all-linear":
+    is_pattern = isinstance(targets, str) and not is_name(targets)
+    if isinstance(targets, str) and is_name(targets) and targets != "all-linear":
         fields["target_modules"] = [targets]  # PEFT takes a text for a pattern of whole names
-    fields["exclude_modules"] = _excluded(recipe.model.source, fields.get("exclude_modules"))
+    if not is_pattern:  # which says itself whether it takes towers
+        fields["exclude_modules"] = _excluded(recipe.model.source, fields.get("exclude_modules"))
     try:
         return LoraConfig(**fields)
     except (ValueError, TypeError) as error:
@@ -81,8 +87,8 @@ def require_targets(recipe: Recipe, base: Any) -> None:
     except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT
         raise RecipeError(
             f"adapter.target_modules: expected modules that get such an adapter, "
-            f"found {', '.join(sorted(targets))}: {describe_error(error)}; name linear layers "
-            "(--target-modules)"
+            f"found {quoted(', '.join(sorted(targets)) or config.target_modules, limit=200)}: "
+            f"{describe_error(error)}; name linear layers (--target-modules)"
         ) from error
     if recipe.training.method != "sft" and hasattr(base.get_output_embeddings(), "lora_A"):
         raise RecipeError(

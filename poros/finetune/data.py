@@ -4,16 +4,17 @@ Rows come from one source or several: files, folders, data sets by name. All row
 written alike, and those of all sources become the same form. Nothing here imports torch.
 """
 
-import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any, cast
 
-from poros.errors import DataFormatError, quoted
+from poros.errors import DataFormatError, quoted, reason_of
 from poros.finetune.files import rows_of
 from poros.finetune.forms import (
-    FORMS,
+    FORMATS,
     METHODS,
     TEXT,
     Form,
@@ -24,6 +25,7 @@ from poros.finetune.forms import (
     problems,
     said,
 )
+from poros.io.reading import open_regular
 from poros.recipes.recipe import Recipe
 
 _MOST_SHOWN = 30
@@ -49,6 +51,11 @@ class Rows:
     unused: tuple[str, ...] = ()
     read: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def has_images(self) -> bool:
+        """Whether one of them has an image."""
+        return any(row.get("images") for row in self.rows)
+
     def place(self, number: int) -> str:
         """Return the place of a row: ``rows.jsonl:12``, or ``rows.parquet, row 12``."""
         prefix, line = self.places[number]
@@ -71,29 +78,25 @@ class Rows:
 def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
     """Read the rows to train on, and those to validate on, if any.
 
-    With weights, rows to train on are drawn from their sources with these probabilities, until all
-    of each have been drawn; those of the other sources come several times.
-
     Raises:
         DataFormatError: If a row is not what it should be: file, line, what was expected and found,
             and what to do, for the first rows of which that is so.
     """
     reader = _Reader(recipe)
     parts = [reader.read(source, "data.source") for source in recipe.data.sources]
-    validation, weights = recipe.data.validation, recipe.data.weights
+    validation = recipe.data.validation
     num_sources = len(parts)
     if isinstance(validation, str):
         parts.append(reader.read(validation, "data.validation"))
     reader.refuse()
     parts = reader.alike(parts)
     reader.refuse()
-    parts, held_out = parts[:num_sources], parts[num_sources:]
-    if not isinstance(validation, str) and validation:
-        parts, held_out = _split(parts, validation, recipe.training.seed)
-    train = _joined(parts)
-    if isinstance(weights, tuple):
-        train = train.chosen(_drawn(parts, weights, recipe.training.seed))
-    return train, _joined(held_out) if held_out else None
+    train, others = _joined(parts[:num_sources]), parts[num_sources:]
+    if others:
+        return train, others[0]
+    if isinstance(validation, str) or not validation:
+        return train, None
+    return _split(train, validation, recipe.training.seed)
 
 
 class _Reader:
@@ -110,13 +113,14 @@ class _Reader:
 
         digest = xxh3_128()
         data, method = self._recipe.data, self._recipe.training.method
-        chosen = (data.config, data.split, data.weights)
-        if any(chosen):
-            digest.update(repr(chosen).encode())
+        if data.config or data.split:
+            digest.update(repr((data.config, data.split)).encode())
         found = Rows(Form(TEXT, is_chat=False))
         form: Form | None = None
         unused: set[str] = set()
         before_problems = self._num_problems
+        path = Path(source).expanduser()
+        folder = path if path.is_dir() else path.parent  # that images are named from
         for prefix, number, row in rows_of(source, key, data, digest, self._note):
             where = f"{prefix}{number}"
             if not isinstance(row, dict):
@@ -131,11 +135,15 @@ class _Reader:
                 form = first
                 self._check_form(where, form)
             wrong = list(problems(row, form, method))
+            used = {} if wrong else normalised(row, form)
+            if "images" in used:
+                used["images"] = [str(folder / path) for path in used["images"]]
+                wrong += _digest_images(used["images"], digest)
             for each in wrong:
                 self._note(where, each)
             if not wrong:
                 unused.update(row.keys() - {*form.format.keys, *form.format.others})
-                found.rows.append(normalised(row, form))
+                found.rows.append(used)
                 found.places.append((sys.intern(prefix), number))
         if not found.rows and self._num_problems == before_problems:
             shown = quoted(source, is_bare=True)
@@ -184,7 +192,7 @@ class _Reader:
         method, loss_on = self._recipe.training.method, self._recipe.data.loss_on
         if form.name not in METHODS[method]:
             other = next(name for name, forms in METHODS.items() if form.name in forms)
-            keys = dict.fromkeys(FORMS[name] for name in METHODS[method])
+            keys = [each.keys for each in FORMATS if each.form in METHODS[method]]
             wanted = " or ".join(f"({', '.join(each)})" for each in keys)
             self._note(
                 where,
@@ -202,27 +210,38 @@ class _Reader:
             )
 
 
-def _split(parts: Sequence[Rows], share: float, seed: int) -> tuple[list[Rows], list[Rows]]:
-    """Hold out a share of all rows.
+def _digest_images(paths: Sequence[str], digest: Any) -> Iterator[str]:
+    """Add the bytes of images to a digest; yield what is wrong with their files."""
+    for path in paths:
+        try:
+            with open_regular(Path(path)) as stream:
+                file_digest(cast(Any, stream), lambda: digest)
+        except (OSError, ValueError) as error:
+            yield (
+                f"images: expected a file to read, found {quoted(path)}: "
+                f"{quoted(reason_of(error), is_bare=True)}; paths begin at the folder of the rows"
+            )
+
+
+def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
+    """Hold out a share of the rows.
 
     Raises:
         DataFormatError: If none would be left.
     """
-    num_rows = sum(len(part.rows) for part in parts)
+    from datasets import Dataset
+
+    num_rows = len(rows.rows)
     if num_rows < 2:
         raise DataFormatError(
-            f"{parts[0].place(0)}: expected at least two rows to hold some out for validation, "
-            "found one; leave out data.validation (--validation)"
+            f"{rows.place(0)}: expected at least two rows to hold some out for validation, found "
+            "one; leave out data.validation (--validation)"
         )
     num_held_out = min(max(1, round(share * num_rows)), num_rows - 1)
-    chosen = set(random.Random(seed).sample(range(num_rows), num_held_out))
-    left, held_out, start = [], [], 0
-    for part in parts:
-        numbers = range(len(part.rows))
-        left.append(part.chosen([each for each in numbers if start + each not in chosen]))
-        held_out.append(part.chosen([each for each in numbers if start + each in chosen]))
-        start += len(numbers)
-    return left, held_out
+    numbers = Dataset.from_dict({"row": list(range(num_rows))})
+    split = numbers.train_test_split(num_held_out, seed=seed)
+    left, held_out = (sorted(split[name]["row"]) for name in ("train", "test"))
+    return rows.chosen(left), rows.chosen(held_out)
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
@@ -239,27 +258,3 @@ def _joined(parts: Sequence[Rows]) -> Rows:
     found.unused = tuple(sorted({name for part in parts for name in part.unused}))
     found.digest = xxh3_128("".join(part.digest for part in parts).encode()).hexdigest()
     return found
-
-
-def _drawn(parts: Sequence[Rows], weights: Sequence[float], seed: int) -> list[int]:
-    """Draw from sources, one behind the other, until all rows of each have been drawn.
-
-    Raises:
-        DataFormatError: If a source has none.
-    """
-    from datasets import Dataset, interleave_datasets
-
-    tables, start = [], 0
-    for part in parts:
-        if not part.rows:
-            raise DataFormatError(
-                "data.weights: expected rows of every source to draw from, found all "
-                f"{part.read[0][1]} of one held out; hold out fewer (data.validation), or leave "
-                "the source out"
-            )
-        numbers = range(start, start + len(part.rows))
-        tables.append(Dataset.from_dict({"row": list(numbers)}))
-        start = numbers.stop
-    shares = [weight / sum(weights) for weight in weights]
-    drawn = interleave_datasets(tables, shares, seed=seed, stopping_strategy="all_exhausted")
-    return list(drawn[:]["row"])

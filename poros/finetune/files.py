@@ -7,19 +7,16 @@ everything else: Parquet, folders that it has saved, data sets by name.
 
 import csv
 import glob
-import gzip
 import json
 import re
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any, cast
 
 from poros.errors import quoted, reason_of
-from poros.finetune.forms import FORMATS, no_form
+from poros.finetune.forms import FORMATS
 from poros.io import strict_json
 from poros.io.reading import open_regular
 from poros.loaders.names import is_local
@@ -31,7 +28,6 @@ Row = tuple[str, int, Any]
 Note = Callable[[str, str], None]
 """Takes a place and what is wrong there."""
 
-_MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _OPENING = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _READ = frozenset(key for each in FORMATS for key in (*each.keys, *each.others))
 # What datasets reads, and what to do where it cannot.
@@ -72,9 +68,6 @@ def rows_of(source: str, key: str, data: DataPart, digest: Any, note: Note) -> I
                 yield from _tables(str(file), kind, data, digest, note)
             elif kind is Kind.FILES:
                 yield from _texts(file, shown, note)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            reason = quoted(reason_of(error), is_bare=True)
-            note(f"{shown}:1", f"expected a whole gzip file, found: {reason}; pack it anew")
         except (OSError, ValueError) as error:
             reason = quoted(reason_of(error), is_bare=True)
             what = f"{key}: expected a file to read, found: {reason}; check its permissions"
@@ -84,15 +77,11 @@ def rows_of(source: str, key: str, data: DataPart, digest: Any, note: Note) -> I
 
 
 def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
-    """Yield the rows of a file of JSON or CSV, which gzip may have packed."""
+    """Yield the rows of a file of JSON or CSV."""
     suffix = suffix_of(file)
-    is_csv = suffix in (".csv", ".tsv")
     with open_regular(file) as stream:
-        raw: Iterable[bytes] = stream
-        if file.suffix == ".gz":
-            raw = gzip.GzipFile(fileobj=stream)
-        lines = _decoded(raw, shown, note, takes_mark=is_csv)
-        if is_csv:
+        lines = _decoded(stream, shown, note)
+        if suffix in (".csv", ".tsv"):
             yield from _cells(lines, "\t" if suffix == ".tsv" else ",", shown, note)
         elif suffix == ".json":
             whole = "".join(lines)
@@ -104,22 +93,11 @@ def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
             yield from _objects(lines, shown, note)
 
 
-def _decoded(lines: Iterable[bytes], shown: str, note: Note, *, takes_mark: bool) -> Iterator[str]:
-    """Yield every line as text: an empty one in place of one that is none."""
+def _decoded(lines: Iterable[bytes], shown: str, note: Note) -> Iterator[str]:
+    """Yield every line as text, without a byte order mark; an empty one for one that is none."""
     for number, line in enumerate(lines, start=1):
-        if number == 1:
-            mark = next((mark for mark in _MARKS if line.startswith(mark)), b"")
-            line = line.removeprefix(mark)
-            if mark and not (takes_mark and _MARKS[mark] == "UTF-8"):
-                note(
-                    f"{shown}:1",
-                    f"expected plain UTF-8, found the byte order mark of {_MARKS[mark]}; save the "
-                    "file as UTF-8 without BOM",
-                )
-            if mark and _MARKS[mark] != "UTF-8":
-                return
         try:
-            yield line.decode()
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             found = f"the byte 0x{line[error.start]:02x} in column {error.start + 1}"
             note(f"{shown}:{number}", f"expected UTF-8, found {found}; save it as UTF-8")
@@ -167,26 +145,22 @@ def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
 
 def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iterator[Row]:
     """Yield the rows of CSV, each with the line that it begins on; all cells are texts."""
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    names: list[str] = []
-    number = 1
     before = csv.field_size_limit(sys.maxsize)
+    number = 1
     try:
-        for cells in reader:
-            if not names:
-                names = cells
-                wrong = _header_problem(names)
-                if wrong:
-                    note(f"{shown}:1", f"{wrong}; the first line of the file names its columns")
-                    return
-            elif len(cells) == len(names):
-                yield f"{shown}:", number, dict(zip(names, cells, strict=True))
-            elif cells:
-                note(
-                    f"{shown}:{number}",
-                    f"expected {len(names)} cells, as many as the first line names, found "
-                    f"{len(cells)}; put texts with separators in double quotes",
-                )
+        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        names = reader.fieldnames or ()
+        if len({*names}) < len(names) or not any({*each.keys} <= {*names} for each in FORMATS):
+            what = f"expected columns of a row, each once, found {quoted(', '.join(names))}"
+            note(f"{shown}:1", f"{what}; the first line of the file names its columns")
+            return
+        number = reader.line_num + 1
+        for row in reader:
+            if None in row or None in row.values():
+                what = f"expected {len(names)} cells, as many as the first line names, found others"
+                note(f"{shown}:{number}", f"{what}; put texts with separators in double quotes")
+            else:
+                yield f"{shown}:", number, row
             number = reader.line_num + 1
     except csv.Error as error:
         reason = quoted(str(error), is_bare=True)
@@ -196,49 +170,43 @@ def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iter
         csv.field_size_limit(before)
 
 
-def _header_problem(names: list[str]) -> str:
-    twice = sorted({quoted(each) for each in names if names.count(each) > 1})
-    if twice:
-        return f"expected every column once, found {', '.join(twice)} twice; remove one"
-    if not any(set(each.keys) <= set(names) for each in FORMATS):
-        return no_form(set(names))
-    return ""
-
-
 def _tables(source: str, kind: Kind, data: DataPart, digest: Any, note: Note) -> Iterator[Row]:
     """Yield the rows that ``datasets`` reads; what Arrow has filled up with nulls is left out."""
-    from datasets import load_dataset, load_from_disk
+    from datasets import load_dataset, load_from_disk, logging
 
     path, split = str(Path(source).expanduser()), data.split or "train"
     shown = quoted(source, is_bare=True)
     if kind is not Kind.FILES:
         shown = f"{shown}[{split}]"
     number = 0
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it raises
     try:
-        with _without_logs():
-            if kind is Kind.FILES:
-                found = load_dataset(
-                    "parquet", data_files=glob.escape(path), split="train", streaming=True
-                )
-            elif kind is Kind.NAMED:
-                # What is cached of a folder may be older than its files.
-                found = load_dataset(path, data.config, split=split, streaming=is_local(source))
-            else:
-                found = load_from_disk(path)
-                if isinstance(found, dict):
-                    found = found[split]
-                elif data.split:
-                    raise ValueError("one data set without splits")
-            for row in found:
-                number += 1
-                if kind is Kind.NAMED:
-                    read = {name: value for name, value in row.items() if name in _READ}
-                    digest.update(json.dumps(read, default=str).encode())
-                yield f"{shown}, row ", number, _without_nulls(row)
+        if kind is Kind.FILES:
+            found = load_dataset(
+                "parquet", data_files=glob.escape(path), split="train", streaming=True
+            )
+        elif kind is Kind.NAMED:
+            # What is cached of a folder may be older than its files.
+            found = load_dataset(path, data.config, split=split, streaming=is_local(source))
+        else:
+            found = load_from_disk(path)
+            if isinstance(found, dict):
+                found = found[split]
+            elif data.split:
+                raise ValueError("one data set without splits")
+        for row in found:
+            number += 1
+            if kind is Kind.NAMED:
+                read = {name: value for name, value in row.items() if name in _READ}
+                digest.update(json.dumps(read, default=str).encode())
+            yield f"{shown}, row ", number, _without_nulls(row)
     except Exception as error:  # of the network, the hub, the data set, and its builder
         wanted, remedy = _TABLES[kind]
         reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
         note(f"{shown}, row {number + 1}", f"expected {wanted}, found: {reason}; {remedy}")
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -247,16 +215,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     return value
-
-
-@contextmanager
-def _without_logs() -> Iterator[None]:
-    """Silence ``datasets``, which logs the errors that it raises."""
-    from datasets import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

@@ -6,12 +6,16 @@
     {"prompt": "...", "chosen": "...", "rejected": "..."}
     {"prompt": "...", "completion": "...", "label": true}
 
+A message's content is a text, or a list of texts and images: {"type": "image", "image": "FILE"},
+or {"type": "image"} for each of the row's "images".
+
 A prompt, completion, chosen or rejected is a text, or a list of messages in all rows; a preference
 of messages may do without a prompt: it is what both begin with. Rows of messages may have tools.
 
 Other ways to write them are read as well, and become one of these:
 
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+    {"conversations": [{"from": "human", "value": "<image> ..."}, ...], "image": "FILE"}
     {"instruction": "...", "input": "...", "output": "..."}
     {"question": "...", "answer": "..."}
 """
@@ -21,21 +25,14 @@ from typing import Any, NamedTuple
 
 from poros.errors import quoted
 
-FORMS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "completions": ("prompt", "completion"),
-    "preferences": ("prompt", "chosen", "rejected"),
-    "labelled": ("prompt", "completion", "label"),
-    "text": ("text",),
-    "instructions": ("prompt", "completion"),
-}
-"""The keys of each form. Instructions become messages if the model has a template for them, and
-completions otherwise; they may have a system prompt."""
 METHODS = {
     "sft": ("messages", "completions", "text", "instructions"),
     "dpo": ("preferences",),
     "kto": ("labelled",),
+    "reward": ("preferences",),
 }
+"""The forms that a method takes. Instructions become messages if the model has a template for them,
+and completions otherwise; they may have a system prompt."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {
     "system": "system",
@@ -59,6 +56,7 @@ _MESSAGE_KEYS = (
     "thinking",
 )
 _SPOKEN_KEYS = ("from", "value")
+IMAGE = "<image>"
 _WANTED = (
     'write rows such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", '
     '"content": "..."}]}, {"prompt": "...", "completion": "..."}, {"text": "..."} or {"prompt": '
@@ -71,7 +69,7 @@ class Format(NamedTuple):
 
     title: str
     form: str
-    """Of ``FORMS``: what they become."""
+    """What they become: one of ``METHODS``."""
     keys: tuple[str, ...]
     """All of them are in each row."""
     others: tuple[str, ...] = ()
@@ -79,14 +77,15 @@ class Format(NamedTuple):
 
 
 TEXT = Format("text", "text", ("text",))
+_BESIDE = ("system", "tools", "image", "images")
 FORMATS = (
-    Format("messages", "messages", ("messages",), ("tools",)),
+    Format("messages", "messages", ("messages",), ("tools", "images")),
     Format("prompts and completions", "completions", ("prompt", "completion"), ("tools",)),
     Format("preferences", "preferences", ("chosen", "rejected"), ("prompt", "tools")),
     Format("good and bad answers", "labelled", ("prompt", "completion", "label"), ("tools",)),
     TEXT,
-    Format("ShareGPT conversations", "messages", ("conversations",), ("system", "tools")),
-    Format("ShareGPT conversations", "messages", ("conversation",), ("system", "tools")),
+    Format("ShareGPT conversations", "messages", ("conversations",), _BESIDE),
+    Format("ShareGPT conversations", "messages", ("conversation",), _BESIDE),
     Format("Alpaca instructions", "instructions", ("instruction", "output"), ("input", "system")),
     Format("Dolly instructions", "instructions", ("instruction", "response"), ("context",)),
     Format("questions and answers", "instructions", ("question", "answer"), ("context",)),
@@ -104,7 +103,7 @@ class Form(NamedTuple):
 
     @property
     def name(self) -> str:
-        """One of ``FORMS``: what they become."""
+        """What they become."""
         return self.format.form
 
 
@@ -170,6 +169,8 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
             continue
         if key == "prompt":
             yield from _value_problems(key, value, form)
+        elif key in ("image", "images"):
+            yield from _image_problems(key, value)
         elif key == "tools":
             if not isinstance(value, str | list):
                 yield f"tools: expected a list, found {_type(value)}; remove it"
@@ -197,10 +198,40 @@ def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
         parts = (used[question], used.get(form.format.others[0]))
         used = {"prompt": "\n\n".join(filter(None, parts)), "completion": used[answer]}
         return {**used, "system": system} if system else used
-    if form.name == "messages" and "messages" not in used:
+    if "messages" in used:
+        paths = list(_images_in(used["messages"])) or used.pop("images", [])
+        used["messages"] = [_plain_message(each) for each in used["messages"]]
+        return {**used, "images": paths} if paths else used
+    if form.name == "messages":
         spoken = used.pop(form.format.keys[0])
-        used["messages"] = _opened(system, [_as_message(each) for each in spoken])
+        messages = [_as_message(each) for each in spoken]
+        paths = used.pop("images", []) or [used[name] for name in ("image",) if name in used]
+        used.pop("image", None)
+        if paths:
+            messages = [_with_places(each) for each in messages]
+            used["images"] = paths
+        used["messages"] = _opened(system, messages)
     return used
+
+
+def _images_in(messages: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the paths of images that stand in the messages themselves."""
+    for message in messages:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            path = part.get("image") or part.get("path")
+            if path is not None:
+                yield path
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave the places of images in a message; texts alone become one."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    if all(part["type"] == "text" for part in content):
+        return {**message, "content": "".join(part["text"] for part in content)}
+    places = [part if part["type"] == "text" else {"type": "image"} for part in content]
+    return {**message, "content": places}
 
 
 def as_messages(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,6 +258,18 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("from") is None:
         return dict(message)
     return {"role": SPEAKERS[message["from"]], "content": message["value"]}
+
+
+def _with_places(message: dict[str, Any]) -> dict[str, Any]:
+    """Put the places of images where LLaVA marks them by ``<image>``."""
+    texts = message["content"].split(IMAGE)
+    if len(texts) == 1:
+        return message
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(texts):
+        parts += [{"type": "image"}] * (number > 0)
+        parts += [{"type": "text", "text": text.strip()}] * bool(text.strip())
+    return {**message, "content": parts}
 
 
 def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
@@ -259,7 +302,8 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
         given = {name: value for name, value in message.items() if value is not None}
         roles.append(given.get("role", SPEAKERS.get(str(given.get("from")))))
         is_spoken = key.startswith("conversation") and not {"role", "content"} & given.keys()
-        yield from _one_message(where, given, is_spoken=is_spoken)
+        takes_parts = form.format.keys == ("messages",)
+        yield from _one_message(where, given, is_spoken=is_spoken, takes_parts=takes_parts)
     if key != "prompt" and "assistant" not in roles:
         yield (
             f"{key}: expected a message of the assistant to learn from, found none; add one, or "
@@ -267,7 +311,9 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
         )
 
 
-def _one_message(where: str, given: dict[str, Any], *, is_spoken: bool) -> Iterator[str]:
+def _one_message(
+    where: str, given: dict[str, Any], *, is_spoken: bool, takes_parts: bool
+) -> Iterator[str]:
     """List the problems of a message: of ShareGPT if it ``is_spoken``."""
     known, roles = (_SPOKEN_KEYS, tuple(SPEAKERS)) if is_spoken else (_MESSAGE_KEYS, ROLES)
     speaker, text = known[:2]
@@ -285,9 +331,38 @@ def _one_message(where: str, given: dict[str, Any], *, is_spoken: bool) -> Itera
     if content is None and not given.get("tool_calls"):
         yield f"{where}: expected the key {text!r}, found none; add a text"
     elif isinstance(content, list):
-        yield f"{where}.{text}: expected a text, found a list; only text can be trained on"
+        yield from _part_problems(f"{where}.{text}", content, takes_parts=takes_parts)
     elif content is not None and not (isinstance(content, str) and given.get("tool_calls")):
         yield from _text_problems(f"{where}.{text}", content)
+
+
+def _part_problems(key: str, parts: list[Any], *, takes_parts: bool) -> Iterator[str]:
+    """List the problems of a message's content that is a list of texts and images."""
+    if not takes_parts or not parts:
+        found = "a list" if parts else "an empty list"
+        yield f"{key}: expected a text, found {found}; images go with rows of messages alone"
+    for number, part in enumerate(parts if takes_parts else ()):
+        where = f"{key}[{number}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            yield from _text_problems(f"{where}.text", part.get("text"))
+        elif kind == "image":
+            paths = [part[name] for name in ("image", "path") if part.get(name) is not None]
+            if not all(isinstance(path, str) for path in paths) or len(paths) > 1:
+                yield f"{where}.image: expected the path of one file, found something else"
+        else:
+            yield (
+                f'{where}: expected {{"type": "text", "text": "..."}} or {{"type": "image", '
+                f'"image": "FILE"}}, found {quoted(kind, limit=40)}; write one of them'
+            )
+
+
+def _image_problems(key: str, images: Any) -> Iterator[str]:
+    """List the problems of the images beside the messages: one, or a list of them."""
+    paths = [images] if key == "image" else images
+    if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
+        wanted = "the path of a file" if key == "image" else "a list of paths of files"
+        yield f"{key}: expected {wanted}, found {_type(images)}; write it"
 
 
 def _text_problems(key: str, value: Any) -> Iterator[str]:

@@ -74,57 +74,38 @@ def choose_liger(
         RecipeError: If it asks for kernels that cannot be used.
     """
     wanted = recipe.training.use_liger_kernel
-    if wanted is False or (wanted == "auto" and device.type != "cuda"):
-        return _with(recipe, False), "Liger's are off"
-    try:
-        _require_usable(device)
-        used = _tried(recipe, config)
-    except RecipeError as error:
-        if wanted == "auto":
-            return _with(recipe, False), f"Liger's are off: {error}"
-        raise RecipeError(
-            f"training.use_liger_kernel: {error}; or set it to false (--no-liger)"
-        ) from error
-    return _with(recipe, True), f"Liger's {', '.join(used)}"
+    used: list[str] = []
+    said = "Liger's are off"
+    if wanted is True or (wanted == "auto" and device.type == "cuda"):
+        used, why = _tried(recipe, config, device)
+        if wanted is True and not used:
+            raise RecipeError(f"training.use_liger_kernel: {why}; or set it to false (--no-liger)")
+        said = f"Liger's {', '.join(used)}" if used else f"Liger's are off: {why}"
+    training = replace(recipe.training, use_liger_kernel=bool(used))
+    return replace(recipe, training=training), said
 
 
-def _with(recipe: Recipe, is_used: bool) -> Recipe:
-    return replace(recipe, training=replace(recipe.training, use_liger_kernel=is_used))
-
-
-def _require_usable(device: torch.device) -> None:
-    """Refuse a device on which Liger's kernels cannot run, or an environment without them."""
+def _tried(
+    recipe: Recipe, config: "PreTrainedConfig", device: torch.device
+) -> tuple[list[str], str]:
+    """Return what of a model would run Liger's kernels, found by its shapes alone, or why not."""
     # Triton reads it too, when it is imported.
     is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if not is_interpreted and not runs_triton(device):
-        raise RecipeError(
-            f"expected a GPU that computes in bfloat16, and Triton, found {device}; train on one "
-            "(--device cuda)"
-        )
+        wanted = "a GPU that computes in bfloat16, and Triton"
+        return [], f"expected {wanted}, found {device}; train on one (--device cuda)"
     if find_spec("liger_kernel") is None:
-        raise RecipeError(
-            "expected the package liger-kernel, found none; in a clone of Poros: "
-            "pip install '.[finetune]'"
-        )
-
-
-def _tried(recipe: Recipe, config: "PreTrainedConfig") -> list[str]:
-    """Return what of a model would run Liger's kernels, found by its shapes alone."""
+        remedy = "in a clone of Poros: pip install '.[finetune]'"
+        return [], f"expected the package liger-kernel, found none; {remedy}"
     kind = config.model_type
     try:
         model = meta_model(config, None, DTYPES[recipe.model.dtype], recipe.model.vision)
         used = use_liger(model)
     except Exception as error:  # Liger's code for a family expects a release of transformers
-        raise RecipeError(
-            f"expected a {kind} that Liger's kernels fit, found {type(error).__name__}: "
-            f"{quoted(str(error), is_bare=True, limit=200)}; train it without them"
-        ) from error
-    if not used:
-        raise RecipeError(
-            f"expected a model that Liger {version('liger-kernel')} has kernels for, found {kind}; "
-            "train it without them"
-        )
-    return used
+        reason = f"{type(error).__name__}: {quoted(str(error), is_bare=True, limit=200)}"
+        return [], f"expected a {kind} that Liger's kernels fit, found {reason}"
+    release = version("liger-kernel")
+    return used, f"expected a model that Liger {release} has kernels for, found {kind}"
 
 
 def use_liger(model: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Packs documents into rows, and checks that a model keeps them apart.
+"""Packs documents into rows, and checks that a model and its attention keep them apart.
 
 A packed row has no attention mask but positions that begin anew with each document. From these
 transformers makes the mask that keeps documents apart, for models that build their masks its way;
@@ -8,12 +8,13 @@ own (ALiBi), with masks of their own. Which is which is not looked up but tried,
 model with the settings of the real one.
 """
 
+import inspect
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.finetune.attention import takes_cu_seqlens
+from poros.errors import RecipeError, quoted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,6 +25,39 @@ _LENGTHS = (5, 11, 1, 7)
 _ROUNDING = 1e-4
 """By how much logits of the small model, in float32 and of order 1, may differ without another
 document's doing: experts sum up tokens in groups, whose sizes change with the routing of others."""
+
+
+def require_attention(name: str) -> None:
+    """Refuse an attention implementation that transformers does not have.
+
+    A name of a kernel on the hub, whose code would be fetched and run, is refused too.
+
+    Raises:
+        RecipeError: If it is none of those that are registered.
+    """
+    from transformers import AttentionInterface
+
+    # Those with a bar are for generation alone.
+    known = ["eager", *(each for each in AttentionInterface().valid_keys() if "|" not in each)]
+    if name not in known:
+        raise RecipeError(
+            f"model.attention: expected one of {', '.join(sorted(known))}, found {quoted(name)}; "
+            "for the default leave it out (--attention)"
+        )
+
+
+def takes_cu_seqlens(name: str | None) -> bool:
+    """Whether an attention implementation takes the bounds of a packed row's documents.
+
+    Flash attention is, and so is a registered function with a parameter ``cu_seq_lens_q``. Others
+    read the mask that transformers makes from the position ids.
+    """
+    from transformers import AttentionInterface
+
+    function = AttentionInterface().get(name)
+    return "flash" in str(name) or (
+        function is not None and "cu_seq_lens_q" in inspect.signature(function).parameters
+    )
 
 
 def keeps_apart(config: "PreTrainedConfig", attention: str | None = None) -> bool:

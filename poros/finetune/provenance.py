@@ -26,8 +26,15 @@ _IDLE = ("LICEN", "NOTICE", "USE_POLICY", "chat_template", "additional_chat_temp
 """Beginnings of the names of files that decide no token; a template is compared as it is used."""
 
 
+_PROCESSOR = "processor_config.json"
+
+
 def input_digests(
-    recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", tokens: "Mapping[str, Tokens | None]"
+    recipe: Recipe,
+    tokenizer: "PreTrainedTokenizerBase",
+    tokens: "Mapping[str, Tokens | None]",
+    *,
+    has_images: bool,
 ) -> dict[str, str]:
     """Return digests of the tokenizer's files and of the rows of tokens.
 
@@ -35,6 +42,7 @@ def input_digests(
         recipe: With the source of model and tokenizer.
         tokenizer: As it is used, with its template.
         tokens: Rows of tokens by name; None where there are none.
+        has_images: Whether the files of the model's processor decide anything too.
 
     Returns:
         Digests by the name that an error is to call each.
@@ -51,7 +59,7 @@ def input_digests(
     found = {
         name: xxh3_128(text).hexdigest()
         for name, text in files.items()
-        if not name.startswith(_IDLE)
+        if not name.startswith(_IDLE) and (has_images or not name.endswith(_PROCESSOR))
     }
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
     found["chat template"] = xxh3_128(template.encode()).hexdigest()

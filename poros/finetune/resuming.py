@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from poros.errors import PorosError, RunFolderError, quoted, reason_of
+from poros.finetune import hub
 from poros.finetune.checkpoints import (
     STAGE,
     damage_of,
@@ -45,6 +46,8 @@ _ROWS = {"train": "rows of data.source", "validation": "rows of data.validation"
 """What digests are called that are known before any library is loaded."""
 _MAY_CHANGE = (
     "output.folder",
+    "output.merged",
+    *(f"training.{name}" for name in hub.SETTINGS),
     "training.save_total_limit",
     "training.save_steps",
     "training.save_strategy",

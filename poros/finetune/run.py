@@ -9,22 +9,22 @@ import torch
 
 import poros
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
-from poros.finetune import summary
+from poros.finetune import hub, summary
 from poros.finetune.adapters import adapter_config, require_targets
-from poros.finetune.attention import require_attention
 from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
+from poros.finetune.images import image_dataset, load_processor, require_images
 from poros.finetune.liger import choose_liger, use_liger
-from poros.finetune.packing import keeps_apart, pack
+from poros.finetune.packing import keeps_apart, pack, require_attention
 from poros.finetune.provenance import base_digest, input_digests, machine
 from poros.finetune.resuming import RunFolder, lock_run_dir, reading, require_base, require_same
 from poros.finetune.stopping import Stopping
 from poros.finetune.summary import Size
-from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
+from poros.finetune.tokens import Tokens, image_collator, load_tokenizer, tokenize
 from poros.finetune.trainers import fit_accumulation, make_arguments, make_trainer, num_steps
 from poros.io.writing import writing
 from poros.kernels.nf4 import DTYPES
-from poros.loaders.settings import configuration
+from poros.loaders.settings import configuration, model_class_of
 from poros.loaders.source import find_config
 from poros.loaders.tokenizer import require_known_tokens, tokenizer_errors
 from poros.planning.meta_model import meta_model
@@ -35,7 +35,15 @@ from poros.utils.devices import default_device, usable_device
 if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer
+    from transformers import (
+        PreTrainedConfig,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+        Trainer,
+    )
+
+
+REWARD_CLASS = "AutoModelForSequenceClassification"
 
 
 class Data(NamedTuple):
@@ -95,35 +103,42 @@ def finetune(
             with: it was begun with something else, or what it has written is damaged.
         StoreWriteError: If a checkpoint or the adapter cannot be written; those before it are left.
         Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
+
+    With ``training.push_to_hub`` the adapter is sent there; see ``poros.finetune.hub``.
     """
     device = _device(recipe)
     given = recipe
     config = _configuration(recipe)
-    recipe, notes, vocab_size = _fit_to_model(recipe, config)
+    has_images = data.train.has_images or bool(data.validation and data.validation.has_images)
+    if has_images:
+        require_images(recipe, config)
+    recipe, notes, vocab_size = _fit_to_model(recipe, config, has_images=has_images)
     recipe, kernels = choose_liger(recipe, config, device)
-    tokenizer = load_tokenizer(recipe, data.train.form)
+    processor = load_processor(recipe) if has_images else None
+    tokenizer = load_tokenizer(recipe, data.train.form, processor)
     has_template = bool(tokenizer.chat_template)
     rows = data.train.settled(has_template=has_template)
     others = data.validation and data.validation.settled(has_template=has_template)
+    images = None if processor is None else image_collator(processor, recipe)
     with tokenizer_errors(recipe.model.source):
         num_proc = recipe.training.more.get("dataset_num_proc")
-        tokens = tokenize(rows, tokenizer, recipe, num_proc)
-        held_out = tokenize(others, tokenizer, recipe, num_proc) if others else None
+        tokens = tokenize(rows, tokenizer, recipe, num_proc, images)
+        held_out = tokenize(others, tokenizer, recipe, num_proc, images) if others else None
     require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
     if num_shown:
         summary.show_rows(console, num_shown, rows, tokens, tokenizer)
         if not is_dry:
             return None
     row_length = _row_length(recipe, tokens)
-    train = _dataset(recipe, tokens, row_length)
+    train = _dataset(recipe, tokens, row_length, rows if has_images else None)
     recipe, more = fit_accumulation(recipe, len(train), run.accumulation)
     original = given.accumulating(recipe.training.gradient_accumulation_steps)
-    validation = held_out and _dataset(recipe, held_out, row_length)
+    validation = None
+    if others and held_out:
+        validation = _dataset(recipe, held_out, row_length, others if has_images else None)
     size = Size(
-        num_rows=len(tokens.lengths),
-        num_packed=len(train),
-        num_tokens=tokens.num_tokens,
         row_length=row_length,
+        num_rows=len(train),
         num_steps=num_steps(len(train), recipe),
         num_validation=len(held_out.lengths) if held_out else 0,
     )
@@ -136,7 +151,12 @@ def finetune(
         has_bar=console.is_terminal,
     )
     made_of = {**data.digests}
-    made_of |= input_digests(recipe, tokenizer, {"tokens": tokens, "held-out tokens": held_out})
+    made_of |= input_digests(
+        recipe,
+        tokenizer,
+        {"tokens": tokens, "held-out tokens": held_out},
+        has_images=has_images,
+    )
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
     same = require_same(run.path, original, made_of, computed_on)
     notes += dict.fromkeys([*more, *run.notes, *same])
@@ -148,12 +168,19 @@ def finetune(
     summary.show(console, recipe, plan, size, rows, tokens, tokenizer, kernels, notes)
     if is_dry:
         return None
+    repository = hub.make_repository(recipe)
     with lock_run_dir(original, made_of, computed_on, run) as run:
         model = _model(recipe, device, run)
+        processing = processor or tokenizer
         trainer = make_trainer(
-            recipe, arguments, model, tokenizer, train, validation, row_length=row_length
+            *(recipe, arguments, model, processing, train, validation),
+            row_length=row_length,
+            images=images,
         )
-        return _train(recipe, run, trainer, tokenizer, size.num_steps)
+        adapter = _train(recipe, run, trainer, processing, size.num_steps)
+    if repository is not None:
+        hub.send(recipe, repository, adapter)
+    return adapter
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -180,6 +207,8 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
             f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
             f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
         ) from error
+    if recipe.training.method == "reward":
+        model_class_of(config, REWARD_CLASS)  # raises if there is none
     if options or recipe.adapter.more or recipe.adapter.target_modules != "all-linear":
         try:
             base = meta_model(config, None, DTYPES[chosen.dtype])
@@ -191,7 +220,7 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
 
 
 def _fit_to_model(
-    recipe: Recipe, config: "PreTrainedConfig"
+    recipe: Recipe, config: "PreTrainedConfig", *, has_images: bool
 ) -> tuple[Recipe, list[str], int | None]:
     """Fit the recipe to the model: its positions, and whether rows can be packed.
 
@@ -205,7 +234,10 @@ def _fit_to_model(
         notes.append(f"rows are cut at the model's {most} positions")
         multiple = training.pad_to_multiple_of
         training = replace(training, max_length=max(most - most % multiple, min(most, multiple)))
-    if recipe.is_packed and not keeps_apart(config, recipe.model.attention):
+    if recipe.is_packed and has_images:
+        notes.append("rows are not packed: TRL packs none with images")
+        training = replace(training, packing=False)
+    elif recipe.is_packed and not keeps_apart(config, recipe.model.attention):
         notes.append(
             f"rows are not packed: in a {config.model_type} documents of one row would see each "
             "other, as was tried on a small one"
@@ -229,7 +261,11 @@ def _row_length(recipe: Recipe, tokens: Tokens) -> int:
     return -(-longest // multiple) * multiple
 
 
-def _dataset(recipe: Recipe, tokens: Tokens, row_length: int) -> "Dataset":
+def _dataset(
+    recipe: Recipe, tokens: Tokens, row_length: int, with_images: Rows | None = None
+) -> "Dataset":
+    if with_images is not None:
+        return image_dataset(with_images.chosen(tokens.numbers).rows)
     if recipe.is_packed:
         return pack(tokens.dataset(), row_length)
     return tokens.dataset(has_lengths=True)
@@ -239,7 +275,7 @@ def _train(
     recipe: Recipe,
     run: RunFolder,
     trainer: "Trainer",
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | ProcessorMixin",
     total: int,
 ) -> Path:
     log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
@@ -273,6 +309,9 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     store = chosen.store and str(Path(chosen.store).expanduser())
     options: dict[str, Any] = {"store": store, "host_budget": chosen.host_budget}
     options["vision"] = chosen.vision
+    if recipe.training.method == "reward":
+        options |= {"auto_class": REWARD_CLASS, "num_labels": 1}
+        set_seed(recipe.training.seed)  # of its new head
     if chosen.attention is not None:
         options["attn_implementation"] = chosen.attention
     if chosen.quantization != "nf4":
@@ -312,7 +351,10 @@ def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:
 
 
 def _save(
-    recipe: Recipe, trainer: "Trainer", tokenizer: "PreTrainedTokenizerBase", run: RunFolder
+    recipe: Recipe,
+    trainer: "Trainer",
+    tokenizer: "PreTrainedTokenizerBase | ProcessorMixin",
+    run: RunFolder,
 ) -> None:
     """Write the adapter beside its place, then move it there as a whole."""
     optimizer: Any = trainer.optimizer

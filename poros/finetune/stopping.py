@@ -1,4 +1,4 @@
-"""Ends a run between two steps: when a signal comes, or when it has not become better."""
+"""Ends a run between two steps when a signal comes."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from poros.finetune.checkpoints import note_best
 
@@ -59,14 +59,3 @@ class Stopping(TrainerCallback):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = number
-
-
-class EarlyStopping(EarlyStoppingCallback):
-    """transformers' own; a run that goes on has counted the validations before it."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take over the count of the checkpoint."""
-        super().on_train_begin(args, state, control, **kwargs)
-        noted = state.stateful_callbacks.get(type(self).__name__)
-        if noted:
-            self.__dict__.update(noted["attributes"])

@@ -1,9 +1,8 @@
 """The summary printed before a run: does it fit, what goes where, how many steps, how long."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
@@ -27,23 +26,13 @@ _SHORT = 160
 """Characters of a prompt or an answer in the row that is shown."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """The size of a run.
+class Size(NamedTuple):
+    """The size of a run, beside its rows of tokens."""
 
-    Attributes:
-        num_rows: Rows of the data that are trained on.
-        num_packed: Rows after packing; the same without.
-        num_tokens: Tokens of an epoch, without padding.
-        row_length: Tokens of the longest row as it is computed, padding included.
-        num_steps: Optimizer steps in all.
-        num_validation: Rows to validate on.
-    """
-
-    num_rows: int
-    num_packed: int
-    num_tokens: int
     row_length: int
+    """Tokens of the longest row as it is computed, padding included."""
+    num_rows: int
+    """Rows of an epoch, after packing."""
     num_steps: int
     num_validation: int
 
@@ -65,6 +54,8 @@ def planned(
 
     if recipe.memory.resident:
         return "not streamed: the whole base is on the device"
+    if recipe.training.method == "reward":
+        return "not planned: a plan is for language models; poros.prepare keeps to the budget"
     quantization = recipe.model.quantization
     training = recipe.training
     rows = training.per_device_train_batch_size * (2 if training.method == "dpo" else 1)
@@ -140,7 +131,7 @@ def show(
         "adapter",
         f"{kind}, rank {adapter.r}, alpha {recipe.alpha:g}, on {_targets(recipe)}",
     )
-    table.add_row("rows", _rows_line(recipe, rows))
+    table.add_row("rows", "; ".join(f"{title}, {number:,}" for title, number in rows.read))
     table.add_row("data", _data_line(recipe, size, tokens))
     for name, text in _marked(tokens, 0, tokenizer, console.encoding, _SHORT):
         table.add_row(name, text)
@@ -188,7 +179,7 @@ def _marked(
         learnt = [False, *(label != IGNORED for label in columns["labels"][1:])]
         yield "row", _text(columns["input_ids"], learnt, tokenizer, encoding, limit)
         return
-    prompt = columns["prompt_ids"]
+    prompt = columns.get("prompt_ids", [])
     answers = ("completion",) if "label" in columns else ("chosen", "rejected")
     for name in answers:
         answer = columns[f"{name}_ids"]
@@ -233,25 +224,13 @@ def _targets(recipe: Recipe) -> str:
     return targets if isinstance(targets, str) else ", ".join(targets)
 
 
-def _rows_line(recipe: Recipe, rows: Rows) -> str:
-    """Describe how the rows of each source are written."""
-    line = "; ".join(f"{title}, {number:,}" for title, number in rows.read)
-    weights = recipe.data.weights
-    if isinstance(weights, tuple):
-        line += (
-            f"; drawn {' : '.join(f'{weight:g}' for weight in weights)}, {len(rows.rows):,} in all"
-        )
-    return line
-
-
 def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:
-    share = 100 * tokens.num_learnt / max(1, size.num_tokens)
-    parts = [
-        f"{size.num_rows:,} rows, {size.num_tokens:,} tokens, {share:.0f} % of them trained on"
-    ]
+    share = 100 * tokens.num_learnt / max(1, tokens.num_tokens)
+    num_rows, num_tokens = len(tokens.lengths), tokens.num_tokens
+    parts = [f"{num_rows:,} rows, {num_tokens:,} tokens, {share:.0f} % of them trained on"]
     training = recipe.training
     if recipe.is_packed:
-        parts.append(f"packed into rows of {size.row_length}, {size.num_packed:,} in all")
+        parts.append(f"packed into rows of {size.row_length}, {size.num_rows:,} in all")
     else:
         multiple = training.pad_to_multiple_of
         parts.append(f"padded to a multiple of {multiple}, at most {size.row_length}")

@@ -10,9 +10,10 @@ before the base is loaded.
 """
 
 import json
-import pickle
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,25 +23,20 @@ from trl.data_utils import common_prefix_length
 from poros.errors import DataFormatError, quoted
 from poros.finetune.data import Rows
 from poros.finetune.forms import Form
+from poros.finetune.images import ImageCollator
 from poros.finetune.templates import NAMED
 from poros.loaders.tokenizer import read_tokenizer
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 IGNORED = -100
 """The label of a token that is not learnt."""
 _MOST_SHOWN = 30
-_COUNTS = {
-    "length": "int32",
-    "num_tokens": "int32",
-    "num_learnt": "int32",
-    "is_cut": "bool",
-    "problem": "string",
-}
-"""What is said of a row beside its columns, and the type of it."""
+_COUNTS = ("length", "num_tokens", "num_learnt", "is_cut", "problem")
+"""What is said of a row beside its columns."""
 
 
 @dataclass
@@ -49,8 +45,8 @@ class Tokens:
 
     Attributes:
         columns: For SFT ``input_ids`` and ``labels``, for DPO ``prompt_ids``, ``chosen_ids`` and
-            ``rejected_ids``, for KTO ``prompt_ids``, ``completion_ids`` and ``label``, of one
-            number; each a list of rows.
+            ``rejected_ids`` (for a reward model the latter two, with the prompt in each), for KTO
+            ``prompt_ids``, ``completion_ids`` and ``label``, of one number; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
         numbers: Of the rows of data that they were made of.
         num_tokens: Of all rows, without padding.
@@ -94,8 +90,13 @@ class Tokens:
         self.num_learnt += made["num_learnt"]
 
 
-def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
+def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTrainedTokenizerBase":
     """Load the model's tokenizer, with the template that the recipe names.
+
+    Args:
+        recipe: With the model.
+        form: Of the rows.
+        processor: Of the model, for rows with images: it uses this tokenizer from then on.
 
     Raises:
         CheckpointFormatError: If there is none.
@@ -105,6 +106,8 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
     """
     source = recipe.model.source
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(source)
+    if processor is not None and not tokenizer.chat_template:
+        tokenizer.chat_template = processor.chat_template
     name = recipe.data.chat_template
     if name in NAMED:
         template = NAMED[name]
@@ -137,7 +140,29 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if processor is not None:
+        tokenizer.truncation_side = "right"
+        processor.tokenizer = tokenizer
+        processor.chat_template = tokenizer.chat_template
     return tokenizer
+
+
+def image_collator(processor: "ProcessorMixin", recipe: Recipe) -> ImageCollator:
+    """The collator of rows with images.
+
+    Raises:
+        DataFormatError: If the template does not mark what is learnt.
+    """
+    if recipe.data.loss_on == "all":
+        return ImageCollator(processor, recipe)
+    template = _marked_template(processor)
+    if template is None:
+        raise DataFormatError(
+            "data.chat_template: expected a chat template that marks the assistant's tokens "
+            "with {% generation %}, or one of those that TRL knows, found another; give such a "
+            "template (--chat-template), or learn every token (--loss-on all)"
+        )
+    return ImageCollator(processor, recipe, template)
 
 
 def tokenize(
@@ -145,6 +170,7 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     recipe: Recipe,
     num_proc: int | None = None,
+    images: ImageCollator | None = None,
 ) -> Tokens:
     """Tokenize rows and make their labels.
 
@@ -152,24 +178,25 @@ def tokenize(
         rows: Of a form that is settled.
         tokenizer: With the template for messages.
         recipe: What is learnt, and the length at which rows are cut.
-        num_proc: Processes that share the work; with fewer than two it is done here.
+        num_proc: Processes that share the work; None to do it in this one.
+        images: Of rows with images.
 
     Raises:
         DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,
             and what to do.
     """
-    work = _Work(tokenizer, recipe, rows.form)
-    all_made: Iterable[dict[str, Any]] = map(work.made, rows.rows)
-    if num_proc is not None and num_proc > 1:
-        all_made = _made_in_processes(work, rows.rows, num_proc)
-    tokens, wrong = Tokens(), []
-    for number, made in enumerate(all_made):
-        if made["problem"] is None:
-            tokens.add(made, number)
-            continue
-        wrong.append(f"{rows.place(number)}: {made['problem']}")
-        if len(wrong) == _MOST_SHOWN:
-            break
+    work = _Work(tokenizer, recipe, rows.form, images)
+    tokens = Tokens()
+    wrong: list[str] = []
+    with ProcessPoolExecutor(num_proc) if num_proc else nullcontext() as pool:
+        all_made: Iterator[dict[str, Any]] = map(work.made, rows.rows)
+        if pool is not None:
+            all_made = pool.map(work.made, rows.rows, chunksize=256)
+        for number, made in enumerate(all_made):
+            if made["problem"] is None:
+                tokens.add(made, number)
+            elif len(wrong) < _MOST_SHOWN:
+                wrong.append(f"{rows.place(number)}: {made['problem']}")
     if wrong:
         raise DataFormatError("\n".join(wrong))
     if not tokens.lengths:
@@ -181,25 +208,18 @@ def tokenize(
     return tokens
 
 
-def _made_in_processes(work: "_Work", rows: list[dict[str, Any]], num_proc: int) -> "Dataset":
-    """As ``map(work.made, rows)``, in several processes."""
-    from datasets import Dataset, Features, List, Value
-
-    columns = dict.fromkeys(work.columns, List(Value("int32")))
-    features = Features({**columns, **{name: Value(kind) for name, kind in _COUNTS.items()}})
-    # Pickled, since Arrow would give all rows the same keys.
-    packed = Dataset.from_dict({"row": [pickle.dumps(row) for row in rows]})
-    return packed.map(
-        work.made_of_packed, input_columns="row", remove_columns="row", features=features,
-        num_proc=num_proc, load_from_cache_file=False,
-    )  # fmt: skip
-
-
 class _Work:
     """The state that all rows share."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe, form: Form) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        recipe: Recipe,
+        form: Form,
+        images: ImageCollator | None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._images = images
         self._form = form
         self._most = recipe.training.max_length
         loss_on = recipe.data.loss_on
@@ -210,14 +230,11 @@ class _Work:
         self._loss_on = loss_on
         self._marked = _marked_template(tokenizer) if loss_on == "assistant" else None
         self.columns: tuple[str, ...] = ("input_ids", "labels")
+        self._is_reward = recipe.training.method == "reward"
         if form.name == "preferences":
-            self.columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+            self.columns = ("prompt_ids", "chosen_ids", "rejected_ids")[self._is_reward :]
         elif form.name == "labelled":
             self.columns = ("prompt_ids", "completion_ids", "label")
-
-    def made_of_packed(self, row: bytes) -> dict[str, Any]:
-        """As ``made``, of a row that is pickled."""
-        return self.made(pickle.loads(row))
 
     def made(self, row: dict[str, Any]) -> dict[str, Any]:
         """Tokenize a row: its columns, and what is counted; or the problem with it."""
@@ -241,7 +258,9 @@ class _Work:
 
     def _example(self, row: dict[str, Any]) -> dict[str, Any]:
         """Tokenize a row of SFT."""
-        if self._form.name == "messages":
+        if self._images is not None:
+            ids, mask = self._images.tokens(row)
+        elif self._form.name == "messages":
             ids, mask = self._conversation(row["messages"], row)
         elif self._form.name == "text":
             ids = self._tokenizer(self._ended(row["text"]))["input_ids"]
@@ -276,6 +295,8 @@ class _Work:
             row = {**row, **extract_prompt(row)}
         prompt, chosen = self._prompt_and_whole(row, "chosen")
         _, rejected = self._prompt_and_whole(row, "rejected")
+        if self._is_reward:
+            return self._scored(chosen, rejected)
         start = min(common_prefix_length(prompt, chosen), common_prefix_length(prompt, rejected))
         length = max(len(chosen), len(rejected))
         chosen, rejected = chosen[: self._most], rejected[: self._most]
@@ -289,6 +310,17 @@ class _Work:
             "num_tokens": num_tokens,
             "num_learnt": num_tokens - 2 * start if has_answers else 0,
             "is_cut": length > self._most,
+        }
+
+    def _scored(self, chosen: list[int], rejected: list[int]) -> dict[str, Any]:
+        """A row of a reward model; TRL leaves out those that are too long, and so does this."""
+        length, num_tokens = max(len(chosen), len(rejected)), len(chosen) + len(rejected)
+        return {
+            "chosen_ids": chosen,
+            "rejected_ids": rejected,
+            "length": length,
+            "num_tokens": num_tokens,
+            "num_learnt": num_tokens if length <= self._most else 0,
         }
 
     def _labelled(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -401,7 +433,7 @@ def _tools(row: dict[str, Any]) -> Any:
     return json.loads(tools) if isinstance(tools, str) else tools
 
 
-def _marked_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+def _marked_template(tokenizer: "PreTrainedTokenizerBase | ProcessorMixin") -> str | None:
     """Return a template that marks the assistant's tokens: the model's, TRL's, or None."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 

@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LabelSmoother
-from trl import DPOTrainer, KTOTrainer, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.errors import RecipeError, quoted
-from poros.finetune.attention import takes_cu_seqlens
+from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints
-from poros.finetune.stopping import EarlyStopping
+from poros.finetune.images import ImageCollator
+from poros.finetune.packing import takes_cu_seqlens
 from poros.head.regularized import RegularizedLoss
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of
@@ -38,7 +39,7 @@ from poros.recipes.recipe import FEWEST_UPDATES, MOST_ACCUMULATED, Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _OURS = ("method", "lora_plus", "z_loss", "early_stopping_patience", "adapter_kernels")
 """Settings of ``training`` that TRL does not know."""
@@ -138,6 +139,13 @@ class Kto(_Own, BlockMajorMixin, KTOTrainer):
         return dataset.map(finish, batched=True, batch_size=args.per_device_train_batch_size)
 
 
+class Reward(_Own, BlockMajorMixin, RewardTrainer):
+    """TRL's trainer of reward models."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return dataset  # these are tokens already
+
+
 class _Lines(PrinterCallback):
     """transformers' own, which prints what is logged, with the step before it."""
 
@@ -180,11 +188,12 @@ def make_trainer(
     recipe: Recipe,
     arguments: TrainingArguments,
     model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | ProcessorMixin",
     train: "Dataset",
     validation: "Dataset | None",
     *,
     row_length: int,
+    images: ImageCollator | None = None,
 ) -> Trainer:
     """Build the trainer of a recipe.
 
@@ -192,10 +201,12 @@ def make_trainer(
         recipe: How it trains.
         arguments: Of ``make_arguments``.
         model: With its adapter; prepared, or resident.
-        tokenizer: Saved with each checkpoint; its padding token fills rows.
+        tokenizer: Saved with each checkpoint; its padding token fills rows. Of rows with images
+            the processor.
         train: Rows of tokens, packed if the recipe says so.
         validation: The same, or None.
         row_length: Tokens of a packed row.
+        images: Of rows with images.
 
     Raises:
         RecipeError: If TRL refuses settings for this model.
@@ -209,18 +220,23 @@ def make_trainer(
     }
     with _own_dtypes(model, recipe.adapter.dtype), _refusals():
         if training.method == "sft":
-            collator = _collator(recipe, model, tokenizer.pad_token_id, row_length)
+            if images is not None:
+                collator: Any = images.padded
+            else:
+                collator = _collator(recipe, model, tokenizer.pad_token_id, row_length)
             trainer: Any = Sft(model, data_collator=collator, **options)
             if training.label_smoothing_factor or training.z_loss:
                 smoothing = training.label_smoothing_factor
                 own = LabelSmoother(epsilon=smoothing) if smoothing else None
                 trainer.label_smoother = RegularizedLoss(own, training.z_loss or 0.0)
+        elif training.method == "reward":
+            trainer = Reward(model, **options)
         else:
             kind = {"dpo": Dpo, "kto": Kto}[training.method]
             trainer = kind(model, _NoModel(model.config), **options)
             trainer.ref_model = None
     if training.early_stopping_patience is not None:
-        trainer.add_callback(EarlyStopping(training.early_stopping_patience))
+        trainer.add_callback(EarlyStoppingCallback(training.early_stopping_patience))
     trainer.recipe = recipe
     if arguments.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
@@ -293,8 +309,11 @@ def make_arguments(
         fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"
     fields |= recipe.as_dict()["training"]
     # TRL would replace the loss, and code of transformers for the whole process.
-    for own in (*_OURS, "label_smoothing_factor", "use_liger_kernel"):
+    for own in (*_OURS, *hub.SETTINGS, "label_smoothing_factor", "use_liger_kernel"):
         fields.pop(own, None)
+    is_stopped_early = training.early_stopping_patience is not None
+    if is_stopped_early:
+        fields["load_best_model_at_end"] = True  # the last steps have made nothing better
     if training.is_schedule_free:
         fields["lr_scheduler_type"] = "constant"
     if training.method == "sft":
@@ -313,6 +332,8 @@ def make_arguments(
                 # A loss that is no number is logged as it is, also of an evaluation. To replace it,
                 # the host would have to wait for each micro-batch.
                 "logging_nan_inf_filter": False,
+                # Early stopping has counted the validations before an interruption.
+                "restore_callback_states_from_checkpoint": is_stopped_early,
                 # A streamed layer is recomputed as it is.
                 "gradient_checkpointing": False,
             }

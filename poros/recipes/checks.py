@@ -19,6 +19,7 @@ _OF_METHOD: dict[str, dict[str, Any]] = {
     "dpo": {"learning_rate": 2e-5},
     # Its KL term pairs each prompt of a micro-batch with another one's answer.
     "kto": {"learning_rate": 2e-5, "per_device_train_batch_size": 2},
+    "reward": {"learning_rate": 1e-4},  # TRL's
 }
 """Defaults of a method that are not those of examples."""
 
@@ -64,19 +65,14 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
     if source and is_local(source):
         path = Path(source).expanduser()
         shown = quoted(source)
+        is_one = path.suffix == ".safetensors" or (path / "config.json").is_file()
         if not path.exists():
             draft.problem(key, f"expected a checkpoint, found no file or folder {shown}; check it")
-        elif path.is_dir() and not ((path / "config.json").is_file() or _is_store(source)):
+        elif not (is_one or _is_store(source)):
             draft.problem(
                 key,
-                f"expected a folder with a config.json, found {shown} without one; give the folder "
-                "that a model was saved to",
-            )
-        elif path.is_file() and path.suffix != ".safetensors":
-            draft.problem(
-                key,
-                f"expected a folder or a .safetensors file, found {shown}; GGUF, .bin and .pt "
-                "cannot be loaded: give the original checkpoint's folder",
+                f"expected a folder with a config.json, or a .safetensors file, found {shown}; "
+                "GGUF, .bin and .pt cannot be loaded: give the original checkpoint's folder",
             )
     if recipe.model.host_budget and not (recipe.model.store or _is_store(source)):
         draft.problem(
@@ -124,12 +120,6 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
             wrong = _problem_with_rows(source, is_split=is_split)
             if wrong is not None:
                 draft.problem(key, wrong)
-        elif find_spec("datasets") is None:
-            draft.problem(
-                key,
-                f"expected a file or folder, found {quoted(source)}, which is not there; to read "
-                "it from the hub: pip install '.[finetune]' in a clone of Poros",
-            )
     if data.split and kinds == {Kind.FILES}:
         draft.problem(
             "data.split", "expected a data set on the hub to split, found a file; remove it"
@@ -137,13 +127,6 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
     if data.config and kinds and Kind.NAMED not in kinds:
         draft.problem(
             "data.config", "expected a data set on the hub to configure, found others; remove it"
-        )
-    weights = data.weights if isinstance(data.weights, tuple) else (data.weights,)
-    if data.weights is not None and not 1 < len(data.sources) == len(weights):
-        draft.problem(
-            "data.weights",
-            f"expected one for each of several sources, found {len(weights)} for "
-            f"{len(data.sources)}; write as many as data.source has, or remove them",
         )
     template = data.chat_template
     if template.endswith((".jinja", ".j2")):
@@ -191,8 +174,8 @@ def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
         )
     if suffixes == [""]:
         return (
-            f"expected a file that ends in {', '.join(SUFFIXES)} or .gz behind one of the first "
-            f"four, found {shown}; write one JSON object a line"
+            f"expected a file that ends in {', '.join(SUFFIXES)}, found {shown}; write one JSON "
+            "object a line"
         )
     return None
 
@@ -231,28 +214,10 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             "training.adapter_kernels",
             "expected LoRA with grouped, found DoRA; choose fused, or remove it",
         )
-    is_kto = training.method == "kto" and training.more.get("loss_type", "kto") == "kto"
-    if is_kto and given.get("training.per_device_train_batch_size") == 1:
-        draft.problem(
-            "training.per_device_train_batch_size",
-            "expected at least 2 with kto, whose KL term pairs rows of a micro-batch, found 1; "
-            "remove it, or set training.loss_type to apo_zero_unpaired",
-        )
-    is_best = training.more.get("load_best_model_at_end", False)
-    if training.early_stopping_patience is not None and not is_best:
-        draft.problem(
-            "training.early_stopping_patience",
-            "expected load_best_model_at_end with it, since the last steps made nothing better, "
-            "found none; set training.load_best_model_at_end to true",
-        )
-    is_orthogonal = recipe.adapter.more.get("init_lora_weights") == "orthogonal"
-    if is_orthogonal and recipe.model.quantization != "none":
-        draft.problem(
-            "adapter.init_lora_weights",
-            "expected gaussian, true or false with a base in 4 bit, found orthogonal, which has to "
-            "read its weights; choose another, or set model.quantization to none (--quantization)",
-        )
-    for name in ("eval_steps", "eval_strategy", "eval_on_start", "load_best_model_at_end"):
+    for name in (
+        *("eval_steps", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
+        "early_stopping_patience",
+    ):
         is_asked = given.get(f"training.{name}") not in (None, False, "no")
         if is_asked and not recipe.data.validation:
             draft.problem(
@@ -262,24 +227,11 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
 
 
 def _check_memory(draft: Draft, recipe: Recipe) -> None:
-    memory = recipe.memory
-    if memory.resident:
-        for key, value in (("memory.vram", memory.vram), ("memory.slots", memory.slots)):
-            if value is not None:
-                draft.problem(
-                    key,
-                    "expected nothing to stream with memory.resident (--resident), found "
-                    f"{value}; remove one of them",
-                )
-    elif memory.vram is not None and memory.slots is not None:
+    chosen = [name for name in ("resident", "vram", "slots") if getattr(recipe.memory, name)]
+    if len(chosen) > 1:
         draft.problem(
-            "memory.slots", "expected either vram or slots, found both; remove one of them"
-        )
-    if memory.device is not None and memory.device not in ("cpu", "cuda", "cuda:0"):
-        draft.problem(
-            "memory.device",
-            f"expected cpu or cuda, found {quoted(memory.device)}; remove it for the GPU, and "
-            "choose among several by CUDA_VISIBLE_DEVICES=N",
+            f"memory.{chosen[1]}",
+            f"expected one of resident, vram and slots, found {' and '.join(chosen)}; remove one",
         )
 
 
@@ -291,6 +243,16 @@ def _check_output(draft: Draft, recipe: Recipe) -> None:
             "output.folder",
             f"expected a folder to write to, found {quoted(str(path))}: {reason}; give another "
             "folder (--out)",
+        )
+    if recipe.output.merged is None:
+        return
+    path = Path(recipe.output.merged).expanduser()
+    reason = "there is something already" if path.exists() else why_not_writable(path)
+    if reason is not None:
+        draft.problem(
+            "output.merged",
+            f"expected a folder to make, found {quoted(str(path))}: {reason}; give another folder "
+            "(--merged)",
         )
 
 

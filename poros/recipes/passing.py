@@ -1,8 +1,8 @@
 """Which fields of TRL and PEFT a recipe passes on, and why it does not pass on the others.
 
-Names, types and choices are those of the dataclasses: ``trl.SFTConfig``, ``DPOConfig`` and
-``KTOConfig`` for ``training``, ``peft.LoraConfig`` for ``adapter``. Reading them imports the
-libraries, which takes seconds, so it waits until a recipe names a field of theirs.
+Names, types and choices are those of the dataclasses: ``trl.SFTConfig``, ``DPOConfig``,
+``KTOConfig`` and ``RewardConfig`` for ``training``, ``peft.LoraConfig`` for ``adapter``. Reading
+them imports the libraries, which takes seconds, so it waits until a recipe names a field of theirs.
 """
 
 import dataclasses
@@ -14,105 +14,89 @@ from poros.recipes.recipe import METHODS
 from poros.recipes.values import Kind, choice, kind_of
 
 SECTIONS = ("adapter", "training")
-_ONE_GPU = "poros finetune trains on one GPU: start a script of your own with accelerate"
-_RECOMPUTED = "a streamed layer is recomputed already, by Poros"
-_NO_MERGE = "it changes the base as well, which `poros merge` and `poros chat` take as it is"
-_OBJECT = "its value is an object of Python: call poros.prepare in a script"
-_ROWS = "rows become tokens before TRL sees them: it is decided under data"
-_LOSS_ALONE = "a validation computes the loss alone"
-_SAME_ROWS = "a run that goes on has to find its rows in the order they were in"
-_NO_REFERENCE = "the reference is the model without its adapter"
-_DECIDED = "poros finetune decides it"
-
 _TRAINING = {
-    "output_dir": "it is output.folder (--out)",
-    "use_cpu": "it is memory.device (--device)",
-    "gradient_checkpointing activation_checkpointing": _RECOMPUTED,
-    "gradient_checkpointing_kwargs activation_checkpointing_kwargs": _RECOMPUTED,
-    "activation_offloading": "a budget decides what leaves the GPU: memory.vram (--vram)",
-    "fp16 fp16_full_eval": "adapters stay in float32 and are multiplied in bfloat16: training.bf16",
-    "bf16_full_eval": "it would cast the adapter: training.bf16",
-    "torch_compile torch_compile_backend torch_compile_mode": "layers come and go while it trains, "
-    "and a compiled model would keep the first ones",
-    "liger_kernel_config": "training.use_liger_kernel (--liger) takes Liger's norms, feed-forwards "
-    "and rotary embeddings; the loss is computed by Poros, in slices of the head",
-    "use_cache": "training reads no cache of keys and values",
-    "auto_find_batch_size": "a plan says before the run what fits: poros plan",
-    "optim_target_modules": "it is for optimizers of whole matrices, and adapters have none",
-    "deepspeed fsdp fsdp_config parallelism_config local_rank": _ONE_GPU,
-    "average_tokens_across_devices": _ONE_GPU,
-    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph": _ONE_GPU,
-    "ddp_backend ddp_timeout log_on_each_node save_on_each_node log_level_replica": _ONE_GPU,
-    "accelerator_config ignore_data_skip dataloader_in_order": _SAME_ROWS,
-    "restore_callback_states_from_checkpoint resume_from_checkpoint": "the same command goes on "
-    "with a run by itself",
-    "save_only_model": "without its optimizer a run could not go on",
-    "enable_jit_checkpoint": "a signal ends a run with a checkpoint already",
-    "logging_nan_inf_filter": "a loss that is no number is logged as it is; to replace it, the "
-    "host would wait for each micro-batch",
-    "debug skip_memory_metrics full_determinism do_train do_eval do_predict": _DECIDED,
-    "prediction_loss_only eval_do_concat_batches eval_use_gather_object": _LOSS_ALONE,
-    "eval_accumulation_steps include_for_metrics batch_eval_metrics label_names": _LOSS_ALONE,
-    "hub_token": "a recipe is kept beside the adapter, and is no place for a secret: set HF_TOKEN",
-    "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision": "the "
-    "run's folder would go there with its checkpoints: `hf upload NAME FOLDER/adapter` sends what "
-    "is used",
-    "model_init_kwargs": "it is model",
-    "trust_remote_code": "Poros runs no code that comes with a checkpoint",
-    "router_aux_loss_coef": "the model's own coefficient is taken",
-    "dataset_text_field dataset_kwargs remove_unused_columns": _ROWS,
-    "length_column_name eos_token pad_token": _ROWS,
-    "chat_template_path": "it is data.chat_template (--chat-template)",
-    "completion_only_loss assistant_only_loss": "it is data.loss_on (--loss-on)",
-    "truncation_mode": "rows keep their start",
-    "shuffle_dataset": "rows are shuffled once an epoch: training.train_sampling_strategy",
-    "packing_strategy eval_packing": "whole documents are packed by best fit (bfd), in validations "
-    "too",
-    "padding_free": "it is training.packing (--packing)",
-    "precompute_ref_log_probs precompute_ref_batch_size": "the reference's pass goes through the "
-    "blocks with the others, and costs no loads of its own",
-    "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps": _NO_REFERENCE,
+    "it is output.folder (--out)": "output_dir",
+    "it is memory.device (--device)": "use_cpu",
+    "a streamed layer is recomputed already, by Poros": "gradient_checkpointing "
+    "activation_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs",
+    "a budget decides what leaves the GPU: memory.vram (--vram)": "activation_offloading",
+    "adapters are kept in float32 and multiplied in bfloat16: training.bf16": "fp16 fp16_full_eval "
+    "bf16_full_eval",
+    "layers come and go while it trains: a compiled model would keep the first": "torch_compile "
+    "torch_compile_backend torch_compile_mode",
+    "training.use_liger_kernel (--liger) takes Liger's norms, feed-forwards and rotary embeddings; "
+    "the loss is computed by Poros, in slices of the head": "liger_kernel_config",
+    "a plan says before the run what fits: poros plan": "auto_find_batch_size",
+    "it is for optimizers of whole matrices, and adapters have none": "optim_target_modules",
+    "poros finetune trains on one GPU: start a script with accelerate": "deepspeed fsdp "
+    "fsdp_config parallelism_config local_rank average_tokens_across_devices ddp_backend "
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+    "ddp_timeout log_on_each_node save_on_each_node log_level_replica",
+    "a run that goes on has to find its rows in the order they were in": "accelerator_config "
+    "ignore_data_skip dataloader_in_order",
+    "the same command goes on with a run by itself": "resume_from_checkpoint "
+    "restore_callback_states_from_checkpoint enable_jit_checkpoint",
+    "without its optimizer a run could not go on": "save_only_model",
+    "a loss that is no number is logged as it is; to replace it, the host would wait for each "
+    "micro-batch": "logging_nan_inf_filter",
+    "poros finetune decides it": "debug skip_memory_metrics full_determinism do_train do_eval "
+    "do_predict use_cache",
+    "a validation computes the loss alone": "prediction_loss_only eval_do_concat_batches "
+    "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
+    "label_names",
+    "a recipe is kept beside the adapter, and is no place for a secret: set HF_TOKEN": "hub_token",
+    "the adapter is sent once the run has ended, and no checkpoint": "hub_strategy hub_always_push",
+    "it is model": "model_init_kwargs",
+    "Poros runs no code that comes with a checkpoint": "trust_remote_code",
+    "the model's own coefficient is taken": "router_aux_loss_coef",
+    "rows become tokens before TRL sees them: it is decided under data": "dataset_text_field "
+    "dataset_kwargs remove_unused_columns length_column_name eos_token pad_token",
+    "it is data.chat_template (--chat-template)": "chat_template_path",
+    "it is data.loss_on (--loss-on)": "completion_only_loss assistant_only_loss",
+    "rows keep their start": "truncation_mode",
+    "rows are shuffled once an epoch: training.train_sampling_strategy": "shuffle_dataset",
+    "whole documents are packed by best fit (bfd), in validations too": "packing_strategy "
+    "eval_packing",
+    "it is training.packing (--packing)": "padding_free",
+    "the reference's pass shares the loads of the others": "precompute_ref_log_probs "
+    "precompute_ref_batch_size",
+    "the reference is the model without its adapter": "sync_ref_model ref_model_mixup_alpha "
+    "ref_model_sync_steps",
 }
-"""Fields of TRL that are not passed on, and why; names with one reason stand together."""
+"""Why fields of TRL are not passed on, and which."""
 _ADAPTER = {
-    "task_type peft_type auto_mapping peft_version base_model_name_or_path": _DECIDED,
-    "revision inference_mode fan_in_fan_out megatron_config megatron_core": _DECIDED,
-    "runtime_config velora_config monteclora_config kasa_config": _OBJECT,
-    "use_bdlora arrow_config": _OBJECT,
-    "eva_config corda_config lora_ga_config loftq_config": _NO_MERGE,
-    "alora_invocation_tokens": "poros.prepare refuses it: a streamed layer cannot recompute it",
-    "layer_replication": "poros.prepare refuses it: two layers would share one block",
-    "use_qalora qalora_group_size": "it is for bases of GPTQ, and this one is NF4 or dense",
-    "ensure_weight_tying": "embedding and head are not trained together here",
+    "poros finetune decides it": "task_type peft_type auto_mapping peft_version revision "
+    "base_model_name_or_path inference_mode fan_in_fan_out megatron_config megatron_core",
+    "its value is an object of Python: call poros.prepare in a script": "runtime_config "
+    "velora_config monteclora_config kasa_config use_bdlora arrow_config",
+    "it changes the base as well, which `poros merge` and `poros chat` take as it is": "eva_config "
+    "corda_config lora_ga_config loftq_config",
+    "poros.prepare refuses it: a block would be shared, or not recomputed": "layer_replication "
+    "alora_invocation_tokens",
+    "it is for bases of GPTQ, and this one is NF4 or dense": "use_qalora qalora_group_size",
+    "embedding and head are not trained together here": "ensure_weight_tying",
 }
 _BY_METHOD = {
     ("sft", "loss_type"): "the model's own loss is computed, in slices of the head",
     ("kto", "train_sampling_strategy"): "each micro-batch holds the rows that its KL term pairs",
 }
-_OPTIMIZERS = {
-    "flora": "expected an optimizer of adapters, found flora, which trains all weights of a model "
-    "on the GPU; poros finetune trains adapters alone: use poros.optim.Flora with a Trainer",
-    "lomo": "expected an optimizer that steps after the backward, found one within it; choose "
-    "adamw_torch_fused",
-    "galore": "expected an optimizer of adapters, found one of whole matrices; choose "
-    "adamw_torch_fused",
-}
-"""Refused by a part of their name; APOLLO's are like GaLore's."""
+_OPTIMIZERS = ("flora", "lomo", "galore", "apollo")
+"""Refused by a part of their name."""
 _LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
     *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
 """Of DPO, which TRL looks up at the first step only."""
 _DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-_INITS = ("true", "false", "gaussian", "orthogonal")
-_OTHER_INITS = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica")
+_INITS = ("true", "false", "gaussian")
+_OTHER_INITS = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica", "orthogonal")
 
 
 def refused(section: str, name: str, method: str) -> str | None:
     """The reason that a field is not passed on; None if it is, or is none."""
     table: Mapping[str, str] = {"training": _TRAINING, "adapter": _ADAPTER}.get(section, {})
     own = _BY_METHOD.get((method, name)) if section == "training" else None
-    return own or next((why for names, why in table.items() if name in names.split()), None)
+    return own or next((why for why, names in table.items() if name in names.split()), None)
 
 
 def kinds(section: str, method: str) -> dict[str, Kind]:
@@ -148,7 +132,7 @@ def config_of(method: str) -> Any:
     """TRL's configuration of a method; imports TRL."""
     import trl
 
-    return {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "kto": trl.KTOConfig}[method]
+    return getattr(trl, "RewardConfig" if method == "reward" else f"{method.upper()}Config")
 
 
 def _config(section: str, method: str) -> Any:
@@ -165,13 +149,19 @@ def _particular(name: str, method: str) -> Kind | None:
         from transformers.training_args import OptimizerNames
 
         known = [str(each.value) for each in OptimizerNames]
-        bad = {each: why for each in [*known, "flora"] if (why := _why_no_optimizer(each))}
-        bad["adamw"] = "expected a name of transformers, found adamw; it is adamw_torch_fused"
-        return choice(*(each for each in known if each not in bad), refused=bad)
+        why = (
+            "expected an optimizer of adapters that steps after the backward, found one of whole "
+            "matrices or of all weights; choose adamw_torch_fused (poros.optim.Flora trains all "
+            "weights in a script)"
+        )
+        bad = [each for each in (*known, "flora") if any(part in each for part in _OPTIMIZERS)]
+        refusals = dict.fromkeys(bad, why)
+        refusals["adamw"] = "expected a name of transformers, found adamw; it is adamw_torch_fused"
+        return choice(*(each for each in known if each not in bad), refused=refusals)
     if name == "init_lora_weights":
         why = (
-            f"expected one of {', '.join(_INITS)}, found one of those which change the base, and "
-            "`poros merge` and `poros chat` take it as it is"
+            f"expected one of {', '.join(_INITS)}, found one of those which change the base, or "
+            "read it; `poros merge` and `poros chat` take it as it is"
         )
         one = choice(*_INITS, refused=dict.fromkeys(_OTHER_INITS, why))
 
@@ -185,8 +175,3 @@ def _particular(name: str, method: str) -> Kind | None:
     if method == "dpo" and name == "loss_type":
         return kind_of(list[Literal[_LOSSES]])  # type: ignore[valid-type]
     return None
-
-
-def _why_no_optimizer(name: str) -> str | None:
-    part = name.replace("apollo", "galore")
-    return next((why for each, why in _OPTIMIZERS.items() if each in part), None)

@@ -18,7 +18,6 @@ from poros.recipes.values import Kind, UnexpectedValueError, described
 if TYPE_CHECKING:
     from yaml import MappingNode, Node
 
-_MOST_NUM_BYTES = 1_000_000
 _MOST_SHOWN = 60
 _NULL = "tag:yaml.org,2002:null"
 
@@ -211,12 +210,6 @@ def _read_file(draft: Draft, file: Path) -> None:
         reason = quoted(reason_of(error), is_bare=True)
         draft.problems.append(f"{where}: expected a file to read, found: {reason}; check the path")
         return
-    if len(data) > _MOST_NUM_BYTES:
-        draft.problems.append(
-            f"{where}: expected a recipe of at most {_MOST_NUM_BYTES} bytes, found {len(data)}; "
-            "is it a file of data? That is the second argument: poros finetune MODEL DATA"
-        )
-        return
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -291,22 +284,20 @@ def _note(draft: Draft, key: str, value: "Node", entry: "Node") -> None:
 
 
 def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None) -> None:
-    known = [each.split(".")[1] for each, _ in settings() if each.startswith(f"{section}.")]
+    """Note an unknown name: of a setting, or of a section if ``section`` is empty."""
+    own = dict(settings())
+    known = [each.split(".")[1] for each in own if each.startswith(f"{section}.")]
     known = known if section else list(SECTIONS)
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
-    full = [each for each, _ in settings() if each.split(".")[1] == name]
     flag = f"--{name.replace('_', '-')}"
-    flagged = [each for each, setting in settings() if setting.flag == flag]
-    if full:
-        remedy = f"did you mean {full[0]}, in the section {full[0].split('.')[0]}?"
-    elif flagged:
-        remedy = f"it is called {flagged[0]} here"
-    elif remedy is None and near:
-        remedy = f"did you mean {near[0]}?"
-    elif remedy is None:
+    same = [each for each in own if each.endswith(f".{name}") or own[each].flag == flag]
+    near = same or get_close_matches(name, known, n=1)
+    if remedy is None or same:
+        remedy = f"there are {', '.join(sorted(known))}"
         others = {"adapter": "peft.LoraConfig", "training": "TRL's configuration"}
-        passed = f", fields of {others[section]}" if section in others else ""
-        remedy = f"there are {', '.join(sorted(known))}{passed}"
+        if section in others:
+            remedy += f", fields of {others[section]}"
+        if near:
+            remedy = f"did you mean {near[0]}{' here' if same else ''}?"
     what = f"a setting of {section}" if section else "a section"
     draft.problem(key, f"expected {what}, found an unknown name; {remedy}")
 

@@ -26,7 +26,7 @@ from poros.recipes.values import (
     words,
 )
 
-METHODS = ("sft", "dpo", "kto")
+METHODS = ("sft", "dpo", "kto", "reward")
 FEWEST_UPDATES = 50
 """With fewer, ``gradient_accumulation_steps: auto`` accumulates less."""
 MOST_ACCUMULATED = 8
@@ -96,12 +96,6 @@ class DataPart:
         "DATA",
         "File or folder of rows (JSON, CSV, Parquet), or name of a data set on the hub; or a list.",
     )
-    weights: float | tuple[float, ...] | None = _setting(
-        None,
-        one_or_several(real(0, is_above=True)),
-        "--weights",
-        "Sampling weights of several sources; without them all rows are concatenated.",
-    )
     config: str | None = _setting(
         None, text(), "--config", "Configuration of a data set on the hub."
     )
@@ -167,7 +161,8 @@ class TrainingPart:
         "sft",
         choice(*METHODS),
         "--method",
-        "sft: on examples; dpo: on preferences; kto: on answers that are good or bad.",
+        "sft: on examples; dpo: on preferences; kto: on answers that are good or bad; reward: a "
+        "reward model, on preferences.",
     )
     num_train_epochs: float = _setting(
         1.0, real(0, 1e4, is_above=True), "--epochs", "Number of passes over all rows."
@@ -189,7 +184,7 @@ class TrainingPart:
         2e-4,
         _rate(10),
         "--lr",
-        "Peak learning rate; 2e-05 with dpo and kto.",
+        "Peak learning rate; 2e-05 with dpo and kto, 0.0001 with reward.",
     )
     lr_scheduler_type: str = _setting(
         "cosine",
@@ -303,7 +298,12 @@ class MemoryPart:
     resident: bool = _setting(
         False, switch(), "--resident", "Keep the whole base on the device: nothing is streamed."
     )
-    device: str | None = _setting(None, text(), "--device", "cpu or cuda.")
+    device: str | None = _setting(
+        None,
+        choice("cpu", "cuda", "cuda:0"),
+        "--device",
+        "The device; CUDA_VISIBLE_DEVICES=N chooses among several GPUs.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +312,9 @@ class OutputPart:
 
     folder: str | None = _setting(
         None, text(), "--out", "Folder of the run; default: runs/MODEL-DATA-METHOD."
+    )
+    merged: str | None = _setting(
+        None, text(), "--merged", "Folder for the base with the adapter in it, a checkpoint."
     )
     trace_step: int | None = _setting(
         None,

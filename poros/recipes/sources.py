@@ -9,7 +9,7 @@ from pathlib import Path
 from poros.loaders.names import is_local
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-"""Of files of rows; all but the last may be packed by gzip: ``.jsonl.gz``."""
+"""Of files of rows."""
 
 
 class Kind(Enum):
@@ -21,10 +21,8 @@ class Kind(Enum):
 
 
 def suffix_of(file: Path) -> str:
-    """Return which of ``SUFFIXES`` a file is of, with ``.gz`` left out; "" if of none."""
-    packed = file.suffix == ".gz"
-    suffix = Path(file.stem).suffix if packed else file.suffix
-    return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""
+    """Return which of ``SUFFIXES`` a file is of; "" if of none."""
+    return file.suffix if file.suffix in SUFFIXES else ""
 
 
 def files_of(path: Path) -> list[Path]:

@@ -167,17 +167,32 @@ def one_or_several(kind: Kind) -> Kind:
     return Kind(kind.expects, read, takes_list=True)
 
 
+def is_name(text: str) -> bool:
+    """Whether a text is a name of modules, and no pattern of such."""
+    return re.fullmatch(r"[\w.\- ]*", text) is not None
+
+
 def words(*alone: str) -> Kind:
     """A name that stands alone, or a list of names."""
 
     def read(written: Any) -> str | tuple[str, ...]:
         names = written if isinstance(written, list) else [written]
+        if isinstance(written, str) and not is_name(written):
+            try:
+                re.compile(written)  # PEFT takes a text for a pattern of whole names
+            except re.error as error:
+                raise ValueError from error
+            return written
         if not all(re.fullmatch(r"[A-Za-z_][\w.-]*", str(each)) for each in names):
             raise ValueError
         return tuple(names) if isinstance(written, list) else str(written)
 
     hint = f"{', '.join(alone)} or " if alone else ""
-    return Kind(f"{hint}a list of names of modules such as [q_proj, v_proj]", read, takes_list=True)
+    return Kind(
+        f"{hint}a list of names of modules such as [q_proj, v_proj], or a pattern",
+        read,
+        takes_list=True,
+    )
 
 
 def share_or_source() -> Kind:

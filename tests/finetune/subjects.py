@@ -111,7 +111,7 @@ def write_base(folder: Path) -> Path:
     return write_model(folder, positions=32768)
 
 
-def plain_base(source: Any, kind: Any = AutoModelForCausalLM) -> Any:
+def plain_base(source: Any, kind: Any = AutoModelForCausalLM, **options: Any) -> Any:
     """A base in 4 bit, by transformers alone; ``kind`` may load an adapter's with it."""
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -119,7 +119,8 @@ def plain_base(source: Any, kind: Any = AutoModelForCausalLM) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    base = kind.from_pretrained(source, quantization_config=settings, dtype=torch.bfloat16)
+    options = {"dtype": torch.bfloat16, **options}
+    base = kind.from_pretrained(source, quantization_config=settings, **options)
     for module in base.modules():
         # Else bitsandbytes rounds weights in evaluations on some CPUs.
         if hasattr(module, "support_avx512bf16_for_cpu"):

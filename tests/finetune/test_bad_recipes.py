@@ -1,6 +1,5 @@
 """Bad recipes and bad rows: each refused with file, line and remedy, before anything is written."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -80,22 +79,16 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "adapter:\n  init_lora_weights: pissa\n", 4, "which change the base", "leave it out",
     ),
     "adapter that is refused": ("adapter:\n  layer_replication: [[0, 2]]\n", 4, "poros.prep", "bl"),
-    "one row of KTO": (
-        "training:\n  method: kto\n  per_device_train_batch_size: 1\n", 5, "at least 2", "remove",
-    ),
-    "resident and budget": ("memory:\n  resident: true\n  vram: 8GiB\n", 5, "8GiB", "remove one"),
-    "budget and slots": ("memory:\n  vram: 8GiB\n  slots: 2\n", 5, "found both", "remove one"),
-    "device of a machine with several": (
-        "memory:\n  device: cuda:1\n", 4, "expected cpu or cuda", "CUDA_VISIBLE_DEVICES",
-    ),
-    "no such device": ("memory:\n  device: tpu\n", 4, "'tpu'", "remove it"),
+    "resident and budget": ("memory:\n  resident: true\n  vram: 8GiB\n", 5, "and vram", "remove"),
+    "budget and slots": ("memory:\n  vram: 8GiB\n  slots: 2\n", 5, "vram and slots", "remove one"),
+    "no such device": ("memory:\n  device: cuda:1\n", 4, "one of cpu, cuda", "leave it out"),
     "host budget without store": ("memory:\n  slots: 2\n  slot: 3\n", 5, "slot", "mean slots?"),
     "nothing to validate on": ("training:\n  eval_steps: 5\n", 4, "validate", "--validation"),
     "nothing to be best at": (
         "training:\n  load_best_model_at_end: true\n", 4, "validate", "--validation",
     ),
     "ending early at the last": (
-        "training:\n  early_stopping_patience: 2\n", 4, "nothing better", "at_end to true",
+        "training:\n  early_stopping_patience: 2\n", 4, "validate", "--validation",
     ),
     "grouped DoRA": (
         "adapter:\n  use_dora: true\ntraining:\n  adapter_kernels: grouped\n",
@@ -135,8 +128,6 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "key twice": (['{"prompt": "a", "prompt": "b", "completion": "c"}'], 1, "twice", "remove one"),
     "mixed forms": ([GOOD, '{"text": "a"}'], 2, "rows of one form", "write them all alike"),
     "two forms": (['{"text": "a", "prompt": "a", "completion": "b"}'], 1, "one kind", "remove"),
-    "byte order mark": ([b"\xef\xbb\xbf" + GOOD.encode()], 1, "byte order mark", "without BOM"),
-    "UTF-16": ([GOOD.encode("utf-16")], 1, "UTF-16", "save the file as UTF-8"),
     "Latin-1": ([GOOD, b'{"prompt": "\xe9", "completion": "b"}'], 2, "0xe9 in column 13", "UTF-8"),
     "half a surrogate": (['{"text": "\\ud800"}'], 1, "surrogate", "remove it"),
     "NaN": (['{"text": NaN}'], 1, "NaN", "write a number"),
@@ -247,12 +238,6 @@ def test_bad_rows(case: str, place: Path) -> None:
 
 # Several sources: what is appended to a good recipe; line, what is said of it, and the remedy.
 SOURCES: dict[str, tuple[str, int, str, str]] = {
-    "too few weights": ("  weights: [1]\n", 6, "each of several sources, found 1 for 2", "as many"),
-    "one weight": ("  weights: 3\n", 6, "found 1 for 2", "write as many"),
-    "too many weights": ("  weights: [1, 2, 3]\n", 6, "found 3 for 2", "write as many"),
-    "weight of zero": ("  weights:\n  - 1\n  - 0\n", 6, "a number above 0, found '0'", "leave it"),
-    "negative weight": ("  weights: [1, -1]\n", 6, "a number above 0, found '-1'", "leave it"),
-    "weight of no number": ("  weights: [1, much]\n", 6, "found 'much'", "leave it out"),
     "source that is not there": ("  - gone.jsonl\n", 3, "no file or folder 'gone.jsonl'", "path"),
     "list in a list": ("  - [rows.jsonl]\n", 3, "found a list", "write one"),
     "split of files": ("  split: test\n", 6, "on the hub to split, found a file", "remove it"),
@@ -288,21 +273,16 @@ LINES = (GOOD + "\n").encode()
 LIST = b'[\n {"text": "a"},\n {"text": "b"}\n]\n'
 # A file, or the files of a folder; the place that is wrong, what is said of it, and the remedy.
 FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
-    "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one', 'two'", "names its col"),
-    "CSV with a name twice": ("a.csv", b"text,text\na,b\n", ":1:", "'text' twice", "remove one"),
+    "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one, two'", "names its col"),
+    "CSV with a name twice": ("a.csv", b"text,text\na,b\n", ":1:", "'text, text'", "names its col"),
     "CSV with a cell too many": (
         "a.csv", b'prompt,completion\n"a\na",b\na,b,c\n', ":4:", "2 cells", "double quotes",
     ),
-    "CSV with a cell too few": ("a.csv", b"text,id\na,1\nb\n", ":3:", "found 1", "double quotes"),
+    "CSV with a cell too few": ("a.csv", b"text,id\na,1\nb\n", ":3:", "2 cells", "double quotes"),
     "CSV with an empty cell": ("a.csv", b"text,id\n,1\n", ":2:", "text: exp", "fill it in"),
     "CSV with a quote left open": ("a.csv", b'text\na\n"b\nc\n', ":3:", "expected CSV", "quotes"),
     "CSV in Latin-1": ("a.csv", b"text\na\n\xe9\n", ":3:", "0xe9 in column 1", "UTF-8"),
     "CSV of names alone": ("a.tsv", b"prompt\tcompletion\n", ":1:", "found none", "write some"),
-    "gzip cut off": ("a.jsonl.gz", gzip.compress(LINES * 99)[:-9], ":1:", "whole gzip", "anew"),
-    "gzip damaged": (
-        "a.json.gz", gzip.compress(LINES * 99)[:20] + b"x" * 40, ":1:", "whole gzip", "anew",
-    ),
-    "gzip of nothing": ("a.csv.gz", b"text\n", ":1:", "whole gzip", "pack it anew"),
     "list that goes on": ("a.json", LIST[:-2] + b",\n]", ":5:1:", "Expecting value", "this column"),
     "list cut off": ("a.json", LIST[:-2], ":4:1:", "',' delimiter", "this column"),
     "list without a comma": ("a.json", LIST.replace(b",", b""), ":3:2:", "delimiter", "column"),
@@ -320,7 +300,7 @@ FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
         ", row 1:", "a Parquet file", "write it anew",
     ),
     "other suffix": ("a.txt", b"a", "DATA:", "ends in .jsonl, .json, .csv", "one JSON object"),
-    "Parquet in gzip": ("a.parquet.gz", b"", "DATA:", "found 'a.parquet.gz'", "first four"),
+    "Parquet in gzip": ("a.parquet.gz", b"", "DATA:", "found 'a.parquet.gz'", "one JSON"),
     "folder without rows": ("a", {"a.txt": b""}, "DATA:", "files that end in", "write JSON"),
     "folder of two kinds": (
         "a", {"a.jsonl": LINES, "b.csv": b"text\na\n"}, "DATA:", ".csv and .jsonl", "[a.jsonl, b",

@@ -1,10 +1,8 @@
 """Every way to write rows gives the tokens of the same rows as messages in JSONL."""
 
 import csv
-import gzip
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +55,6 @@ def indented(path: Path, content: Any) -> Path:
 
 def wrapped(path: Path, content: list[dict[str, Any]]) -> Path:
     return indented(path, {"data": content})
-
-
-def packed(path: Path, content: list[dict[str, Any]]) -> Path:
-    path = path.with_suffix(".jsonl.gz")
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in content).encode()))
-    return path
 
 
 def cells(path: Path, content: list[dict[str, Any]], delimiter: str = ",") -> Path:
@@ -137,7 +129,6 @@ WAYS: dict[str, tuple[Write, list[dict[str, Any]], str, dict[str, str]]] = {
     "questions": (lines, QUESTIONS, "questions and answers", {}),
     "a list in JSON": (indented, SHARED, "ShareGPT conversations", {}),
     "a list of data": (wrapped, CHATS, "messages", {}),
-    "gzip": (packed, ALPACA, "Alpaca instructions", {}),
     "CSV": (cells, ALPACA, "Alpaca instructions", {}),
     "TSV": (tabs, QUESTIONS, "questions and answers", {}),
     "Parquet": (parquet, SHARED, "ShareGPT conversations", {}),
@@ -281,31 +272,6 @@ def test_several_sources_one_after_the_other(model: Path, tmp_path: Path, expect
     train, validation = read_data(mixed(tmp_path, model, source=sources, validation=0.25))
     assert validation is not None and len(validation.rows) == 6
     assert sorted(map(str, [*train.rows, *validation.rows])) == sorted(map(str, CHATS))
-
-
-def test_weights_are_probabilities(model: Path, tmp_path: Path) -> None:
-    few = lines(tmp_path / "few", SHARED[:4])
-    many = lines(tmp_path / "many", [chat(f"q{each}", "a") for each in range(300)])
-    said: dict[str, Any] = {"source": [few, many], "weights": [1, 3], "validation": 0.02}
-    train, validation = read_data(mixed(tmp_path, model, **said))
-    assert validation is not None and not any(each in train.rows for each in validation.rows)
-    shown = {train.place(number) for number in range(len(train.rows))}
-    held_out = {validation.place(number) for number in range(len(validation.rows))}
-    assert len(shown | held_out) == 304 and len(held_out) == 6
-    share = sum("few" in train.place(number) for number in range(len(train.rows)))
-    assert 0.2 < share / len(train.rows) < 0.3 and len(train.rows) > 300
-    again, _ = read_data(mixed(tmp_path, model, **said))
-    assert again.rows == train.rows and again.digest == train.digest
-    for changed in ({"weights": [3, 1]}, {"weights": [1, 4]}):
-        other, _ = read_data(mixed(tmp_path, model, **said | changed))
-        assert other.rows != train.rows and other.digest != train.digest
-    one = lines(tmp_path / "one", SHARED[:1])
-    with pytest.raises(DataFormatError, match=r"found all 1 of one held out.*data\.validation"):
-        for seed in range(9):
-            recipe = mixed(tmp_path, model, **said | {"source": [one, few], "validation": 0.5})
-            read_data(replace(recipe, training=replace(recipe.training, seed=seed)))
-    other, _ = read_data(mixed(tmp_path, model, **said | {"weights": None}))
-    assert len(other.rows) == 298
 
 
 def test_the_digest_is_of_all_files(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,386 @@
+"""Rows with images: the bits of TRL's ``SFTTrainer`` and its collator on a resident model.
+
+Gemma 3 goes through transformers' own processor, the other families through a stand-in that gives
+what theirs give for one image in each row.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from datasets import List as ListFeature
+from peft import LoraConfig
+from safetensors import safe_open
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BatchFeature,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Trainer,
+)
+from trl import SFTConfig, SFTTrainer
+
+from poros.errors import DataFormatError, RecipeError, RunFolderError
+from poros.finetune import run as runs
+from poros.finetune.adapters import adapter_config
+from poros.finetune.data import read_data
+from tests.command import poros_command, text
+from tests.covers import with_slow
+from tests.exact.trl_arms import tokenizer
+from tests.finetune.subjects import (
+    announced,
+    break_at,
+    recipe_of,
+    run,
+    sentence,
+    write_model,
+    write_rows,
+)
+from tests.finetune.trl_runs import SETTINGS, by_poros, by_trl
+from tests.loading.images import IMAGE_TOKEN, NUM_TOKENS, with_images
+from tests.loading.towers import FAMILIES, write
+
+Image = pytest.importorskip("PIL.Image", reason="pictures need pillow")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{% for p in m.content %}{{ p.text }} {% endfor %}<eos> {% endgeneration %}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'image' %} <boi> "
+    "{% else %} {{ p.text }} {% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def write_processor(folder: Path) -> Any:
+    """The processor of gemma3, with pictures of 28 by 28, as a checkpoint has it."""
+    from transformers import Gemma3ImageProcessorPil, Gemma3Processor
+
+    special = {"<boi>": 503, "<eoi>": 504, "<image>": IMAGE_TOKEN}
+    names = ("boi_token", "eoi_token", "image_token")
+    tokens = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer(special).backend_tokenizer,
+        **{"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"},
+        **{"unk_token": "<unk>", "extra_special_tokens": dict(zip(names, special, strict=True))},
+    )
+    picture = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    found = Gemma3Processor(picture, tokens, chat_template=TEMPLATE, image_seq_length=NUM_TOKENS)
+    found.save_pretrained(folder)
+    return found
+
+
+def picture(number: int, folder: Path) -> str:
+    generator = torch.Generator().manual_seed(number)
+    pixels = torch.randint(0, 255, (40, 30, 3), generator=generator, dtype=torch.uint8)
+    (folder / "pictures").mkdir(exist_ok=True)
+    Image.fromarray(pixels.numpy()).save(folder / "pictures" / f"{number}.png")
+    return f"pictures/{number}.png"
+
+
+def asked(number: int, path: str | None) -> dict[str, Any]:
+    """A row in one of the ways to write it: the image in its place, or beside the messages."""
+    parts = [{"type": "image"}, {"type": "text", "text": sentence(number, 3 + number % 4)}]
+    answer = {"role": "assistant", "content": sentence(number + 1, 3)}
+    if path is None:
+        return {"messages": [{"role": "user", "content": sentence(number, 4)}, answer]}
+    if number % 3 == 0:
+        parts[0]["image"] = path
+        return {"messages": [{"role": "user", "content": parts}, answer]}
+    content = parts if number % 3 == 1 else sentence(number, 3 + number % 4)
+    return {"messages": [{"role": "user", "content": content}, answer], "images": [path]}
+
+
+def write_pictures(folder: Path, *, all_have: bool = True) -> Path:
+    """Rows with pictures beside them; some without, unless ``all_have``."""
+    made = []
+    for number in range(16):
+        has_one = all_have or number % 5
+        made.append(asked(number, picture(number, folder) if has_one else None))
+    return write_rows(folder / "rows.jsonl", made)
+
+
+def for_trl(file: Path) -> Dataset:
+    """The rows as a user gives them to TRL."""
+    made = []
+    for number, line in enumerate(file.read_text().splitlines()):
+        row = json.loads(line)
+        has_one = "images" in row or isinstance(row["messages"][0]["content"], list)
+        text = row["messages"][0]["content"]
+        text = text[1]["text"] if isinstance(text, list) else text
+        parts = [{"type": "image", "text": None}] * has_one + [{"type": "text", "text": text}]
+        answer = [{"type": "text", "text": row["messages"][1]["content"]}]
+        messages = [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": answer},
+        ]
+        images = [str(file.parent / "pictures" / f"{number}.png")] * has_one
+        made.append({"messages": messages, "images": images})
+    return Dataset.from_list(made).cast_column("images", ListFeature(ImageFeature()))
+
+
+class ByTheModelsLoss(SFTTrainer):  # type: ignore[misc]
+    """TRL's trainer with the loss of the model, as ``poros finetune`` has it."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return Trainer.compute_loss(self, model, {**inputs, "use_cache": False}, *args, **kwargs)
+
+
+def plain(out: Path, model: Path, rows: Dataset, processing: Any, recipe: Any, **more: Any) -> Any:
+    fields = {"assistant_only_loss": recipe.data.loss_on != "all", "packing": False, **more}
+
+    def adapter(base: Any) -> LoraConfig:
+        config: Any = adapter_config(recipe)
+        return config
+
+    return by_trl(
+        *(out, model, ByTheModelsLoss, SFTConfig, rows, processing),
+        auto_class=AutoModelForImageTextToText,
+        adapter=adapter,
+        fields=fields,
+    )
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write("gemma3", tmp_path_factory.mktemp("gemma3") / "base")
+    write_processor(folder)
+    return folder
+
+
+def names_in(adapter: Path) -> list[str]:
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        return list(file.keys())
+
+
+PATTERN = r".*(language_model|vision_tower).*(q_proj|v_proj|fc1)"
+
+
+@pytest.mark.parametrize("targets", ["all-linear", PATTERN])
+@pytest.mark.parametrize("loss_on", ["auto", "all"])
+def test_streamed_equals_trl_on_a_resident_model(
+    loss_on: str, targets: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters are on the language model alone, unless a pattern takes in the tower."""
+    file = write_pictures(tmp_path, all_have=loss_on == "auto")
+    said = {
+        **{"model__source": gemma3, "data__source": file, "data__loss_on": loss_on},
+        "adapter__target_modules": targets,
+    }
+    found = by_poros(monkeypatch, tmp_path / "streamed", **said)
+    recipe = recipe_of(**said, adapter__r=4, adapter__lora_dropout=0.1)
+    expected = plain(
+        tmp_path / "trl", gemma3, for_trl(file), AutoProcessor.from_pretrained(gemma3), recipe
+    )
+    assert (found.losses, found.adapter) == (expected.losses, expected.adapter)
+    assert len(set(found.losses)) == 3
+    names = names_in(tmp_path / "streamed" / "adapter")
+    assert any("language_model" in name for name in names)
+    assert any("vision" in name for name in names) == (targets != "all-linear")
+    assert (tmp_path / "streamed" / "adapter" / "processor_config.json").is_file()
+
+
+class StandIn(ProcessorMixin):  # type: ignore[misc]
+    """Gives what a family's processor gives for one image in each row: its pixels draw others."""
+
+    attributes = ("tokenizer",)
+    tokenizer_class = "PreTrainedTokenizerFast"
+
+    def __init__(self, words: PreTrainedTokenizerFast, family: str = "gemma3") -> None:
+        super().__init__(words)
+        self.family = family
+
+    def apply_chat_template(self, conversation: Any, *_: Any, **options: Any) -> BatchFeature:
+        texts, seed = [], 0
+        for messages in conversation:
+            parts = [part for message in messages for part in message["content"]]
+            (image,) = [part["image"] for part in parts if part["type"] == "image"]
+            seed += sum(image.tobytes()) % 997
+            words = " ".join(part["text"] for part in parts if part["type"] == "text").split()
+            # Room for the image's tokens, near the end of the row.
+            texts.append(" ".join([*words[:8], *["the"] * (8 - len(words)), *["slot"] * 5]))
+        # Of words, by whichever rules the family reads the files.
+        tokens = tokenizer()(texts, return_tensors="pt", padding=True)
+        given = {"input_ids": tokens.input_ids, "labels": tokens.input_ids}
+        batch = with_images(self.family, FAMILIES[self.family].types, given, seed=seed)
+        del batch["labels"]
+        return BatchFeature({**batch, "attention_mask": tokens.attention_mask})
+
+
+OTHERS = [name for name in FAMILIES if name != "gemma3"]
+
+
+@pytest.mark.parametrize("family", with_slow(OTHERS, ("llama4", "qwen3_5", "mistral3")))
+def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: with other pictures the bits are others."""
+    model = write(family, tmp_path / "base")
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words.save_pretrained(model)
+    monkeypatch.setattr(runs, "load_processor", lambda recipe: StandIn(tokenizer(), family))
+    file = write_pictures(tmp_path)
+    said = {"model__source": model, "data__source": file, "data__loss_on": "all"}
+    said["training__max_steps"] = 2
+    found = by_poros(monkeypatch, tmp_path / "streamed", **said)
+    recipe = recipe_of(**said, adapter__r=4, adapter__lora_dropout=0.1)
+    rows = for_trl(file)
+    expected = plain(
+        tmp_path / "trl", model, rows, StandIn(tokenizer(), family), recipe, max_steps=2
+    )
+    assert (found.losses, found.adapter) == (expected.losses, expected.adapter)
+    assert all("language_model" in name for name in names_in(tmp_path / "streamed" / "adapter"))
+    if family == "qwen3_vl":
+        for number in range(16):
+            picture(number + 100, tmp_path)
+            (tmp_path / "pictures" / f"{number + 100}.png").rename(
+                tmp_path / "pictures" / f"{number}.png"
+            )
+        assert by_poros(monkeypatch, tmp_path / "control", **said).adapter != found.adapter
+
+
+def test_a_run_goes_on_with_the_pictures_that_it_was_begun_with(
+    gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with those alone; some rows have none, and some are held out."""
+    file = write_pictures(tmp_path, all_have=False)
+    said = {
+        **{f"training__{name}": value for name, value in SETTINGS.items()},
+        **{"model__source": gemma3, "data__source": file, "memory__slots": 2},
+        **{"data__validation": 0.2, "training__eval_steps": 1, "training__dataset_num_proc": 2},
+    }
+    expected = run(recipe_of(**said, output__folder=tmp_path / "whole"))
+    recipe = recipe_of(**said, output__folder=tmp_path / "run", training__save_steps=1)
+    break_at(monkeypatch, recipe, 2)
+    third = tmp_path / "pictures" / "3.png"
+    before = third.read_bytes()
+    picture(99, tmp_path)
+    (tmp_path / "pictures" / "99.png").rename(third)
+    with pytest.raises(RunFolderError, match=r"rows of data\.source: another now"):
+        run(recipe)
+    third.write_bytes(before)
+    found = run(recipe)
+    assert "going on after step" in found.said
+    assert (found.losses, found.adapter) == (expected.losses, expected.adapter)
+
+
+def said_of(content: Any, **more: Any) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": "its"}
+    return {"messages": [{"role": "user", "content": content}, answer], **more}
+
+
+IMAGE, WORDS = {"type": "image", "image": "pictures/1.png"}, {"type": "text", "text": "the slot"}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no file": (
+        said_of([{"type": "image", "image": "none.png"}, WORDS]),
+        r"rows\.jsonl:2: images: expected a file to read, found '.*none\.png'.*folder of the rows",
+    ),
+    "no picture": (
+        said_of([{"type": "image", "image": "rows.jsonl"}, WORDS]),
+        r"rows\.jsonl:2: .*cannot identify image",
+    ),
+    "sound": (said_of([{"type": "audio"}]), r"rows\.jsonl:2: messages\[0\]\.content\[0\]: .*audio"),
+    "an empty text": (
+        said_of([IMAGE, {"type": "text", "text": " "}]),
+        r":2: .*\[1\]\.text: .*blan",
+    ),
+    "numbers": (said_of("?", images=[3]), r"rows\.jsonl:2: images: expected a list of paths"),
+    "one too few": (
+        said_of([{"type": "image"}, {"type": "image"}], images=["pictures/1.png"]),
+        r"rows\.jsonl:2: .*Number of images provided \(1\)",
+    ),
+    "tools": (
+        said_of("?", tools=[{"name": "now"}]),
+        r"rows\.jsonl:2: tools: expected none in rows",
+    ),
+    "behind the cut": (
+        said_of([{"type": "text", "text": "slot " * 70}, IMAGE]),
+        r"rows\.jsonl:2: expected the images of a row within 64 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_is_named_before_the_base_is_loaded(
+    case: str, gemma3: Path, tmp_path: Path
+) -> None:
+    row, what = BAD[case]
+    picture(1, tmp_path)
+    file = write_rows(tmp_path / "rows.jsonl", [said_of([WORDS, IMAGE]), row])
+    with pytest.raises(DataFormatError, match=what):
+        announced(recipe_of(model__source=gemma3, data__source=file, training__max_length=64))
+
+
+def test_conversations_of_llava(gemma3: Path, tmp_path: Path) -> None:
+    """They mark the image's place; without a mark it stands before the first message."""
+    picture(1, tmp_path)
+    spoken = [
+        {"from": "human", "value": "<image>\nthe slot"},
+        {"from": "gpt", "value": "its"},
+    ]
+    unmarked = [{"from": "human", "value": "the slot"}, spoken[1]]
+    made = [
+        {"conversations": spoken, "image": "pictures/1.png"},
+        {"conversations": unmarked, "images": ["pictures/1.png"]},
+        {"conversations": unmarked},
+    ]
+    first = read_data(
+        recipe_of(model__source=gemma3, data__source=write_rows(tmp_path / "a.jsonl", made))
+    )[0]
+    same = [
+        said_of([IMAGE, WORDS]),
+        said_of("the slot", images=["pictures/1.png"]),
+        said_of("the slot"),
+    ]
+    second = read_data(
+        recipe_of(model__source=gemma3, data__source=write_rows(tmp_path / "b.jsonl", same))
+    )[0]
+    assert first.rows == second.rows and first.has_images
+    recipe = recipe_of(model__source=gemma3, data__source=tmp_path / "a.jsonl")
+    assert announced(recipe).count("<image>") == NUM_TOKENS
+
+
+def test_what_takes_no_images_is_refused(gemma3: Path, model: Path, tmp_path: Path) -> None:
+    file = write_pictures(tmp_path)
+    source = {"data__source": file, "output__folder": tmp_path / "run"}
+    with pytest.raises(DataFormatError, match="rows of text for a model without a vision tower"):
+        announced(recipe_of(model__source=model, **source))
+    source["model__source"] = gemma3
+    with pytest.raises(RecipeError, match=r"model\.vision: expected keep"):
+        announced(recipe_of(**source, model__vision="drop"))
+    with pytest.raises(RecipeError, match="group_by_length"):
+        announced(recipe_of(**source, training__train_sampling_strategy="group_by_length"))
+    with pytest.raises(RecipeError, match=r"target_modules: .*'\.\*none\.\*'.*not found"):
+        announced(recipe_of(**source, adapter__target_modules=".*none.*"))
+    bare = write_model(tmp_path / "bare", architecture="gemma3_multimodal")
+    with pytest.raises(DataFormatError, match="expected a processor for images"):
+        announced(recipe_of(**{**source, "model__source": bare}))
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
+    with pytest.raises(DataFormatError, match="marks the assistant's tokens"):
+        announced(recipe_of(**source, data__chat_template=template))
+    assert "rows are not packed" in announced(recipe_of(**source))
+
+
+def test_the_command_merges_it_from_a_store_too(
+    gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the processor's files; the lines that are printed name a class with a tower."""
+    monkeypatch.chdir(tmp_path)
+    write_pictures(tmp_path)
+    short = ("rows.jsonl", "--steps", "1", "--max-length", "64", "--slots", "2")
+    first = poros_command(
+        *("finetune", str(gemma3), *short, "--out", "first"),
+        *("--store", "store", "--merged", "merged"),
+    )
+    assert first.exit_code == 0, text(first)
+    assert "AutoModelForImageTextToText" in text(first)
+    second = poros_command("finetune", "store", *short, "--out", "second")
+    assert second.exit_code == 0, text(second)
+    weights = [
+        Path(f"{name}/adapter/adapter_model.safetensors").read_bytes()
+        for name in ("first", "second")
+    ]
+    assert weights[0] == weights[1]
+    assert AutoProcessor.from_pretrained("merged").image_seq_length == NUM_TOKENS
+    AutoModelForImageTextToText.from_pretrained("merged")

@@ -1,0 +1,103 @@
+"""``method: reward``: a reward model with the bits of TRL's ``RewardTrainer`` on a resident one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForSequenceClassification as SCORE
+from transformers import AutoTokenizer
+
+from poros.errors import DataFormatError, UnsupportedModelError
+from tests.command import poros_command, text
+from tests.finetune.subjects import announced, recipe_of, rows, write_model, write_rows
+from tests.finetune.trl_runs import by_poros, by_trl
+from tests.support import same_bits
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def as_messages(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: [{"role": "user" if name == "prompt" else "assistant", "content": text}]
+        for name, text in row.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("chat") / "tiny", template=TEMPLATE)
+
+
+def plain(out: Path, model: Path, made: list[dict[str, Any]], **fields: Any) -> Any:
+    return by_trl(
+        *(out, model, trl.RewardTrainer, trl.RewardConfig, Dataset.from_list(made)),
+        AutoTokenizer.from_pretrained(model),
+        auto_class=SCORE,
+        num_labels=1,
+        adapter=lambda base: LoraConfig(
+            r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="SEQ_CLS"
+        ),
+        fields=fields,
+    )
+
+
+@pytest.mark.parametrize("form", ["texts", "messages"])
+def test_streamed_equals_trl_on_a_resident_model(
+    form: str, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are too long are left out by both; control: another coefficient, other bits."""
+    made = rows("preferences", 24)
+    made[3]["chosen"] = "too long " * 80
+    if form == "messages":
+        made = [as_messages(row) for row in made]
+    source = {"model__source": chat, "data__source": write_rows(tmp_path / "rows.jsonl", made)}
+    said = {**source, "training__method": "reward"}
+    found = by_poros(monkeypatch, tmp_path / "streamed", **said)
+    expected = plain(tmp_path / "trl", chat, made)
+    assert (found.losses, found.adapter) == (expected.losses, expected.adapter)
+    assert len(set(found.losses)) == 3 and "1 left out" in found.said
+    with safe_open(tmp_path / "streamed" / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert any("score" in name for name in list(file.keys()))
+    config = json.loads((tmp_path / "streamed" / "adapter" / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS" and "score" in config["modules_to_save"]
+    if form == "texts":
+        other = {"training__center_rewards_coefficient": 0.5}
+        control = by_poros(monkeypatch, tmp_path / "control", **said, **other)
+        assert control.adapter != expected.adapter
+        with_it = plain(tmp_path / "trl control", chat, made, center_rewards_coefficient=0.5)
+        assert control.adapter == with_it.adapter
+
+
+def test_what_cannot_be_trained_is_refused_before_the_base_is_loaded(
+    data: Path, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "tiny", architecture="gemma4")
+    options = {"training__method": "reward", "output__folder": tmp_path / "run"}
+    source = {"model__source": model, "data__source": data / "preferences.jsonl"}
+    with pytest.raises(UnsupportedModelError, match="AutoModelForSequenceClassification, found"):
+        announced(recipe_of(**source, **options))
+    with pytest.raises(DataFormatError, match=r"rows for reward \(chosen, rejected\)"):
+        announced(recipe_of(**{**source, "data__source": data / "text.jsonl"}, **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_merges_it_and_says_how_to_load_it(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", rows("preferences", 8))
+    short = ("--method", "reward", "--steps", "1", "--max-length", "64", "--merged", "merged")
+    result = poros_command("finetune", str(chat), "rows.jsonl", "--out", "run", *short)
+    assert result.exit_code == 0 and "poros chat" not in text(result), text(result)
+    (line,) = [each for each in text(result).splitlines() if each.startswith("Python:")]
+    names = {"PeftModel": PeftModel, SCORE.__name__: SCORE}
+    adapted = eval(line.removeprefix("Python:"), names).merge_and_unload()
+    merged = SCORE.from_pretrained("merged")
+    assert merged.config.num_labels == 1
+    for name, expected in adapted.state_dict().items():
+        assert same_bits(merged.state_dict()[name], expected)

@@ -1,7 +1,6 @@
 """The command line: what it says before it imports anything slow, exit codes, and its answers."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ import typer
 import poros
 import poros.api
 import poros.examples.demo
-from poros.cli import shared
 from poros.cli.app import app
-from poros.cli.shared import BAD_INPUT, dtype_name, quieten_libraries
+from poros.cli.shared import BAD_INPUT
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.errors import CheckpointFormatError
 from poros.examples.demo import DemoSettings
 from poros.examples.demo_report import DemoReport
 from poros.gates import tiny
-from poros.loaders.names import is_repository, require_source
 from poros.planning.cards import CARDS
 from tests.children import run_python
 from tests.command import poros_command, text
@@ -163,50 +159,6 @@ def test_nothing_slow_is_imported_for_help_lists_and_wrong_arguments(folder: Pat
 # Names
 
 
-@pytest.mark.parametrize(
-    ("name", "is_one"),
-    [
-        ("Qwen/Qwen2.5-32B", True),
-        ("gpt2", True),
-        ("a/b/c", False),
-        ("./x", False),
-        ("../x", False),
-        ("/x", False),
-        ("~x", False),
-        ("~/models/x", False),
-        ("x.safetensors", False),
-        ("owner/x.safetensors", False),
-        ("owner/config.json", False),
-        ("owner/", False),
-        ("owner/..", False),
-        ("a b/c", False),
-    ],
-)
-def test_paths_are_no_names_of_repositories(name: str, is_one: bool) -> None:
-    assert is_repository(name) is is_one
-
-
-def test_a_source_is_there_or_has_an_owner_and_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "here").mkdir()
-    for name in ("here", "gone", str(tmp_path), "owner/name"):
-        require_source(name, "MODEL")
-    for name in ("gpt2", "here/inside/it", "./owner", ""):
-        with pytest.raises(CheckpointFormatError, match="MODEL: expected a folder or file"):
-            require_source(name, "MODEL")
-
-
-def test_a_dtype_has_several_names() -> None:
-    for name in ("bf16", "bfloat16"):
-        assert dtype_name(name) == "bfloat16" and shared.dtype_named(name) is torch.bfloat16
-    names = {"fp16": "float16", "fp32": "float32", "auto": "auto"}
-    assert {name: dtype_name(name) for name in names} == names
-    assert shared.dtype_named(None) is None
-
-
 # Help, notices, completion
 
 
@@ -227,32 +179,6 @@ def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> 
     assert options("check")["slots"].default == (policy.slots or MIN_SLOTS)
     assert options("check")["block_size"].default == policy.block_size
     assert options("demo")["steps"].show_default == str(DemoSettings().num_steps)
-
-
-def test_help_of_finetune_has_types_and_choices() -> None:
-    found = {name: each.metavar for name, each in options("finetune").items()}
-    assert found["model__quantization"] == "nf4|fp4|none"
-    assert found["training__gradient_accumulation_steps"] == "INTEGER|auto"
-    assert found["training__learning_rate"] == "NUMBER" and found["adapter__r"] == "INTEGER"
-    assert found["data__validation"] == "NUMBER|FILE" and found["memory__vram"] == "SIZE"
-    assert found["training__optim"] == "TEXT" and found["memory__resident"] is None
-
-
-def test_the_notice_about_kernels_is_silenced_and_no_other() -> None:
-    quieten_libraries()
-    quieten_libraries()
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "x")
-        logger.warning("something else about %s", "gemm_4bit_forward")
-    finally:
-        logger.removeHandler(handler)
-    assert seen == ["something else about gemm_4bit_forward"]
-    assert logging.getLogger("bitsandbytes").level == logging.NOTSET
 
 
 def test_a_command_says_nothing_on_the_error_stream() -> None:
@@ -284,11 +210,6 @@ def test_the_shell_is_offered_what_may_come_next(
     at_end = f"lambda: print(set({SLOW!r}) & set(sys.modules), file=sys.stderr)"
     done = run_python(f"import atexit, sys; atexit.register({at_end}); {MAIN}")
     assert set(done.stdout.split()) == offered and done.stderr == "set()\n"
-
-
-def test_a_shell_can_be_shown_how_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_POROS_COMPLETE", "source_bash")
-    assert "complete -o default -F _poros_completion poros" in run_python(MAIN).stdout
 
 
 # poros check and poros demo
@@ -427,30 +348,6 @@ def test_plan_measures_on_a_gpu_or_says_that_there_is_none(checkpoint: Path) -> 
     assert "expected a CUDA device to measure on" in text(found)
 
 
-def test_plan_takes_slots_and_leaves_the_embedding_where_it_is_told(checkpoint: Path) -> None:
-    command = ("plan", str(checkpoint), "--seq", "16", "--json")
-    usual, more, moved = (
-        json.loads(poros_command(*command, *options).stdout)
-        for options in ((), ("--set", "slots=3"), ("--set", "stream_embedding=true"))
-    )
-    assert (usual["num_slots"], more["num_slots"]) == (2, 3)
-    assert usual["terms"]["embedding"] > 0 == moved["terms"]["embedding"]
-    saved = usual["total_num_bytes"] - moved["total_num_bytes"]
-    assert saved == usual["terms"]["embedding"]
-    assert saved == moved["host_num_bytes"] - usual["host_num_bytes"]
-
-
-def test_plan_says_where_boundaries_are_and_what_the_check_needs(checkpoint: Path) -> None:
-    command = ("plan", str(checkpoint), "--seq", "16", "--set", "optimizer=sgd", "--json")
-    values = json.loads(poros_command(*command).stdout)
-    assert values["offload_boundaries"] is False and values["terms"]["self-check"] > 0
-    fields = ("offload_boundaries=true", "self_check=false", "optimizer=adamw_torch")
-    options = [word for each in fields for word in ("--set", each)]
-    others = json.loads(poros_command(*command, *options).stdout)
-    assert others["offload_boundaries"] is True and "self-check" not in others["terms"]
-    assert others["terms"]["optimizer"] > 0 == values["terms"]["optimizer"]
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -498,12 +395,6 @@ def test_a_plan_that_does_not_fit_says_what_to_change_and_exits_with_1(checkpoin
     values = json.loads(plan(checkpoint, "--vram", "400kB", "--batch", "8", "--json").stdout)
     assert values["fits"] is False and "batch_size=" in values["advice"]
     assert values["total_num_bytes"] == sum(values["terms"].values()) > 400_000
-
-
-def test_host_memory_that_is_too_small_is_told(checkpoint: Path) -> None:
-    result = plan(checkpoint, "--vram", "1GiB", "--ram", "1G")
-    assert result.exit_code == 1
-    assert "but not the host memory" in " ".join(result.stdout.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -99,37 +99,6 @@ def test_a_gated_layer_has_the_bits_of_its_parts(
         assert all(map(same_bits, found[0], others))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_nothing_that_was_not_written_is_read(dropout: float) -> None:
-    """What memory holds before is NaN."""
-    case = Case.random(BF16)
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    try:
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        leaves = [each.detach().requires_grad_() for each in case.trained()]
-        results = project(case.with_trained(leaves).projections(dropout), leaves[0])
-        gradients = torch.autograd.grad(results[1:], leaves, case.arriving[1:], allow_unused=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = before
-    assert gradients[1] is None and gradients[2] is None
-    given = [each for each in (*results, *gradients) if each is not None]
-    assert len(given) == 8 and not any(each.isnan().any() for each in given)
-
-
-def test_a_graph_that_stays_is_differentiated_again() -> None:
-    case, behind = Case.random(FP32, rows=(64, 64)), Case.random(FP32, rows=(32,), columns=64)
-    input = case.input.requires_grad_()
-    (down,) = behind.projections()
-    result = gated_layer(*case.projections(), down, input, nn.SiLU())
-    first = torch.autograd.grad(result, input, behind.arriving[0], retain_graph=True)
-    again = torch.autograd.grad(result, input, behind.arriving[0])
-    assert same_bits(first[0], again[0])
-    with pytest.raises(RuntimeError, match="a second time"):
-        torch.autograd.grad(result, input, behind.arriving[0])
-
-
 def test_only_what_is_wanted_gets_a_gradient() -> None:
     case = Case.random(FP32, has_bias=True)
     everything = case.run()[1]

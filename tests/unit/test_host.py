@@ -2,12 +2,10 @@
 
 import gc
 import logging
-import mmap
 import os
 import pickle
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +17,7 @@ from poros.host.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offse
 from poros.host.slab import Arena, HostSlab
 from poros.host.store import HostStore
 from tests.children import run_forked
-from tests.snapshots import build, layers_of
-from tests.support import num_memory_files, prepare_plain, same_bits
+from tests.support import num_memory_files, same_bits
 from tests.unit.driver import FakeDriver, install, some_layout, some_tensors
 
 CPU = torch.device("cpu")
@@ -57,36 +54,6 @@ def test_tensors_lie_inside_the_slab_where_the_layout_says_in_storages_of_their_
             storages.add(storage._cdata)
             tensor.zero_()
             assert not flat.any()
-
-
-def test_a_store_has_one_slab_per_block_and_counts_its_bytes() -> None:
-    layouts = [some_layout(), BlockLayout.pack([("a", torch.zeros(3))]), BlockLayout.pack([])]
-    store = HostStore.allocate(layouts)
-    assert [slab.bytes.numel() for slab in store.slabs] == [one.num_bytes for one in layouts]
-    assert (
-        store.num_bytes == sum(layout.num_bytes for layout in layouts) and layouts[2].num_bytes == 0
-    )
-    assert store.pinned_num_bytes == 0 and store.fallbacks == []
-
-
-def test_host_slab_of_a_prepared_model_equals_its_tensors() -> None:
-    model = build()
-    layer = layers_of(model)[2]
-
-    def packed() -> list[Any]:
-        return [part for part in layer.parameters() if hasattr(part, "quant_state")]
-
-    expected = [part.detach().clone() for part in packed()]
-    runtime = poros.runtime(prepare_plain(model))
-    slab, found = runtime.host_slab(2), packed()
-    assert len(expected) == len(found) == 7
-    for before, tensor in zip(expected, found, strict=True):
-        offset = tensor.data_ptr() - slab.data_ptr()
-        size = tensor.numel() * tensor.element_size()
-        assert 0 <= offset <= slab.numel() - size
-        assert same_bits(slab[offset : offset + size], before.view(-1).view(torch.uint8))
-        assert 0 <= tensor.quant_state.absmax.data_ptr() - slab.data_ptr() < slab.numel()
-    assert runtime.stats()["host_num_bytes"] == sum(runtime.host_slab(k).numel() for k in range(3))
 
 
 def test_memory_that_cannot_be_had_is_a_typed_error() -> None:
@@ -160,18 +127,6 @@ def test_memory_is_committed_as_it_is_written_and_goes_with_the_last_tensor() ->
     assert memory() is not None and bool((kept == 7).all())
     del kept
     assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
-
-
-def test_slabs_lie_one_after_the_other_on_pages() -> None:
-    empty, odd = BlockLayout((), 0), BlockLayout((), PAGE_NUM_BYTES + 256)
-    layouts = [some_layout(), empty, odd, some_layout()]
-    store = HostStore.allocate(layouts)
-    start = store.slabs[0].bytes.data_ptr()
-    assert start % mmap.PAGESIZE == 0
-    assert [slab.offset for slab in store.slabs] == slab_offsets(layouts)
-    for slab in store.slabs:
-        assert slab.offset % PAGE_NUM_BYTES == 0
-        assert not slab.layout.num_bytes or slab.bytes.data_ptr() == start + slab.offset
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])

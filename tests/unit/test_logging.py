@@ -2,7 +2,6 @@
 
 import logging
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 import poros
 from poros.gates import tiny
-from poros.self_check import check
 from poros.utils.formatting import size
 from poros.utils.logging_setup import ProgressLog, show_info_by_default
 from tests.children import run_forked
@@ -116,18 +114,3 @@ def test_a_long_loop_logs_its_progress(caplog: pytest.LogCaptureFixture) -> None
             now[0] = number * 0.5
             progress.step(number, 50)
     assert caplog.messages == [f"poros: {number} of 50" for number in range(10, 50, 6)]
-
-
-def test_the_check_of_a_long_step_logs_its_progress(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(check, "ProgressLog", partial(ProgressLog, seconds=0.0))
-    model = tiny.attach_lora(tiny.load_base(folder, dtype=torch.bfloat16))
-    model = prepare_plain(model, slots=2).train()
-    tokens = torch.arange(8)[None]
-    with caplog.at_level(logging.INFO, logger="poros"):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    said = [line for line in caplog.messages if "checking" in line]
-    number = poros.runtime(model).num_blocks
-    assert said[0] == f"poros: checking the first step: 1 of {number} layers"
-    assert len(said) == number - 1

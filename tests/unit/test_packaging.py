@@ -126,18 +126,6 @@ def test_wheel_from_sdist_holds_everything(built: Path, tmp_path: Path) -> None:
     assert found == [str(site / "__init__.py"), str(site / "gates" / "__init__.py")]
 
 
-def test_a_wheel_without_gates_is_told_from_a_whole_one(checkout: Path, tmp_path: Path) -> None:
-    """Negative control of the wheel's test: the same build, one package struck from the list."""
-    project = (checkout / "pyproject.toml").read_text(encoding="utf-8")
-    shorter = project.replace('    "poros.gates",\n', "")
-    assert shorter != project
-    (checkout / "pyproject.toml").write_text(shorter, encoding="utf-8")
-    with zipfile.ZipFile(build_wheel(checkout, tmp_path / "dist")) as wheel:
-        missing = modules_on_disk(ROOT) - set(wheel.namelist())
-    assert "poros/gates/__init__.py" in missing
-    assert all(name.startswith("poros/gates/") for name in missing)
-
-
 class Installed:
     """An environment with the wheel in it, and away from the checkout.
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from poros.errors import CheckpointFormatError, ParityError
-from poros.io.digests import PackedDigests, digest
+from poros.io.digests import PackedDigests
 from poros.kernels.nf4 import Format
-from poros.loaders.quantize import Quantizer, require_finite
-from poros.streams import EagerStreams
+from poros.loaders.quantize import Quantizer
 from tests.support import same_bits
 from tools.adversary import AdversarialStreams, SlotHazard
 
@@ -154,24 +153,6 @@ def test_other_weights_and_storage_dtypes(case: str) -> None:
     assert differences(mine, at_once(tensor, **storage)) == []
 
 
-def test_control_pieces_that_end_within_a_block_give_other_bytes() -> None:
-    """The comparison has the power to see a wrong piece size."""
-    tensor = draw(20, 96)
-    wrong = torch.cat([at_once(piece).packed for piece in tensor.split(7)])
-    assert not same_bits(wrong, at_once(tensor).packed)
-
-
-def test_control_the_comparison_sees_one_bit() -> None:
-    """In any part."""
-    whole = at_once(draw(300, 96))
-    for name, part in at_once(draw(300, 96)).parts().items():
-        changed = at_once(draw(300, 96))
-        target = changed.parts()[name]
-        assert target.data_ptr() != part.data_ptr()
-        target.view(-1).view(torch.uint8)[0] ^= 1
-        assert differences(changed, whole) == [name]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("index", [0, 5000, -1])
@@ -190,18 +171,6 @@ def test_nonfinite_weights_are_refused_unless_allowed(
     if device == "cpu" and value != value:
         quantizer = Quantizer(CPU, chunk_num_bytes=1000, allow_nonfinite=True)
         assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.float8_e4m3fn], ids=str)
-def test_require_finite(dtype: torch.dtype) -> None:
-    """For dense tensors too; integers and empty tensors have nothing to check."""
-    tensor = torch.ones(5).to(dtype)
-    require_finite(tensor, "w")
-    require_finite(tensor[:0], "w")
-    require_finite(torch.ones(3, dtype=torch.int64), "w")
-    tensor[4] = float("nan")
-    with pytest.raises(CheckpointFormatError, match="w: expected finite"):
-        require_finite(tensor, "w")
 
 
 @pytest.mark.parametrize("wrong", ["packed", "absmax", "nested_absmax"])
@@ -277,22 +246,6 @@ def test_the_high_water_mark() -> None:
         mine = in_pieces(tensor, quantizer=Quantizer(device))
     assert torch.cuda.max_memory_allocated() - before <= 100e6
     assert differences(mine, expected) == []
-
-
-@pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
-@pytest.mark.parametrize("is_staged", [True, False], ids=["staged", "in place"])
-def test_the_digests_are_those_of_the_parts(double_quant: bool, is_staged: bool) -> None:
-    streams = EagerStreams(CPU) if is_staged else None
-    digests = PackedDigests()
-    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
-    result = in_pieces(
-        draw(96, 64), double_quant=double_quant, quantizer=quantizer, digests=digests
-    )
-    parts = {
-        "w" if name == "packed" else f"w.{name}": part for name, part in result.parts().items()
-    }
-    del parts["w.code"]  # made where it stays
-    assert digests.results() == {name: digest(part.contiguous()) for name, part in parts.items()}
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])

@@ -451,15 +451,6 @@ def test_a_recipe_written_out_is_the_same_recipe(place: Path) -> None:
         assert (again.exit_code, again.output) == (0, first.output)
 
 
-def test_flags_replace_what_a_recipe_says(place: Path) -> None:
-    (place / "recipe.yaml").write_text(START + "adapter:\n  r: 4\n  target_modules: [q_proj]\n")
-    said = poros_command("finetune", "recipe.yaml", "--rank", "8", "--lr", "1e-3", "--print-recipe")
-    assert "r: 8" in said.output and "- q_proj" in said.output
-    assert "learning_rate: 0.001" in said.output
-    other = poros_command("finetune", "recipe.yaml", "--lr", "3e-3", "--print-recipe")
-    assert "learning_rate: 0.003" in other.output
-
-
 def test_a_flag_replaces_what_a_recipe_says_in_another_way(place: Path) -> None:
     """Steps and epochs, budget and slots: of each one is given; in one place both are refused."""
     (place / "recipe.yaml").write_text(

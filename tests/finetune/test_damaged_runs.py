@@ -284,8 +284,6 @@ def test_going_on(cell: tuple[str, str], copy: Path, interrupted: Interrupted) -
 TRAINED = [
     ("checkpoint-2/whole.json", "an empty object"),
     ("checkpoint-2/optimizer.pt", "a pipe"),
-    ("events.jsonl", "a line of garbage"),
-    ("recipe.yaml", "a pipe"),
 ]
 
 
@@ -342,22 +340,6 @@ def test_a_read_that_fails_once_training_has_begun(
     assert names <= set(files(copy)) | {"events.jsonl"}
 
 
-@pytest.mark.parametrize("is_resumed", [False, True])
-def test_an_error_of_a_disk_while_training_says_nothing_of_a_checkpoint(
-    is_resumed: bool, copy: Path, interrupted: Interrupted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = OSError(errno.EIO, os.strerror(errno.EIO), "rows.arrow")
-
-    def fail() -> None:
-        raise error
-
-    out = copy if is_resumed else copy / "new"
-    at_step(monkeypatch, 3 if is_resumed else 1, fail)
-    with pytest.raises(OSError) as caught:
-        run(recipe_of(**interrupted.options, output__folder=out))
-    assert caught.value is error
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small disk."""
@@ -370,7 +352,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("free", with_slow((0, 40_000, 90_000, 110_000), (40_000, 110_000)))
+@pytest.mark.parametrize("free", with_slow((0, 40_000, 90_000, 110_000), (0, 40_000, 110_000)))
 def test_a_disk_that_is_full_when_a_checkpoint_is_written(
     free: int, disk: Path, interrupted: Interrupted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

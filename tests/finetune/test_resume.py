@@ -22,7 +22,6 @@ from tests.finetune.subjects import (
     SHORT,
     Broken,
     Trained,
-    announced,
     at_step,
     break_at,
     recipe_of,
@@ -41,7 +40,7 @@ def options_for(model: Path, data: Path, out: Path) -> dict[str, Any]:
         "data__source": data / "completions.jsonl",
         **SHORT,
         "training__max_steps": NUM_STEPS,
-        "training__gradient_accumulation_steps": 2,
+        "training__gradient_accumulation_steps": 1,
         "training__optim": "schedule_free_adamw",
         "memory__slots": 2,
         "training__save_steps": SAVE_EVERY,
@@ -81,28 +80,6 @@ def test_going_on_gives_the_same_bits(
     assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
     assert "going on after step 2 of 4" in found.said
     assert events(recipe) == list(range(1, NUM_STEPS + 1))
-
-
-def test_a_checkpoint_that_is_not_whole_is_passed_over(
-    options: dict[str, Any],
-    expected: Trained,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """One bit of it is another; for other damage see ``test_damaged_runs``."""
-    recipe = recipe_of(**options)
-    break_at(monkeypatch, recipe, 3)
-    newest = Path(options["output__folder"]) / "checkpoint-2"
-    (newest / "notes.txt").write_text("a user's own")
-    content = bytearray((newest / "optimizer.pt").read_bytes())
-    content[-200] ^= 1
-    (newest / "optimizer.pt").write_bytes(content)
-    found = run(recipe)
-    assert "going on after step 1 of 4" in found.said
-    assert "checkpoint-2 is not whole" in found.said and "checkpoint-2.broken" in caplog.text
-    assert found.adapter == expected.adapter
-    aside = newest.with_name("checkpoint-2.broken")
-    assert (aside / "notes.txt").read_text() == "a user's own"
 
 
 def test_a_signal_ends_a_run_with_a_checkpoint(
@@ -254,6 +231,7 @@ def test_a_finished_run_is_trained_further(
             run(recipe_of(**{**longer, "training__num_train_epochs": same}))
 
 
+@pytest.mark.slow
 def test_a_schedule_of_another_length_is_said(longer: dict[str, Any]) -> None:
     options = {**longer, "training__lr_scheduler_type": "linear"}
     run(recipe_of(**options))
@@ -263,16 +241,6 @@ def test_a_schedule_of_another_length_is_said(longer: dict[str, Any]) -> None:
     found = run(recipe_of(**{**options, "training__num_train_epochs": 2}))
     assert "the run is longer than it was begun" in found.said
     assert "going on after step 2 of 4" in found.said
-
-
-def test_a_longer_run_keeps_its_micro_batches(longer: dict[str, Any]) -> None:
-    """Chosen anew, they would be more, as a longer run has more updates."""
-    options = {**longer, "training__gradient_accumulation_steps": "auto"}
-    options["training__per_device_train_batch_size"] = 1
-    first = run(recipe_of(**options))
-    assert "8 steps of 1 rows" in first.said
-    said = announced(recipe_of(**{**options, "training__num_train_epochs": 10}))
-    assert "80 steps of 1 rows" in said and "going on after step 8" in said
 
 
 TEMPLATE = NAMED["chatml"].text

@@ -43,7 +43,6 @@ from tests.children import run_forked
 from tests.loading.checkpoints import write_store
 from tests.loading.loaded import Kinds, budget_for, differences
 from tests.slots import Slots, random_store
-from tests.snapshots import changes, outcome
 from tests.support import prepare_plain
 from tests.unit.driver import FakeDriver, install
 from tools.adversary import AdversarialStreams, SlotHazard
@@ -204,12 +203,6 @@ def test_a_read_error_reaches_the_training_thread(
         with pytest.raises(CheckpointFormatError, match=r"slabs.safetensors.*Input/output error"):
             slots.train(3)
     slots.train(2)  # the disk is back
-
-
-def test_short_reads_are_continued(tmp_path: Path, monkeypatch: Patch) -> None:
-    slots = DiskSlots(tmp_path, 6, 2, AdversarialStreams())
-    reading(monkeypatch, lambda file, buffers, offset: (file, [buffers[0][:4096]], offset))
-    slots.train(2)
 
 
 def test_where_direct_reads_are_refused_the_page_cache_serves(
@@ -418,17 +411,6 @@ def test_while_it_trains(store: Path, tmp_path: Path, damage: Callable[[Path], N
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert found.keys() == expected.keys() and len(found) > 8
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_training_goes_on_when_a_link_was_made(store: Path, tmp_path: Path) -> None:
-    model, expected = prepared(half(store)), prepared(load(store))
-    for one in (model, expected):
-        step(one)
-        if one is model:
-            os.link(store / SLABS, tmp_path / "link")
-        step(one)
-    assert changes(outcome(expected), outcome(model)) == {}
-    poros.restore(model)
 
 
 def test_copies_have_nothing_to_do_with_the_file(store: Path, tmp_path: Path) -> None:

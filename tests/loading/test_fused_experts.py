@@ -42,7 +42,7 @@ def attach(base: Any) -> Any:
     return model
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -65,17 +65,6 @@ def test_exact(
     frozen = {name for name, part in model.named_parameters() if not part.requires_grad}
     after = bits_of(poros.restore(model))
     assert {name: after[name] for name in frozen} == {name: before[name] for name in frozen}
-
-
-def test_control_another_expert_adapter_shows() -> None:
-    model = prepare_plain(make("mixtral"))
-    edited = next(
-        part for name, part in model.named_parameters() if part.requires_grad and "experts" in name
-    )
-    with torch.no_grad():
-        edited.view(-1)[0] += 1
-    with pytest.raises(AssertionError):
-        assert_same_run(run(make("mixtral")), run(model))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -110,19 +99,6 @@ def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path:
     plain = PeftModel.from_pretrained(base, tmp_path / "streamed").eval()
     with torch.no_grad():
         assert same_bits(plain(**batches()[1]).logits, streamed.eval()(**batches()[1]).logits)
-
-
-def test_a_write_to_another_frozen_tensor_is_still_noticed() -> None:
-    model = prepare_plain(make("mixtral"))
-    layers = model.get_base_model().model.layers
-
-    def write(module: Any, args: Any, output: Any) -> None:
-        with torch.no_grad():
-            module.weight.mul_(2)
-
-    layers[1].input_layernorm.register_forward_hook(write)
-    with pytest.raises(PreparedModelError, match=r"layers\.1\.input_layernorm\.weight: .*written"):
-        model(**batches()[0])
 
 
 def test_an_adapter_on_experts_added_while_prepared_is_never_silent() -> None:

@@ -6,7 +6,6 @@ store; errors name what to do, and never disturb a terminal.
 """
 
 import json
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -28,11 +27,10 @@ from poros.errors import (
     UnsupportedModelError,
     quoted,
 )
-from poros.gates.report import ParityReport, render
 from poros.loaders.limits import Limits
 from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
-from poros.loaders.store import is_store, open_store
+from poros.loaders.store import open_store
 from tests.children import run_forked
 from tests.command import poros_command, text
 from tests.loading.checkpoints import CONFIG
@@ -140,15 +138,6 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_read(
     assert not places["new"].exists()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"dtype": torch.bfloat16}, {"dtype": "auto"}, {"quantization": "nf4"}, {"device": "cpu"}],
-    ids=str,
-)
-def test_what_a_store_agrees_with(kinds: Kinds, options: dict[str, Any]) -> None:
-    assert differences(load(kinds.store(), **options), load(kinds.store())) == []
-
-
 def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own are the default; a device that was named has to be that which quantized it."""
     store = kinds.store(kinds.dense(), dtype=torch.float16)
@@ -184,14 +173,6 @@ def test_the_command_refuses(places: dict[str, Path], command: str, message: str
     found = " ".join(text(result).replace("│", " ").split())
     assert result.exit_code == BAD_INPUT and message in found, found
     assert "Traceback" not in found and not places["new"].exists()
-
-
-def test_the_command_takes_dtype_auto_and_an_existing_store(kinds: Kinds, tmp_path: Path) -> None:
-    source, out = kinds.dense(dtype=torch.float16), tmp_path / "store"
-    for _ in range(2):
-        result = poros_command("load", str(source), "--out", str(out), "--dtype", "auto")
-        assert result.exit_code == 0, result.output
-    assert load(out).dtype == torch.float16
 
 
 # One process, several threads.
@@ -328,16 +309,6 @@ def test_a_file_that_is_swapped_while_weights_are_read(
         assert differences(load(path, store=store), expected) == []
 
 
-def test_a_store_is_known_by_either_of_its_files(path: Path, store: Path) -> None:
-    load(path, store=store)
-    assert is_store(store) and not is_store(path)
-    os.truncate(store / REST, 3)
-    (store / SLABS).unlink()
-    assert is_store(store)
-    with pytest.raises(CheckpointFormatError, match=rf"{REST}: expected a safetensors file"):
-        load(store)
-
-
 # Bounds, and how they are raised.
 
 
@@ -407,35 +378,7 @@ def test_errors_of_commands_do_not_disturb_a_terminal(tmp_path: Path) -> None:
     assert poros_command("check", str(folder)).exit_code == 2
 
 
-def test_reports_do_not_disturb_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    render(ParityReport("a\x1b[2Jb[red]c", error="odd\x07\x1b[31m"))
-    shown = capsys.readouterr().out
-    assert "\x1b[2J" not in shown and "\x07" not in shown
-    assert r"a\x1b[2Jb[red]c" in shown.replace("\n", "")
-
-
 # Errors where there were tracebacks, or the wrong advice.
-
-
-@pytest.mark.parametrize("command", ["check", "demo"])
-@pytest.mark.parametrize("where", ["below a file", "a folder or a file"])
-def test_results_that_cannot_be_written_are_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, where: str
-) -> None:
-    def work(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("it has begun")
-
-    monkeypatch.setattr("poros.gates.parity.check_architecture", work)
-    monkeypatch.setattr("poros.examples.demo._make_text", work)
-    (tmp_path / "file").write_text("mine")
-    out = tmp_path / "file" / "x"
-    if where == "a folder or a file":
-        out = tmp_path if command == "check" else tmp_path / "file"
-    arguments = ["--architecture", "qwen2"] if command == "check" else []
-    result = poros_command(command, *arguments, "--out", str(out))
-    assert result.exit_code == 2 and "error: " in text(result)
-    with pytest.raises(RuntimeError, match="it has begun"):
-        poros_command(command, *arguments, "--out", str(tmp_path / "new" / "out"))
 
 
 @pytest.mark.parametrize(
@@ -481,25 +424,6 @@ def test_a_limit_on_the_size_of_files_is_named(sound: Path, store: Path) -> None
     assert in_memory.startswith("HostMemoryError") and stored.startswith("StoreWriteError"), ran
     for line in (in_memory, stored):
         assert "ulimit -f" in line and "none left" not in line and "make room" not in line
-
-
-@pytest.mark.parametrize(
-    "name", ["models/qwen2/base", "./qwen2", "~/qwen2", "qwen2/", "a b", "../x", "/x/y", "x--y"]
-)
-def test_a_mistyped_path_is_no_name_of_a_repository(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So nothing is asked of the hub, whose client would try again and again."""
-    monkeypatch.chdir(tmp_path)
-
-    def ask(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("asked")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", ask)
-    for call in (lambda: load(name), lambda: poros.plan(name, seq_len=8)):
-        with pytest.raises((CheckpointFormatError, UnsupportedModelError)) as caught:
-            call()
-        assert "found none: no file or folder of that name" in str(caught.value)
 
 
 def test_control_a_name_of_a_repository_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

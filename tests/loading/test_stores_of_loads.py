@@ -12,27 +12,23 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import poros.loaders.load
 from poros.errors import CheckpointFormatError, PolicyError
-from poros.host.attached import attached_store
-from poros.host.layout import slab_offsets
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.load import load
-from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import open_store
 from tests.children import run_forked
 from tests.loading.checkpoints import header_of
 from tests.loading.kills import Bench, Count
 from tests.loading.loaded import (
     DOWN,
-    EMBED,
     Kinds,
     copy_of,
     differences,
@@ -52,6 +48,7 @@ def source(kinds: Kinds, tmp_path: Path) -> Path:
     return copy_of(kinds.dense(), tmp_path / "source")
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma4_shared_kv", "mixtral", "phi3"])
 @pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
 def test_a_reopened_store_is_the_model(
@@ -75,13 +72,6 @@ def test_a_reopened_store_is_the_model(
     outside = [tensor for name, tensor in tensors(model).items() if ".layers." not in name]
     storages = {tensor.untyped_storage().data_ptr() for tensor in outside}
     assert len(storages) == len(outside) > 1
-
-
-def test_a_store_of_a_checkpoint_that_is_4bit_already(kinds: Kinds, tmp_path: Path) -> None:
-    """Whatever is asked for."""
-    path = kinds.packed(bnb_4bit_use_double_quant=False, bnb_4bit_quant_type="fp4")
-    for _ in range(2):
-        assert differences(load(path, store=tmp_path / "store"), kinds.expected(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +98,7 @@ def test_what_a_store_remembers(kinds: Kinds) -> None:
     """Who made it, of what, and how."""
     with open_store(kinds.store(), verify=True) as opened:
         about = opened.manifest.about
-    assert about["versions"]["torch"] == torch.__version__
+    assert about["versions"]["torch"] == version("torch")  # of the package, without its build
     assert about["device"] == "cpu" and about["num_threads"] == torch.get_num_threads()
     assert about["quantization"] == quantization().to_dict() and about["dtype"] == "bfloat16"
     assert about["source"].startswith("xxh3:")
@@ -126,32 +116,6 @@ def test_options_of_a_reopened_model(kinds: Kinds) -> None:
         load(kinds.store(), intermediate_size=96)
     with pytest.raises(CheckpointFormatError, match="expected 3 layers, found 4"):
         load(kinds.store(), num_hidden_layers=3, layer_types=["full_attention"] * 3)
-
-
-def test_a_store_is_readable_for_others_and_may_lie_behind_a_link(
-    kinds: Kinds, tmp_path: Path
-) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk", target_is_directory=True)
-    model = load(kinds.dense(), store=tmp_path / "link")
-    assert (tmp_path / "disk" / REST).is_file() and attached_store(model) is not None
-    mask = os.umask(0)
-    os.umask(mask)
-    assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o777 & ~mask
-
-
-def test_another_process_that_was_faster_is_no_error(
-    kinds: Kinds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has not seen the store before the other one was done."""
-    path, store = kinds.dense(), kinds.store()
-    is_store, first = poros.loaders.load.is_store, iter([False])
-    monkeypatch.setattr(
-        poros.loaders.load,
-        "is_store",
-        lambda folder: next(first, True) and is_store(folder) if folder == store else False,
-    )
-    assert attached_store(load(path, store=store)) is not None
 
 
 # A store of another checkpoint, or of another state of it.
@@ -212,19 +176,6 @@ def test_files_that_nobody_has_touched_are_not_hashed_again(
     assert hashed == [source, source]
 
 
-def test_a_file_that_the_manifest_does_not_name_is_not_looked_at(
-    source: Path, tmp_path: Path
-) -> None:
-    """Its own configuration of generation would change what is generated."""
-    assert not (source / "generation_config.json").exists()
-    load(source, store=tmp_path / "store")
-    (tmp_path / "store" / "generation_config.json").write_text('{"max_length": 7, "top_k": 3}')
-    assert differences(load(source, store=tmp_path / "store"), load(source)) == []
-    # The control: beside the checkpoint it counts.
-    (source / "generation_config.json").write_text('{"max_length": 7, "top_k": 3}')
-    assert load(source).generation_config.top_k == 3
-
-
 @pytest.mark.parametrize("is_nan", BOTH)
 def test_what_was_allowed_is_on_record(kinds: Kinds, tmp_path: Path, is_nan: bool) -> None:
     def spoil(found: dict[str, Any]) -> None:
@@ -247,45 +198,7 @@ def test_what_was_allowed_is_on_record(kinds: Kinds, tmp_path: Path, is_nan: boo
 # Damage to the bytes of a store.
 
 
-def place_of(store: Path, name: str) -> tuple[Path, int]:
-    """Where the first byte of a tensor lies."""
-    with open_store(store) as opened:
-        for start, layout in zip(slab_offsets(opened.layouts), opened.layouts, strict=True):
-            for spec in layout.tensors:
-                if spec.name == name:
-                    return store / SLABS, opened.data_offset + start + spec.offset
-    return store / REST, header_of(store / REST).tensors[name].offset
-
-
-NAN = b"\xc0\x7f"
-DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], int]] = {
-    "a packed weight": (DOWN, flip, 1),
-    "a scale": (f"{DOWN}.absmax", flip, 1),
-    "a scale of scales": (f"{DOWN}.nested_absmax", flip, 1),
-    "a norm": ("model.layers.1.input_layernorm.weight", flip, 1),
-    "a bias": ("model.layers.0.self_attn.q_proj.bias", flip, 1),
-    "a code book": (f"{DOWN}.code", flip, 1),
-    "an offset": (f"{DOWN}.offset", flip, 1),
-    "the embedding": (EMBED, flip, 1),
-    "NaN in the embedding": (EMBED, lambda _: NAN, 2),
-    "NaN in the last norm": ("model.norm.weight", lambda _: NAN, 2),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_one_changed_value_is_an_error_of_load(kinds: Kinds, tmp_path: Path, damage: str) -> None:
-    """By the name of the store, and by that of its checkpoint."""
-    name, change, num_bytes = DAMAGE[damage]
-    store = Path(shutil.copytree(kinds.store(), tmp_path / "store"))
-    file, offset = place_of(store, name)
-    patch(file, offset, change, num_bytes)
-    layer = name.split(".")[2]
-    where = rf"'slab\.0000{layer}'.*" if file.name == SLABS else ""
-    for path, options in ((store, {}), (kinds.dense(), {"store": store})):
-        with pytest.raises(CheckpointFormatError, match=rf"{file.name}.*{where}bytes changed"):
-            load(path, **options)
-
-
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])
 @pytest.mark.parametrize("fault", ["touched", "replaced", "unreadable"])
 def test_a_checkpoint_that_changes_while_it_is_read(

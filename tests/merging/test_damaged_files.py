@@ -1,5 +1,6 @@
 """Files that somebody else may have written, damaged by hand, and the commands that read them.
 
+What is wrong with a base is in tests/loading (``cases``), and here only what the commands add.
 Each cell of {file, damage, command} ends as if the file were whole, or in a typed error that names
 what is wrong; none raw, none after more than 20 seconds, and of a merge that fails nothing is left.
 """
@@ -184,35 +185,9 @@ DAMAGES: dict[str, dict[str, Damage]] = {
             )
         ),
     },
-    CONFIG: {
-        **TEXT,
-        **wrong("model_type", "null", "text", "a list", "zero"),
-        **wrong("hidden_size"),
-        **wrong("num_hidden_layers"),
-        **wrong("vocab_size", "null", "text", "negative", "huge", "zero"),
-        **wrong("num_attention_heads", "null", "text", "zero", "negative", "huge"),
-        **wrong("hidden_act", "text", "zero", "null"),
-        **wrong("architectures", "text", "zero"),
-        **wrong("max_position_embeddings", "text", "negative", "zero", "huge"),
-        **wrong("rope_parameters", "text", "a list", "an object"),
-        **wrong("dtype", "text", "zero", "an object"),
-        **wrong("quantization_config", "text", "a list", "an object"),
-        **wrong("layer_types", "text", "a list", "an object"),
-        **wrong("eos_token_id", "text", "negative", "huge", "an object"),
-        **wrong("tie_word_embeddings", "text", "a list"),
-        **wrong("rms_norm_eps", "text", "null", "NaN"),
-    },
-    GENERATION: {
-        **TEXT,
-        **wrong("eos_token_id", "text", "negative", "huge", "an object", "a fraction"),
-        **wrong("temperature", "text", "negative"),
-        **wrong("max_length", "text", "negative"),
-        **wrong("pad_token_id", "text", "negative", "huge"),
-        **wrong("suppress_tokens", "text", "zero", "an object"),
-        **wrong("cache_implementation", "text"),
-        **wrong("num_beams", "text", "zero"),
-    },
-    MODEL: BINARY,
+    CONFIG: wrong("max_position_embeddings", "text", "negative", "zero", "huge"),
+    GENERATION: wrong("eos_token_id", "text", "negative", "huge", "an object", "a fraction"),
+    MODEL: {"missing": BINARY["missing"]},
     TOKENIZER: {
         **TEXT,
         **wrong("model"),

@@ -1,9 +1,7 @@
 """FLORA: its two algorithms against their formulas, resuming, memory, refusals."""
 
 import copy
-import gc
 import io
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,20 +141,6 @@ def recorder(given: list[torch.Tensor]) -> Callable[..., None]:
     return record
 
 
-@pytest.mark.parametrize("num_updates", [1, 5])
-def test_the_sum_of_updates_has_a_rank_above_that_of_a_projection(num_updates: int) -> None:
-    layer = nn.Linear(M, M, bias=False)
-    optimizer = Flora([("layers.0.weight", layer.weight)], rank=RANK)
-    given: list[torch.Tensor] = []
-    hook = register_optimizer_step_pre_hook(recorder(given))
-    for _ in range(num_updates):
-        (layer.weight * torch.randn(M, M)).sum().backward()
-        optimizer.step()
-    hook.remove()
-    rank = torch.linalg.matrix_rank(torch.stack(given).sum(0).double(), rtol=1e-5).item()
-    assert rank == RANK * num_updates
-
-
 def growth(kappa: int, num_updates: int = 40) -> float:
     """Of the momentum's norm, between an early update and the last."""
     layer = nn.Linear(M, N, bias=False)
@@ -215,7 +199,7 @@ def test_a_run_continued_after_any_micro_batch_has_the_same_bits(case: str) -> N
     start = weights(straight)
     go_on(straight, optimizer, 0, 12)
     assert not equal(start, weights(straight))
-    for stop in range(1, 12):
+    for stop in (1, 2, 3, 4, 8):
         model, optimizer = made()
         go_on(model, optimizer, 0, stop)
         file = io.BytesIO()
@@ -279,17 +263,6 @@ def test_the_newer_of_two_optimizers_takes_the_gradients() -> None:
     assert equal(before, weights(model))
     newer.step()
     assert not equal(before, weights(model))
-
-
-def test_a_dropped_model_is_freed() -> None:
-    def trained() -> weakref.ref[torch.Tensor]:
-        model = Small()
-        run(model, Flora(model.named_parameters(), rank=RANK), batches(1), 1)
-        return weakref.ref(model.embed.weight)
-
-    weight = trained()
-    gc.collect()
-    assert weight() is None
 
 
 # Layers, and percent of the buffer of a naive accumulation at rank 256, embeddings not projected,

@@ -26,7 +26,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SLOW = (
     *("schedule-free", "lora+", "validation", "bfloat16 adapter", "dense base"),
-    *("bfloat16 adapter, bf16", "sft, padded"),
+    *("bfloat16 adapter, bf16", "sft, padded", "kto"),
 )
 """What they have others have, or the tests below."""
 
@@ -71,6 +71,7 @@ def test_smoothing_and_z_loss_read_no_logits(
     assert z == pytest.approx(math.log(vocab_size) ** 2, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_warmup_of_a_schedule_free_optimizer(model: Path, data: Path, tmp_path: Path) -> None:
     found = []
     for warmup in (0.0, 0.5):

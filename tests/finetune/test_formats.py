@@ -17,6 +17,7 @@ from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe
 from poros.recipes.recipe import Recipe
+from tests.covers import with_slow
 from tests.finetune.subjects import recipe_of, rows, sentence, write_rows
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
@@ -334,7 +335,7 @@ def test_splits_and_configurations_that_are_not_there(
             read_data(recipe_of(model__source=model, **said, data__config="third"))
 
 
-@pytest.mark.parametrize("form", ["messages", "preferences"])
+@pytest.mark.parametrize("form", with_slow(("messages", "preferences"), ["preferences"]))
 def test_several_processes_make_the_same_tokens(form: str, model: Path, tmp_path: Path) -> None:
     content = rows(form, 40)
     if form == "messages":

@@ -80,7 +80,7 @@ SLOW = (
     "schedule with arguments",
     *("warm-up by steps", "moments", "clipping", "another optimizer", "rows in their order"),
     *("smoothed preferences", "another order", "rows of like length"),
-    "weights of good and bad",
+    *("weights of good and bad", "without a KL term"),
 )
 ADAPTERS: dict[str, dict[str, Any]] = {
     "biases": {"bias": "all"},

@@ -205,6 +205,7 @@ def longer(model: Path, tmp_path: Path) -> dict[str, Any]:
         **options,
         "training__packing": False,
         "training__per_device_train_batch_size": 2,
+        "training__gradient_accumulation_steps": 2,
         "training__optim": "adamw_torch",
         "training__lr_scheduler_type": "constant",
     }
@@ -345,24 +346,21 @@ def test_rows_that_become_other_tokens(
 
 
 KILLED = """
-from tests.finetune.kills import main
-import sys
-sys.argv = ["kills", "--rounds", "{rounds}", "--seed", "5", *{more}]
-sys.exit(main())
+import json, os, signal, sys
+import pytest
+from tests.finetune.subjects import at_step, recipe_of, run
+with pytest.MonkeyPatch.context() as patch:
+    at_step(patch, int(sys.argv[2]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    run(recipe_of(**json.loads(sys.argv[1])))
 """
-HINDERED = ["--hindered"]
 
 
-@pytest.mark.parametrize(
-    ("more", "rounds"),
-    [
-        ([], 1),
-        pytest.param(HINDERED, 2, marks=pytest.mark.slow),
-        *(pytest.param(["--kind", each], 10, marks=pytest.mark.slow) for each in ("padded", "dpo")),
-        pytest.param(HINDERED, 20, marks=pytest.mark.slow),
-    ],
-)
-def test_runs_that_are_killed(more: list[str], rounds: int) -> None:
-    ran = run_forked(KILLED.format(rounds=rounds, more=more))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.splitlines()[-1] == f"{rounds} of {rounds}"
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed(step: int, options: dict[str, Any], expected: Trained) -> None:
+    ran = run_forked(KILLED, json.dumps(options, default=str), str(step))
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    recipe = recipe_of(**options)
+    assert events(recipe) == list(range(1, step + 1))
+    found = run(recipe)
+    assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
+    assert ("going on after step 2 of 4" in found.said) == (step == 3)

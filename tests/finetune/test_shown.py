@@ -187,7 +187,7 @@ def test_enough_updates(case: str, dry: Callable[..., str], tmp_path: Path) -> N
 def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
     """Its warm-up would have been all of it, at a rate of 0."""
     rates = {}
-    for number in (1, 20):
+    for number in (1, 34):
         recipe = recipe_of(
             model__source=model,
             data__source=write_rows(tmp_path / f"{number}.jsonl", "text", number),
@@ -202,7 +202,7 @@ def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
         logged = [event for each in lines if (event := json.loads(each))["event"] == "log"]
         rates[number] = [each["learning_rate"] for each in logged]
     assert rates[1] == [2e-4]
-    assert rates[20][0] == 0.0 and rates[20].count(0.0) == 1  # one step of 20 warms up
+    assert rates[34][0] == 0.0 and rates[34].count(0.0) == 1  # two steps of 34 warm up
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str]) -> None:

@@ -18,8 +18,6 @@ from tests.snapshots import assert_same_run, batches, bits_of, build, run
 from tests.support import AdversarialPrepare, prepare_plain, same_bits
 
 ARCHITECTURES = ("mixtral", "qwen3_moe")
-# Some versions of transformers cannot weight router logits by the mask of a prompt.
-OPTIONS = {"max_new_tokens": 4, "do_sample": False, "output_router_logits": False}
 
 
 def make(architecture: str, **options: Any) -> Any:
@@ -65,25 +63,6 @@ def test_exact(
     frozen = {name for name, part in model.named_parameters() if not part.requires_grad}
     after = bits_of(poros.restore(model))
     assert {name: after[name] for name in frozen} == {name: before[name] for name in frozen}
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_generation_and_disabled_adapters_are_exact(architecture: str) -> None:
-    def outputs(model: Any) -> list[torch.Tensor]:
-        model.eval()
-        batch = batches()[0]
-        with torch.no_grad():
-            found = [model(**batch).logits]
-            with model.disable_adapter():
-                found.append(model(**batch).logits)
-            prompt = {key: batch[key][:, :4] for key in ("input_ids", "attention_mask")}
-            found.append(model.generate(**prompt, **OPTIONS))
-        return found
-
-    expected = outputs(make(architecture))
-    assert not torch.equal(expected[0], expected[1])
-    found = outputs(prepare_plain(make(architecture)))
-    assert all(same_bits(*pair) for pair in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

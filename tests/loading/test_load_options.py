@@ -341,25 +341,6 @@ def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
 # What people read.
 
 
-@pytest.mark.parametrize(
-    ("value", "is_bare", "expected"),
-    [
-        ("model.norm.weight", True, "model.norm.weight"),
-        ("model.norm.weight", False, "'model.norm.weight'"),
-        ("\x1b[2J\n\x07", True, r"\x1b[2J\n\x07"),
-        ("\u202etxt", True, r"\u202etxt"),
-        ("\ud800", False, r"'\ud800'"),
-        ("it's", True, "it's"),
-        (3, True, "3"),
-        ("\u00e9\n", False, r"'\xe9\n'"),
-        (["\x1b"], False, r"['\x1b']"),
-        (None, False, "None"),
-    ],
-)
-def test_quoted(value: Any, is_bare: bool, expected: str) -> None:
-    assert quoted(value, is_bare=is_bare) == expected
-
-
 @pytest.mark.parametrize("value", ["x" * 10**7, "\x1b" * 10**6, ["\n"] * 10**5, {"\0" * 999: 1}])
 def test_quoted_is_bounded(value: Any) -> None:
     for is_bare in (False, True):

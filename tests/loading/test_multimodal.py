@@ -123,18 +123,6 @@ def test_streamed_equals_resident(name: str, checkpoints: Checkpoints) -> None:
         assert bool(reasons(model)) == (together and not family.goes_together)
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_vl"])
-def test_recorded_equals_resident(name: str, checkpoints: Checkpoints) -> None:
-    run: Any = {"sizes": (2, 2, 2), "lengths": (12,)}
-    expected = train(resident(checkpoints(name)), together=False, **run)
-    model = loaded(checkpoints(name), "keep")
-    policy = poros.StreamingPolicy(**AS_PLAIN, slots=2, device="cpu")
-    prepare_with(model, policy, recorder=TapeRecorder())
-    assert same(train(model, together=False, **run), expected)
-    captures: Any = poros.runtime(model).context.captures
-    assert captures.num_replays > 0
-
-
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("vision", ["keep", "drop"])
 @pytest.mark.parametrize("name", with_slow(FAMILIES, {*FAMILIES} - {"gemma3", "llama4"}))

@@ -1,9 +1,7 @@
 """``poros.load`` with a store on disk: made, opened again, refused where it is another's.
 
 Damage is done to the bytes that the tensors lie in, so that every fast check passes; whole files
-are damaged in test_damage.py. A process is killed while it writes or reads, or its files are cut
-off: a few rounds of what ``python -m tests.loading.kills`` runs many of, and that its counts can be
-wrong.
+are damaged in test_damage.py.
 """
 
 import gc
@@ -26,7 +24,6 @@ from poros.loaders.load import load
 from poros.loaders.store import open_store
 from tests.children import run_forked
 from tests.loading.checkpoints import header_of
-from tests.loading.kills import Bench, Count
 from tests.loading.loaded import (
     DOWN,
     Kinds,
@@ -228,97 +225,32 @@ def test_a_checkpoint_that_changes_while_it_is_read(
     assert differences(load(source), standard(source, quantization())) == []
 
 
-# A process that is killed. One that forks must have no threads, so it runs in a process of its own.
+# A process that is killed.
 
-ROUNDS = """
-import sys
-from tests.loading.kills import run
-for kind, count in run(*map(int, sys.argv[1:]), seed=0).items():
-    print(kind, count.rounds, len(count.wrong), *count.wrong, sep=" | ")
-    if kind == "killed: write":
-        print(count.parts > 0)
+KILLED = """
+import os, signal, sys
+import pytest
+from poros.loaders.load import load
+killed = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(f"poros.loaders.{sys.argv[3]}", killed)
+    load(sys.argv[1], store=sys.argv[2])
 """
-
-
-@pytest.mark.parametrize("share", [1, pytest.param(6, marks=pytest.mark.slow)])
-def test_nothing_is_wrong_after_a_kill_or_a_cut(share: int) -> None:
-    """Of writers some are killed in the middle of a store."""
-    ran = run_forked(ROUNDS, str(4 * share), str(3 * share))
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
-        f"killed: write | {4 * share} | 0",
-        "True",
-        *(f"killed: {kind} | {share} | 0" for kind in ("read", "save")),
-        *(f"cut off: {kind} | {share} | 0" for kind in ("read_checkpoint", "read", "save")),
-    ]
-
-
-def flipped(place: Path) -> None:
-    with (place / "store" / "slabs.safetensors").open("r+b") as stream:
-        stream.seek(-1, os.SEEK_END)
-        stream.write(b"\7")
-
-
-def added(place: Path) -> None:
-    (place / "store" / "core").touch()
-
-
-def left_over(place: Path) -> None:
-    (place / ".store.poros.partial").mkdir()
-
-
-def sound(place: Path) -> None:
-    """The control of the control."""
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (flipped, "bytes changed"),
-        (added, "in the store"),
-        (left_over, "left over"),
-        (sound, None),
-    ],
+    "where", ["quantize.Quantizer.quantize_into", "store_writer.StoreWriter.commit"]
 )
-def test_control_what_is_wrong_is_counted(
-    kinds: Kinds,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    damage: Callable[[Path], None],
-    said: str | None,
+def test_a_writer_that_is_killed_leaves_nothing_that_opens(
+    kinds: Kinds, tmp_path: Path, where: str
 ) -> None:
-    bench = kinds.kept("bench", lambda: Bench(tmp_path_factory.mktemp("bench")))
-    shutil.copytree(bench.sound, tmp_path / "store")
-    damage(tmp_path)
-    count = Count()
-    bench.look(tmp_path, count)
-    assert len(count.wrong) == (said is not None)
-    assert said is None or said in count.wrong[0]
-
-
-SIGNAL = """
-import faulthandler, mmap, os, random, sys
-from pathlib import Path
-import torch
-from tests.loading.kills import Bench, rounds_of
-torch.set_num_threads(1)
-class Touches(Bench):
-    def read(self, store):
-        with (self.folder / "calls").open("a") as stream:
-            stream.write("x")
-        if (self.folder / "calls").stat().st_size == 1:
-            return  # the round in which nobody interferes
-        faulthandler.disable()  # whose report would look like a failure
-        file = store / "slabs.safetensors"
-        with file.open("r+b") as stream:
-            memory = mmap.mmap(stream.fileno(), 0)
-        os.truncate(file, 1)
-        memory[-1]
-print(rounds_of(Touches(Path(sys.argv[1])), "read", 1, random.Random(0), is_cut=True).wrong)
-"""
-
-
-def test_control_a_signal_is_counted(tmp_path: Path) -> None:
-    """What the library does not do: touch a mapping of a file that has been cut off."""
-    ran = run_forked(SIGNAL, str(tmp_path))
-    assert ran.stdout == f"['ended with {-signal.SIGBUS}']\n", ran.stderr
+    """While it writes layers, and behind the last; the next one takes the place of what is left."""
+    store = tmp_path / "store"
+    assert run_forked(KILLED, str(kinds.dense()), str(store), where).returncode == -signal.SIGKILL
+    (part,) = tmp_path.iterdir()
+    with pytest.raises(CheckpointFormatError):
+        open_store(part)
+    expected = kinds.expected(kinds.dense(), quantization())
+    assert differences(load(kinds.dense(), store=store), expected) == []
+    open_store(store, verify=True).close()
+    assert list(tmp_path.iterdir()) == [store]

@@ -470,3 +470,11 @@ def test_one_shard_is_in_memory(tmp_path: Path) -> None:
     small = peak(adapter, tmp_path / "small", tmp_path / "base", size // 12)
     whole = peak(adapter, tmp_path / "whole", tmp_path / "base", 10 * size)
     assert small < size / 6 and whole > 0.9 * size
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(base: Path, tmp_path: Path) -> None:
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "out", Path("/proc/nowhere/out"), tmp_path / "file"):
+        with pytest.raises(PolicyError, match=r"out: .*expected"):
+            merge(adapter, out)

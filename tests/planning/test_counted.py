@@ -105,7 +105,7 @@ SLOW = {
     *("llama", "gemma3", "mixtral in float32", "on fused experts in float32", "long"),
     *("on many fused experts", "low rank, many layers", "low rank, long", "blocks of three"),
     *("batch of two", "four slots", "embedding on the host", "loss in slices", "mixtral"),
-    *("usual", "high rank", "many boundaries", "one of its embeddings", "large vocabulary"),
+    *("usual", "high rank", "one of its embeddings", "large vocabulary"),
 }
 SMALL = {"num_layers": 4, "hidden_size": 64, "seq_len": 256, "vocab_size": 256}
 RISING = ("gradients", "boundaries", "kept graphs", "workspace")

@@ -65,21 +65,6 @@ def test_poison_comes_when_the_copy_is_queued_and_host_bytes_are_read_at_the_wai
     assert is_all(slot, 2)
 
 
-def test_copies_run_in_order_and_no_further_than_waited_for() -> None:
-    streams = AdversarialStreams()
-    slots = [streams.allocate(SIZE) for _ in range(3)]
-    start = streams.record()
-    done = [streams.copy(slot, source(i), after=start) for i, slot in enumerate(slots)]
-    streams.wait(done[1])
-    assert [is_all(slot, i) for i, slot in enumerate(slots)] == [True, True, False]
-    assert is_all(slots[2], POISON)
-    # An event that has passed brings nothing.
-    streams.wait(done[0])
-    assert is_all(slots[2], POISON)
-    streams.wait(done[2])
-    assert is_all(slots[2], 2)
-
-
 # A read before the wait.
 
 
@@ -201,11 +186,3 @@ def test_an_overwrite_behind_no_event_or_one_before_the_last_read_is_caught(
             streams.copy(slot, source(8), after=event)
         assert streams.num_copies == num_copies and (slot.numpy() == before).all()
         streams.copy(slot, source(8), after=streams.record())
-
-
-def test_reads_of_one_slot_do_not_hold_another() -> None:
-    streams = AdversarialStreams()
-    (left, event), (right, _) = ready(streams, 1), ready(streams, 2)
-    with streams.watch():
-        right.sum()
-        streams.copy(left, source(8), after=event)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as entry
-from benchmarks import arms, paths, plot, report, tables, transfer
+from benchmarks import arms, report, tables
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.card import Measured, forecast
 from benchmarks.loops import OPTIMIZER, Batch, Meter, plain_loop
@@ -145,39 +145,6 @@ def test_poros_rows_say_what_was_moved(slots_table: Path) -> None:
         assert float(row["host_rss"]) > 0
 
 
-@pytest.mark.slow
-def test_a_budget_table_reaches_from_two_slots_to_all_layers_kept(tmp_path: Path) -> None:
-    status, path = run_table("budget", tmp_path, "--points", "3")
-    rows, page = report.read(path), path.with_suffix(".md").read_text()
-    found = [(row["num_slots"], row["keep_last"]) for row in rows if row["num_slots"]]
-    assert status == 0
-    assert found[0] == ("2", "0") and found[-1] == ("4", "4")
-    assert "(budget.svg)" in page
-    drawn = plot.points(rows)
-    assert [each[0] for each in drawn] == sorted(
-        {float(r["vram_budget"]) / 1e9 for r in rows if r["vram_budget"]}
-    )
-    assert drawn[0][1] == statistics.median(
-        float(row["ms"]) for row in rows if row["num_slots"] == "2"
-    )
-
-
-def test_the_transfer_table_compares_with_plain_copies(tmp_path: Path) -> None:
-    status, path = run_table("transfer", tmp_path)
-    rows, table = report.read(path), cells(path.with_suffix(".md").read_text())
-    assert status == 0
-    assert list(rows[0]) == list(transfer.COLUMNS)
-    assert [line["phase"] for line in table] == ["forward", "backward", "with the turn"]
-    assert [line["copies"] for line in table] == ["2", "2", "4"]  # of 4 blocks, 2 are there
-    plain = statistics.median(
-        float(r["num_bytes"]) / float(r["ms"]) for r in rows if r["kind"] == "plain"
-    )
-    own = statistics.median(
-        float(r["num_bytes"]) / float(r["ms"]) for r in rows if r["phase"] == "backward"
-    )
-    assert table[1]["share of plain"] == f"{own / plain:.1%}"
-
-
 def make_bench(quantization: str = "none", targets: Sequence[str] = TARGETS) -> Bench:
     config = config_of("tiny", 2)
     config._attn_implementation = "sdpa"
@@ -263,31 +230,6 @@ def test_what_would_be_no_comparison_is_refused(change: Any, message: str) -> No
         bench.run([Case(change(bench), Work(1, 8))])
 
 
-def test_a_result_is_never_written_over(tmp_path: Path) -> None:
-    (tmp_path / "slots.csv").write_text("a result")
-    with pytest.raises(SystemExit, match="a new measurement is a new file"):
-        run_table("slots", tmp_path)
-    (tmp_path / "slots.csv").rename(tmp_path / "other.csv")
-    (tmp_path / "rows.md").write_text("a page")
-    page = report.Page("t", "q", "c", {}, "p", "l", report.summarize_steps)
-    with pytest.raises(FileExistsError):
-        report.write(tmp_path / "rows.csv", COLUMNS, [], page)
-    assert not (tmp_path / "rows.csv").exists()
-
-
-@pytest.mark.parametrize("under_autocast", [False, True])
-@pytest.mark.parametrize("name", ["roberta-large", "qwen2.5-7b-rows1-rank16"])
-def test_orders_of_products(name: str, under_autocast: bool) -> None:
-    rows = paths.measure(name, paths.tiny(paths.CASES[name]), CPU, 0.0, under_autocast)
-    by_arm = {row["arm"]: row for row in rows}
-    assert list(by_arm) == list(paths.ARMS)
-    assert by_arm["PEFT"]["error"] == by_arm["ours"]["error"] == by_arm["PEFT"]["saved"] == 0
-    for row in rows:
-        assert row["ms_p10"] <= row["ms"] <= row["ms_p90"] and not row["is_host_bound"]
-        assert row["error"] < 0.1 and row["autocast"] == under_autocast
-    assert set(by_arm["f2:b5"]["orders"].values()) == {"f2:b5"}
-
-
 # What is forecast of a card that is not here, from what was measured.
 
 HERE, CARD = CARDS["h200"], CARDS["rtx3090"]
@@ -307,9 +249,3 @@ def test_a_forecast_slows_kernels_down_each_by_its_rate_and_has_the_link_beside_
     assert forecast(measured, 12.5, CARD, HERE, 0.0).ms == 2e3
     same = forecast(Measured(10.0, 5.0, 0.0), 55, HERE, HERE, 0.0)
     assert same.ms == same.slow_ms == 15.0
-
-
-def test_the_ceiling_is_the_longer_of_peak_and_wire() -> None:
-    num_flop = 71e12 * 2  # two seconds at the card's peak
-    assert forecast(Measured(1e6, 0, 25e9), 25, CARD, HERE, num_flop).least_ms == pytest.approx(2e3)
-    assert forecast(Measured(1e6, 0, 75e9), 25, CARD, HERE, num_flop).least_ms == pytest.approx(3e3)

@@ -81,13 +81,9 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq abc", "Invalid value for '--seq'"),
     ("plan nowhere --seq 16", "MODEL: expected a folder or file that exists, or OWNER/NAME"),
     ("plan ./nowhere --seq 16", "found neither in './nowhere'"),
-    ("plan /nowhere --seq 16", "found neither in '/nowhere'"),
-    ("plan ~nowhere --seq 16", "found neither in '~nowhere'"),
     ("plan a/b/c --seq 16", "found neither in 'a/b/c'"),
-    ("plan weights.safetensors --seq 16", "found neither in 'weights.safetensors'"),
     ("plan owner/weights.safetensors --seq 16", "found neither in"),
     ("plan model --seq 0", "seq_len (--seq): expected a positive whole number"),
-    ("plan model --seq 16 --batch 0", "batch_size (--batch): expected a positive whole number"),
     ("plan model --seq 16 --rank 0", "rank: expected a positive whole number"),
     (
         "plan model --seq 16 --accumulate 0",
@@ -96,41 +92,28 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --vram 8apples", "vram_budget (--vram): expected bytes"),
     ("plan model --seq 16 --vram 8", "did you mean '8GiB'?"),
     ("plan model --seq 16 --vram -1GiB", "-1GiB"),
-    ("plan model --seq 16 --vram nan", "nan"),
     ("plan model --seq 16 --card rtx9999", "card: expected one of"),
     ("plan model --seq 16 --card l4 --measure", "either --card"),
     ("plan model --seq 16 --ram much", "--ram: expected bytes"),
     ("plan model --seq 16 --tokens five", "Invalid value for '--tokens'"),
     ("plan model --seq 16 --adapter-dtype int8", "'int8' is not one of"),
     ("plan model --seq 16 --set optimizer=adam", "optimizer: expected one of adamw_torch_fused"),
-    ("plan model --seq 16 --set loss=none", "loss: expected one of chunked, reference"),
-    ("plan model --seq 16 --set adapter_kernels=x", "adapter_kernels: expected one of"),
     ("plan model --seq 16 --set slots=1", "slots: expected an integer of at least 2"),
-    ("plan model --seq 16 --set block_size=0", "block_size: expected an integer"),
-    ("plan model --seq 16 --set self_check=off", "self_check: expected a bool"),
     ("plan model --seq 16 --set library_num_bytes=1G", "library_num_bytes: expected bytes"),
     ("plan model --seq 16 --set apples=3", "'apples' is not a policy field"),
-    ("plan model --seq 16 --set policy=3", "--set: expected FIELD=VALUE"),
     ("plan model --seq 16 --set apples", "--set: expected FIELD=VALUE"),
     ("plan model --seq 16 --device cpu", "--device needs --measure"),
     ("load nowhere --out new", "SOURCE: expected a folder or file that exists"),
-    ("load a/b/c --out new", "found neither in 'a/b/c'"),
-    ("load nowhere --verify", "SOURCE: expected a folder or file that exists"),
     ("load model", "give either --out DIR or --verify"),
-    ("load model --verify --out new", "give either --out DIR or --verify"),
     ("load model --out new --dtype bfloat", "'bfloat' is not one of"),
     ("load model --out new --quantization int3", "'int3' is not one of"),
     ("load model --out file", "--out: expected a new folder, found the file"),
     ("check nowhere", "MODEL_DIR: expected a checkpoint folder with a config.json"),
     ("check model --slots 1", "slots: expected an integer of at least 2"),
-    ("check --architecture qwen2 --block-size 0", "block_size: expected an integer"),
     ("check --architecture qwen2 --out .", "--out: expected a file to write, found the folder"),
     ("check", "give either MODEL_DIR or --architecture NAME"),
-    ("check base --architecture qwen2", "either MODEL_DIR or --architecture NAME"),
     ("check --architecture qwen2 --steps 0", "Invalid value"),
-    ("check model", "MODEL_DIR: expected a checkpoint folder with a config.json"),
     ("check --registered --adapter vera", "--registered lists recorded results"),
-    ("check --registered --architecture qwen2", "--registered lists recorded results"),
     ("demo --device abacus", "'abacus' is not one of"),
     ("demo --out model", "--out: expected an empty or new folder"),
     ("finetune base rows.jsonl", "rows.jsonl:1:"),
@@ -319,7 +302,10 @@ def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path:
 
 
 def test_plan_prints_the_terms(checkpoint: Path) -> None:
-    found = poros_command("plan", str(checkpoint), "--seq", "16", "--json", "--vram", "1GiB")
+    fields = ("--set", "block_size=1", "--set", "stream_embedding=false")
+    found = poros_command(
+        "plan", str(checkpoint), "--seq", "16", "--json", "--vram", "1GiB", *fields
+    )
     assert found.exit_code == 0, found.output
     values = json.loads(found.stdout)
     assert values["total_num_bytes"] == sum(values["terms"].values()) < 2**30
@@ -346,20 +332,6 @@ def test_plan_measures_on_a_gpu_or_says_that_there_is_none(checkpoint: Path) -> 
     found = poros_command("plan", str(checkpoint), "--seq", "16", "--measure")
     assert found.exit_code == BAD_INPUT
     assert "expected a CUDA device to measure on" in text(found)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--seq", "100000"), "seq_len (--seq): expected at most the model's 256 positions"),
-        (("--measure", "--device", "apples"), "device: expected"),
-    ],
-)
-def test_plan_refuses_what_cannot_be_planned(
-    options: tuple[str, ...], expected: str, checkpoint: Path
-) -> None:
-    found = poros_command("plan", str(checkpoint), "--seq", "16", *options)
-    assert found.exit_code == BAD_INPUT and expected in text(found), found.output
 
 
 def plan(checkpoint: Path, *options: str) -> Any:
@@ -417,3 +389,9 @@ def test_the_gpu_of_this_machine_is_taken_if_no_other_is_named(
     assert values["forecast"] == "the published rates of an RTX 3090"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Apple Z9")
     assert json.loads(plan(checkpoint, "--json").stdout)["tokens_per_s"] is None
+
+
+def test_host_memory_that_is_too_small_is_told(checkpoint: Path) -> None:
+    result = plan(checkpoint, "--vram", "1GiB", "--ram", "1G")
+    assert result.exit_code == 1
+    assert "but not the host memory" in " ".join(result.stdout.split())

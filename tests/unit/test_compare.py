@@ -38,14 +38,6 @@ def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> torch.Tensor:
     return flat.reshape(tensor.shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (0,), (3, 0)], ids=str)
-def test_equal_bits_are_no_difference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = random_bytes(dtype, shape)
-    assert differing(tensor, tensor.clone(), "t") is None
-    assert hash_tensor(tensor) == hash_tensor(tensor.clone())
-
-
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_one_flipped_bit_is_found_at_its_index(data: st.DataObject) -> None:

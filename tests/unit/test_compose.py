@@ -15,8 +15,6 @@ from poros.kernels import compose as module
 from poros.kernels.compose import (
     compose,
     compose_backward,
-    compose_backward_ref,
-    compose_ref,
 )
 from tests.support import interpreted, same_bits
 
@@ -169,19 +167,3 @@ def test_what_a_kernel_cannot_read_is_left_to_pytorch(gpu: Any) -> None:
 
 
 # ------------------------------------------------------------------- meta device and compiling
-
-
-def test_references_agree_with_autograd_through_themselves() -> None:
-    """``compose_backward_ref`` is what autograd makes of ``compose_ref``."""
-    given = forms(tensors((5, 9), FP64, FP64))[0]
-    leaves = {name: each if each is None else each.requires_grad_() for name, each in given.items()}
-    sum_, inner = compose_ref(**leaves, scaling=SCALING, wants_inner=True)
-    gradient = torch.ones_like(sum_)
-    wanted = [leaves["base"], leaves["lora"], leaves["g"]]
-    expected = torch.autograd.grad(sum_, wanted, gradient)
-    found = compose_backward_ref(
-        *(gradient, given["g"], SCALING, inner), has_base=True, result_dtype=FP64, lora_dtype=FP64
-    )
-    for each, other in zip(found, expected, strict=True):
-        assert each is not None
-        torch.testing.assert_close(each, other)

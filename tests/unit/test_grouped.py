@@ -97,18 +97,3 @@ def test_a_gated_layer_has_the_bits_of_its_parts(
         found.append([result.detach(), *gradients, torch.get_rng_state()])
     for others in found[1:]:
         assert all(map(same_bits, found[0], others))
-
-
-def test_only_what_is_wanted_gets_a_gradient() -> None:
-    case = Case.random(FP32, has_bias=True)
-    everything = case.run()[1]
-    for wanted in ([0], [1, 5], [2, 9], [3], [0, 4]):
-        leaves = [
-            each.detach().requires_grad_(place in wanted)
-            for place, each in enumerate(case.trained())
-        ]
-        results = project(case.with_trained(leaves).projections(), leaves[0])
-        torch.autograd.backward(results, case.arriving)
-        for place, each in enumerate(leaves):
-            assert (each.grad is not None) == (place in wanted)
-            assert each.grad is None or same_bits(each.grad, everything[place])

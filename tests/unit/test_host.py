@@ -13,12 +13,12 @@ import torch
 import poros
 import poros.host.slab
 from poros.errors import HostMemoryError, PorosError
-from poros.host.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
+from poros.host.layout import PAGE_NUM_BYTES, BlockLayout
 from poros.host.slab import Arena, HostSlab
 from poros.host.store import HostStore
 from tests.children import run_forked
 from tests.support import num_memory_files, same_bits
-from tests.unit.driver import FakeDriver, install, some_layout, some_tensors
+from tests.unit.driver import FakeDriver, install, some_layout
 
 CPU = torch.device("cpu")
 
@@ -28,32 +28,6 @@ def store_of(num_slabs: int) -> HostStore:
 
 
 # Slabs.
-
-
-def test_tensors_lie_inside_the_slab_where_the_layout_says_in_storages_of_their_own() -> None:
-    """So a write to one is a write to the slab."""
-    source, slab = some_tensors(), HostSlab(some_layout())
-    inside = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
-    for name, tensor in inside.items():
-        tensor.copy_(source[name])
-    start, end = slab.bytes.data_ptr(), slab.bytes.data_ptr() + slab.bytes.numel()
-    assert slab.bytes.numel() == slab.layout.num_bytes and slab.bytes.dtype is torch.uint8
-    storages = set()
-    for spec in slab.layout.tensors:
-        tensor, expected = inside[spec.name], source[spec.name]
-        assert same_bits(tensor, expected) and spec.offset % ALIGNMENT == 0
-        if tensor.numel():
-            assert tensor.data_ptr() == start + spec.offset
-            assert tensor.data_ptr() + spec.num_bytes <= end
-            flat = slab.bytes[spec.offset : spec.offset + spec.num_bytes]
-            assert same_bits(flat, expected.contiguous().reshape(-1).view(torch.uint8))
-            storage = tensor.untyped_storage()
-            assert storage.data_ptr() == tensor.data_ptr() and tensor.storage_offset() == 0
-            assert storage.nbytes() == tensor.numel() * tensor.element_size()
-            assert storage._cdata not in storages
-            storages.add(storage._cdata)
-            tensor.zero_()
-            assert not flat.any()
 
 
 def test_memory_that_cannot_be_had_is_a_typed_error() -> None:
@@ -127,22 +101,6 @@ def test_memory_is_committed_as_it_is_written_and_goes_with_the_last_tensor() ->
     assert memory() is not None and bool((kept == 7).all())
     del kept
     assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_neighbouring_slabs_are_the_slab_of_their_block(cut: int) -> None:
-    """The layout of a block is that of its layers, as they lie in the arena."""
-    layers = [some_layout()] * 3
-    layers.append(BlockLayout.pack([("a", torch.empty(70_000, dtype=torch.uint8))]))
-    offsets = slab_offsets(layers)
-    block = BlockLayout.join(layers[:cut])
-    assert block.num_bytes == offsets[cut - 1] + layers[cut - 1].num_bytes
-    specs = iter(block.tensors)
-    for offset, layer in zip(offsets[:cut], layers[:cut], strict=True):
-        for spec in layer.tensors:
-            joined = next(specs)
-            assert joined.offset == offset + spec.offset and joined.offset % ALIGNMENT == 0
-            assert (joined.name, joined.shape, joined.dtype) == (spec.name, spec.shape, spec.dtype)
 
 
 CHILD = """
@@ -276,16 +234,6 @@ def test_a_refused_page_lock_tells_what_it_costs(
     assert "measured here: 2.5 GB/s pageable, 25.0 pinned" in record.getMessage()
     # The slab that was refused, and the last one that was not.
     assert measured == [store.slabs[at].bytes.data_ptr() for at in (2, 1)]
-
-
-@pytest.mark.gpu
-def test_the_rates_of_a_real_copy() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    store = HostStore.allocate([BlockLayout((), 64 * 2**20)] * 2)
-    assert store.slabs[0].pin(device)
-    pinned, pageable = (slab.copy_rate(device) for slab in store.slabs)
-    store.unpin()
-    assert 0 < pageable < pinned
 
 
 @pytest.mark.gpu

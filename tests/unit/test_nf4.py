@@ -1,6 +1,5 @@
 """What poros.kernels.nf4 says of a 4-bit weight is what bitsandbytes makes."""
 
-from dataclasses import replace
 from typing import Any
 
 import bitsandbytes.functional as bnb
@@ -64,18 +63,6 @@ def test_the_form_is_that_of_bitsandbytes(
         assert forms(form) == forms(nf4.parts_of(weight))
         assert tuple(form) == tuple(nf4.parts_of(weight)) == nf4.PARTS[double_quant]
         assert Format.of(weight) == format
-
-
-def test_control_another_format_has_another_form() -> None:
-    found = forms(nf4.parts_of(made_by_bitsandbytes(draw(300, 96), DOUBLE)))
-    changes: tuple[Any, ...] = (
-        {"double_quant": False},
-        {"quant_storage": torch.float16},
-        {"blocksize": 128},
-    )
-    for change in changes:
-        assert forms(replace(DOUBLE, **change).form((300, 96))) != found
-    assert forms(DOUBLE.form((300, 97))) != found
 
 
 @pytest.mark.parametrize("format", [SINGLE, DOUBLE], ids=["single", "double"])

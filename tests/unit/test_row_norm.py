@@ -12,7 +12,6 @@ import torch
 from poros.kernels import row_norm as module
 from poros.kernels.row_norm import (
     assembled_ref,
-    divisor_of,
     row_norm,
     square_of_rows,
     square_of_rows_ref,
@@ -230,14 +229,3 @@ def test_extra_bytes_are_what_the_kernels_allocate(
 
 
 # ------------------------------------------------------------------- the rest
-
-
-@pytest.mark.parametrize(
-    ("dtype", "least"), [(FP32, 1e-12), (FP64, 1e-12), (BF16, 1e-6), (FP16, 1e-6)]
-)
-def test_what_the_magnitude_of_each_row_is_divided_by(dtype: torch.dtype, least: float) -> None:
-    norm = torch.tensor([2.0, 0.0, float("nan"), float("inf")])
-    divisor = divisor_of(norm, dtype)
-    assert divisor.dtype == FP32 and divisor_of(norm.double(), dtype).dtype == FP64
-    assert divisor[0] == 2 and divisor[1] == torch.tensor(least)
-    assert divisor[2].isnan() and divisor[3].isinf()

@@ -13,7 +13,6 @@ from poros.slots.schedule import (
     count,
     divide,
     missing,
-    predict,
     training_visits,
     walk,
 )
@@ -185,14 +184,6 @@ def test_training_is_warm_again_one_step_after_anything(
 
 
 # The two decisions by themselves.
-
-
-def test_predict_turns_where_its_phase_does() -> None:
-    assert list(predict(2, Phase.FORWARD, 4)) == [3, 3, 2, 1, 0]
-    assert list(predict(3, Phase.FORWARD, 4)) == [3, 2, 1, 0]
-    assert list(predict(1, Phase.BACKWARD, 4)) == [0, 0, 1, 2, 3]
-    assert list(predict(0, Phase.BACKWARD, 4)) == [0, 1, 2, 3]
-    assert list(predict(2, Phase.INFERENCE, 4)) == [3, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

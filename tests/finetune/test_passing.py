@@ -80,7 +80,7 @@ SLOW = (
     "schedule with arguments",
     *("warm-up by steps", "moments", "clipping", "another optimizer", "rows in their order"),
     *("smoothed preferences", "another order", "rows of like length"),
-    *("weights of good and bad", "without a KL term"),
+    *("weights of good and bad", "without a KL term", "losses of preferences"),
 )
 ADAPTERS: dict[str, dict[str, Any]] = {
     "biases": {"bias": "all"},
@@ -110,7 +110,7 @@ SLOW_ADAPTERS = (
     "a start that is not the base",
     "but some modules",
     "some layers",
-    "rank-stabilized DoRA",
+    *("rank-stabilized DoRA", "a matrix by name"),
 )
 
 
@@ -162,26 +162,16 @@ def test_adapters(case: str, model: Path, data: Path, without: Any, tmp_path: Pa
         assert saved[name] == ADAPTERS[case][name]
 
 
-def test_an_adapter_that_begins_with_orthogonal_matrices(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    """It needs a base that is not quantized."""
-    options = {"adapter__init_lora_weights": "orthogonal"}
-    both(model, data, tmp_path, **{**options, "model__quantization": "none"})
-    with pytest.raises(RecipeError, match=r"adapter\.init_lora_weights: .*model\.quantization"):
-        trained(model, data, tmp_path / "run", **options)
-
-
 WATCHING: dict[str, dict[str, Any]] = {
-    "loaded by others": {
+    "loaded by others, and kept at the end": {
         **{"dataloader_num_workers": 1, "dataloader_prefetch_factor": 1},
-        "dataloader_persistent_workers": True,
+        **{"dataloader_persistent_workers": True, "save_strategy": "epoch"},
+        "torch_empty_cache_steps": 2,
     },
     "counted": {
         **{"include_num_input_tokens_seen": "all", "logging_steps": 2, "run_name": "mine"},
         **{"log_level": "error", "tf32": False},
     },
-    "kept at the end": {"save_strategy": "epoch", "torch_empty_cache_steps": 2},
 }
 
 
@@ -279,6 +269,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             **{"training__eval_steps": 2, "training__save_steps": 3},
         },
         "round multiple",
+    ),
+    "orthogonal matrices beside a quantized base": (
+        {"adapter__init_lora_weights": "orthogonal"},
+        r"adapter\.init_lora_weights: .*model\.quantization",
     ),
     "layers of all-linear": ({"adapter__layers_to_transform": [0]}, "PEFT refuses .*target_mod"),
     "an adapter on the head that preferences would not train": (

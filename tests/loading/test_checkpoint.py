@@ -10,7 +10,6 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 
 from poros.errors import CheckpointFormatError
 from poros.loaders import checkpoint as checkpoint_module
-from poros.loaders.checkpoint import NUM_READERS, Checkpoint
+from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import DTYPES, TensorEntry, open_regular, read_at
 from poros.loaders.shard import Shard
 from poros.loaders.source import Place
@@ -206,24 +205,6 @@ def test_a_failed_read_ahead_is_reported_where_the_tensor_is_used(
             slices["layers.1"][...]
 
 
-def test_slices_may_be_taken_in_several_threads(tmp_path: Path) -> None:
-    """As transformers does with a checkpoint that is quantized already; two threads read ahead.
-
-    They end when it is closed, whatever they were asked to read.
-    """
-    before = threading.active_count()
-    with Checkpoint.open(big_checkpoint(tmp_path, num_mib=1, num_tensors=40)) as checkpoint:
-        slices = checkpoint.slices(ahead_num_bytes=4 * MIB)
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda index: slices[f"layers.{index}"][...].sum(), range(40)))
-        assert [int(total) for total in found] == [MIB // 8 * (index + 1) for index in range(40)]
-        for name in 2 * checkpoint.names:
-            checkpoint.prefetch(name)
-        assert threading.active_count() == before + NUM_READERS
-    checkpoint.close()
-    assert threading.active_count() == before
-
-
 # Closing.
 
 
@@ -324,29 +305,6 @@ def test_a_file_that_is_cut_off_is_an_error_of_fetch(
 ) -> None:
     ran = run_forked(CUT, str(big_checkpoint(tmp_path)), how)
     assert ran.returncode == code and said in ran.stdout, ran.stderr
-
-
-def test_a_pipe_that_takes_the_place_of_a_file_meanwhile_does_not_block(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """Between the look at the file and its opening; an alarm ends the wait if there is one."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError("opening the pipe waits for a writer")
-
-    os.mkfifo(tmp_path / "pipe")
-    regular, ask = os.stat(__file__), os.stat
-    monkeypatch.setattr(
-        os, "stat", lambda path, **how: regular if path == tmp_path / "pipe" else ask(path, **how)
-    )
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(5)
-    try:
-        with pytest.raises(CheckpointFormatError, match="a folder, a pipe or a device"):
-            open_regular(tmp_path / "pipe")
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("at", [1, 2])

@@ -24,7 +24,6 @@ from poros.errors import (
     PolicyError,
     PorosError,
     StoreWriteError,
-    UnsupportedModelError,
     quoted,
 )
 from poros.loaders.limits import Limits
@@ -34,7 +33,7 @@ from poros.loaders.store import open_store
 from tests.children import run_forked
 from tests.command import poros_command, text
 from tests.loading.checkpoints import CONFIG
-from tests.loading.damage import GENERATION, config
+from tests.loading.damage import GENERATION
 from tests.loading.loaded import Kinds, copy_of, differences, quantization, standard
 
 EIGHT_BITS, FOUR_BITS = BitsAndBytesConfig(load_in_8bit=True), BitsAndBytesConfig(load_in_4bit=True)
@@ -178,33 +177,6 @@ def test_the_command_refuses(places: dict[str, Path], command: str, message: str
 # One process, several threads.
 
 
-def test_loads_in_parallel_threads(kinds: Kinds) -> None:
-    """Give what they give one after the other, and leave the default dtype as it was."""
-    wanted = [
-        (kinds.dense(), {"dtype": torch.bfloat16}),
-        (kinds.dense("mixtral"), {"dtype": torch.float16}),
-        (kinds.dense("phi3"), {"dtype": torch.float32, "quantization": None}),
-    ] * 2
-    expected = [load(path, **options) for path, options in wanted[:3]] * 2
-    found: dict[int, Any] = {}
-    begin = threading.Barrier(len(wanted))
-
-    def run(index: int) -> None:
-        path, options = wanted[index]
-        begin.wait()
-        found[index] = load(path, **options)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(wanted))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.get_default_dtype() == torch.float32
-    assert sorted(found) == list(range(len(wanted)))
-    for index, model in found.items():
-        assert differences(model, expected[index]) == []
-
-
 def test_control_two_threads_never_fill_at_once(
     kinds: Kinds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,13 +303,6 @@ def test_a_bound_is_a_positive_whole_number(value: Any) -> None:
         Limits(num_layers=value)
 
 
-def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
-    """Found when it is run on paper, not when it is built."""
-    config(layer_types=["sliding_attention"] * 2, sliding_window=None)(path)
-    with pytest.raises(UnsupportedModelError, match="whose model can be run, found ValueError"):
-        poros.plan(path, seq_len=8)
-
-
 # What people read.
 
 
@@ -346,17 +311,6 @@ def test_quoted_is_bounded(value: Any) -> None:
     for is_bare in (False, True):
         found = quoted(value, is_bare=is_bare)
         assert len(found) < 250 and found.isprintable() and "characters)" in found
-
-
-def test_errors_of_commands_do_not_disturb_a_terminal(tmp_path: Path) -> None:
-    folder = tmp_path / "a\x1b[31m\nb"
-    folder.mkdir()
-    (folder / CONFIG).write_text("{")
-    for command in (["load", "--out", f"{tmp_path / 's'}"], ["plan", "--seq", "8"]):
-        result = poros_command(*command, str(folder))
-        assert result.exit_code == 2 and r"a\x1b[31m\nb" in result.output
-        assert "\x1b[31m\nb" not in result.output
-    assert poros_command("check", str(folder)).exit_code == 2
 
 
 # Errors where there were tracebacks, or the wrong advice.

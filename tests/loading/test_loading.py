@@ -181,27 +181,6 @@ def test_control_one_bit_is_seen(kinds: Kinds, part: str) -> None:
     assert differences(model, before) == [name]
 
 
-@pytest.mark.parametrize("is_packed", BOTH, ids=["4-bit already", "dense"])
-def test_offload_to_a_cpu_is_no_reason_to_stay_dense(
-    kinds: Kinds, tmp_path: Path, is_packed: bool
-) -> None:
-    """With it, transformers quantizes nothing that it is told to put on a CPU, which is all here.
-
-    Of packed weights it then makes others, at random.
-    """
-    expected = standard(kinds.dense(), quantization())
-    if is_packed:
-        expected.config.quantization_config.llm_int8_enable_fp32_cpu_offload = True
-        expected.save_pretrained(tmp_path)
-        model = load(tmp_path)
-    else:
-        config = quantization(llm_int8_enable_fp32_cpu_offload=True)
-        model = load(kinds.dense(), quantization=config)
-    assert model.config.quantization_config.llm_int8_enable_fp32_cpu_offload
-    about = {"config", "hf_quantizer", "attributes", "name_or_path", "_name_or_path"}
-    assert set(differences(model, expected)) <= about
-
-
 def test_another_block_size(kinds: Kinds, tmp_path: Path) -> None:
     """That the configuration does not tell of: the bytes are right, the layers are not adopted."""
     model = standard(kinds.dense(), quantization())

@@ -138,7 +138,7 @@ def test_planned_is_allocated(case: str, tmp_path: Path) -> None:
 
 def test_graphs_of_all_layers_would_be_seen(tmp_path: Path) -> None:
     """Control: of a resident model, which keeps them."""
-    cell = {**USUAL, "num_layers": 10}
+    cell = {**USUAL, "num_layers": 8}
     model = make(tmp_path, cell)
     rise = sum(planned(model, cell).terms[name] for name in RISING)
     steps = Steps(model, cell)

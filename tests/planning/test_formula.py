@@ -180,31 +180,6 @@ def test_recorded_visits_are_counted_and_given_up_where_there_is_no_room() -> No
         plan(num_slots=2, **tight, cuda_graphs=True)
 
 
-def test_one_dense_weight_has_its_place_where_visits_may_be_recorded_but_are_not() -> None:
-    shapes = replace(SHAPES, dense_weight=200)
-    cost = replace(COST, layers=[LayerCost(300, 16, 600, dense=150)] * 8)
-    fixed: Any = {"num_slots": 8, "keep_last": 3, "offload_boundaries": False}
-    never = plan(shapes, cost, **fixed)
-    assert never.terms["dense weight"] == 0
-    # The loss needs more than a layer, and what is held meanwhile is more.
-    held = plan(shapes, cost, **fixed, cuda_graphs=None, without_recordings=True)
-    assert held.terms == {**never.terms, "dense weight": 200} and not held.replays
-    # A layer needs less beside it; with few of its graph, or much.
-    for kept in (0, 3):
-        less: Any = {**fixed, "keep_last": kept}
-        small = replace(cost, loss_peak=0)
-        own = plan(shapes, small, **less).terms["workspace"]
-        beside = plan(shapes, small, **less, cuda_graphs=None, without_recordings=True)
-        assert beside.terms["workspace"] == own - 150
-    # Without room for recordings, and of too many tokens; it is one of the recordings otherwise.
-    recorded = plan(shapes, cost, **fixed, cuda_graphs=None)
-    assert recorded.replays and recorded.terms["dense weight"] == 0
-    tight = {**fixed, "vram_budget": recorded.total_num_bytes - 1}
-    many = replace(shapes, num_linear_parameters=8 * 10**11)
-    assert plan(shapes, cost, **tight, cuda_graphs=None).terms == held.terms
-    assert plan(many, cost, **fixed, cuda_graphs=None).terms["dense weight"] == 200
-
-
 def test_micro_batches_that_go_together() -> None:
     """Their inputs wait at every layer, and a block is loaded once for all of them."""
     one, four = plan(accumulation=4), plan(accumulation=4, micro_batches=4)

@@ -188,6 +188,7 @@ def test_offloading_is_advised_where_it_was_ruled_out() -> None:
         assert "each change alone: offload_boundaries=True" in str(caught.value) or not fits
 
 
+@pytest.mark.slow
 def test_advice_at_real_shapes_is_short_and_no_row_too_short_to_train_on() -> None:
     """Not "seq_len=1", which a hopeless budget would leave."""
     planner = Planner(config_of("qwen2.5-72b"))

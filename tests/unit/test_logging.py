@@ -1,18 +1,14 @@
 """What is logged by default, and how it is silenced."""
 
 import logging
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-import poros
 from poros.gates import tiny
-from poros.utils.formatting import size
 from poros.utils.logging_setup import ProgressLog, show_info_by_default
 from tests.children import run_forked
-from tests.support import prepare_plain
 
 SETUPS = (
     "pass",
@@ -62,26 +58,6 @@ def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(
     assert "PeftModel" in prepared or "Qwen2" in prepared
     assert "3 blocks" in prepared and "2 at a time on cpu" in prepared
     assert "3 layers give the bits" in checked
-
-
-def test_a_runtime_describes_itself_and_nothing_is_rounded_away(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not "0 at a time", nor "0.0 GB"; and what stays is not counted in places."""
-
-    def prepared(**policy: int) -> object:
-        base = tiny.load_base(folder, dtype=torch.bfloat16)
-        return poros.runtime(prepare_plain(tiny.attach_lora(base), **policy))
-
-    lines = repr(prepared(slots=2)).splitlines()
-    assert lines[1].strip() == "3 blocks, 2 on the device at a time"
-    assert lines[-1].strip() == "check of the first step: pending" and len(lines) == 5
-    with caplog.at_level("INFO", "poros"):
-        said = f"{caplog.text}{prepared(slots=3, keep_last=3)!r}{caplog.text}"
-    assert "all stay on cpu" in said and "3 blocks, 3 on the device at a time" in said
-    assert not re.search(r"\b0 at a time|\b0\.0+ ?GB\b", said)
-    sizes = {0: "0 bytes", 99: "99 bytes", 1234: "1.2 kB", 10**6: "1.0 MB", 10**8: "0.10 GB"}
-    assert {number: size(number) for number in sizes} == sizes
 
 
 @pytest.mark.parametrize("setup", SETUPS[1:])

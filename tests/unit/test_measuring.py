@@ -363,6 +363,6 @@ def test_a_larger_batch_that_takes_that_room_has_them_go_together_for_good(
     prepared: Prepare,
 ) -> None:
     loop = prepared(budget(6, 6, 32))
-    assert not accumulated(loop, 16, 6)[-1]
-    assert accumulated(loop, 56, 6)[-1]
-    assert all(accumulated(loop, 16, 3)), "room that comes and goes changes nothing more"
+    assert not accumulated(loop, 16, 4)[-1]
+    assert accumulated(loop, 56, 4)[-1]
+    assert all(accumulated(loop, 16, 2)), "room that comes and goes changes nothing more"

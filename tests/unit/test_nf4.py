@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 
 from poros.kernels import nf4
 from poros.kernels.nf4 import Format, Parts
-from tests.support import same_bits
 
 SHAPES = [(8, 64), (24, 40), (300, 96), (1, 32), (2, 4, 40)]
 ODD = [(3, 5), (7, 9)]
@@ -41,10 +39,6 @@ def made_by_bitsandbytes(tensor: torch.Tensor, format: Format) -> Any:
     return linear.to("cpu").weight
 
 
-def dequantized(weight: Any) -> torch.Tensor:
-    return bnb.dequantize_4bit(weight.data, weight.quant_state)
-
-
 def forms(parts: Parts) -> dict[str, Any]:
     return {part: (piece.shape, piece.dtype) for part, piece in parts.items()}
 
@@ -63,33 +57,6 @@ def test_the_form_is_that_of_bitsandbytes(
         assert forms(form) == forms(nf4.parts_of(weight))
         assert tuple(form) == tuple(nf4.parts_of(weight)) == nf4.PARTS[double_quant]
         assert Format.of(weight) == format
-
-
-@pytest.mark.parametrize("format", [SINGLE, DOUBLE], ids=["single", "double"])
-@pytest.mark.parametrize("quant_type", nf4.QUANT_TYPES)
-def test_the_parts_mean_what_is_said_of_them(quant_type: str, format: Format) -> None:
-    """Bit for bit, dequantized by hand; and not with the halves of a byte exchanged.
-
-    On rows of whole blocks: of others, bitsandbytes' kernel for CPUs takes some scales of others.
-    """
-    tensor = draw(300, 128)
-    weight = made_by_bitsandbytes(
-        tensor, Format(quant_type, format.double_quant, torch.uint8, format.blocksize)
-    )
-    parts = nf4.parts_of(weight)
-    scales = parts["absmax"]
-    if format.double_quant:
-        nested = parts["nested_absmax"].repeat_interleave(nf4.NESTED_BLOCKSIZE)[: len(scales)]
-        scales = parts["nested_code"][scales.int()] * nested + parts["offset"]
-    scales = scales.repeat_interleave(format.blocksize)
-
-    def values(*halves: torch.Tensor) -> torch.Tensor:
-        indices = torch.stack(halves, dim=1).reshape(-1)
-        return (parts["code"][indices.int()] * scales).view(300, 128)
-
-    upper, lower = parts["packed"].view(-1) >> 4, parts["packed"].view(-1) & 15
-    assert same_bits(values(upper, lower), dequantized(weight))
-    assert not same_bits(values(lower, upper), dequantized(weight))
 
 
 @pytest.mark.parametrize(("num_rows", "streamed"), [(16384, False), (16385, True)])

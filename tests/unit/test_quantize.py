@@ -113,18 +113,6 @@ def test_pieces_give_the_bytes_of_the_whole(
     assert differences(mine, whole) == []
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1,), (2,), (63,), (64,), (65,), (1, 31), (191, 1), (192,), (193,), (3, 5, 7), (128, 192)],
-    ids=str,
-)
-@pytest.mark.parametrize("num_blocks", [1, 3, 1000])
-def test_odd_shapes(shape: tuple[int, ...], num_blocks: int) -> None:
-    """Smaller than a block, an odd number of elements, an exact number of pieces."""
-    tensor = draw(*shape)
-    assert differences(in_pieces(tensor, num_blocks=num_blocks), at_once(tensor)) == []
-
-
 def with_a_zero_block() -> torch.Tensor:
     """A block without a scale."""
     tensor = draw(40, 64)

@@ -14,10 +14,8 @@ import torch.nn.functional as F
 
 import poros.head.loss
 from poros.errors import UnsupportedModelError
-from poros.head.loss import Slices, slice_width, sliced_cross_entropy
+from poros.head.loss import Slices, sliced_cross_entropy
 from poros.head.online import Regularizer, Step
-from poros.head.slices import SliceReader
-from poros.streams import EagerStreams
 from tests.exact.arms import narrow_slices
 
 N, V, H = 23, 1000, 48
@@ -186,25 +184,6 @@ def test_a_backward_that_is_to_be_differentiated_is_refused() -> None:
     loss = sliced_cross_entropy(hidden, given.labels, rows_of(given.head), V)
     with pytest.raises(UnsupportedModelError, match="gradients of gradients"):
         torch.autograd.grad(loss, hidden, create_graph=True)
-
-
-@pytest.mark.parametrize("num_tokens", [4, 300, 5000])
-def test_slices_of_a_small_matrix_are_right_at_any_width(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which one buffer holds: many tokens have narrower slices than those it was made for."""
-    monkeypatch.undo()
-    monkeypatch.setattr("poros.head.loss._MOST_LOGITS", 2**20)
-    monkeypatch.setattr("poros.head.loss._LEAST_WIDTH", 128)
-    given = case(torch.bfloat16, num_tokens)
-    reader = SliceReader("head", given.head, EagerStreams(torch.device("cpu")))
-    assert len(reader._buffers) == 1
-    losses = [
-        sliced_cross_entropy(given.hidden, given.labels, read, V)
-        for read in (rows_of(given.head), reader)
-    ]
-    assert torch.equal(*losses)
-    assert slice_width(num_tokens, V, H) == {4: V, 300: V, 5000: 128}[num_tokens]
 
 
 def test_tokens_without_a_label_count_nothing() -> None:

@@ -146,24 +146,6 @@ def test_zigzag_is_safe_and_copies_overlap_with_compute() -> None:
 # Anything else.
 
 
-def test_inference_passes_load_each_block_at_most_once() -> None:
-    """A pass loads at most K; what the first loads on top is already the next one's beginning.
-
-    So a pass between two training steps costs its own loads only.
-    """
-    for num_blocks, num_slots in SIZES:
-        size = num_blocks, num_slots
-        one_pass = [(block, Phase.INFERENCE) for block in range(num_blocks)]
-        found = totals([], one_pass, size)
-        assert found[1] <= num_blocks + min(num_slots, num_blocks - num_slots)
-        assert max(differences(found[1:])) <= num_blocks
-        if num_slots == num_blocks:
-            assert found[1:] == [num_blocks] * 4
-        step = list(training_visits(num_blocks, 1))
-        with_pass = num_loads([*step, *one_pass, *step, *step], *size)
-        assert with_pass - num_loads(step * 3, *size) <= num_blocks
-
-
 @settings(deadline=None)
 @given(any_visits())
 def test_any_walk_is_safe(case: tuple[int, int, list[Visit]]) -> None:

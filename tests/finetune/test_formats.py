@@ -17,8 +17,7 @@ from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe
 from poros.recipes.recipe import Recipe
-from tests.covers import with_slow
-from tests.finetune.subjects import recipe_of, rows, sentence, write_rows
+from tests.finetune.subjects import recipe_of, sentence, write_rows
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
 
@@ -333,20 +332,6 @@ def test_splits_and_configurations_that_are_not_there(
     if write is repository:
         with pytest.raises(DataFormatError, match=r"main.*other.*data\.config"):
             read_data(recipe_of(model__source=model, **said, data__config="third"))
-
-
-@pytest.mark.parametrize("form", with_slow(("messages", "preferences"), ["preferences"]))
-def test_several_processes_make_the_same_tokens(form: str, model: Path, tmp_path: Path) -> None:
-    content = rows(form, 40)
-    if form == "messages":
-        content[3]["messages"][0]["name"] = "a"  # a key that others do not have
-    source = write_rows(tmp_path / "rows.jsonl", content)
-    said: dict[str, Any] = {"training__max_length": 24}
-    if form == "preferences":
-        said = {"training__max_length": 12, "training__method": "dpo"}
-    *_, alone = made(model, source, **said)
-    *_, together = made(model, source, 2, **said)
-    assert alone == together and alone.num_cut
 
 
 def test_several_processes_tell_what_is_wrong_with_rows(model: Path, tmp_path: Path) -> None:

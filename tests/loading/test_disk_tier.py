@@ -39,7 +39,6 @@ from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Phase, training_visits
 from poros.streams import EagerStreams, StreamContext
-from tests.children import run_forked
 from tests.loading.checkpoints import write_store
 from tests.loading.loaded import Kinds, budget_for, differences
 from tests.slots import Slots, random_store
@@ -440,52 +439,3 @@ def test_where_memory_is_short_it_is_saved_out_of_the_file(
         base.save_pretrained(tmp_path / "again")
     found = differences(load(tmp_path / "read"), load(tmp_path / "mapped"))
     assert found == ["config", "name_or_path"]
-
-
-CUT_MEANWHILE = """
-import os, shutil, sys
-from pathlib import Path
-import torch
-import poros
-from poros.errors import PorosError
-from poros.gates import tiny
-from poros.loaders.load import load
-torch.set_num_threads(1)
-original = os.preadv
-for use in ("save", "prepare", "restore"):
-    for at in (1, 3, 99):
-        store = Path(shutil.copytree(sys.argv[1], Path(sys.argv[2]) / f"{use}{at}"))
-        base = load(store, host_budget=0)
-        if use == "restore":
-            model = poros.prepare(tiny.attach_lora(base), device="cpu")
-        calls = 0
-        def preadv(*args):
-            global calls
-            calls += 1
-            if calls == at:
-                os.truncate(store / "slabs.safetensors", 65536)
-            return original(*args)
-        os.preadv = preadv
-        try:
-            if use == "prepare":
-                poros.prepare(tiny.attach_lora(base), device="cpu")
-            else:
-                if use == "restore":
-                    poros.restore(model)
-                base.save_pretrained(store / "saved")
-            print(use, at, calls)
-        except PorosError as error:
-            print(use, at, type(error).__name__)
-        finally:
-            os.preadv = original
-"""
-
-
-def test_a_file_cut_off_at_a_read_is_an_error_not_a_signal(kinds: Kinds, tmp_path: Path) -> None:
-    """At the first layer, at the third, and, as a control, not at all."""
-    ran = run_forked(CUT_MEANWHILE, str(kinds.store()), str(tmp_path))
-    assert ran.returncode == 0, ran.stderr
-    for line in ran.stdout.splitlines():
-        _, at, found = line.split()
-        assert found == ("4" if at == "99" else "CheckpointFormatError"), ran.stdout
-    assert len(ran.stdout.splitlines()) == 9

@@ -1,11 +1,9 @@
 """A plan of a deep model from four of its layers is the plan of all of them."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
@@ -14,7 +12,6 @@ from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe
 from poros.planning.request import PlanRequest
 from tests.covers import with_slow
-from tests.operators import Operators
 
 ALIKE = ("qwen2", "llama", "mistral", "phi3", "mixtral", "qwen3_moe", "starcoder2")
 FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"}
@@ -76,38 +73,3 @@ def test_beside_dense_weights_a_layer_takes_what_it_does_with_a_dense_base(
     assert (quantized.shapes.dense_weight, dense.shapes.dense_weight) == (largest, 0)
     in_fp4 = CostModel(replace(recipe_of("qwen2"), quantization=BitsAndBytesConfig(**FP4)))
     assert in_fp4.shapes.dense_weight == 0, "made dense in memory of their own"
-
-
-@pytest.mark.parametrize("trains_head", [False, True])
-def test_more_layers_and_words_take_no_more_work(
-    trains_head: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """80 layers are four, of 4-bit weights too; a check runs no loss; slices of heads are alike."""
-    quantized: list[int] = []
-    make = Linear4bit.__init__
-
-    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
-        quantized.append(1)
-        make(self, *args, **kwargs)
-
-    monkeypatch.setattr(Linear4bit, "__init__", noted)
-    options = {"modules_to_save": ["lm_head"]} if trains_head else {}
-    found = []
-    for num_layers, num_slices in ((5, 5), (80, 40)):
-        config = tiny.small_config("qwen2", num_layers=num_layers, hidden_size=64, dropout=0.0)
-        config.vocab_size, config.tie_word_embeddings = 512 * num_slices, False
-        lora = LoraConfig(r=4, target_modules="all-linear", **options)
-        recipe = replace(Recipe.of(config, "nf4", torch.bfloat16, lora), is_whole=False)
-        quantized.clear()
-        model = CostModel(recipe)
-        step = (1, 2**14, "chunked", "fused")  # slices of 512 words
-        own, checked = list[Any](), list[Any]()
-        with Operators(lambda *call, calls=own: calls.append(call[0])):
-            cost = model.cost(*step)
-        with Operators(lambda *call, calls=checked: calls.append(call[0])):
-            model.cost(*step, with_check=True)
-        found.append((len(quantized), len(own), len(checked), cost.loss_peak))
-    (*work, peak), (*as_much, larger) = found
-    assert work == as_much and work[0] == 4 * 7 and work[2] < work[1]
-    # A trained head has a gradient in its own 16 bits.
-    assert larger - peak == trains_head * 35 * 512 * 64 * 2

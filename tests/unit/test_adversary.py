@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -96,42 +95,6 @@ def test_any_operator_that_reads_before_the_wait_is_caught(name: str) -> None:
         assert isinstance(caught.value, PorosError) and isinstance(caught.value, RuntimeError)
         streams.wait(done)
         read(slot)
-
-
-class KeepsItsWeight(torch.autograd.Function):
-    """Keeps the weight as a plain attribute, out of sight of autograd's version check."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
-        return inputs @ weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient @ ctx.weight.t(), None
-
-
-def test_a_backward_that_reads_is_caught() -> None:
-    """A graph kept beyond the release reads the slot when autograd, not Python, says so."""
-    streams = AdversarialStreams()
-    slot, _ = ready(streams)
-    weight = slot.view(torch.float32).view(4, 4)
-    with streams.watch():
-        inputs = torch.ones(4, 4, requires_grad=True)
-        loss = KeepsItsWeight.apply(inputs, weight).sum()
-        streams.copy(slot, source(8), after=streams.record())
-        with pytest.raises(SlotHazard, match="without waiting for copy 2"):
-            loss.backward()
-
-
-def test_views_and_other_memory_are_no_reads() -> None:
-    streams = AdversarialStreams()
-    slot = streams.allocate(SIZE)
-    streams.copy(slot, source(), after=streams.record())
-    with streams.watch():
-        view = slot[8:16].view(torch.bfloat16).view(2, 2).t().detach()
-        assert view.shape == (2, 2)
-        torch.zeros(SIZE).add_(1)
 
 
 # An overwrite of what is still read.

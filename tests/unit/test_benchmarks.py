@@ -1,7 +1,6 @@
 """The benchmarks at a tiny shape on the CPU: every table and arm, and what they must refuse."""
 
 import re
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from benchmarks import __main__ as entry
 from benchmarks import arms, report, tables
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.card import Measured, forecast
-from benchmarks.loops import OPTIMIZER, Batch, Meter, plain_loop
 from benchmarks.models import TARGETS, config_of, random_model, with_lora
 from benchmarks.protocol import COLUMNS, Bench, Case, Schedule
 from benchmarks.work import Work
@@ -24,40 +22,6 @@ from poros.planning.cards import CARDS
 CPU = torch.device("cpu")
 SMALL = ["tiny", "--device", "cpu", "--rank", "2", "--seq", "8", "--batch", "2"]
 SHORT = ["--warm", "1", "--steps", "2", "--passes", "1"]
-
-
-RESIDENT = ["resident", "resident, checkpointing"]
-OTHERS = ["PEFT + HF Trainer", "Accelerate offload, checkpointing", "resident, our adapter kernels"]
-
-# Arguments, and the arms in the table.
-TABLES = {
-    "step": (
-        ["--slots", "2", "3", "--keep-last", "1", "--budgets", "1MB"],
-        [
-            *(*RESIDENT, *OTHERS, "poros, 2 slots", "poros, 3 slots"),
-            *("poros, 3 slots, 1 kept", "poros, 1MB"),
-        ],
-    ),
-    "offload": (["--passes", "2"], [*RESIDENT, *OTHERS, "poros, 2 slots"]),
-    "block-size": ([], ["resident", *(f"poros, blocks of {size}" for size in (1, 2, 4))]),
-    "head": (
-        ["--lengths", "4"],
-        [
-            *(*RESIDENT, "resident, loss in slices", "poros, 2 slots"),
-            "poros, 2 slots, embedding on the host",
-            "poros, 2 slots, loss in slices",
-            "poros, 2 slots, loss in slices, head on the host",
-            "poros, 2 slots, as by default",
-        ],
-    ),
-    "sequence": (
-        ["--lengths", "4", "8"],
-        [*RESIDENT, "poros, 2 slots", "poros, 2 slots, boundaries on the host"] * 2,
-    ),
-}
-NOT_POSSIBLE = {
-    ("step", "Accelerate offload, checkpointing"): "quant_state.absmax",
-}
 
 
 def test_every_benchmark_has_a_description_and_a_row() -> None:
@@ -102,35 +66,6 @@ def cells(page: str) -> list[dict[str, str]]:
     lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
     names, *body = [[cell.strip() for cell in line] for line in lines]
     return [dict(zip(names, line, strict=True)) for line in body[1:]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TABLES)
-def test_every_arm_of_a_step_table_gives_the_same_bits(name: str, tmp_path: Path) -> None:
-    options, expected = TABLES[name]
-    status, path = run_table(name, tmp_path, *options)
-    rows, table = report.read(path), cells(path.with_suffix(".md").read_text())
-    assert status == 0
-    assert list(rows[0]) == list(COLUMNS)
-    assert [line["arm"] for line in table] == expected
-    assert len({row["adapters_start"] for row in rows if row["ms"]}) == 1
-    for line, case in zip(table, dict.fromkeys(row["case"] for row in rows), strict=True):
-        own = [row for row in rows if row["case"] == case]
-        reason = NOT_POSSIBLE.get((name, line["arm"]))
-        if reason is not None:
-            assert reason in line["note"]
-            assert line["median ms"] == "" and len(own) == 1
-            continue
-        assert line["same bits"] == "yes"
-        assert line.get("note", "") == ""
-        assert len(own) == 2 * (2 if "--passes" in options else 1), "two steps a pass"
-        middle = statistics.median(float(row["ms"]) for row in own)
-        assert line["median ms"] == f"{middle:.1f}"
-        if line["arm"].startswith("poros"):
-            assert float(line["floor ms"]) > 0 and float(line["forecast ms"]) > 0
-            forecast = float(own[0]["forecast_ms"]) / middle - 1
-            assert line["forecast error"] == f"{forecast:+.0%}"
-            assert all(float(row["planned_num_bytes"]) > 0 for row in own)
 
 
 def test_poros_rows_say_what_was_moved(slots_table: Path) -> None:
@@ -188,46 +123,6 @@ def test_other_bits_are_reported(tmp_path: Path) -> None:
     found = summaries(bench.run(cases), tmp_path)
     assert [line["same bits"] for line in found] == ["yes", "NO"]
     assert not report.is_exact(report.read(tmp_path / "rows.csv"))
-
-
-def with_a_faster_optimizer(bench: Bench) -> Arm:
-    def faster(model: Any, batch: Batch, meter: Meter, num_steps: int) -> Any:
-        optimizer = plain_loop(model, batch, meter, num_steps)
-        optimizer.param_groups[0]["lr"] = 2 * OPTIMIZER["lr"]
-        return optimizer
-
-    return Arm("faster", arms.resident, faster)
-
-
-def with_an_adapter_cut_off(bench: Bench) -> Arm:
-    @contextmanager
-    def cut(model: Any, device: torch.device) -> Iterator[Placed]:
-        adapter = arms.find_layers(model)[1][0].self_attn.q_proj.lora_A["default"]
-        hook = adapter.register_forward_hook(lambda module, args, output: output.detach())
-        yield Placed()
-        hook.remove()
-
-    return Arm("cut", cut)
-
-
-def with_another_start(bench: Bench) -> Arm:
-    name = next(iter(bench._start))
-    bench._start[name] = bench._start[name] + 1
-    return arms.resident_arm()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (with_a_faster_optimizer, "expected the optimizer"),
-        (with_an_adapter_cut_off, r"layers\.0\.self_attn.*lora_A.*expected a gradient"),
-        (with_another_start, "the adapters of the other arms"),
-    ],
-)
-def test_what_would_be_no_comparison_is_refused(change: Any, message: str) -> None:
-    bench = make_bench()
-    with pytest.raises(RuntimeError, match=message):
-        bench.run([Case(change(bench), Work(1, 8))])
 
 
 # What is forecast of a card that is not here, from what was measured.

@@ -85,20 +85,6 @@ def in_no_grad_first(logits: torch.Tensor) -> torch.Tensor:
     return logits.gather(-1, best[..., None]).sum()
 
 
-def in_inference_mode_first(logits: torch.Tensor) -> torch.Tensor:
-    """As a metric is computed."""
-    scaled = logits / 2
-    with torch.inference_mode():
-        best = int(scaled.argmax(-1).sum())
-    return logits.sum() + scaled.sum() + best
-
-
-def scaled_without_gradient(logits: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        target = (logits / 2.0).tanh()
-    return (logits.float() * target).sum()
-
-
 def scaled_in_a_region(logits: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.float16):
         scaled = logits * 0.3
@@ -108,12 +94,6 @@ def scaled_in_a_region(logits: torch.Tensor) -> torch.Tensor:
 def written_to(logits: torch.Tensor) -> torch.Tensor:
     scaled = logits / 2
     logits[..., 3] = 7.0
-    return scaled.sum() + logits.sum()
-
-
-def written_through_a_view(logits: torch.Tensor) -> torch.Tensor:
-    scaled = logits.float()
-    logits[0].mul_(3)
     return scaled.sum() + logits.sum()
 
 
@@ -140,26 +120,18 @@ READERS: dict[str, Program] = {
     "softmax": lambda t: t.float().softmax(-1).square().sum(),
     "a slice": lambda t: t[:, -1, :].sum(),
     "a slice of a cast": lambda t: t.float()[:, :-1].contiguous().logsumexp(-1).sum(),
-    "another tensor": lambda t: (t * t.new_tensor(0.5)).sum(),
     "a tensor of the other side": lambda t: (torch.ones(V) / t).sum(),
     "concatenated": lambda t: torch.cat([t, t], dim=0).sum(),
     "stacked by keyword": lambda t: torch.stack(tensors=[t, t * 2]).sum(),
     "a list of its rows": lambda t: sum(row.sum() for row in t),
     "added": lambda t: (1 + t).sum(),
-    "divided by it": lambda t: (1 / t).sum(),
     "einsum": lambda t: torch.einsum("btv,btv->", t, t),
-    "cloned": lambda t: t.clone().sum(),
-    "a copy in another dtype": lambda t: t.to(torch.float64).sum(),
     "to, with a copy": lambda t: t.to(torch.float32, copy=True).sum(),
-    "like another tensor": lambda t: t.to(torch.ones((), dtype=torch.float32)).sum(),
     "rounded division": lambda t: torch.div(t, 0.01, rounding_mode="trunc").sum() + t.sum(),
     "in no_grad first": in_no_grad_first,
-    "scaled without gradient": scaled_without_gradient,
     "scaled in a region": scaled_in_a_region,
     "written to": written_to,
-    "written through a view": written_through_a_view,
     "in place": in_place,
-    "in inference mode first": in_inference_mode_first,
     "written to behind an alias": written_to_behind_an_alias,
     "written to by an alias": written_to_by_an_alias,
 }

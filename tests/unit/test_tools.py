@@ -7,33 +7,6 @@ import pytest
 
 from tools import lines, mutants
 
-SOURCE = '''"""Two lines
-of a docstring."""
-
-import os  # a comment behind code
-
-# a comment alone
-
-
-class A:
-    """One line."""
-
-    x: int = 1
-    """Behind an attribute.
-
-    A blank line above, which belongs to it.
-    """
-    text = """a string
-
-that is code"""
-'''
-
-
-def test_each_line_is_of_one_kind() -> None:
-    found = lines.lines_of(SOURCE)
-    assert found == lines.Lines(files=1, code=6, docstrings=7, comments=1, blank=5)
-    assert found.total == len(SOURCE.splitlines())
-
 
 def test_a_warm_step_passes_through_the_files_that_stream() -> None:
     found = {str(path.relative_to(lines.ROOT)) for path in lines.files_run_by(lines.warm_step())}

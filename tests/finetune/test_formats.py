@@ -349,3 +349,12 @@ def test_several_processes_tell_what_is_wrong_with_rows(model: Path, tmp_path: P
         assert len(told) == 2 and all("x is out" in each for each in told)
         assert f"rows.jsonl:{COUNT + 1}: " in told[0]
         assert f"rows.jsonl:{2 * COUNT + 2}: " in told[1]
+
+
+def test_the_method_decides_where_rows_have_keys_of_two_forms(model: Path, tmp_path: Path) -> None:
+    row = {**CHATS[0], "prompt": "a", "chosen": "b", "rejected": "c"}
+    source = lines(tmp_path / "rows", [row])
+    for method, form in (("sft", "messages"), ("dpo", "preferences")):
+        said = {"data__source": source, "training__method": method}
+        found, _ = read_data(recipe_of(model__source=model, **said))
+        assert found.form.name == form and set(found.unused) < row.keys()

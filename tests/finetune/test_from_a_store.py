@@ -23,6 +23,7 @@ from poros.errors import CheckpointFormatError, PolicyError
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.store import PLACE, open_store
 from poros.loaders.store_writer import StoreWriter
+from poros.merging.base import base_to_load
 from poros.merging.merge import merge
 from poros.merging.saved_adapter import SavedAdapter
 from poros.model.origin import RECORD, origin_of
@@ -251,3 +252,24 @@ def test_a_damaged_record_is_refused(store: Path, tmp_path: Path) -> None:
         (adapter / RECORD).write_text(content)
         with pytest.raises(CheckpointFormatError, match=RECORD):
             merge(adapter, tmp_path / "out")
+
+
+def test_without_a_store_no_bytes_are_recorded(base: Path, store: Path, tmp_path: Path) -> None:
+    """And a record of another base that lay in the folder is removed."""
+    trained(poros.load(store), tmp_path / "adapter")
+    assert (tmp_path / "adapter" / RECORD).is_file()
+    trained(poros.load(base), tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / RECORD).exists()
+
+
+def test_a_store_of_another_checkpoint_is_not_taken_for_a_chat(
+    moving: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """Its place is the old one's: then the source is loaded."""
+    source, store, adapter = moving
+    shutil.rmtree(store)
+    other = write_base(tmp_path / "other")
+    weights = {name: each * 2 for name, each in weights_of(other).items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    poros.load(other, store=store)
+    assert base_to_load(SavedAdapter(adapter)) == (str(source), None)

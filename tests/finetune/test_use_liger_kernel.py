@@ -22,6 +22,7 @@ from poros.errors import RecipeError
 from poros.finetune import run as runs
 from poros.finetune.adapters import adapter_config
 from poros.finetune.liger import choose_liger, use_liger
+from poros.finetune.trainers import make_arguments
 from poros.gates import tiny
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
@@ -214,3 +215,28 @@ def test_going_on_with_other_kernels_is_noted(
         ),
     )
     assert "liger-kernel off began this run, 0." in announced(given)
+
+
+def test_trl_is_not_told(small: Path, data: Path, tmp_path: Path) -> None:
+    """It would replace the loss, and transformers' code."""
+    given = recipe(small, data, tmp_path, training__use_liger_kernel=True)
+    assert given.training.use_liger_kernel is True
+    arguments = make_arguments(given, tmp_path, CPU, 2, has_validation=False)
+    assert arguments.use_liger_kernel is False
+
+
+def test_what_liger_replaces_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine, before = integration.apply_liger_kernel, dict(vars(modeling_qwen2))
+    seen: list[str] = []
+
+    def broken(*args: Any) -> None:
+        genuine(*args)
+        seen.extend(names_of_liger())
+        raise AttributeError("no such norm")
+
+    monkeypatch.setattr(integration, "apply_liger_kernel", broken)
+    model = meta_model(tiny.small_config("qwen2"), None, torch.float32)
+    with pytest.raises(AttributeError, match="no such norm"):
+        use_liger(model)
+    assert len(seen) >= 3  # control: there was something to be put back
+    assert dict(vars(modeling_qwen2)) == before and names_of_liger() == []

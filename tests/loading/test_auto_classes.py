@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -165,3 +165,14 @@ def test_loaded_trained_planned_and_read_back(
     base = tiny.without_repacking(plain(path, auto_class, **fields))
     again = PeftModel.from_pretrained(base, tmp_path / "ours")
     assert same_bits(outputs(again), outputs(poros.restore(adapted)))
+
+
+def test_only_a_head_is_drawn(kinds: Kinds, tmp_path: Path) -> None:
+    """Every other tensor that is missing is an error, as for a language model."""
+    path = of_its_class(kinds.dense(num_layers=2), BARE, tmp_path / "base")
+    found = load_file(path / "model.safetensors")
+    del found["norm.weight"]
+    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    for auto_class in (SCORE, BARE):
+        with pytest.raises(CheckpointFormatError, match=r"none of (model\.)?norm\.weight"):
+            load(path, auto_class=auto_class)

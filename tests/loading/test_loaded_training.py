@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peft import prepare_model_for_kbit_training
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
 import poros
 import poros.self_check.check
@@ -25,7 +25,8 @@ from poros.api import prepare_with
 from poros.gates import tiny
 from poros.gates.reference import Trajectory
 from poros.host.attached import attached_store
-from poros.host.disk import DiskStore
+from poros.host.disk import NUM_STAGING, DiskStore
+from poros.host.layout import PAGE_NUM_BYTES
 from poros.host.store import HostStore
 from poros.loaders.load import load
 from poros.slots.schedule import count, training_visits, walk
@@ -386,3 +387,27 @@ def test_pageable_memory_shows_in_stats_and_training_stays_exact(
     assert_same_run(resident_run(), run(model))
     poros.restore(model)
     assert driver.locked == {} and driver.calls.count("unregister") == 1
+
+
+def test_a_trained_bias_leaves_its_slab(kinds: Kinds) -> None:
+    """``bias="lora_only"`` trains biases that the loader laid down: they go to the device."""
+
+    def with_bias(base: Any) -> Any:
+        config = LoraConfig(target_modules=["q_proj", "v_proj"], bias="lora_only", r=4)
+        torch.manual_seed(3)
+        return get_peft_model(tiny.without_repacking(base), config)
+
+    model = prepare_plain(with_bias(load(kind(kinds))))
+    assert all(adopted(model, 1))
+    assert_same_run(resident(kinds, kind(kinds), adapt=with_bias), run(model))
+
+
+def test_memory_is_the_budget_and_the_staging(kinds: Kinds) -> None:
+    base = from_disk(kinds)
+    sizes = [slab.layout.num_bytes for slab in attached_store(base).slabs]
+    model = prepare_plain(adapted(base))
+    stats = poros.runtime(model).stats()
+    staging = NUM_STAGING * -(-max(sizes) // PAGE_NUM_BYTES) * PAGE_NUM_BYTES
+    assert stats["host_num_bytes"] == sum(sizes[:2]) + staging
+    assert stats["disk_num_bytes"] == sum(sizes[2:])
+    poros.restore(model)

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+import poros.loaders.load
 from poros.errors import CheckpointFormatError, PolicyError
+from poros.host.attached import attached_store
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.load import load
@@ -254,3 +256,24 @@ def test_a_writer_that_is_killed_leaves_nothing_that_opens(
     assert differences(load(kinds.dense(), store=store), expected) == []
     open_store(store, verify=True).close()
     assert list(tmp_path.iterdir()) == [store]
+
+
+def test_a_store_of_a_checkpoint_that_is_4bit_already(kinds: Kinds, tmp_path: Path) -> None:
+    """Whatever is asked for."""
+    path = kinds.packed(bnb_4bit_use_double_quant=False, bnb_4bit_quant_type="fp4")
+    for _ in range(2):
+        assert differences(load(path, store=tmp_path / "store"), kinds.expected(path)) == []
+
+
+def test_another_process_that_was_faster_is_no_error(
+    kinds: Kinds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not seen the store before the other one was done."""
+    path, store = kinds.dense(), kinds.store()
+    is_store, first = poros.loaders.load.is_store, iter([False])
+    monkeypatch.setattr(
+        poros.loaders.load,
+        "is_store",
+        lambda folder: next(first, True) and is_store(folder) if folder == store else False,
+    )
+    assert attached_store(load(path, store=store)) is not None

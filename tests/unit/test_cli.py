@@ -165,10 +165,7 @@ def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> 
 
 
 def test_a_command_says_nothing_on_the_error_stream() -> None:
-    """In a process of its own, because the notice comes while a library is imported.
-
-    For `poros plan` see tests/planning/test_depth.py.
-    """
+    """In a process of its own, because the notice comes while a library is imported."""
     done = run_python(MAIN, "check", "--registered")
     assert (done.returncode, done.stderr) == (0, "") and "families:" in done.stdout
 

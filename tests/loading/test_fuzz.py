@@ -236,6 +236,3 @@ def test_memory_is_bounded_by_the_file(tmp_path: Path, start: bytes, unit: bytes
     finally:
         tracemalloc.stop()
     assert 10**6 < peak < 60 * 10**6
-
-
-# Whole loads.

@@ -1,7 +1,6 @@
 """``poros.load`` with a store on disk: made, opened again, refused where it is another's.
 
-Damage is done to the bytes that the tensors lie in, so that every fast check passes; whole files
-are damaged in test_damage.py.
+What is wrong with the files of a store is in test_damage.py.
 """
 
 import gc
@@ -194,7 +193,7 @@ def test_what_was_allowed_is_on_record(kinds: Kinds, tmp_path: Path, is_nan: boo
         assert differences(model, strict) == []
 
 
-# Damage to the bytes of a store.
+# A checkpoint that changes while it is read.
 
 
 @pytest.mark.cover("values")

@@ -139,9 +139,6 @@ def test_nothing_slow_is_imported_for_help_lists_and_wrong_arguments(folder: Pat
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-# Names
-
-
 # Help, notices, completion
 
 

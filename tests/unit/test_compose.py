@@ -164,6 +164,3 @@ def test_what_a_kernel_cannot_read_is_left_to_pytorch(gpu: Any) -> None:
     for refused in (strided, double):
         with pytest.raises(PolicyError, match='dora_tier: expected "eager"'):
             compose(**refused, scaling=SCALING, tier="fused")
-
-
-# ------------------------------------------------------------------- meta device and compiling

@@ -24,9 +24,6 @@ def make(num_blocks: int = 4, num_slots: int = 2) -> Slots:
     return Slots(num_blocks, num_slots, AdversarialStreams())
 
 
-# States.
-
-
 # Illegal transitions.
 
 

@@ -109,8 +109,6 @@ def test_dropout_is_that_of_pefts_order(order: str) -> None:
     assert same_bits(found[0][-1], found[1][-1])
 
 
-# ------------------------------------------------------- the product of a frozen module
-
 # That the one node of a product and what LoRA adds has the bits of two is seen in tests/exact.
 
 

@@ -226,6 +226,3 @@ def test_extra_bytes_are_what_the_kernels_allocate(
     square = square_of_rows_ref(dense)
     made = made_by(lambda: gpu.row_norm(dense, square, a, b, SCALING), dense, a, b, square)
     assert 0 < storage_num_bytes(made) <= gpu.num_extra_bytes(*shape, rank)
-
-
-# ------------------------------------------------------------------- the rest

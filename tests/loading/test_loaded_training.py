@@ -261,6 +261,19 @@ def test_a_block_that_was_changed_is_copied_loudly(
     assert_same_run(expected, run(prepare_plain(model, block_size=3)))
 
 
+def test_a_trained_bias_leaves_its_slab(kinds: Kinds) -> None:
+    """``bias="lora_only"`` trains biases that the loader laid down: they go to the device."""
+
+    def with_bias(base: Any) -> Any:
+        config = LoraConfig(target_modules=["q_proj", "v_proj"], bias="lora_only", r=4)
+        torch.manual_seed(3)
+        return get_peft_model(tiny.without_repacking(base), config)
+
+    model = prepare_plain(with_bias(load(kind(kinds))))
+    assert all(adopted(model, 1))
+    assert_same_run(resident(kinds, kind(kinds), adapt=with_bias), run(model))
+
+
 @pytest.mark.parametrize("reason", ["another number of slabs", "another number of layers"])
 def test_a_store_that_does_not_fit_is_copied_and_dropped(
     kinds: Kinds, reason: str, caplog: pytest.LogCaptureFixture
@@ -366,6 +379,17 @@ def test_kept_layers_come_from_the_disk(
     assert_same_run(resident(kinds, kind(kinds, num_layers=ON_DISK)), run(model))
 
 
+def test_memory_is_the_budget_and_the_staging(kinds: Kinds) -> None:
+    base = from_disk(kinds)
+    sizes = [slab.layout.num_bytes for slab in attached_store(base).slabs]
+    model = prepare_plain(adapted(base))
+    stats = poros.runtime(model).stats()
+    staging = NUM_STAGING * -(-max(sizes) // PAGE_NUM_BYTES) * PAGE_NUM_BYTES
+    assert stats["host_num_bytes"] == sum(sizes[:2]) + staging
+    assert stats["disk_num_bytes"] == sum(sizes[2:])
+    poros.restore(model)
+
+
 # Page locks, and what else ``prepare`` leaves behind.
 
 
@@ -387,27 +411,3 @@ def test_pageable_memory_shows_in_stats_and_training_stays_exact(
     assert_same_run(resident_run(), run(model))
     poros.restore(model)
     assert driver.locked == {} and driver.calls.count("unregister") == 1
-
-
-def test_a_trained_bias_leaves_its_slab(kinds: Kinds) -> None:
-    """``bias="lora_only"`` trains biases that the loader laid down: they go to the device."""
-
-    def with_bias(base: Any) -> Any:
-        config = LoraConfig(target_modules=["q_proj", "v_proj"], bias="lora_only", r=4)
-        torch.manual_seed(3)
-        return get_peft_model(tiny.without_repacking(base), config)
-
-    model = prepare_plain(with_bias(load(kind(kinds))))
-    assert all(adopted(model, 1))
-    assert_same_run(resident(kinds, kind(kinds), adapt=with_bias), run(model))
-
-
-def test_memory_is_the_budget_and_the_staging(kinds: Kinds) -> None:
-    base = from_disk(kinds)
-    sizes = [slab.layout.num_bytes for slab in attached_store(base).slabs]
-    model = prepare_plain(adapted(base))
-    stats = poros.runtime(model).stats()
-    staging = NUM_STAGING * -(-max(sizes) // PAGE_NUM_BYTES) * PAGE_NUM_BYTES
-    assert stats["host_num_bytes"] == sum(sizes[:2]) + staging
-    assert stats["disk_num_bytes"] == sum(sizes[2:])
-    poros.restore(model)

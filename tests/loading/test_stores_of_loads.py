@@ -116,6 +116,13 @@ def test_options_of_a_reopened_model(kinds: Kinds) -> None:
         load(kinds.store(), num_hidden_layers=3, layer_types=["full_attention"] * 3)
 
 
+def test_a_store_of_a_checkpoint_that_is_4bit_already(kinds: Kinds, tmp_path: Path) -> None:
+    """Whatever is asked for."""
+    path = kinds.packed(bnb_4bit_use_double_quant=False, bnb_4bit_quant_type="fp4")
+    for _ in range(2):
+        assert differences(load(path, store=tmp_path / "store"), kinds.expected(path)) == []
+
+
 # A store of another checkpoint, or of another state of it.
 
 
@@ -193,6 +200,20 @@ def test_what_was_allowed_is_on_record(kinds: Kinds, tmp_path: Path, is_nan: boo
         assert differences(model, strict) == []
 
 
+def test_another_process_that_was_faster_is_no_error(
+    kinds: Kinds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not seen the store before the other one was done."""
+    path, store = kinds.dense(), kinds.store()
+    is_store, first = poros.loaders.load.is_store, iter([False])
+    monkeypatch.setattr(
+        poros.loaders.load,
+        "is_store",
+        lambda folder: next(first, True) and is_store(folder) if folder == store else False,
+    )
+    assert attached_store(load(path, store=store)) is not None
+
+
 # A checkpoint that changes while it is read.
 
 
@@ -255,24 +276,3 @@ def test_a_writer_that_is_killed_leaves_nothing_that_opens(
     assert differences(load(kinds.dense(), store=store), expected) == []
     open_store(store, verify=True).close()
     assert list(tmp_path.iterdir()) == [store]
-
-
-def test_a_store_of_a_checkpoint_that_is_4bit_already(kinds: Kinds, tmp_path: Path) -> None:
-    """Whatever is asked for."""
-    path = kinds.packed(bnb_4bit_use_double_quant=False, bnb_4bit_quant_type="fp4")
-    for _ in range(2):
-        assert differences(load(path, store=tmp_path / "store"), kinds.expected(path)) == []
-
-
-def test_another_process_that_was_faster_is_no_error(
-    kinds: Kinds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has not seen the store before the other one was done."""
-    path, store = kinds.dense(), kinds.store()
-    is_store, first = poros.loaders.load.is_store, iter([False])
-    monkeypatch.setattr(
-        poros.loaders.load,
-        "is_store",
-        lambda folder: next(first, True) and is_store(folder) if folder == store else False,
-    )
-    assert attached_store(load(path, store=store)) is not None

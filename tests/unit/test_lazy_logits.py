@@ -162,6 +162,24 @@ def test_whoever_reads_it_gets_the_heads_own_bits(reader: str, region: str) -> N
         assert gradient.any() and of_lazy is not None and torch.equal(of_lazy, gradient)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: pickle.loads(pickle.dumps(t.detach())),
+        lambda t: copy.deepcopy(t.detach()),
+        lambda t: t.detach().numpy(),
+        lambda t: torch.tensor(t.tolist()),
+        lambda t: torch.as_tensor(t.detach().float().cpu().numpy()),
+    ],
+)
+def test_it_leaves_as_an_ordinary_tensor(use: Program) -> None:
+    module = head().float()
+    given = hidden().float()
+    logits = LazyLogits(Origin.of(given, module, lambda _: None))
+    found = torch.as_tensor(use(logits))
+    assert type(found) is torch.Tensor and torch.equal(found, module(given).detach())
+
+
 def test_hidden_states_that_were_written_to_are_refused_unless_of_inference_mode() -> None:
     given = hidden() * 1
     logits = lazily(given)
@@ -275,21 +293,3 @@ def test_sums_are_those_of_all_bits(shape: tuple[int, ...]) -> None:
     places = [2 * torch.arange(size) + 1 for size in words.shape]
     weighted = words.sum(0) * places[1], words.sum(1) * places[0]
     assert sums_of_bits(values).tolist() == [each.sum().item() for each in weighted]
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda t: pickle.loads(pickle.dumps(t.detach())),
-        lambda t: copy.deepcopy(t.detach()),
-        lambda t: t.detach().numpy(),
-        lambda t: torch.tensor(t.tolist()),
-        lambda t: torch.as_tensor(t.detach().float().cpu().numpy()),
-    ],
-)
-def test_it_leaves_as_an_ordinary_tensor(use: Program) -> None:
-    module = head().float()
-    given = hidden().float()
-    logits = LazyLogits(Origin.of(given, module, lambda _: None))
-    found = torch.as_tensor(use(logits))
-    assert type(found) is torch.Tensor and torch.equal(found, module(given).detach())

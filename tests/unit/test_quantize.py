@@ -161,6 +161,18 @@ def test_nonfinite_weights_are_refused_unless_allowed(
         assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.float8_e4m3fn], ids=str)
+def test_require_finite(dtype: torch.dtype) -> None:
+    """For dense tensors too; integers and empty tensors have nothing to check."""
+    tensor = torch.ones(5).to(dtype)
+    require_finite(tensor, "w")
+    require_finite(tensor[:0], "w")
+    require_finite(torch.ones(3, dtype=torch.int64), "w")
+    tensor[4] = float("nan")
+    with pytest.raises(CheckpointFormatError, match="w: expected finite"):
+        require_finite(tensor, "w")
+
+
 @pytest.mark.parametrize("wrong", ["packed", "absmax", "nested_absmax"])
 def test_targets_of_another_form_are_refused(wrong: str) -> None:
     """Nothing is written then."""
@@ -253,15 +265,3 @@ def test_a_scale_that_changes_while_they_are_put_together_is_found(
     with pytest.raises(ParityError, match=r"w: expected the scales"):
         in_pieces(draw(96, 64), double_quant=double_quant, num_blocks=4)
     assert flips
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.float8_e4m3fn], ids=str)
-def test_require_finite(dtype: torch.dtype) -> None:
-    """For dense tensors too; integers and empty tensors have nothing to check."""
-    tensor = torch.ones(5).to(dtype)
-    require_finite(tensor, "w")
-    require_finite(tensor[:0], "w")
-    require_finite(torch.ones(3, dtype=torch.int64), "w")
-    tensor[4] = float("nan")
-    with pytest.raises(CheckpointFormatError, match="w: expected finite"):
-        require_finite(tensor, "w")

@@ -26,7 +26,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SLOW = (
     *("schedule-free", "lora+", "validation", "bfloat16 adapter", "dense base"),
-    *("bfloat16 adapter, bf16", "sft, packed", "sft, padded", "kto"),
+    *("bfloat16 adapter, bf16", "sft, packed", "sft, padded", "kto", "smoothed"),
 )
 """What they have others have, or the tests below."""
 

@@ -143,7 +143,7 @@ def damaged_headers(draw: st.DrawFn) -> bytes:
     return bytes(content[: len(content) - cut] if draw(st.booleans()) and cut else content)
 
 
-@examples(60)
+@examples(25)
 @given(right_headers())
 def test_what_a_writer_makes_is_read(file: tuple[dict[str, Any], bytes]) -> None:
     header, data = file

@@ -26,6 +26,7 @@ def test_mutants_are_drawn_from_files_that_exist(core: str) -> None:
         assert mutants.mutated(mutant) != mutants.mutated(mutant._replace(number=-1))
 
 
+@pytest.mark.slow
 def test_a_group_is_given_up_after_its_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,11 +24,12 @@ import poros
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError
 from poros.gates import tiny
 from poros.loaders.load import load
+from tests.covers import with_slow
 from tests.loading.loaded import Kinds, differences, quantization, unplaced
 from tests.support import prepare_plain, same_bits
 
 SCORE, BARE = AutoModelForSequenceClassification, AutoModel
-FAMILIES = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
+FAMILIES = with_slow(("qwen2", "qwen3", "llama", "gemma3", "mistral"), ("llama", "mistral"))
 FIELDS: dict[Any, dict[str, Any]] = {SCORE: {"num_labels": 1}, BARE: {}}
 
 

@@ -137,8 +137,9 @@ ROWS_IN_TURN = [
 ROWS = {row[0]: row[1:] for row in ROWS_IN_TURN}
 # Two things at a time that other rows have one by one.
 REPEATED = re.compile(
-    r"(llama|mistral|qwen3|gemma3) dense|torch.float(16|32) to (?!nf4 double)"
-    r"|(gemma4|deepseek_v3) in torch.float16|4-bit already, (mixtral|phi3) (?!nf4 double)"
+    r"(llama|mistral|qwen3|gemma3|phi3|gemma4|qwen3_moe|tied) dense"
+    r"|torch.float(16|32) to (?!nf4 double)|(gemma4|deepseek_v3) in torch.float16"
+    r"|4-bit already, (mixtral|phi3) (?!nf4 double)|4-bit already, qwen2 stored as float"
 )
 
 

@@ -68,6 +68,8 @@ def unlike(found: list[Block]) -> list[Block]:
 
 ALL = [block for page in PAGES for block in blocks(page)]
 COMMANDS = unlike([block for block in ALL if block.language == "sh"])
+LONG = {"choosing", "settings", "multimodal", "coming-from", "report"}
+"""Pages whose commands `make test` checks by a dry run, as others train in the same way."""
 SCRIPTS = [block for block in ALL if block.language == "python"]
 
 
@@ -100,8 +102,23 @@ def test_there_are_blocks_of_each_kind() -> None:
     assert sum(block.language == "sh" for block in ALL) > 8
 
 
-@pytest.mark.parametrize("block", COMMANDS, ids=str)
-def test_a_block_of_commands(block: Block, folder: Path, material: Path) -> None:
+RUNS = [
+    *(
+        pytest.param(
+            block, False, marks=[pytest.mark.slow] * (block.page.stem in LONG), id=str(block)
+        )
+        for block in COMMANDS
+    ),
+    *(
+        pytest.param(block, True, id=f"{block}, dry")
+        for block in COMMANDS
+        if block.page.stem in LONG
+    ),
+]
+
+
+@pytest.mark.parametrize(("block", "is_dry"), RUNS)
+def test_a_block_of_commands(block: Block, is_dry: bool, folder: Path, material: Path) -> None:
     written = "\n".join(block.lines)
     if "runs/mine" in written and "--out runs/mine" not in written:
         (folder / "runs").mkdir()
@@ -112,6 +129,9 @@ def test_a_block_of_commands(block: Block, folder: Path, material: Path) -> None
         command, _, target = MODELS.sub("./base", line).partition(" > ")
         words = shlex.split(command, comments=True)
         assert words[0] == "poros"
+        if is_dry and words[1] != "finetune":
+            continue
+        words += ["--dry-run"] * (is_dry and "--dry-run" not in words)
         result = poros_command(*words[1:])
         assert result.exit_code == 0, f"{block.name}: {line}\n{text(result)[-2000:]}"
         if target:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from poros.examples import load_elsewhere, own_loop
+from tests.covers import with_slow
 from tests.finetune.subjects import write_base, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,9 @@ def changed(folder: Path) -> bool:
     return all(bool(each.any()) for name, each in found.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("kind", ["messages", "completions", "text"])
+@pytest.mark.parametrize(
+    "kind", with_slow(("messages", "completions", "text"), ["completions", "text"])
+)
 def test_sft(kind: str, base: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     from poros.examples import sft

@@ -29,13 +29,10 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "endless": ("training:\n  max_steps: 1e999\n", 4, "a whole number", "leave it out"),
     "text for a number": ("adapter:\n  r: many\n", 4, "found 'many'", "r: 16"),
     "number too small": ("adapter:\n  r: 0\n", 4, "1 to 4096", "r: 16"),
-    "fraction for a count": ("adapter:\n  r: 1.5\n", 4, "a whole number", "r: 16"),
     "not a number": ("training:\n  learning_rate: .nan\n", 4, "above 0", "0.0002"),
     "negative rate": ("training:\n  learning_rate: -1e-4\n", 4, "above 0", "0.0002"),
     "unknown optimizer": ("training:\n  optim: adam\n", 4, "one of adamw_torch", "adamw_torch_f"),
     "optimizer of all weights": ("training:\n  optim: flora\n", 4, "adapters", "poros.optim"),
-    "optimizer in backward": ("training:\n  optim: adalomo\n", 4, "after the backward", "adamw"),
-    "optimizer of matrices": ("training:\n  optim: apollo_adamw\n", 4, "whole matr", "adamw"),
     "unknown schedule": ("training:\n  lr_scheduler_type: cos\n", 4, "constant_with", "cosine"),
     "unknown method": ("training:\n  method: ppo\n", 4, "one of sft, dpo, kto", "method: sft"),
     "list for a number": ("adapter:\n  r: [1, 2]\n", 4, "found a list", "r: 16"),
@@ -48,9 +45,6 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "beta of sft": ("training:\n  beta: 0.1\n", 4, "method dpo or kto", "remove it"),
     "packed pairs": (
         "training:\n  method: dpo\nextra: 1\n", 5, "unknown name", "there are adapter",
-    ),
-    "field of TRL, misspelt": (
-        "training:\n  neftune_noise_alfa: 5\n", 4, "unknown", "mean neftune_noise_alpha?",
     ),
     "field of TRL, of another type": (
         "training:\n  adam_beta1: high\n", 4, "a number from 0, found 'high'", "leave it out",
@@ -73,7 +67,6 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "field of several GPUs": ("training:\n  deepspeed: a.json\n", 4, "one GPU", "accelerate"),
     "a secret": ("training:\n  hub_token: abc\n", 4, "secret", "HF_TOKEN"),
     "field of PEFT, misspelt": ("adapter:\n  modules_to_sav: [a]\n", 4, "unknown", "to_save?"),
-    "no field of PEFT": ("adapter:\n  pissa: 1\n", 4, "unknown", "fields of peft.LoraConfig"),
     "field of PEFT, no such choice": ("adapter:\n  bias: some\n", 4, "none, all, lora", "leave"),
     "adapter that edits the base": (
         "adapter:\n  init_lora_weights: pissa\n", 4, "which change the base", "leave it out",
@@ -94,7 +87,6 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "adapter:\n  use_dora: true\ntraining:\n  adapter_kernels: grouped\n",
         6, "found DoRA", "choose fused",
     ),
-    "other kernels": ("training:\n  adapter_kernels: triton\n", 4, "grouped", "triton"),
     "schedule of its own": (
         "training:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n",
         5, "constant", "remove it",
@@ -102,15 +94,10 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "a number above 0", "save_steps: 50"),
     "saved between steps": ("training:\n  save_steps: 1.5\n", 4, "a whole number", "s: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
-    "list of lists of lists": (
-        "adapter:\n  target_modules:\n  - &a [x, x]\n  - &b [*a, *a]\n  - [*b, *b]\n",
-        4, "an alias of a list", "write it out",
-    ),
     "name twice in a mapping": (
         "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "found one twice", "remove one",
     ),
     "tab": ("training:\n\tseed: 1\n", 4, "expected YAML", "indentation by spaces"),
-    "quote left open": ("training:\n  seed: 'x\n", 5, "expected YAML", "quotes closed"),
 }  # fmt: skip
 
 # Lines of a file of rows; the line that is wrong, what is said of it, and the remedy.
@@ -120,11 +107,8 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "pretty-printed": (["{", ' "prompt": "a"'], 1, "expected JSON", "jq -c"),
     "missing key": ([GOOD, '{"prompt": "a"}'], 2, "found 'prompt'", "write rows such as"),
     "no key of any form": ([GOOD, '{"id": 3}'], 2, "found 'id'", "write rows such as"),
-    "misspelt key": ([GOOD, '{"prompt": "a", "completions": "b"}'], 2, "'completions'", "such as"),
     "number for a text": ([GOOD, '{"prompt": "a", "completion": 3}'], 2, "a number", "quotes"),
-    "null": ([GOOD, '{"prompt": "a", "completion": null}'], 2, "found 'prompt'", "such as"),
     "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "an empty one", "fill it in"),
-    "blanks": ([GOOD, '{"prompt": "a", "completion": " \\n"}'], 2, "blanks alone", "fill it in"),
     "key twice": (['{"prompt": "a", "prompt": "b", "completion": "c"}'], 1, "twice", "remove one"),
     "mixed forms": ([GOOD, '{"text": "a"}'], 2, "rows of one form", "write them all alike"),
     "two forms": (['{"text": "a", "prompt": "a", "completion": "b"}'], 1, "one kind", "remove"),
@@ -147,12 +131,6 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "KTO without its method": (
         ['{"prompt": "a", "completion": "b", "label": true}'], 1, "labelled True", "--method kto",
     ),
-    "KTO with numbers": (
-        ['{"prompt": "a", "completion": "b", "label": 1}'], 1, "labelled 1", "--method kto",
-    ),
-    "messages with words for KTO": (
-        [json.dumps({**CHAT, "label": "undesirable"})], 1, "answers to learn from", "--method kto",
-    ),
     "messages for KTO": ([json.dumps({**CHAT, "label": True})], 1, "to learn from", "--method kto"),
     "no value": (
         [json.dumps(SHARED), json.dumps(SHARED).replace('"value": "b"', '"values": "b"')],
@@ -166,15 +144,8 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
         [json.dumps(SHARED).replace('"from": "gpt"', '"from": "gpt", "role": "assistant"')],
         1, "conversations[1].from", "rename or remove it",
     ),
-    "weighted turn": (
-        [json.dumps(SHARED).replace('"value": "b"', '"value": "b", "weight": 0')],
-        1, "conversations[1].weight: expected only from, value", "remove it",
-    ),
     "value of no text": (
         [json.dumps(SHARED).replace('"b"', "3")], 1, "conversations[1].value", "in quotes",
-    ),
-    "nobody answers a human": (
-        [json.dumps({"conversations": SHARED["conversations"][:1]})], 1, "assistant", "add one",
     ),
     "conversations of text": (
         ['{"conversations": "a"}'], 1, "conversations: expected a list of messages", "write one",
@@ -284,8 +255,6 @@ FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     "CSV in Latin-1": ("a.csv", b"text\na\n\xe9\n", ":3:", "0xe9 in column 1", "UTF-8"),
     "CSV of names alone": ("a.tsv", b"prompt\tcompletion\n", ":1:", "found none", "write some"),
     "list that goes on": ("a.json", LIST[:-2] + b",\n]", ":5:1:", "Expecting value", "this column"),
-    "list cut off": ("a.json", LIST[:-2], ":4:1:", "',' delimiter", "this column"),
-    "list without a comma": ("a.json", LIST.replace(b",", b""), ":3:2:", "delimiter", "column"),
     "row of a list": ("a.json", LIST.replace(b'"b"', b'""'), ", row 2:", "text: exp", "fill it in"),
     "key twice in a list": (
         "a.json", LIST.replace(b'"b"', b'"b", "text": "c"'), ":1:", "twice in one object", "remove",
@@ -306,10 +275,6 @@ FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
         "a", {"a.jsonl": LINES, "b.csv": b"text\na\n"}, "DATA:", ".csv and .jsonl", "[a.jsonl, b",
     ),
     "saved folder damaged": ("a", saved(b"{"), "[train], row 1:", "save_to_disk", "save it anew"),
-    "saved folder without its files": (
-        "a", saved(b'{"_data_files": [{"filename": "gone.arrow"}]}'),
-        "[train], row 1:", "save_to_disk", "save it anew",
-    ),
 }  # fmt: skip
 
 
@@ -359,9 +324,6 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
         ("model", "rows.jsonl", "--validation", "~nobody-here/a"), "--validation:", "0.0",
     ),
     "store": (("model", "rows.jsonl", "--store", "rows.jsonl"), "--store: expected", "another"),
-    "store in a file": (
-        ("model", "rows.jsonl", "--store", "rows.jsonl/a"), "--store: expected", "another",
-    ),
     "store in nothing": (("model", "rows.jsonl", "--store", "a/b"), "above it", "another folder"),
     "store elsewhere": (("model", "rows.jsonl", "--store", "model"), "something else", "another"),
     "endless": (("model", "rows.jsonl", "--steps", "1e999"), "--steps: expected", "leave it out"),
@@ -429,15 +391,6 @@ def test_a_recipe_written_out_is_the_same_recipe(place: Path) -> None:
         (place / "recipe.yaml").write_text(first.output)
         again = poros_command("finetune", "recipe.yaml", "--print-recipe")
         assert (again.exit_code, again.output) == (0, first.output)
-
-
-def test_flags_replace_what_a_recipe_says(place: Path) -> None:
-    (place / "recipe.yaml").write_text(START + "adapter:\n  r: 4\n  target_modules: [q_proj]\n")
-    said = poros_command("finetune", "recipe.yaml", "--rank", "8", "--lr", "1e-3", "--print-recipe")
-    assert "r: 8" in said.output and "- q_proj" in said.output
-    assert "learning_rate: 0.001" in said.output
-    other = poros_command("finetune", "recipe.yaml", "--lr", "3e-3", "--print-recipe")
-    assert "learning_rate: 0.003" in other.output
 
 
 def test_a_flag_replaces_what_a_recipe_says_in_another_way(place: Path) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import transformers.trainer
 
+from tests.covers import with_slow
 from tests.finetune.arms import arm
 
 
-@pytest.mark.parametrize("kind", ["sft, padded", "dpo"])
+@pytest.mark.parametrize("kind", with_slow(("sft, padded", "dpo"), ["dpo"]))
 def test_batches_of_rows_of_like_lengths(
     kind: str,
     model: Path,

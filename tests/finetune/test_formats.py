@@ -15,8 +15,7 @@ from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe
 from poros.recipes.recipe import Recipe
-from tests.finetune.arms import COMMON
-from tests.finetune.subjects import recipe_of, rows, run, sentence, write_rows
+from tests.finetune.subjects import recipe_of, sentence, write_rows
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
 
@@ -214,15 +213,6 @@ def test_instructions_follow_the_model_and_the_rows_beside_them(
     assert validation is not None and train.rows == validation.rows
 
 
-def test_the_method_decides_where_rows_have_keys_of_two_forms(model: Path, tmp_path: Path) -> None:
-    row = {**CHATS[0], "prompt": "a", "chosen": "b", "rejected": "c"}
-    source = lines(tmp_path / "rows", [row])
-    for method, form in (("sft", "messages"), ("dpo", "preferences")):
-        said = {"data__source": source, "training__method": method}
-        found, _ = read_data(recipe_of(model__source=model, **said))
-        assert found.form.name == form and set(found.unused) < row.keys()
-
-
 def test_all_who_speak_in_a_conversation(model: Path, tmp_path: Path) -> None:
     spoken = [("human", "a"), ("gpt", "b"), ("observation", "c"), ("model", "d"), ("user", "e")]
     turns = [{"from": name, "value": text, "weight": None} for name, text in spoken]
@@ -310,20 +300,6 @@ def test_splits_and_configurations_that_are_not_there(
             read_data(recipe_of(model__source=model, **said, data__config="third"))
 
 
-@pytest.mark.parametrize("form", ["messages", "preferences"])
-def test_several_processes_make_the_same_tokens(form: str, model: Path, tmp_path: Path) -> None:
-    content = rows(form, 40)
-    if form == "messages":
-        content[3]["messages"][0]["name"] = "a"  # a key that others do not have
-    source = write_rows(tmp_path / "rows.jsonl", content)
-    said: dict[str, Any] = {"training__max_length": 24}
-    if form == "preferences":
-        said = {"training__max_length": 12, "training__method": "dpo"}
-    *_, alone = made(model, source, **said)
-    *_, together = made(model, source, 2, **said)
-    assert alone == together and alone.num_cut
-
-
 def test_several_processes_tell_what_is_wrong_with_rows(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text(
@@ -341,17 +317,10 @@ def test_several_processes_tell_what_is_wrong_with_rows(model: Path, tmp_path: P
         assert f"rows.jsonl:{2 * COUNT + 2}: " in told[1]
 
 
-def test_runs_of_other_formats_are_the_run_of_messages(model: Path, tmp_path: Path) -> None:
-    said: dict[str, Any] = {**COMMON, "training__max_steps": 2, "training__bf16": True}
-    found = []
-    for name, source in (
-        ("messages", lines(tmp_path / "messages", CHATS)),
-        ("alpaca", cells(tmp_path / "alpaca", ALPACA)),
-        ("shared", saved(tmp_path / "shared", SHARED)),
-    ):
-        options = {"model__source": model, "data__source": source, **said}
-        found.append(run(recipe_of(**options, output__folder=tmp_path / f"run of {name}")))
-    assert found[0].adapter == found[1].adapter == found[2].adapter
-    assert found[0].losses == found[1].losses == found[2].losses
-    assert "Alpaca instructions, 24" in found[1].said
-    assert "keys that nothing reads: text" in found[1].said
+def test_the_method_decides_where_rows_have_keys_of_two_forms(model: Path, tmp_path: Path) -> None:
+    row = {**CHATS[0], "prompt": "a", "chosen": "b", "rejected": "c"}
+    source = lines(tmp_path / "rows", [row])
+    for method, form in (("sft", "messages"), ("dpo", "preferences")):
+        said = {"data__source": source, "training__method": method}
+        found, _ = read_data(recipe_of(model__source=model, **said))
+        assert found.form.name == form and set(found.unused) < row.keys()

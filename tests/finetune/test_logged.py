@@ -21,16 +21,14 @@ def logs(folder: Path) -> list[dict[str, Any]]:
     return [event for each in lines if (event := json.loads(each))["event"] == "log"]
 
 
-@pytest.mark.parametrize("form", ["packed", "padded", "dpo"])
+@pytest.mark.parametrize("form", ["packed", "padded"])
 def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
-    name = "preferences" if form == "dpo" else "completions"
     recipe = recipe_of(
         model__source=model,
-        data__source=write_rows(tmp_path / f"{name}.jsonl", rows(name, 40)),
+        data__source=write_rows(tmp_path / "rows.jsonl", rows("completions", 40)),
         training__max_length=128,
         training__pad_to_multiple_of=32,
-        training__packing=str(form == "packed").lower() if form != "dpo" else "auto",
-        training__method="dpo" if form == "dpo" else "sft",
+        training__packing=form == "packed",
         training__per_device_train_batch_size=2,
         training__gradient_accumulation_steps=5,
         memory__slots=2,
@@ -44,7 +42,7 @@ def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
     num_tokens = int(announced[1].replace(",", ""))
     if form == "padded":
         assert found[-1] == num_tokens
-    elif form == "packed":
+    else:
         # What fills up rows is a token like any other.
         assert num_tokens <= found[-1] < num_tokens + 32 * len(found) * 10
     assert num_tokens > 500

@@ -123,16 +123,6 @@ def test_an_answer_that_begins_inside_a_token_is_refused(
         assert list(ids) == list(labels)
 
 
-def test_blanks_are_learnt_where_a_tokenizer_trims_them(model: Path, tmp_path: Path) -> None:
-    said = "  the   slot  "
-    turns = [{"role": "user", "content": " a "}, {"role": "assistant", "content": said}]
-    write_rows(tmp_path / "messages.jsonl", [{"messages": turns}])
-    recipe, found, tokenizer, tokens = made(model, tmp_path, "messages")
-    assert learnt(tokenizer, tokens) == said + "<|im_end|>"
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    assert learnt(tokenizer, tokenize(found, tokenizer, recipe)) == said + "<|im_end|>"
-
-
 def learnt(tokenizer: Any, tokens: Tokens) -> str:
     (labels,) = tokens.columns["labels"]
     return str(tokenizer.decode([each for each in labels if each != IGNORED]))
@@ -207,6 +197,16 @@ def test_a_template_that_the_tokenizer_has_no_tokens_for(model: Path, data: Path
         made(model, data, "messages", data__chat_template="llama3")
     with pytest.raises(DataFormatError, match="without one; give chatml or llama3"):
         made(model, data, "messages", data__chat_template="model")
+
+
+def test_blanks_are_learnt_where_a_tokenizer_trims_them(model: Path, tmp_path: Path) -> None:
+    said = "  the   slot  "
+    turns = [{"role": "user", "content": " a "}, {"role": "assistant", "content": said}]
+    write_rows(tmp_path / "messages.jsonl", [{"messages": turns}])
+    recipe, found, tokenizer, tokens = made(model, tmp_path, "messages")
+    assert learnt(tokenizer, tokens) == said + "<|im_end|>"
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert learnt(tokenizer, tokenize(found, tokenizer, recipe)) == said + "<|im_end|>"
 
 
 def test_the_template_is_saved_with_the_end_of_its_turns(model: Path, data: Path) -> None:

@@ -23,7 +23,6 @@ from tests.finetune.subjects import (
     break_at,
     recipe_of,
     run,
-    write_model,
     write_rows,
 )
 
@@ -80,7 +79,8 @@ SLOW = (
     *("noise on the embedding", "weight decay", "arguments of an optimizer"),
     "schedule with arguments",
     *("warm-up by steps", "moments", "clipping", "another optimizer", "rows in their order"),
-    *("smoothed preferences", "another order"),
+    *("smoothed preferences", "another order", "rows of like length"),
+    *("weights of good and bad", "without a KL term", "losses of preferences"),
 )
 ADAPTERS: dict[str, dict[str, Any]] = {
     "biases": {"bias": "all"},
@@ -110,6 +110,7 @@ SLOW_ADAPTERS = (
     "a start that is not the base",
     "but some modules",
     "some layers",
+    *("rank-stabilized DoRA", "a matrix by name"),
 )
 
 
@@ -162,15 +163,15 @@ def test_adapters(case: str, model: Path, data: Path, without: Any, tmp_path: Pa
 
 
 WATCHING: dict[str, dict[str, Any]] = {
-    "loaded by others": {
+    "loaded by others, and kept at the end": {
         **{"dataloader_num_workers": 1, "dataloader_prefetch_factor": 1},
-        "dataloader_persistent_workers": True,
+        **{"dataloader_persistent_workers": True, "save_strategy": "epoch"},
+        "torch_empty_cache_steps": 2,
     },
     "counted": {
         **{"include_num_input_tokens_seen": "all", "logging_steps": 2, "run_name": "mine"},
         **{"log_level": "error", "tf32": False},
     },
-    "kept at the end": {"save_strategy": "epoch", "torch_empty_cache_steps": 2},
 }
 
 
@@ -181,21 +182,6 @@ def test_what_decides_no_bit(
     options = {f"training__{name}": value for name, value in WATCHING[case].items()}
     found = trained(model, data, tmp_path / "run", memory__slots=2, **options)
     assert found.adapter == without("text").adapter
-
-
-def test_rows_that_fill_no_micro_batch_are_dropped(model: Path, data: Path, tmp_path: Path) -> None:
-    """As many steps are announced as there are then."""
-    few = tmp_path / "few"
-    few.mkdir()
-    write_rows(few / "text.jsonl", "text", 7)
-    options = {
-        **{"training__packing": False, "training__gradient_accumulation_steps": 1},
-        **{"training__dataloader_drop_last": True, "memory__slots": 2},
-    }
-    common = {name: value for name, value in COMMON.items() if name != "training__max_steps"}
-    source = {"model__source": model, "data__source": few / "text.jsonl"}
-    found = run(recipe_of(**{**common, **source, **options}, output__folder=tmp_path / "run"))
-    assert "3 steps of 2 rows" in found.said and len(found.losses) == 3
 
 
 def test_the_best_checkpoint_is_the_adapter(model: Path, data: Path, tmp_path: Path) -> None:
@@ -210,8 +196,8 @@ def test_the_best_checkpoint_is_the_adapter(model: Path, data: Path, tmp_path: P
         "training__save_steps": 1,
         "training__load_best_model_at_end": True,
     }
-    found = both(model, data, tmp_path, **options)
-    folder = tmp_path / "streamed"
+    folder = tmp_path / "run"
+    found = trained(model, data, folder, memory__slots=2, **options)
     state = json.loads((folder / "checkpoint-5" / "trainer_state.json").read_text())
     history = [line for line in state["log_history"] if "eval_loss" in line]
     best = min(history, key=lambda line: line["eval_loss"])
@@ -283,6 +269,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "round multiple",
     ),
+    "orthogonal matrices beside a quantized base": (
+        {"adapter__init_lora_weights": "orthogonal"},
+        r"adapter\.init_lora_weights: .*model\.quantization",
+    ),
     "layers of all-linear": ({"adapter__layers_to_transform": [0]}, "PEFT refuses .*target_mod"),
     "an adapter on the head that preferences would not train": (
         {
@@ -338,12 +328,3 @@ def test_every_field_is_passed_on_or_refused_with_a_reason() -> None:
     every = set().union(*fields.values())
     if Version(transformers.__version__) >= Version("5.23"):  # some are younger than the oldest
         assert {name for each in tables for name in each.split()} <= every
-
-
-def test_a_model_with_a_tower_keeps_it_out(data: Path, tmp_path: Path) -> None:
-    """Beside what a user excludes."""
-    model = write_model(tmp_path / "tiny", architecture="qwen3_vl")
-    options = {"adapter__exclude_modules": ["down_proj"], "training__max_steps": 1}
-    both(model, data, tmp_path, **options)
-    saved = json.loads((tmp_path / "streamed" / "adapter" / "adapter_config.json").read_text())
-    assert "down_proj" in saved["exclude_modules"] and "visual" in saved["exclude_modules"]

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from safetensors import safe_open
 
 from poros.errors import RecipeError, VRAMBudgetError
-from poros.finetune import summary
 from poros.finetune.data import read_data
 from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Data, finetune
 from poros.host import limits
 from poros.recipes.reading import read_recipe
-from poros.utils.formatting import duration
 from tests.command import poros_command, text
 from tests.finetune.subjects import recipe_of, run, write_rows
 
@@ -57,6 +54,7 @@ SUMMARIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("200 rows", "padded to a multiple of 64", "3 steps", "2 of 3 blocks", "2e-05"),
     ),
     "resident": ({"memory__resident": True}, ("not streamed",)),
+    "long": ({"training__max_length": 4096}, ("rows are cut at the model's 256 positions",)),
 }
 
 
@@ -140,20 +138,6 @@ def test_target_modules_that_match_nothing(
     assert ("q_proj, up_proj" in result.output) == (case != "no adapter")
 
 
-def test_one_target_module_is_a_name(model: Path, data: Path, tmp_path: Path) -> None:
-    """PEFT takes a text for a pattern of whole names, and finds nothing."""
-    source = {"model__source": model, "data__source": data / "text.jsonl"}
-    recipe = recipe_of(
-        **source,
-        adapter__target_modules="q_proj",
-        training__max_steps=1,
-        output__folder=tmp_path / "r",
-    )
-    run(recipe)
-    with safe_open(tmp_path / "r" / "adapter" / "adapter_model.safetensors", "pt") as file:
-        assert all(".q_proj." in name for name in file.keys())  # noqa: SIM118
-
-
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -168,28 +152,6 @@ def test_unknown_attention(name: str, what: str, dry: Callable[..., str]) -> Non
         pytest.skip("flash attention is installed")
     with pytest.raises(RecipeError, match=what):
         dry(model__attention=name)
-
-
-def test_the_steps_that_are_announced_are_those_that_are_trained(
-    model: Path, tmp_path: Path
-) -> None:
-    options = {
-        "model__source": model,
-        "data__source": write_rows(tmp_path / "text.jsonl", "text", 100),
-        "training__max_length": 64,
-    }
-    for epochs, batch in ((0.3, 2), (1.5, 4)):
-        found = run(
-            recipe_of(
-                **options,
-                training__num_train_epochs=epochs,
-                training__gradient_accumulation_steps=8,
-                training__per_device_train_batch_size=batch,
-                memory__slots=2,
-                output__folder=tmp_path / str(batch),
-            )
-        )
-        assert f" {len(found.losses)} steps of {8 * batch} rows" in found.said
 
 
 UPDATES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
@@ -225,7 +187,7 @@ def test_enough_updates(case: str, dry: Callable[..., str], tmp_path: Path) -> N
 def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
     """Its warm-up would have been all of it, at a rate of 0."""
     rates = {}
-    for number in (1, 40):
+    for number in (1, 34):
         recipe = recipe_of(
             model__source=model,
             data__source=write_rows(tmp_path / f"{number}.jsonl", "text", number),
@@ -240,26 +202,12 @@ def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
         logged = [event for each in lines if (event := json.loads(each))["event"] == "log"]
         rates[number] = [each["learning_rate"] for each in logged]
     assert rates[1] == [2e-4]
-    assert rates[40][0] == 0.0 and rates[40].count(0.0) == 1  # two steps of 40 warm up
-
-
-def test_a_budget_that_nobody_gave_is_what_is_free(
-    dry: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(summary, "_budget", lambda recipe, device: 2**30)
-    assert "of 1.07 GB that are free on the GPU (--vram)" in dry()
-    assert "free on the GPU" not in dry(memory__vram="1GiB")
+    assert rates[34][0] == 0.0 and rates[34].count(0.0) == 1  # two steps of 34 warm up
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str]) -> None:
     with pytest.raises(VRAMBudgetError, match="What would make it fit"):
         dry(memory__vram="1MiB", training__per_device_train_batch_size=64)
-
-
-def test_times_in_words() -> None:
-    assert [duration(each) for each in (5, 90, 5000, 400_000)] == [
-        "5 s", "2 min", "1 h 23 min", "4.6 days",
-    ]  # fmt: skip
 
 
 def test_the_command_from_end_to_end(model: Path, data: Path, tmp_path: Path) -> None:

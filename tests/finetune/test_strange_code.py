@@ -78,17 +78,6 @@ def test_code_is_refused_and_nobody_is_asked(
     assert not (place / "runs").exists() and not (place / "store").exists()
 
 
-def test_code_beside_a_model_that_is_known_is_left_alone(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """transformers has a class of its own for it."""
-    monkeypatch.chdir(place)
-    estrange(place / "base", "tokenizer_config.json", place / "ran")
-    result = poros_command("finetune", "base", "rows.jsonl", "--dry-run", "--max-length", "64")
-    assert result.exit_code == 0, result.output
-    assert not (place / "ran").exists() and not (place / "asked").exists()
-
-
 def test_a_kernel_of_the_hub_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     file = place / "base" / "config.json"
@@ -123,3 +112,14 @@ def test_a_module_in_the_current_folder_is_not_imported(is_control: bool, tmp_pa
     done = subprocess.run(command, cwd=place, env={**os.environ, "PYTHONPATH": path})
     assert (place / "ran").exists() == is_control
     assert is_control or done.returncode == 77
+
+
+def test_code_beside_a_model_that_is_known_is_left_alone(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers has a class of its own for it."""
+    monkeypatch.chdir(place)
+    estrange(place / "base", "tokenizer_config.json", place / "ran")
+    result = poros_command("finetune", "base", "rows.jsonl", "--dry-run", "--max-length", "64")
+    assert result.exit_code == 0, result.output
+    assert not (place / "ran").exists() and not (place / "asked").exists()

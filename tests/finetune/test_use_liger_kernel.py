@@ -117,14 +117,6 @@ def test_the_setting(
         assert written["training"]["use_liger_kernel"] is is_used
 
 
-def test_trl_is_not_told(small: Path, data: Path, tmp_path: Path) -> None:
-    """It would replace the loss, and transformers' code."""
-    given = recipe(small, data, tmp_path, training__use_liger_kernel=True)
-    assert given.training.use_liger_kernel is True
-    arguments = make_arguments(given, tmp_path, CPU, 2, has_validation=False)
-    assert arguments.use_liger_kernel is False
-
-
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_promised_models_take_them(architecture: str) -> None:
     """Experts keep their own forward, and the attention of Gemma 4 is not what Liger expects."""
@@ -136,23 +128,6 @@ def test_promised_models_take_them(architecture: str) -> None:
     every = ["feed-forwards", "norms", "rotary embeddings"]
     assert use_liger(model) == [each for each in every if each != missing]
     assert names_of_liger() == []
-
-
-def test_what_liger_replaces_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine, before = integration.apply_liger_kernel, dict(vars(modeling_qwen2))
-    seen: list[str] = []
-
-    def broken(*args: Any) -> None:
-        genuine(*args)
-        seen.extend(names_of_liger())
-        raise AttributeError("no such norm")
-
-    monkeypatch.setattr(integration, "apply_liger_kernel", broken)
-    model = meta_model(tiny.small_config("qwen2"), None, torch.float32)
-    with pytest.raises(AttributeError, match="no such norm"):
-        use_liger(model)
-    assert len(seen) >= 3  # control: there was something to be put back
-    assert dict(vars(modeling_qwen2)) == before and names_of_liger() == []
 
 
 def no_package(patch: pytest.MonkeyPatch) -> None:
@@ -240,3 +215,28 @@ def test_going_on_with_other_kernels_is_noted(
         ),
     )
     assert "liger-kernel off began this run, 0." in announced(given)
+
+
+def test_trl_is_not_told(small: Path, data: Path, tmp_path: Path) -> None:
+    """It would replace the loss, and transformers' code."""
+    given = recipe(small, data, tmp_path, training__use_liger_kernel=True)
+    assert given.training.use_liger_kernel is True
+    arguments = make_arguments(given, tmp_path, CPU, 2, has_validation=False)
+    assert arguments.use_liger_kernel is False
+
+
+def test_what_liger_replaces_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine, before = integration.apply_liger_kernel, dict(vars(modeling_qwen2))
+    seen: list[str] = []
+
+    def broken(*args: Any) -> None:
+        genuine(*args)
+        seen.extend(names_of_liger())
+        raise AttributeError("no such norm")
+
+    monkeypatch.setattr(integration, "apply_liger_kernel", broken)
+    model = meta_model(tiny.small_config("qwen2"), None, torch.float32)
+    with pytest.raises(AttributeError, match="no such norm"):
+        use_liger(model)
+    assert len(seen) >= 3  # control: there was something to be put back
+    assert dict(vars(modeling_qwen2)) == before and names_of_liger() == []

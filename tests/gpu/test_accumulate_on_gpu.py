@@ -69,11 +69,6 @@ def test_autocast_and_eight(tmp_path: Path) -> None:
     check(tmp_path, dtype=FP32, autocast=True, size=8)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3", "qwen3"])
-def test_other_architectures(architecture: str, tmp_path: Path) -> None:
-    check(tmp_path, architecture=architecture)
-
-
 def test_slices_of_the_head(tmp_path: Path) -> None:
     policy: Any = {"slots": 2, "keep_last": 0, "stream_head": True, "stream_embedding": True}
     expected = run(poros.prepare(model_of(tmp_path), **policy), False)

@@ -24,11 +24,12 @@ import poros
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError
 from poros.gates import tiny
 from poros.loaders.load import load
+from tests.covers import with_slow
 from tests.loading.loaded import Kinds, differences, quantization, unplaced
 from tests.support import prepare_plain, same_bits
 
 SCORE, BARE = AutoModelForSequenceClassification, AutoModel
-FAMILIES = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
+FAMILIES = with_slow(("qwen2", "qwen3", "llama", "gemma3", "mistral"), ("llama", "mistral"))
 FIELDS: dict[Any, dict[str, Any]] = {SCORE: {"num_labels": 1}, BARE: {}}
 
 
@@ -50,6 +51,7 @@ def of_its_class(path: Path, auto_class: Any, to: Path, **fields: Any) -> Path:
     return to
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("auto_class", FIELDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_and_random_states_are_those_of_from_pretrained(
@@ -78,10 +80,6 @@ def test_bytes_and_random_states_are_those_of_from_pretrained(
     if auto_class is SCORE:
         other = plain(whole, auto_class, seed=1, **fields)
         assert "score.weight" in differences(other, ours(whole, auto_class, **fields))
-
-
-def test_a_class_may_be_given_by_its_name(kinds: Kinds) -> None:
-    assert type(load(kinds.dense(), auto_class="AutoModel")).__name__ == "Qwen2Model"
 
 
 @pytest.mark.parametrize("value", [AutoModelForCausalLM, "AutoModelForCausalLM", AutoConfig, 3])
@@ -115,17 +113,6 @@ def test_what_is_no_such_decoder_is_refused(kinds: Kinds, tmp_path: Path) -> Non
         load(reward)
     with pytest.raises(CheckpointFormatError, match=r"score\.weight.*expected shape \(3, 64\)"):
         load(reward, auto_class=SCORE, num_labels=3)
-
-
-def test_only_a_head_is_drawn(kinds: Kinds, tmp_path: Path) -> None:
-    """Every other tensor that is missing is an error, as for a language model."""
-    path = of_its_class(kinds.dense(num_layers=2), BARE, tmp_path / "base")
-    found = load_file(path / "model.safetensors")
-    del found["norm.weight"]
-    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
-    for auto_class in (SCORE, BARE):
-        with pytest.raises(CheckpointFormatError, match=r"none of (model\.)?norm\.weight"):
-            load(path, auto_class=auto_class)
 
 
 def train(model: Any, auto_class: Any) -> torch.Tensor:
@@ -179,3 +166,14 @@ def test_loaded_trained_planned_and_read_back(
     base = tiny.without_repacking(plain(path, auto_class, **fields))
     again = PeftModel.from_pretrained(base, tmp_path / "ours")
     assert same_bits(outputs(again), outputs(poros.restore(adapted)))
+
+
+def test_only_a_head_is_drawn(kinds: Kinds, tmp_path: Path) -> None:
+    """Every other tensor that is missing is an error, as for a language model."""
+    path = of_its_class(kinds.dense(num_layers=2), BARE, tmp_path / "base")
+    found = load_file(path / "model.safetensors")
+    del found["norm.weight"]
+    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    for auto_class in (SCORE, BARE):
+        with pytest.raises(CheckpointFormatError, match=r"none of (model\.)?norm\.weight"):
+            load(path, auto_class=auto_class)

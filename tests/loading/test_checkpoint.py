@@ -10,7 +10,6 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 
 from poros.errors import CheckpointFormatError
 from poros.loaders import checkpoint as checkpoint_module
-from poros.loaders.checkpoint import NUM_READERS, Checkpoint
+from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import DTYPES, TensorEntry, open_regular, read_at
 from poros.loaders.shard import Shard
 from poros.loaders.source import Place
@@ -38,7 +37,6 @@ from tests.loading.checkpoints import (
     entry,
     file_bytes,
     good_tensors,
-    header_of,
     mappings,
     open_files,
     write_sharded,
@@ -92,19 +90,13 @@ PLACES = [write_sharded, write_single, beside, with_an_index, named_by_the_confi
 PLACES += [with_files_that_the_index_does_not_name]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("write", PLACES)
 @pytest.mark.parametrize("kind", [Path, str])
 def test_where_it_may_lie(tmp_path: Path, write: Callable[[Path], Path], kind: Any) -> None:
     with Checkpoint.open(kind(write(tmp_path))) as checkpoint:
         assert_good(checkpoint, tmp_path)
         assert checkpoint.config.items() >= TOY.items()
-
-
-def test_what_transformers_takes_in_a_configuration_is_taken_here(tmp_path: Path) -> None:
-    write_single(tmp_path)
-    (tmp_path / CONFIG).write_text('{"limit": [0.0, Infinity], "a": 1, "a": 2}')
-    with Checkpoint.open(tmp_path) as checkpoint:
-        assert checkpoint.config == {"limit": [0.0, float("inf")], "a": 2}
 
 
 def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(tmp_path: Path) -> None:
@@ -120,6 +112,7 @@ def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(tmp_path: P
 # What is handed out.
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)], ids=str)
 def test_each_dtype_and_shape_is_that_of_the_library(
@@ -145,62 +138,6 @@ def test_each_dtype_and_shape_is_that_of_the_library(
         assert described.ndim == len(shape)
 
 
-def test_names_order_and_metadata_are_those_of_the_library(tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    tensors = {"b": torch.ones(2), "a": torch.ones(3, dtype=torch.int8), "": torch.ones(1)}
-    save_file({**tensors, "w\u00f6rd \U0001f600": torch.ones(2)}, file, metadata={"format": "pt"})
-    header = header_of(file)
-    with safe_open(file, "pt") as reference:
-        assert header.tensors.keys() == set(reference.keys())
-        assert header.metadata == reference.metadata() == {"format": "pt"}
-    offsets = [found.offset for found in header.tensors.values()]
-    assert offsets == sorted(offsets) and offsets[0] == header.data_offset
-    assert header.num_bytes == file.stat().st_size
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"a": entry()},
-        {"a": entry(), "__metadata__": {"k": "v"}},
-        json.dumps({"a": entry()}).encode() + b"   ",
-        {"late": entry(offsets=(4, 8), shape=(1,)), "early": entry(offsets=(0, 4), shape=(1,))},
-        {"a": entry(), "none": entry(shape=(0, 2**60), offsets=(8, 8))},
-        {"a": entry(shape=(1,) * 63 + (2,))},
-        {"a": entry(shape=(1, 2), dtype="I32")},
-        # Length 0x010280 begins with the two bytes of a pickle of version 2.
-        json.dumps({"a": entry()}).encode().ljust(0x010280),
-        {},
-    ],
-    ids=[
-        "plain",
-        "metadata",
-        "padding",
-        "order",
-        "zero_bytes",
-        "64_dimensions",
-        "int",
-        "long",
-        "none",
-    ],
-)
-def test_headers_that_are_right_are_accepted_by_both(tmp_path: Path, header: object) -> None:
-    """Controls of the refusals: what the bad cases vary is good before they do."""
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(file_bytes(header, bytes(8 if header else 0)))
-    with safe_open(file, framework="pt") as reference:
-        assert header_of(file).tensors.keys() == set(reference.keys())
-
-
-def test_messages_stay_short_whatever_the_file_says(tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(file_bytes({"n" * 100_000: entry(dtype="d" * 100_000)}))
-    with pytest.raises(CheckpointFormatError) as caught:
-        header_of(file)
-    assert len(str(caught.value)) < 1500 and "100000 characters" in str(caught.value)
-    assert str(caught.value).isascii()
-
-
 def test_a_file_that_ends_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_bytes(b"12345")
@@ -211,25 +148,6 @@ def test_a_file_that_ends_while_it_is_read_is_an_error(tmp_path: Path) -> None:
             read_at(descriptor, 4, 3, file)
     with pytest.raises(CheckpointFormatError, match="Bad file descriptor"):
         read_at(descriptor, 4, 0, file)
-
-
-def test_bytes_that_do_not_align_with_their_dtype_are_read(tmp_path: Path) -> None:
-    header = {"a": entry("U8", [1], [0, 1]), "b": entry("F32", [2], [1, 9])}
-    data = torch.tensor([1.5, -2.0])
-    content = file_bytes(header, b"\x07" + bytes(data.view(torch.uint8).tolist()))
-    (write_single(tmp_path) / SINGLE).write_bytes(content)
-    with Checkpoint.open(tmp_path) as checkpoint:
-        assert torch.equal(checkpoint.fetch("b"), data)
-        assert checkpoint.fetch("a").tolist() == [7]
-
-
-def test_writing_to_a_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
-    file = big_checkpoint(tmp_path) / SINGLE
-    content = file.read_bytes()
-    with Checkpoint.open(tmp_path) as checkpoint:
-        checkpoint.fetch("layers.0").zero_()
-        assert file.read_bytes() == content
-        assert int(checkpoint.fetch("layers.0").sum()) == MIB
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
@@ -287,24 +205,6 @@ def test_a_failed_read_ahead_is_reported_where_the_tensor_is_used(
             slices["layers.1"][...]
 
 
-def test_slices_may_be_taken_in_several_threads(tmp_path: Path) -> None:
-    """As transformers does with a checkpoint that is quantized already; two threads read ahead.
-
-    They end when it is closed, whatever they were asked to read.
-    """
-    before = threading.active_count()
-    with Checkpoint.open(big_checkpoint(tmp_path, num_mib=1, num_tensors=40)) as checkpoint:
-        slices = checkpoint.slices(ahead_num_bytes=4 * MIB)
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda index: slices[f"layers.{index}"][...].sum(), range(40)))
-        assert [int(total) for total in found] == [MIB // 8 * (index + 1) for index in range(40)]
-        for name in 2 * checkpoint.names:
-            checkpoint.prefetch(name)
-        assert threading.active_count() == before + NUM_READERS
-    checkpoint.close()
-    assert threading.active_count() == before
-
-
 # Closing.
 
 
@@ -322,24 +222,6 @@ def test_nothing_is_open_and_a_tensor_outlives_the_checkpoint(tmp_path: Path) ->
     for use in uses:
         with pytest.raises(ValueError, match=r"open checkpoint, found .* closed"):
             use(LAST)
-
-
-def test_an_error_within_the_context_closes_too(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), Checkpoint.open(write_sharded(tmp_path)) as checkpoint:
-        checkpoint.fetch("layers.0.weight")
-        raise KeyboardInterrupt
-    with pytest.raises(ValueError, match="open checkpoint"):
-        checkpoint.fetch("layers.0.weight")
-
-
-def test_two_checkpoints_at_once_do_not_meet(tmp_path: Path) -> None:
-    with (
-        Checkpoint.open(write_sharded(tmp_path / "a")) as first,
-        Checkpoint.open(write_single(tmp_path / "b", {"x": torch.ones(1)})) as second,
-    ):
-        assert_good(first, tmp_path / "a")
-        assert second.names == ("x",)
-        assert second.fetch("x").tolist() == [1.0]
 
 
 # Files that change, and reads that fail.
@@ -423,29 +305,6 @@ def test_a_file_that_is_cut_off_is_an_error_of_fetch(
 ) -> None:
     ran = run_forked(CUT, str(big_checkpoint(tmp_path)), how)
     assert ran.returncode == code and said in ran.stdout, ran.stderr
-
-
-def test_a_pipe_that_takes_the_place_of_a_file_meanwhile_does_not_block(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """Between the look at the file and its opening; an alarm ends the wait if there is one."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError("opening the pipe waits for a writer")
-
-    os.mkfifo(tmp_path / "pipe")
-    regular, ask = os.stat(__file__), os.stat
-    monkeypatch.setattr(
-        os, "stat", lambda path, **how: regular if path == tmp_path / "pipe" else ask(path, **how)
-    )
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(5)
-    try:
-        with pytest.raises(CheckpointFormatError, match="a folder, a pipe or a device"):
-            open_regular(tmp_path / "pipe")
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("at", [1, 2])

@@ -35,11 +35,6 @@ def name(case: Case) -> str:
     return f"{case.base}: {case.name}"
 
 
-def test_there_are_as_many_cases_as_there_were() -> None:
-    assert len({name(case) for case in CASES}) == len(CASES) >= 310
-    assert sum(case.says is None for case in CASES) >= 10  # what is sound is loaded
-
-
 def test_what_the_cases_of_files_start_from_is_sound(tmp_path: Path) -> None:
     with Checkpoint.open(write_sharded(tmp_path / "files")) as checkpoint:
         assert sorted(checkpoint.names) == NAMES

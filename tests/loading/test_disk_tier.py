@@ -38,11 +38,9 @@ from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Phase, training_visits
 from poros.streams import EagerStreams, StreamContext
-from tests.children import run_forked
 from tests.loading.checkpoints import write_store
 from tests.loading.loaded import Kinds, budget_for, differences
 from tests.slots import Slots, random_store
-from tests.snapshots import changes, outcome
 from tests.support import prepare_plain
 from tests.unit.driver import FakeDriver, install
 from tools.adversary import AdversarialStreams, SlotHazard
@@ -189,12 +187,6 @@ def test_a_read_error_reaches_the_training_thread(
         with pytest.raises(CheckpointFormatError, match=r"slabs.safetensors.*Input/output error"):
             slots.train(3)
     slots.train(2)  # the disk is back
-
-
-def test_short_reads_are_continued(tmp_path: Path, monkeypatch: Patch) -> None:
-    slots = DiskSlots(tmp_path, 6, 2, AdversarialStreams())
-    reading(monkeypatch, lambda file, buffers, offset: (file, [buffers[0][:4096]], offset))
-    slots.train(2)
 
 
 def test_where_direct_reads_are_refused_the_page_cache_serves(
@@ -403,17 +395,6 @@ def test_while_it_trains(store: Path, tmp_path: Path, damage: Callable[[Path], N
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_training_goes_on_when_a_link_was_made(store: Path, tmp_path: Path) -> None:
-    model, expected = prepared(half(store)), prepared(load(store))
-    for one in (model, expected):
-        step(one)
-        if one is model:
-            os.link(store / SLABS, tmp_path / "link")
-        step(one)
-    assert changes(outcome(expected), outcome(model)) == {}
-    poros.restore(model)
-
-
 def test_copies_have_nothing_to_do_with_the_file(store: Path, tmp_path: Path) -> None:
     base = half(store)
     twins = [copy.deepcopy(base), pickle.loads(pickle.dumps(base))]
@@ -441,52 +422,3 @@ def test_where_memory_is_short_it_is_saved_out_of_the_file(
         base.save_pretrained(tmp_path / "again")
     found = differences(load(tmp_path / "read"), load(tmp_path / "mapped"))
     assert found == ["config", "name_or_path"]
-
-
-CUT_MEANWHILE = """
-import os, shutil, sys
-from pathlib import Path
-import torch
-import poros
-from poros.errors import PorosError
-from poros.gates import tiny
-from poros.loaders.load import load
-torch.set_num_threads(1)
-original = os.preadv
-for use in ("save", "prepare", "restore"):
-    for at in (1, 3, 99):
-        store = Path(shutil.copytree(sys.argv[1], Path(sys.argv[2]) / f"{use}{at}"))
-        base = load(store, host_budget=0)
-        if use == "restore":
-            model = poros.prepare(tiny.attach_lora(base), device="cpu")
-        calls = 0
-        def preadv(*args):
-            global calls
-            calls += 1
-            if calls == at:
-                os.truncate(store / "slabs.safetensors", 65536)
-            return original(*args)
-        os.preadv = preadv
-        try:
-            if use == "prepare":
-                poros.prepare(tiny.attach_lora(base), device="cpu")
-            else:
-                if use == "restore":
-                    poros.restore(model)
-                base.save_pretrained(store / "saved")
-            print(use, at, calls)
-        except PorosError as error:
-            print(use, at, type(error).__name__)
-        finally:
-            os.preadv = original
-"""
-
-
-def test_a_file_cut_off_at_a_read_is_an_error_not_a_signal(kinds: Kinds, tmp_path: Path) -> None:
-    """At the first layer, at the third, and, as a control, not at all."""
-    ran = run_forked(CUT_MEANWHILE, str(kinds.store()), str(tmp_path))
-    assert ran.returncode == 0, ran.stderr
-    for line in ran.stdout.splitlines():
-        _, at, found = line.split()
-        assert found == ("4" if at == "99" else "CheckpointFormatError"), ran.stdout
-    assert len(ran.stdout.splitlines()) == 9

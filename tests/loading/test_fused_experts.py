@@ -18,8 +18,6 @@ from tests.snapshots import assert_same_run, batches, bits_of, build, run
 from tests.support import AdversarialPrepare, prepare_plain, same_bits
 
 ARCHITECTURES = ("mixtral", "qwen3_moe")
-# Some versions of transformers cannot weight router logits by the mask of a prompt.
-OPTIONS = {"max_new_tokens": 4, "do_sample": False, "output_router_logits": False}
 
 
 def make(architecture: str, **options: Any) -> Any:
@@ -42,7 +40,7 @@ def attach(base: Any) -> Any:
     return model
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -67,36 +65,6 @@ def test_exact(
     assert {name: after[name] for name in frozen} == {name: before[name] for name in frozen}
 
 
-def test_control_another_expert_adapter_shows() -> None:
-    model = prepare_plain(make("mixtral"))
-    edited = next(
-        part for name, part in model.named_parameters() if part.requires_grad and "experts" in name
-    )
-    with torch.no_grad():
-        edited.view(-1)[0] += 1
-    with pytest.raises(AssertionError):
-        assert_same_run(run(make("mixtral")), run(model))
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_generation_and_disabled_adapters_are_exact(architecture: str) -> None:
-    def outputs(model: Any) -> list[torch.Tensor]:
-        model.eval()
-        batch = batches()[0]
-        with torch.no_grad():
-            found = [model(**batch).logits]
-            with model.disable_adapter():
-                found.append(model(**batch).logits)
-            prompt = {key: batch[key][:, :4] for key in ("input_ids", "attention_mask")}
-            found.append(model.generate(**prompt, **OPTIONS))
-        return found
-
-    expected = outputs(make(architecture))
-    assert not torch.equal(expected[0], expected[1])
-    found = outputs(prepare_plain(make(architecture)))
-    assert all(same_bits(*pair) for pair in zip(expected, found, strict=True))
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path: Path) -> None:
     resident, streamed = make(architecture), prepare_plain(make(architecture))
@@ -110,19 +78,6 @@ def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path:
     plain = PeftModel.from_pretrained(base, tmp_path / "streamed").eval()
     with torch.no_grad():
         assert same_bits(plain(**batches()[1]).logits, streamed.eval()(**batches()[1]).logits)
-
-
-def test_a_write_to_another_frozen_tensor_is_still_noticed() -> None:
-    model = prepare_plain(make("mixtral"))
-    layers = model.get_base_model().model.layers
-
-    def write(module: Any, args: Any, output: Any) -> None:
-        with torch.no_grad():
-            module.weight.mul_(2)
-
-    layers[1].input_layernorm.register_forward_hook(write)
-    with pytest.raises(PreparedModelError, match=r"layers\.1\.input_layernorm\.weight: .*written"):
-        model(**batches()[0])
 
 
 def test_an_adapter_on_experts_added_while_prepared_is_never_silent() -> None:

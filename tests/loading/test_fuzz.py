@@ -9,8 +9,6 @@ A few seconds and the same examples at every run by default. POROS_FUZZ=50 draws
 many from a fresh seed, and prints the smallest one that fails:
 
     POROS_FUZZ=50 python -m pytest tests/loading/test_fuzz.py -q
-
-Whole loads are fuzzed by ``python -m tests.loading.fuzz``; a short run of it ends this file.
 """
 
 import functools
@@ -31,25 +29,16 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from poros.errors import CheckpointFormatError
-from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.header import DTYPES, Header, parse_json
+from poros.loaders.header import DTYPES, Header
 from poros.loaders.manifest import REST, read_manifest
 from poros.loaders.store import open_store
-from tests.loading.cases import RIGHT_MAP
 from tests.loading.checkpoints import (
-    FIRST,
-    INDEX,
-    SECOND,
     file_bytes,
     header_of,
-    mappings,
     open_files,
     write,
-    write_sharded,
 )
 from tests.loading.damage import said_in, write_sealed
-from tests.loading.fuzz import make_bases, run
-from tests.loading.mutations import places
 
 FACTOR = int(os.environ.get("POROS_FUZZ", "1"))
 
@@ -63,6 +52,14 @@ def examples(number: int) -> settings:
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place within a JSON value."""
+    items = value.items() if isinstance(value, dict) else ()
+    for key, inner in enumerate(value) if isinstance(value, list) else items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
 
 
 @contextmanager
@@ -146,7 +143,7 @@ def damaged_headers(draw: st.DrawFn) -> bytes:
     return bytes(content[: len(content) - cut] if draw(st.booleans()) and cut else content)
 
 
-@examples(100)
+@examples(25)
 @given(right_headers())
 def test_what_a_writer_makes_is_read(file: tuple[dict[str, Any], bytes]) -> None:
     header, data = file
@@ -181,82 +178,6 @@ def test_what_is_accepted_is_what_the_library_reads() -> None:
     assert outcomes.count((True, True)) > 20 and outcomes.count((False, False)) > 100
 
 
-@examples(200)
-@given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda text: file_bytes(text)))
-def test_random_bytes_are_refused(content: bytes) -> None:
-    found = read(content)
-    assert found is None or content[8:].strip().startswith(b"{")
-
-
-@examples(200)
-@given(ANY_JSON | st.dictionaries(NAMES, ANY_JSON))
-def test_random_json_is_parsed_as_the_library_parses_it_or_refused(value: Any) -> None:
-    text = json.dumps(value).encode()
-    try:
-        found = parse_json(text, Path("x.json"))
-    except CheckpointFormatError:
-        return
-    assert json.dumps(found) == json.dumps(value) and isinstance(value, dict)
-
-
-PATHS = st.sampled_from(
-    [
-        FIRST,
-        SECOND,
-        f"./{FIRST}",
-        "../model.safetensors",
-        "/dev/zero",
-        "/etc/passwd.safetensors",
-        "a/../../b.safetensors",
-        "config.json",
-        "pytorch_model.bin",
-    ]
-)
-CHANGES = st.dictionaries(
-    st.sampled_from([*RIGHT_MAP, "layers.4.weight"]) | NAMES, PATHS | ANY_JSON
-)
-
-
-@st.composite
-def indexes(draw: st.DrawFn) -> bytes:
-    """An index that is right, or right but for a few entries, or that is no index."""
-    if draw(st.integers(0, 3)) == 0:
-        return json.dumps({"weight_map": RIGHT_MAP}).encode()
-    weight_map = {**RIGHT_MAP, **(draw(CHANGES) if draw(st.booleans()) else {})}
-    for name in draw(st.lists(st.sampled_from(sorted(RIGHT_MAP)), max_size=1)):
-        weight_map.pop(name, None)
-    document = {**draw(st.dictionaries(NAMES, ANY_JSON, max_size=2)), "weight_map": weight_map}
-    if draw(st.integers(0, 4)) == 0:
-        document["weight_map"] = draw(ANY_JSON)
-    text = json.dumps(document).encode()
-    return text[: draw(st.integers(0, len(text)))] if draw(st.integers(0, 4)) == 0 else text
-
-
-def test_a_random_index_opens_the_checkpoint_that_it_describes_or_none(tmp_path: Path) -> None:
-    write_sharded(tmp_path)
-    opened: list[bool] = []
-
-    @examples(200)
-    @given(indexes())
-    def check(text: bytes) -> None:
-        (tmp_path / INDEX).write_bytes(text)
-        before = open_files()
-        try:
-            with Checkpoint.open(tmp_path) as checkpoint:
-                weight_map = json.loads(text)["weight_map"]
-                assert weight_map.keys() == set(checkpoint.names) == RIGHT_MAP.keys()
-                for name, shard in weight_map.items():
-                    assert checkpoint.entry(name).file == tmp_path / shard
-            opened.append(True)
-        except CheckpointFormatError as error:
-            assert str(tmp_path) in str(error) and len(str(error)) < 3000
-            opened.append(False)
-        assert open_files() == before and mappings(tmp_path) == []
-
-    check()
-    assert opened.count(True) > 10 and opened.count(False) > 50
-
-
 def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:
     """Sealed again after the change: the SHA-256 finds accidents, not a manifest made up."""
     store = write(tmp_path / "store")
@@ -265,7 +186,7 @@ def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:
     accepted: list[bool] = []
     change = st.tuples(st.sampled_from(everywhere), ANY_JSON | st.text(max_size=9), st.booleans())
 
-    @examples(300)
+    @examples(150)
     @given(st.lists(change, min_size=1, max_size=2))
     def check(changes: list[tuple[tuple[Any, ...], Any, bool]]) -> None:
         said = json.loads(text)
@@ -292,14 +213,14 @@ def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:
             open_store(store).close()
 
     check()
-    assert accepted.count(True) > 10 and accepted.count(False) > 100
+    assert accepted.count(True) > 5 and accepted.count(False) > 50
 
 
 @pytest.mark.parametrize(
     ("start", "unit"),
     [
         (b"{", b'"a":{},'),
-        *((b'{"a":[', x + b",") for x in (b"[]", b"{}", b"0", b"1e9", b'""', b"[[[[],[]],[]]]")),
+        *((b'{"a":[', x + b",") for x in (b"[]", b"[[[[],[]],[]]]")),
     ],
     ids=str,
 )
@@ -315,29 +236,3 @@ def test_memory_is_bounded_by_the_file(tmp_path: Path, start: bytes, unit: bytes
     finally:
         tracemalloc.stop()
     assert 10**6 < peak < 60 * 10**6
-
-
-# Whole loads.
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_bases(tmp_path_factory.mktemp("bases"))
-
-
-def test_programs_from_a_fixed_seed(bases: Path) -> None:
-    """Refused by name, or loaded: no other error, no signal, no bytes that differ."""
-    found = run(7, num_programs=25, bases=bases)
-    assert found.failures == [] and found.num_programs == 25
-    assert found.outcomes["refused"] > 10
-    assert sum(number for name, number in found.outcomes.items() if "ran" in name) > 0
-
-
-def test_control_what_it_looks_for_is_found(bases: Path) -> None:
-    """An untyped error, a crash and a hang, each of which the programs after it survive."""
-    found = run(7, num_programs=2, controls={0: "raise", 1: "crash"}, bases=bases)
-    ends = [(failure["number"], failure["outcome"]) for failure in found.failures]
-    assert ends == [(0, "untyped"), (1, "signal")]
-    assert found.failures[1]["what"] == "SIGSEGV" and found.num_programs == 2
-    found = run(7, num_programs=1, controls={0: "hang"}, hang_s=0.5, bases=bases)
-    assert [failure["outcome"] for failure in found.failures] == ["hang"]

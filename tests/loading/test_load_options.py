@@ -6,7 +6,6 @@ store; errors name what to do, and never disturb a terminal.
 """
 
 import json
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -28,12 +27,11 @@ from poros.errors import (
     UnsupportedModelError,
     quoted,
 )
-from poros.gates.report import ParityReport, render
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.limits import Limits
 from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
-from poros.loaders.store import is_store, open_store
+from poros.loaders.store import open_store
 from tests.children import run_forked
 from tests.command import poros_command, text
 from tests.loading.checkpoints import CONFIG
@@ -141,15 +139,6 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_read(
     assert not places["new"].exists()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"dtype": torch.bfloat16}, {"dtype": "auto"}, {"quantization": "nf4"}, {"device": "cpu"}],
-    ids=str,
-)
-def test_what_a_store_agrees_with(kinds: Kinds, options: dict[str, Any]) -> None:
-    assert differences(load(kinds.store(), **options), load(kinds.store())) == []
-
-
 def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own are the default; a device that was named has to be that which quantized it."""
     store = kinds.store(kinds.dense(), dtype=torch.float16)
@@ -187,42 +176,7 @@ def test_the_command_refuses(places: dict[str, Path], command: str, message: str
     assert "Traceback" not in found and not places["new"].exists()
 
 
-def test_the_command_takes_dtype_auto_and_an_existing_store(kinds: Kinds, tmp_path: Path) -> None:
-    source, out = kinds.dense(dtype=torch.float16), tmp_path / "store"
-    for _ in range(2):
-        result = poros_command("load", str(source), "--out", str(out), "--dtype", "auto")
-        assert result.exit_code == 0, result.output
-    assert load(out).dtype == torch.float16
-
-
 # One process, several threads.
-
-
-def test_loads_in_parallel_threads(kinds: Kinds) -> None:
-    """Give what they give one after the other, and leave the default dtype as it was."""
-    wanted = [
-        (kinds.dense(), {"dtype": torch.bfloat16}),
-        (kinds.dense("mixtral"), {"dtype": torch.float16}),
-        (kinds.dense("phi3"), {"dtype": torch.float32, "quantization": None}),
-    ] * 2
-    expected = [load(path, **options) for path, options in wanted[:3]] * 2
-    found: dict[int, Any] = {}
-    begin = threading.Barrier(len(wanted))
-
-    def run(index: int) -> None:
-        path, options = wanted[index]
-        begin.wait()
-        found[index] = load(path, **options)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(wanted))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.get_default_dtype() == torch.float32
-    assert sorted(found) == list(range(len(wanted)))
-    for index, model in found.items():
-        assert differences(model, expected[index]) == []
 
 
 def test_control_two_threads_never_fill_at_once(
@@ -329,16 +283,6 @@ def test_a_file_that_is_swapped_while_weights_are_read(
         assert differences(load(path, store=store), expected) == []
 
 
-def test_a_store_is_known_by_either_of_its_files(path: Path, store: Path) -> None:
-    load(path, store=store)
-    assert is_store(store) and not is_store(path)
-    os.truncate(store / REST, 3)
-    (store / SLABS).unlink()
-    assert is_store(store)
-    with pytest.raises(CheckpointFormatError, match=rf"{REST}: expected a safetensors file"):
-        load(store)
-
-
 # Bounds, and how they are raised.
 
 
@@ -361,33 +305,7 @@ def test_a_bound_is_a_positive_whole_number(value: Any) -> None:
         Limits(num_layers=value)
 
 
-def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
-    """Found when it is run on paper, not when it is built."""
-    config(layer_types=["sliding_attention"] * 2, sliding_window=None)(path)
-    with pytest.raises(UnsupportedModelError, match="whose model can be run, found ValueError"):
-        poros.plan(path, seq_len=8)
-
-
 # What people read.
-
-
-@pytest.mark.parametrize(
-    ("value", "is_bare", "expected"),
-    [
-        ("model.norm.weight", True, "model.norm.weight"),
-        ("model.norm.weight", False, "'model.norm.weight'"),
-        ("\x1b[2J\n\x07", True, r"\x1b[2J\n\x07"),
-        ("\u202etxt", True, r"\u202etxt"),
-        ("\ud800", False, r"'\ud800'"),
-        ("it's", True, "it's"),
-        (3, True, "3"),
-        ("\u00e9\n", False, r"'\xe9\n'"),
-        (["\x1b"], False, r"['\x1b']"),
-        (None, False, "None"),
-    ],
-)
-def test_quoted(value: Any, is_bare: bool, expected: str) -> None:
-    assert quoted(value, is_bare=is_bare) == expected
 
 
 @pytest.mark.parametrize("value", ["x" * 10**7, "\x1b" * 10**6, ["\n"] * 10**5, {"\0" * 999: 1}])
@@ -397,46 +315,7 @@ def test_quoted_is_bounded(value: Any) -> None:
         assert len(found) < 250 and found.isprintable() and "characters)" in found
 
 
-def test_errors_of_commands_do_not_disturb_a_terminal(tmp_path: Path) -> None:
-    folder = tmp_path / "a\x1b[31m\nb"
-    folder.mkdir()
-    (folder / CONFIG).write_text("{")
-    for command in (["load", "--out", f"{tmp_path / 's'}"], ["plan", "--seq", "8"]):
-        result = poros_command(*command, str(folder))
-        assert result.exit_code == 2 and r"a\x1b[31m\nb" in result.output
-        assert "\x1b[31m\nb" not in result.output
-    assert poros_command("check", str(folder)).exit_code == 2
-
-
-def test_reports_do_not_disturb_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    render(ParityReport("a\x1b[2Jb[red]c", error="odd\x07\x1b[31m"))
-    shown = capsys.readouterr().out
-    assert "\x1b[2J" not in shown and "\x07" not in shown
-    assert r"a\x1b[2Jb[red]c" in shown.replace("\n", "")
-
-
 # Errors where there were tracebacks, or the wrong advice.
-
-
-@pytest.mark.parametrize("command", ["check", "demo"])
-@pytest.mark.parametrize("where", ["below a file", "a folder or a file"])
-def test_results_that_cannot_be_written_are_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, where: str
-) -> None:
-    def work(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("it has begun")
-
-    monkeypatch.setattr("poros.gates.parity.check_architecture", work)
-    monkeypatch.setattr("poros.examples.demo._make_text", work)
-    (tmp_path / "file").write_text("mine")
-    out = tmp_path / "file" / "x"
-    if where == "a folder or a file":
-        out = tmp_path if command == "check" else tmp_path / "file"
-    arguments = ["--architecture", "qwen2"] if command == "check" else []
-    result = poros_command(command, *arguments, "--out", str(out))
-    assert result.exit_code == 2 and "error: " in text(result)
-    with pytest.raises(RuntimeError, match="it has begun"):
-        poros_command(command, *arguments, "--out", str(tmp_path / "new" / "out"))
 
 
 @pytest.mark.parametrize(
@@ -481,25 +360,6 @@ def test_a_limit_on_the_size_of_files_is_named(sound: Path, store: Path) -> None
     assert "ulimit -f" in line and "make room" not in line
 
 
-@pytest.mark.parametrize(
-    "name", ["models/qwen2/base", "./qwen2", "~/qwen2", "qwen2/", "a b", "../x", "/x/y", "x--y"]
-)
-def test_a_mistyped_path_is_no_name_of_a_repository(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So nothing is asked of the hub, whose client would try again and again."""
-    monkeypatch.chdir(tmp_path)
-
-    def ask(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("asked")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", ask)
-    for call in (lambda: load(name), lambda: poros.plan(name, seq_len=8)):
-        with pytest.raises((CheckpointFormatError, UnsupportedModelError)) as caught:
-            call()
-        assert "found none: no file or folder of that name" in str(caught.value)
-
-
 def test_control_a_name_of_a_repository_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -512,3 +372,10 @@ def test_control_a_name_of_a_repository_is_asked_for_once(monkeypatch: pytest.Mo
         with pytest.raises(PorosError, match="on the hub OSError, 'no way there'"):
             call()
     assert asked == ["org/name", "name"]
+
+
+def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
+    """Found when it is run on paper, not when it is built."""
+    config(layer_types=["sliding_attention"] * 2, sliding_window=None)(path)
+    with pytest.raises(UnsupportedModelError, match="whose model can be run, found ValueError"):
+        poros.plan(path, seq_len=8)

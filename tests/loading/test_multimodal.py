@@ -1,7 +1,7 @@
 """Checkpoints with a vision tower, as the hub has them: rows of text, with and without the tower.
 
 And rows with images, adapters on the language model or on all of it. What TRL's collator makes of
-image rows is in test_image_rows.py.
+image rows is in tests/exact/test_trl_images.py.
 """
 
 import json
@@ -38,8 +38,7 @@ from tools.tape import TapeRecorder
 Model = Any
 
 
-FEW = with_slow(FAMILIES, ("qwen2_5_vl", "mistral3", "llama4", "qwen3_5"))
-"""With a tower before the model, states that layers share, and a model within another."""
+ONE = with_slow(FAMILIES, {*FAMILIES} - {"gemma3"})
 
 Checkpoints = Callable[[str], Path]
 
@@ -103,7 +102,7 @@ def kept(name: str) -> dict[str, Any]:
     return {"slots": num_layers(name), "keep_last": num_layers(name)}
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE)
 def test_streamed_equals_resident(name: str, checkpoints: Checkpoints) -> None:
     """Losses, gradients, adapters, moments and random states; the resident run has its tower."""
     family, path = FAMILIES[name], checkpoints(name)
@@ -122,36 +121,9 @@ def test_streamed_equals_resident(name: str, checkpoints: Checkpoints) -> None:
         assert bool(reasons(model)) == (together and not family.goes_together)
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_vl"])
-def test_recorded_equals_resident(name: str, checkpoints: Checkpoints) -> None:
-    run: Any = {"sizes": (2, 2, 2), "lengths": (12,)}
-    expected = train(resident(checkpoints(name)), together=False, **run)
-    model = loaded(checkpoints(name), "keep")
-    policy = poros.StreamingPolicy(**AS_PLAIN, slots=2, device="cpu")
-    prepare_with(model, policy, recorder=TapeRecorder())
-    assert same(train(model, together=False, **run), expected)
-    captures: Any = poros.runtime(model).context.captures
-    assert captures.num_replays > 0
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_head_in_slices_and_embedding_on_the_host(name: str, checkpoints: Checkpoints) -> None:
-    """Wherever the head sits: the bits do not hang on the budget, nor on the tower."""
-    policy: Any = {"stream_head": True, "stream_embedding": True}
-    budgets: dict[str, Any] = {"keep": {"slots": 2}, "drop": kept(name)}
-    results = []
-    for vision, budget in budgets.items():
-        model = poros.prepare(loaded(checkpoints(name), vision), **policy, **budget)
-        assert poros.runtime(model).stats()["fallbacks"] == []
-        results.append(train(model, together=False, **RUN))
-    assert same(*results)
-    plain = train(resident(checkpoints(name)), together=False, **RUN)
-    torch.testing.assert_close(results[0][0], plain[0], rtol=1e-3, atol=0)
-
-
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("vision", ["keep", "drop"])
-@pytest.mark.parametrize("name", with_slow(FAMILIES, ("gemma4", "mistral3", "qwen2_5_vl")))
+@pytest.mark.parametrize("name", with_slow(FAMILIES, {*FAMILIES} - {"gemma3", "llama4"}))
 def test_the_adapter_elsewhere(
     name: str, vision: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
@@ -189,7 +161,7 @@ def test_the_adapter_elsewhere(
     assert config["architectures"] == [type(dense).__name__]
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE)
 def test_plans_count_the_tower(name: str, checkpoints: Checkpoints) -> None:
     path, request = checkpoints(name), {"seq_len": 16, "library_num_bytes": 0}
     whole, text = (poros.plan(path, vision=vision, **request) for vision in ("keep", "drop"))
@@ -241,28 +213,6 @@ def all_linear(base: Model, **options: Any) -> Model:
     return get_peft_model(base, config).train()
 
 
-def test_adapters_on_the_tower_stay_as_they_are(checkpoints: Checkpoints) -> None:
-    """Text gives them no gradient, resident or streamed."""
-    path = checkpoints("qwen2_5_vl")
-    expected = train_present(all_linear(tiny.load_base(path, dtype=torch.bfloat16)))
-    found = train_present(prepare_plain(all_linear(load(path)), slots=2))
-    assert found.keys() == expected.keys()
-    assert all(same_bits(found[key], expected[key]) for key in found)
-    assert any("visual" in key for key in expected) and "grad of visual" not in "".join(expected)
-
-
-def train_present(model: Model) -> dict[str, torch.Tensor]:
-    """One step; adapters, and gradients where there are some."""
-    trained = {key: each for key, each in model.named_parameters() if each.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
-    (batch,) = tiny.make_batches(1)
-    model(**batch, use_cache=False).loss.backward()
-    found = {f"grad of {key}": each.grad for key, each in trained.items() if each.grad is not None}
-    assert 0 < len(found) < len(trained)
-    optimizer.step()
-    return {**found, **{key: each.detach().clone() for key, each in trained.items()}}
-
-
 def test_adapters_on_routers_are_refused(checkpoints: Checkpoints) -> None:
     base = load(checkpoints("llama4"))
     with pytest.raises(UnsupportedModelError, match=r"router.*exclude_modules=\['router'\]"):
@@ -291,11 +241,11 @@ def resident_of_images(checkpoints: Checkpoints) -> Callable[[str], list[torch.T
     return trained
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", with_slow(FAMILIES, {*FAMILIES} - {"gemma4"}))
 def test_images_streamed_equal_resident(
     name: str, checkpoints: Checkpoints, resident_of_images: Callable[[str], list[torch.Tensor]]
 ) -> None:
-    """Adapters on the language model; the others are in ``test_images_train_what_stays``.
+    """Adapters on the language model, whose layers share states; others are in the tests below.
 
     Control: with other images the losses are others.
     """
@@ -329,7 +279,7 @@ def test_images_recorded_equal_resident(checkpoints: Checkpoints) -> None:
     assert poros.runtime(model).context.captures.num_replays > 0  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ONE)
 def test_images_with_the_head_in_slices(
     name: str, checkpoints: Checkpoints, resident_of_images: Callable[[str], list[torch.Tensor]]
 ) -> None:
@@ -368,9 +318,9 @@ def with_trained_projector(base: Model) -> Model:
     [
         *(
             pytest.param(name, everywhere, marks=pytest.mark.slow)
-            for name in ("gemma4", "qwen3_vl")
+            for name in ("gemma3", "gemma4", "qwen3_vl", "mistral3", "llama4", "qwen3_5")
         ),
-        *((name, everywhere) for name in ("gemma3", "qwen2_5_vl", "mistral3", "llama4", "qwen3_5")),
+        ("qwen2_5_vl", everywhere),
         ("gemma3", with_trained_projector),
     ],
 )
@@ -404,7 +354,12 @@ READERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "auto_class"), [(name, each) for name, every in READERS.items() for each in every]
+    ("name", "auto_class"),
+    [
+        pytest.param(name, each, marks=[pytest.mark.slow] * (name == "qwen3_5"))
+        for name, every in READERS.items()
+        for each in every
+    ],
 )
 def test_images_without_a_head_for_tokens(
     name: str, auto_class: str, checkpoints: Checkpoints

@@ -6,24 +6,16 @@ manifests that are made up in test_fuzz.py.
 """
 
 import errno
-import json
 import os
 import random
-import resource
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from poros.errors import CheckpointFormatError, StoreWriteError
 from poros.host.layout import PAGE_NUM_BYTES
-from poros.host.store import HostStore
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import is_store, open_store
 from poros.loaders.store_writer import StoreWriter
@@ -31,7 +23,6 @@ from tests.loading.checkpoints import (
     ABOUT,
     FILES,
     assert_same_store,
-    file_bytes,
     fill,
     filled,
     header_of,
@@ -79,19 +70,6 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert same_bits(found["norm.weight"], rest["norm.weight"])  # it outlives the store
 
 
-def test_other_programs_read_the_files(store: Path) -> None:
-    slabs, rest = load_file(store / SLABS), load_file(store / REST)
-    for index, slab in enumerate(filled().slabs):
-        assert same_bits(slabs[f"slab.{index:05d}"][: slab.layout.num_bytes], slab.bytes)
-    assert all(same_bits(rest[name], part.contiguous()) for name, part in some_rest().items())
-
-
-def test_a_store_of_no_layers(tmp_path: Path) -> None:
-    write_store(tmp_path / "store", HostStore.allocate([]), some_rest(), {})
-    with open_store(tmp_path / "store", verify=True) as opened:
-        assert opened.layouts == [] and len(opened.rest()) == len(some_rest())
-
-
 # Bits that flip.
 
 
@@ -116,47 +94,6 @@ def test_one_flipped_bit_is_found(name: str, store: Path) -> None:
                 read(opened) if name == SLABS else opened.rest()
     (store / name).write_bytes(sound)
     open_store(store, verify=True).close()
-
-
-def test_a_read_error_while_filling_is_typed(store: Path) -> None:
-    with open_store(store) as opened:
-        os.truncate(store / SLABS, opened.data_offset + 100)
-        with pytest.raises(CheckpointFormatError, match="found the end"):
-            read(opened)
-
-
-@settings(max_examples=150, deadline=None)
-@example(text=b" ", at=0, cut=0)
-@given(text=st.binary(max_size=200), at=st.integers(0, 3000), cut=st.integers(0, 200))
-def test_whatever_bytes_a_manifest_is_of_it_is_refused(
-    text: bytes, at: int, cut: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """But for white space between its words; a header begins with its brace."""
-    store = tmp_path_factory.getbasetemp() / "bytes"
-    if not store.exists():
-        write(store)
-    content, start = (store / REST).read_bytes(), header_of(store / REST).data_offset
-    sound = content[8:start]
-    damaged = sound[:at] + text + sound[at + cut :]
-
-    def says_the_same() -> bool:
-        if not damaged.startswith(b"{"):
-            return False
-        try:
-            return len({json.dumps(json.loads(said.decode())) for said in (damaged, sound)}) == 1
-        except ValueError:
-            return False
-
-    open_it: Callable[[], None] = lambda: open_store(store).close()  # noqa: E731
-    try:
-        (store / REST).write_bytes(file_bytes(damaged, content[start:]))
-        if says_the_same():
-            open_it()
-        else:
-            with pytest.raises(CheckpointFormatError):
-                open_it()
-    finally:
-        (store / REST).write_bytes(content)
 
 
 def assert_one_good_store(folder: Path) -> None:
@@ -185,20 +122,6 @@ def test_a_full_disk_is_refused_before_anything_is_computed(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(StoreWriteError, match=r"No space left on device.*make room"):
         StoreWriter(tmp_path / "store", some_layouts())
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_disk_that_fills_up_later_leaves_nothing(tmp_path: Path) -> None:
-    """The slabs have their room; the rest finds none."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with StoreWriter(tmp_path / "store", some_layouts()) as writer:
-        fill(writer.host)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
-        try:
-            with pytest.raises(StoreWriteError, match="File too large"):
-                writer.commit({"head": torch.zeros(200_000)}, ABOUT)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path) == []
 
 
@@ -241,27 +164,6 @@ def test_of_two_writers_the_second_takes_the_place_of_one_that_fails(tmp_path: P
     assert_one_good_store(tmp_path)
     with open_store(tmp_path / "store") as opened:
         assert_same_store(filled(seed=2), read(opened))
-
-
-def test_many_writers_at_once(tmp_path: Path) -> None:
-    results: list[Path | BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(write(tmp_path / "store"))
-        except StoreWriteError as error:
-            results.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    # The first to be done wins, and the others are told so.
-    errors = [result for result in results if isinstance(result, StoreWriteError)]
-    assert len(results) == 8 > len(errors)
-    assert all("not empty" in str(error) for error in errors)
-    assert_one_good_store(tmp_path)
 
 
 def test_another_writer_removes_its_folder_as_it_is_opened(

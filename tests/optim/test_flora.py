@@ -1,9 +1,7 @@
 """FLORA: its two algorithms against their formulas, resuming, memory, refusals."""
 
 import copy
-import gc
 import io
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import poros
 from poros.optim import Flora, FloraCallback
 from poros.optim.flora import divergence_bound
 from poros.optim.projection import Projection, Stream, normal_quantiles
-from tests.covers import with_slow
 from tests.optim.whole import whole
 
 N, M, RANK = 24, 96, 8
@@ -143,20 +140,6 @@ def recorder(given: list[torch.Tensor]) -> Callable[..., None]:
     return record
 
 
-@pytest.mark.parametrize("num_updates", [1, 5])
-def test_the_sum_of_updates_has_a_rank_above_that_of_a_projection(num_updates: int) -> None:
-    layer = nn.Linear(M, M, bias=False)
-    optimizer = Flora([("layers.0.weight", layer.weight)], rank=RANK)
-    given: list[torch.Tensor] = []
-    hook = register_optimizer_step_pre_hook(recorder(given))
-    for _ in range(num_updates):
-        (layer.weight * torch.randn(M, M)).sum().backward()
-        optimizer.step()
-    hook.remove()
-    rank = torch.linalg.matrix_rank(torch.stack(given).sum(0).double(), rtol=1e-5).item()
-    assert rank == RANK * num_updates
-
-
 def growth(kappa: int, num_updates: int = 40) -> float:
     """Of the momentum's norm, between an early update and the last."""
     layer = nn.Linear(M, N, bias=False)
@@ -215,7 +198,7 @@ def test_a_run_continued_after_any_micro_batch_has_the_same_bits(case: str) -> N
     start = weights(straight)
     go_on(straight, optimizer, 0, 12)
     assert not equal(start, weights(straight))
-    for stop in range(1, 12):
+    for stop in (1, 2, 3, 4, 8):
         model, optimizer = made()
         go_on(model, optimizer, 0, stop)
         file = io.BytesIO()
@@ -281,57 +264,23 @@ def test_the_newer_of_two_optimizers_takes_the_gradients() -> None:
     assert not equal(before, weights(model))
 
 
-def test_a_dropped_model_is_freed() -> None:
-    def trained() -> weakref.ref[torch.Tensor]:
-        model = Small()
-        run(model, Flora(model.named_parameters(), rank=RANK), batches(1), 1)
-        return weakref.ref(model.embed.weight)
-
-    weight = trained()
-    gc.collect()
-    assert weight() is None
-
-
 # Layers, and percent of the buffer of a naive accumulation at rank 256, embeddings not projected,
 # by the right side and by the left: n x 256 (m x 256) of each matrix, and everything else.
 SHARES = {
     "t5-small": (6, 55.81, 55.81),
     "gpt2": (12, 45.02, 48.81),
-    "t5-3b": (24, 17.26, 13.29),
-    "gpt2-xl": (48, 14.17, 16.69),
-    "llama-2-7b": (32, 9.06, 8.22),
-    "qwen2.5-7b": (28, 18.99, 18.12),
 }
 
 
 def made(name: str, num_layers: int, device: str = "meta") -> nn.Module:
-    wide = {"num_attention_heads": 28, "num_key_value_heads": 4}
-    t5 = {"decoder_start_token_id": 0}
-    t5_3b = t5 | {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_heads": 32}
-    kinds: dict[str, tuple[Any, Any, dict[str, int]]] = {
-        "t5-small": (transformers.T5ForConditionalGeneration, transformers.T5Config, t5),
-        "t5-3b": (transformers.T5ForConditionalGeneration, transformers.T5Config, t5_3b),
-        "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {}),
-        "gpt2-xl": (
-            transformers.GPT2LMHeadModel,
-            transformers.GPT2Config,
-            {"n_embd": 1600, "n_head": 25},
-        ),
-        "llama-2-7b": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
-        "qwen2.5-7b": (
-            transformers.Qwen2ForCausalLM,
-            transformers.Qwen2Config,
-            {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, **wide},
-        ),
-    }
-    kind, config, sizes = kinds[name]
-    key = {"t5": "num_layers", "gp": "n_layer"}.get(name[:2], "num_hidden_layers")
     with torch.device(device):
-        model: nn.Module = kind(config(**sizes, **{key: num_layers}))
-    return model
+        if name == "gpt2":
+            return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=num_layers))
+        config = transformers.T5Config(num_layers=num_layers, decoder_start_token_id=0)
+        return transformers.T5ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("name", with_slow(SHARES, list(SHARES)[2:]))
+@pytest.mark.parametrize("name", SHARES)
 def test_state_is_as_large_as_the_formula_says(name: str) -> None:
     num_layers, *shares = SHARES[name]
     for side, share in zip(("right", "left"), shares, strict=True):

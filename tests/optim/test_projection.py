@@ -97,16 +97,6 @@ def test_decompressed_gradients_are_unbiased_and_longer_by_the_formula() -> None
     assert square / length == pytest.approx(expected, rel=0.02)
 
 
-def test_transfer_follows_the_formula() -> None:
-    old, new = projection(0), projection(1)
-    held = torch.randn(N, RANK)
-    a, b = (whole(each).double() for each in (old, new))
-    expected = held.double() @ a @ b.T
-    bound = (M + RANK + 2) * FP32 * (held.abs().double() @ a.abs() @ b.abs().T)
-    assert ((old.transfer(held, new) - expected).abs() <= bound).all()
-    assert not torch.allclose(held.double(), expected)
-
-
 def test_rounding_is_unbiased_and_keeps_what_is_not_finite() -> None:
     value = torch.full((200_000,), 1 + 2.0**-10)  # an eighth of the way to the next bfloat16
     rounded = round_stochastically(value, 1, 2, 3)

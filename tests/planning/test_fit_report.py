@@ -10,7 +10,6 @@ from rich.console import Console
 from poros.errors import VRAMBudgetError
 from poros.gates import registry, tiny
 from poros.gates.registry import OUTCOMES, Record, Registry
-from poros.host.limits import RESERVE_NUM_BYTES
 from poros.planning.cards import SIZES_GIB
 from poros.planning.fit_report import Device, FitReport, Host
 from poros.planning.fit_search import LENGTH_STEP, report_fit
@@ -93,45 +92,12 @@ def test_the_longest_rows_fit_and_longer_ones_do_not(planner: Planner, share: fl
     assert f"in tokens {longest:,}" in said(found)
 
 
-def test_few_lengths_are_planned_to_find_the_longest(
-    planner: Planner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned: set[int] = set()
-    find = planner.find
-
-    def noted(request: PlanRequest) -> MemoryPlan | None:
-        planned.add(request.seq_len)
-        return find(request)
-
-    monkeypatch.setattr(planner, "find", noted)
-    found = ask(planner, needed(planner, 1300, offload_boundaries=True).total_num_bytes)
-    # Of 16 steps by halves, and some of those lengths are in the table anyway.
-    assert found.longest == 1280
-    assert planned - {scenario.seq_len for scenario in found.lengths} == {1536, 2048, 4096}
-
-
 def test_all_positions_fit_or_no_length_does(planner: Planner) -> None:
     found = ask(planner, "8GiB")
     assert found.longest == 4096 and "in tokens 4,096" in said(found)
     assert [scenario.seq_len for scenario in found.lengths] == [256, 512, 1024, 2048, 4096]
     none = ask(planner, needed(planner, 1).total_num_bytes // 2)
     assert none.longest == 0 and "in tokens 0" in said(none)
-
-
-def test_host_memory_limits_the_rows_whose_inputs_wait_there(planner: Planner) -> None:
-    budget = needed(planner, 2048, offload_boundaries=True).total_num_bytes + 1000
-    free = ask(planner, budget, micro_batches=4, accumulation=4)
-    assert free.longest is not None and free.longest > 512
-    plan = planner.find(free.request.override(seq_len=free.longest))
-    assert plan is not None and plan.offload_boundaries
-    base = needed(planner, 256).host_num_bytes
-    middle = Host(RESERVE_NUM_BYTES + (base + plan.host_num_bytes) // 2)
-    bound = ask(planner, budget, micro_batches=4, accumulation=4, host=middle)
-    assert bound.longest is not None and 0 < bound.longest < free.longest
-    # A host that cannot even hold the base limits no length: the rest lies on a disk then.
-    short = ask(planner, budget, micro_batches=4, accumulation=4, host=Host(1000))
-    assert short.longest == free.longest and not short.fits and short.fits_device
-    assert "but not the host memory" in short.verdict and "host_budget" in said(short)
 
 
 def test_what_does_not_fit_is_told_with_what_would_change_that(planner: Planner) -> None:
@@ -164,15 +130,6 @@ def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Pla
     assert 2 < gain <= 8 and "--accumulate" in said(slow)
     fast = ask(planner, budget, num_slots=2, keep_last=0, speeds=FAST_LINK)
     assert fast.together is None and "--accumulate" not in said(fast)
-
-
-def test_micro_batches_that_are_quicker_alone_are_said_to_go_so(planner: Planner) -> None:
-    together = {"micro_batches": 8, "accumulation": 8}
-    ample = ask(planner, "1GiB", speeds=FAST_LINK, **together)
-    assert ample.plan.micro_batches == 1 and "run one after the other" in said(ample)
-    needs = needed(planner, 256, num_slots=2, keep_last=0, **together)
-    tight = ask(planner, needs.total_num_bytes + 1000, speeds=FAST_LINK, **together)
-    assert tight.plan.micro_batches == 8 and "one after the other" not in said(tight)
 
 
 def test_an_answer_is_plain_values_beside_those_of_the_plan(planner: Planner) -> None:

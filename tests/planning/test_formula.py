@@ -88,16 +88,6 @@ def test_boundaries_are_offloaded_when_not_even_two_slots_fit_otherwise() -> Non
     assert offloaded.bytes_per_step - kept_here.bytes_per_step == 16 * COST.boundary
 
 
-def test_inputs_of_kept_layers_stay_in_their_graphs() -> None:
-    found = plan(num_slots=8, keep_last=3, offload_boundaries=True)
-    assert found.terms["boundaries"] == 2 * COST.boundary
-    assert found.terms["kept graphs"] == 3 * (COST.layers[0].saved + COST.boundary)
-    assert found.host_num_bytes == plan().host_num_bytes + 5 * COST.boundary
-    everything = plan(num_slots=8, keep_last=8, offload_boundaries=True)
-    assert everything.bytes_per_step == 0
-    assert everything.terms == plan(num_slots=8, keep_last=8).terms
-
-
 def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
     tokens = COST.inputs / 16
     products = 2e-9 * tokens * SHAPES.num_linear_parameters  # ms at one TFLOP per second
@@ -166,15 +156,6 @@ def test_an_optimizer_keeps_and_needs_what_is_planned(name: str) -> None:
     assert expected.temporaries == pytest.approx(counted.peak, abs=64)
 
 
-def test_temporaries_of_the_optimizer_count_at_its_step_only() -> None:
-    """AdamW as PyTorch makes it has as many as there are adapters, and fused it has none."""
-    shapes = replace(SHAPES, adapter_sizes=[(10, 10**6)])
-    small = replace(COST, layers=[LayerCost(0, 0, 0)] * 8, loss_peak=0)
-    for name, temporaries in (("adamw_torch_fused", 0), ("adamw_torch", 10**6)):
-        assert plan(shapes, small, optimizer=name).terms["workspace"] == temporaries
-    assert plan(optimizer="adamw_torch").terms == plan().terms
-
-
 def test_a_given_state_is_that_of_an_optimizer_that_is_not_known() -> None:
     assert plan(optimizer="mine", optimizer_num_bytes=77).terms["optimizer"] == 77
     with pytest.raises(PolicyError, match="optimizer_num_bytes"):
@@ -199,47 +180,6 @@ def test_recorded_visits_are_counted_and_given_up_where_there_is_no_room() -> No
         plan(num_slots=2, **tight, cuda_graphs=True)
 
 
-def test_nothing_is_recorded_in_the_step_that_is_checked() -> None:
-    """So what the check takes, recordings have later."""
-    cost = replace(COST, checked=[LayerCost(300, 16, 5000)] * 8)
-    checked = plan(cost=cost, self_check=True)
-    both = plan(cost=cost, self_check=True, cuda_graphs=True)
-    assert checked.terms["self-check"] > both.terms["recordings"] > 0
-    assert both.total_num_bytes == checked.total_num_bytes
-
-
-def test_of_many_tokens_nothing_is_recorded_unless_that_is_asked_for() -> None:
-    shapes = replace(SHAPES, num_linear_parameters=8 * 10**11)  # ten tokens are too many
-    assert not plan(shapes, num_slots=2, cuda_graphs=None).replays
-    assert plan(shapes, num_slots=2, cuda_graphs=True).replays
-    assert plan(num_slots=2, cuda_graphs=None).replays
-
-
-def test_one_dense_weight_has_its_place_where_visits_may_be_recorded_but_are_not() -> None:
-    shapes = replace(SHAPES, dense_weight=200)
-    cost = replace(COST, layers=[LayerCost(300, 16, 600, dense=150)] * 8)
-    fixed: Any = {"num_slots": 8, "keep_last": 3, "offload_boundaries": False}
-    never = plan(shapes, cost, **fixed)
-    assert never.terms["dense weight"] == 0
-    # The loss needs more than a layer, and what is held meanwhile is more.
-    held = plan(shapes, cost, **fixed, cuda_graphs=None, without_recordings=True)
-    assert held.terms == {**never.terms, "dense weight": 200} and not held.replays
-    # A layer needs less beside it; with few of its graph, or much.
-    for kept in (0, 3):
-        less: Any = {**fixed, "keep_last": kept}
-        small = replace(cost, loss_peak=0)
-        own = plan(shapes, small, **less).terms["workspace"]
-        beside = plan(shapes, small, **less, cuda_graphs=None, without_recordings=True)
-        assert beside.terms["workspace"] == own - 150
-    # Without room for recordings, and of too many tokens; it is one of the recordings otherwise.
-    recorded = plan(shapes, cost, **fixed, cuda_graphs=None)
-    assert recorded.replays and recorded.terms["dense weight"] == 0
-    tight = {**fixed, "vram_budget": recorded.total_num_bytes - 1}
-    many = replace(shapes, num_linear_parameters=8 * 10**11)
-    assert plan(shapes, cost, **tight, cuda_graphs=None).terms == held.terms
-    assert plan(many, cost, **fixed, cuda_graphs=None).terms["dense weight"] == 200
-
-
 def test_micro_batches_that_go_together() -> None:
     """Their inputs wait at every layer, and a block is loaded once for all of them."""
     one, four = plan(accumulation=4), plan(accumulation=4, micro_batches=4)
@@ -250,20 +190,6 @@ def test_micro_batches_that_go_together() -> None:
     assert four.bytes_per_step == one.bytes_per_step / 4
     kept = plan(num_slots=8, keep_last=8, micro_batches=4)
     assert kept.terms["kept graphs"] == 4 * plan(num_slots=8, keep_last=8).terms["kept graphs"]
-
-
-def test_dense_weights_are_shared_before_fewer_go_together() -> None:
-    shapes = replace(SHAPES, dense_layer=700)
-    together: Any = {"micro_batches": 4, "offload_boundaries": False}
-    without = plan(shapes, share_dense=False, **together)
-    shared = plan(shapes, **together)
-    assert shared.shares_dense and not without.shares_dense
-    assert shared.total_num_bytes == without.total_num_bytes + 700
-    tight = plan(shapes, vram_budget=shared.total_num_bytes - 1, **together)
-    assert (tight.micro_batches, tight.shares_dense) == (4, False)
-    for nothing in ({"micro_batches": 1}, {"micro_batches": 4, "adapter_kernels": "peft"}):
-        assert plan(shapes, **nothing).terms["dense layer"] == 0
-    assert not plan(**together).shares_dense  # a dense base
 
 
 def test_as_many_go_together_as_fit() -> None:

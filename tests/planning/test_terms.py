@@ -112,11 +112,11 @@ def test_nothing_of_a_slots_size_is_allocated_after_prepare(
     tmp_path: Path, is_faulty: bool, self_check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the self-check: after the first step, which it checks in memory of its own."""
-    cell = {**CELL, "hidden_size": 64, "num_layers": 9, "intermediate_size": 128, "rank": 4}
+    cell = {**CELL, "hidden_size": 64, "num_layers": 6, "intermediate_size": 128, "rank": 4}
     cell |= {"batch_size": 1, "seq_len": 8}
     model = make(tmp_path, cell)
-    prepare_plain(model, device="cpu", block_size=3, self_check=self_check)
-    smallest = min(slot_bytes(block_bytes(model.config, 3), 2))
+    prepare_plain(model, device="cpu", block_size=2, self_check=self_check)
+    smallest = min(slot_bytes(block_bytes(model.config, 2), 2))
     if is_faulty:
         acquire = BlockManager.acquire
 

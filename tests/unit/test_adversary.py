@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -65,21 +64,6 @@ def test_poison_comes_when_the_copy_is_queued_and_host_bytes_are_read_at_the_wai
     assert is_all(slot, 2)
 
 
-def test_copies_run_in_order_and_no_further_than_waited_for() -> None:
-    streams = AdversarialStreams()
-    slots = [streams.allocate(SIZE) for _ in range(3)]
-    start = streams.record()
-    done = [streams.copy(slot, source(i), after=start) for i, slot in enumerate(slots)]
-    streams.wait(done[1])
-    assert [is_all(slot, i) for i, slot in enumerate(slots)] == [True, True, False]
-    assert is_all(slots[2], POISON)
-    # An event that has passed brings nothing.
-    streams.wait(done[0])
-    assert is_all(slots[2], POISON)
-    streams.wait(done[2])
-    assert is_all(slots[2], 2)
-
-
 # A read before the wait.
 
 
@@ -111,42 +95,6 @@ def test_any_operator_that_reads_before_the_wait_is_caught(name: str) -> None:
         assert isinstance(caught.value, PorosError) and isinstance(caught.value, RuntimeError)
         streams.wait(done)
         read(slot)
-
-
-class KeepsItsWeight(torch.autograd.Function):
-    """Keeps the weight as a plain attribute, out of sight of autograd's version check."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
-        return inputs @ weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient @ ctx.weight.t(), None
-
-
-def test_a_backward_that_reads_is_caught() -> None:
-    """A graph kept beyond the release reads the slot when autograd, not Python, says so."""
-    streams = AdversarialStreams()
-    slot, _ = ready(streams)
-    weight = slot.view(torch.float32).view(4, 4)
-    with streams.watch():
-        inputs = torch.ones(4, 4, requires_grad=True)
-        loss = KeepsItsWeight.apply(inputs, weight).sum()
-        streams.copy(slot, source(8), after=streams.record())
-        with pytest.raises(SlotHazard, match="without waiting for copy 2"):
-            loss.backward()
-
-
-def test_views_and_other_memory_are_no_reads() -> None:
-    streams = AdversarialStreams()
-    slot = streams.allocate(SIZE)
-    streams.copy(slot, source(), after=streams.record())
-    with streams.watch():
-        view = slot[8:16].view(torch.bfloat16).view(2, 2).t().detach()
-        assert view.shape == (2, 2)
-        torch.zeros(SIZE).add_(1)
 
 
 # An overwrite of what is still read.
@@ -201,11 +149,3 @@ def test_an_overwrite_behind_no_event_or_one_before_the_last_read_is_caught(
             streams.copy(slot, source(8), after=event)
         assert streams.num_copies == num_copies and (slot.numpy() == before).all()
         streams.copy(slot, source(8), after=streams.record())
-
-
-def test_reads_of_one_slot_do_not_hold_another() -> None:
-    streams = AdversarialStreams()
-    (left, event), (right, _) = ready(streams, 1), ready(streams, 2)
-    with streams.watch():
-        right.sum()
-        streams.copy(left, source(8), after=event)

@@ -1,67 +1,27 @@
 """The benchmarks at a tiny shape on the CPU: every table and arm, and what they must refuse."""
 
-import argparse
 import re
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 
 from benchmarks import __main__ as entry
-from benchmarks import accumulate, arms, layer, memory, paths, plot, report, tables, transfer
+from benchmarks import arms, report, tables
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.card import Measured, forecast
-from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
 from benchmarks.models import TARGETS, config_of, random_model, with_lora
 from benchmarks.protocol import COLUMNS, Bench, Case, Schedule
 from benchmarks.work import Work
 from poros.planning.cards import CARDS
-from poros.planning.cost_model import CostModel
-from poros.planning.meta_model import Recipe
 
 CPU = torch.device("cpu")
 SMALL = ["tiny", "--device", "cpu", "--rank", "2", "--seq", "8", "--batch", "2"]
 SHORT = ["--warm", "1", "--steps", "2", "--passes", "1"]
-
-
-RESIDENT = ["resident", "resident, checkpointing"]
-OTHERS = ["PEFT + HF Trainer", "Accelerate offload, checkpointing", "resident, our adapter kernels"]
-
-# Arguments, and the arms in the table.
-TABLES = {
-    "step": (
-        ["--slots", "2", "3", "--keep-last", "1", "--budgets", "1MB"],
-        [
-            *(*RESIDENT, *OTHERS, "poros, 2 slots", "poros, 3 slots"),
-            *("poros, 3 slots, 1 kept", "poros, 1MB"),
-        ],
-    ),
-    "offload": (["--passes", "2"], [*RESIDENT, *OTHERS, "poros, 2 slots"]),
-    "block-size": ([], ["resident", *(f"poros, blocks of {size}" for size in (1, 2, 4))]),
-    "head": (
-        ["--lengths", "4"],
-        [
-            *(*RESIDENT, "resident, loss in slices", "poros, 2 slots"),
-            "poros, 2 slots, embedding on the host",
-            "poros, 2 slots, loss in slices",
-            "poros, 2 slots, loss in slices, head on the host",
-            "poros, 2 slots, as by default",
-        ],
-    ),
-    "sequence": (
-        ["--lengths", "4", "8"],
-        [*RESIDENT, "poros, 2 slots", "poros, 2 slots, boundaries on the host"] * 2,
-    ),
-}
-NOT_POSSIBLE = {
-    ("step", "Accelerate offload, checkpointing"): "quant_state.absmax",
-}
 
 
 def test_every_benchmark_has_a_description_and_a_row() -> None:
@@ -108,35 +68,6 @@ def cells(page: str) -> list[dict[str, str]]:
     return [dict(zip(names, line, strict=True)) for line in body[1:]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TABLES)
-def test_every_arm_of_a_step_table_gives_the_same_bits(name: str, tmp_path: Path) -> None:
-    options, expected = TABLES[name]
-    status, path = run_table(name, tmp_path, *options)
-    rows, table = report.read(path), cells(path.with_suffix(".md").read_text())
-    assert status == 0
-    assert list(rows[0]) == list(COLUMNS)
-    assert [line["arm"] for line in table] == expected
-    assert len({row["adapters_start"] for row in rows if row["ms"]}) == 1
-    for line, case in zip(table, dict.fromkeys(row["case"] for row in rows), strict=True):
-        own = [row for row in rows if row["case"] == case]
-        reason = NOT_POSSIBLE.get((name, line["arm"]))
-        if reason is not None:
-            assert reason in line["note"]
-            assert line["median ms"] == "" and len(own) == 1
-            continue
-        assert line["same bits"] == "yes"
-        assert line.get("note", "") == ""
-        assert len(own) == 2 * (2 if "--passes" in options else 1), "two steps a pass"
-        middle = statistics.median(float(row["ms"]) for row in own)
-        assert line["median ms"] == f"{middle:.1f}"
-        if line["arm"].startswith("poros"):
-            assert float(line["floor ms"]) > 0 and float(line["forecast ms"]) > 0
-            forecast = float(own[0]["forecast_ms"]) / middle - 1
-            assert line["forecast error"] == f"{forecast:+.0%}"
-            assert all(float(row["planned_num_bytes"]) > 0 for row in own)
-
-
 def test_poros_rows_say_what_was_moved(slots_table: Path) -> None:
     table = cells(slots_table.with_suffix(".md").read_text())
     assert [line["same bits"] for line in table] == ["yes"] * 5
@@ -147,120 +78,6 @@ def test_poros_rows_say_what_was_moved(slots_table: Path) -> None:
     for row in rows:
         assert (float(row["h2d_num_bytes"]) > 0) == (row["num_slots"] != "4")
         assert float(row["host_rss"]) > 0
-
-
-@pytest.mark.slow
-def test_a_budget_table_reaches_from_two_slots_to_all_layers_kept(tmp_path: Path) -> None:
-    status, path = run_table("budget", tmp_path, "--points", "3")
-    rows, page = report.read(path), path.with_suffix(".md").read_text()
-    found = [(row["num_slots"], row["keep_last"]) for row in rows if row["num_slots"]]
-    assert status == 0
-    assert found[0] == ("2", "0") and found[-1] == ("4", "4")
-    assert "(budget.svg)" in page
-    drawn = plot.points(rows)
-    assert [each[0] for each in drawn] == sorted(
-        {float(r["vram_budget"]) / 1e9 for r in rows if r["vram_budget"]}
-    )
-    assert drawn[0][1] == statistics.median(
-        float(row["ms"]) for row in rows if row["num_slots"] == "2"
-    )
-
-
-def test_the_plot_is_drawn_and_the_same_again(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    row = dict.fromkeys(COLUMNS, "") | {"model": "m", "layers": "2", "batch": "1", "seq": "8"}
-    row |= {"ms": "5", "peak_allocated": "1000000000"}
-    rows = [row | {"arm": "resident"}]
-    rows += [row | {"arm": "poros", "vram_budget": str(each)} for each in (10**9, 2 * 10**9)]
-    images = []
-    for name in ("one.svg", "two.svg"):
-        plot.draw(rows, tmp_path / name)
-        images.append((tmp_path / name).read_bytes())
-    assert images[0] == images[1] and b"<svg" in images[0]
-    with pytest.raises(ValueError, match="budget table"):
-        plot.draw(rows[:1], tmp_path / "none.svg")
-
-
-def test_a_page_says_what_its_csv_says(slots_table: Path) -> None:
-    """Negative control: another number in the CSV gives another page."""
-    page, rows = slots_table.with_suffix(".md").read_text(), report.read(slots_table)
-    assert report.markdown(report.summarize_steps(rows)) in page
-    rows[0] = rows[0] | {"ms": "123456"}
-    assert report.markdown(report.summarize_steps(rows)) not in page
-
-
-def test_the_transfer_table_compares_with_plain_copies(tmp_path: Path) -> None:
-    status, path = run_table("transfer", tmp_path)
-    rows, table = report.read(path), cells(path.with_suffix(".md").read_text())
-    assert status == 0
-    assert list(rows[0]) == list(transfer.COLUMNS)
-    assert [line["phase"] for line in table] == ["forward", "backward", "with the turn"]
-    assert [line["copies"] for line in table] == ["2", "2", "4"]  # of 4 blocks, 2 are there
-    plain = statistics.median(
-        float(r["num_bytes"]) / float(r["ms"]) for r in rows if r["kind"] == "plain"
-    )
-    own = statistics.median(
-        float(r["num_bytes"]) / float(r["ms"]) for r in rows if r["phase"] == "backward"
-    )
-    assert table[1]["share of plain"] == f"{own / plain:.1%}"
-
-
-def test_gaps_between_copies_count_and_the_turn_does_not() -> None:
-    copies = [
-        transfer._Copy(10, 7, 0.0, 1.0),
-        transfer._Copy(10, 8, 1.5, 2.5),  # half a second late
-        transfer._Copy(10, 7, 9.0, 10.0),  # behind the turn
-        transfer._Copy(10, 6, 10.0, 11.0),
-    ]
-    forward, backward, both = transfer._phases(copies, {6: 1, 7: 2, 8: 3}, is_cuda=False)
-    assert (forward["num_copies"], forward["ms"], forward["copying_ms"]) == (2, 2500.0, 2000.0)
-    assert (backward["num_copies"], backward["ms"], backward["copying_ms"]) == (2, 2000.0, 2000.0)
-    assert (both["num_copies"], both["ms"], both["copying_ms"]) == (4, 11000.0, 4000.0)
-
-
-def test_a_copy_on_a_gpu_is_framed_behind_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for streams and events: waiting for the slot is no part of the copy."""
-    journal: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool = False) -> None:
-            self.enable_timing = enable_timing
-
-        def record(self, stream: object) -> None:
-            journal.append("timed record" if self.enable_timing else "record")
-
-        def query(self) -> bool:
-            return False
-
-        def elapsed_time(self, other: "Event") -> float:
-            return 4.0
-
-    class Stream:
-        stream_id = device_index = device_type = 0
-
-        def wait_event(self, event: object) -> None:
-            journal.append("wait")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
-    for name, found in (("Device", 0), ("CurrentStream", (0, 0, 0))):
-        monkeypatch.setattr(
-            torch._C, f"_cuda_get{name}", lambda *_, found=found: found, raising=False
-        )
-    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **_: None, raising=False)
-    streams = transfer.TimedCudaStreams(CPU)
-    source = torch.arange(8, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    streams.copy(target, source, after=Event())
-    assert torch.equal(source, target)
-    # Those in the middle are the stream context's own.
-    own = ["wait", "timed record", "timed record"]
-    assert journal == ["wait", "timed record", *own, "timed record"]
-    found = transfer._phases(streams.copies, {source.data_ptr(): 0}, is_cuda=True)
-    assert [(each["phase"], each["num_bytes"], each["ms"]) for each in found] == [
-        ("forward", 8, 4.0),
-        ("with the turn", 8, 4.0),
-    ]
 
 
 def make_bench(quantization: str = "none", targets: Sequence[str] = TARGETS) -> Bench:
@@ -291,67 +108,6 @@ def test_a_resident_model_does_not_pass_for_an_offloaded_one() -> None:
         bench.run([Case(Arm("Accelerate offload", pretending), Work(1, 8))])
 
 
-def test_one_weight_that_stays_and_an_adapter_that_was_replaced_are_found() -> None:
-    bench = make_bench()
-    adapters = {n: p for n, p in bench.model.named_parameters() if p.requires_grad}
-    name, found = next(iter(adapters.items()))
-    other = {name: torch.nn.Parameter(found.detach().clone())}
-    with arms.offloaded(bench.model, CPU) as placed:
-        placed.check()
-        with pytest.raises(NotOffloadedError, match="not the parameter that is trained"):
-            arms.check_offloaded(bench.model, CPU, other)
-        norm = bench.model.get_base_model().model.layers[1].input_layernorm
-        norm.weight = torch.nn.Parameter(torch.ones_like(norm.weight, device="cpu"), False)
-        with pytest.raises(NotOffloadedError, match=r"layer 1 input_layernorm\.weight"):
-            arms.check_offloaded(bench.model, CPU, adapters)
-
-
-def test_offloading_a_4_bit_base_is_refused_and_leaves_the_model_whole(tmp_path: Path) -> None:
-    cases = [Case(each, Work(1, 8)) for each in (arms.accelerate_arm(), arms.resident_arm())]
-    bench = make_bench("nf4")
-    before = arms.find_layers(bench.model)[1][0].self_attn.q_proj.base_layer.weight.clone()
-    found = summaries(bench.run(cases), tmp_path)
-    assert "quant_state.absmax" in found[0]["note"]
-    assert found[1]["same bits"] == "yes"
-    after = arms.find_layers(bench.model)[1][0].self_attn.q_proj.base_layer.weight
-    assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("stops_early", [False, True])
-def test_the_last_weight_of_a_layer_is_taken_off_again(
-    stops_early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Recomputation that stops early leaves down_proj behind when no adapter needs what follows."""
-    if stops_early:
-        monkeypatch.setattr(arms, "set_checkpoint_early_stop", lambda enable: nullcontext())
-    refused = pytest.raises(NotOffloadedError, match=r"mlp\.down_proj\.weight")
-    with refused if stops_early else nullcontext():
-        make_bench(targets=["q_proj"]).run([Case(arms.accelerate_arm(), Work(1, 8))])
-
-
-def test_offloading_brings_the_base_back(tmp_path: Path) -> None:
-    bench = make_bench()
-    before = {name: each.clone() for name, each in bench.model.state_dict().items()}
-    bench.run([Case(arms.accelerate_arm(), Work(1, 8))])
-    after = bench.model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[n], after[n]) for n in before if "lora_" not in n)
-
-
-def test_what_a_layer_keeps_adds_up() -> None:
-    adapters = LoraConfig(r=4, target_modules=list(TARGETS), task_type="CAUSAL_LM")
-    model = CostModel(Recipe.of(config_of("tiny"), "nf4", torch.bfloat16, adapters))
-    found, cost = layer.kept(model, 64, "peft")
-    # Its input is the boundary, and positions are shared, which are counted apart.
-    shared = 2 * 64 * 16 * 2
-    assert sum(found.values()) - shared == cost.saved
-    copies = "mlp.down_proj", "float32", "(64, 128)"
-    assert found[copies] == 64 * 128 * 4
-    found, cost = layer.kept(model, 64, "fused")
-    assert sum(found.values()) - shared == cost.saved
-    assert copies not in found
-
-
 def test_other_bits_are_reported(tmp_path: Path) -> None:
     """Negative control of the comparison between arms: one weight of the base is changed."""
     bench = make_bench()
@@ -367,109 +123,6 @@ def test_other_bits_are_reported(tmp_path: Path) -> None:
     found = summaries(bench.run(cases), tmp_path)
     assert [line["same bits"] for line in found] == ["yes", "NO"]
     assert not report.is_exact(report.read(tmp_path / "rows.csv"))
-
-
-def with_a_faster_optimizer(bench: Bench) -> Arm:
-    def faster(model: Any, batch: Batch, meter: Meter, num_steps: int) -> Any:
-        optimizer = plain_loop(model, batch, meter, num_steps)
-        optimizer.param_groups[0]["lr"] = 2 * OPTIMIZER["lr"]
-        return optimizer
-
-    return Arm("faster", arms.resident, faster)
-
-
-def with_an_adapter_cut_off(bench: Bench) -> Arm:
-    @contextmanager
-    def cut(model: Any, device: torch.device) -> Iterator[Placed]:
-        adapter = arms.find_layers(model)[1][0].self_attn.q_proj.lora_A["default"]
-        hook = adapter.register_forward_hook(lambda module, args, output: output.detach())
-        yield Placed()
-        hook.remove()
-
-    return Arm("cut", cut)
-
-
-def with_another_start(bench: Bench) -> Arm:
-    name = next(iter(bench._start))
-    bench._start[name] = bench._start[name] + 1
-    return arms.resident_arm()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (with_a_faster_optimizer, "expected the optimizer"),
-        (with_an_adapter_cut_off, r"layers\.0\.self_attn.*lora_A.*expected a gradient"),
-        (with_another_start, "the adapters of the other arms"),
-    ],
-)
-def test_what_would_be_no_comparison_is_refused(change: Any, message: str) -> None:
-    bench = make_bench()
-    with pytest.raises(RuntimeError, match=message):
-        bench.run([Case(change(bench), Work(1, 8))])
-
-
-def test_an_arm_of_a_later_version_is_refused_by_name() -> None:
-    arm = arms.poros_arm("later", no_such_field=True)
-    with pytest.raises(NotPossibleError, match="no no_such_field"), arm.place(None, CPU):
-        pass
-
-
-def test_a_result_is_never_written_over(tmp_path: Path) -> None:
-    (tmp_path / "slots.csv").write_text("a result")
-    with pytest.raises(SystemExit, match="a new measurement is a new file"):
-        run_table("slots", tmp_path)
-    (tmp_path / "slots.csv").rename(tmp_path / "other.csv")
-    (tmp_path / "rows.md").write_text("a page")
-    page = report.Page("t", "q", "c", {}, "p", "l", report.summarize_steps)
-    with pytest.raises(FileExistsError):
-        report.write(tmp_path / "rows.csv", COLUMNS, [], page)
-    assert not (tmp_path / "rows.csv").exists()
-
-
-@pytest.mark.parametrize("name", tables.TABLES)
-def test_quick_takes_eight_layers_and_one_pass(name: str) -> None:
-    options = tables.parse([name, "qwen2.5-7b", "--quick"])
-    assert (options.layers, options.passes, options.steps) == (8, 1, 3)
-    assert tables.parse([name, "qwen2.5-7b"]).layers is None
-
-
-def test_peaks_on_a_gpu_are_those_of_the_allocator_and_of_the_card(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = torch.device("cuda", 0)
-    stats = {"allocated": (30, 50), "requested": (20, 40), "reserved": (60, 80)}
-    flat = {
-        f"{kind}_bytes.all.{what}": value
-        for kind, pair in stats.items()
-        for what, value in zip(("current", "peak"), pair, strict=True)
-    }
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: flat)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900, 1000))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    assert memory.empty(gpu) == {"allocated": 30, "requested": 20}
-    assert memory.device_peaks(gpu, {"allocated": 1, "requested": 2}) == {
-        "peak_allocated": 49,
-        "peak_requested": 38,
-        "peak_reserved": 80,
-        "peak_process": 120,  # 100 in use now, 20 less than when most was reserved
-    }
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
-    assert memory.empty(gpu) == {"allocated": 0, "requested": 0}
-
-
-@pytest.mark.parametrize("under_autocast", [False, True])
-@pytest.mark.parametrize("name", ["roberta-large", "qwen2.5-7b-rows1-rank16"])
-def test_orders_of_products(name: str, under_autocast: bool) -> None:
-    rows = paths.measure(name, paths.tiny(paths.CASES[name]), CPU, 0.0, under_autocast)
-    by_arm = {row["arm"]: row for row in rows}
-    assert list(by_arm) == list(paths.ARMS)
-    assert by_arm["PEFT"]["error"] == by_arm["ours"]["error"] == by_arm["PEFT"]["saved"] == 0
-    for row in rows:
-        assert row["ms_p10"] <= row["ms"] <= row["ms_p90"] and not row["is_host_bound"]
-        assert row["error"] < 0.1 and row["autocast"] == under_autocast
-    assert set(by_arm["f2:b5"]["orders"].values()) == {"f2:b5"}
 
 
 # What is forecast of a card that is not here, from what was measured.
@@ -491,19 +144,3 @@ def test_a_forecast_slows_kernels_down_each_by_its_rate_and_has_the_link_beside_
     assert forecast(measured, 12.5, CARD, HERE, 0.0).ms == 2e3
     same = forecast(Measured(10.0, 5.0, 0.0), 55, HERE, HERE, 0.0)
     assert same.ms == same.slow_ms == 15.0
-
-
-def test_the_ceiling_is_the_longer_of_peak_and_wire() -> None:
-    num_flop = 71e12 * 2  # two seconds at the card's peak
-    assert forecast(Measured(1e6, 0, 25e9), 25, CARD, HERE, num_flop).least_ms == pytest.approx(2e3)
-    assert forecast(Measured(1e6, 0, 75e9), 25, CARD, HERE, num_flop).least_ms == pytest.approx(3e3)
-
-
-def test_each_way_of_accumulating_is_measured_with_each_kind_of_adapter_kernels() -> None:
-    options = argparse.Namespace(links=[0, 12], slots=2, adapter_kernels=["fused", "grouped"])
-    found = list(accumulate.ways(options, 28))
-    assert len({way.name for way in found}) == len(found) == 2 * 4
-    pairs = list(zip(found[:4], found[4:], strict=True))
-    for fused, grouped in pairs:
-        assert grouped.name == f"{fused.name}, grouped adapters"
-        assert grouped[1:-1] == fused[1:-1] and grouped.adapter_kernels == "grouped"

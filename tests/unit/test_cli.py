@@ -1,7 +1,6 @@
 """The command line: what it says before it imports anything slow, exit codes, and its answers."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ import typer
 import poros
 import poros.api
 import poros.examples.demo
-from poros.cli import shared
 from poros.cli.app import app
-from poros.cli.shared import BAD_INPUT, dtype_name, quieten_libraries
+from poros.cli.shared import BAD_INPUT
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.errors import CheckpointFormatError
 from poros.examples.demo import DemoSettings
 from poros.examples.demo_report import DemoReport
 from poros.gates import tiny
-from poros.loaders.names import is_repository, require_source
 from poros.planning.cards import CARDS
 from tests.children import run_python
 from tests.command import poros_command, text
@@ -85,13 +81,9 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq abc", "Invalid value for '--seq'"),
     ("plan nowhere --seq 16", "MODEL: expected a folder or file that exists, or OWNER/NAME"),
     ("plan ./nowhere --seq 16", "found neither in './nowhere'"),
-    ("plan /nowhere --seq 16", "found neither in '/nowhere'"),
-    ("plan ~nowhere --seq 16", "found neither in '~nowhere'"),
     ("plan a/b/c --seq 16", "found neither in 'a/b/c'"),
-    ("plan weights.safetensors --seq 16", "found neither in 'weights.safetensors'"),
     ("plan owner/weights.safetensors --seq 16", "found neither in"),
     ("plan model --seq 0", "seq_len (--seq): expected a positive whole number"),
-    ("plan model --seq 16 --batch 0", "batch_size (--batch): expected a positive whole number"),
     ("plan model --seq 16 --rank 0", "rank: expected a positive whole number"),
     (
         "plan model --seq 16 --accumulate 0",
@@ -100,39 +92,26 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --vram 8apples", "vram_budget (--vram): expected bytes"),
     ("plan model --seq 16 --vram 8", "did you mean '8GiB'?"),
     ("plan model --seq 16 --vram -1GiB", "-1GiB"),
-    ("plan model --seq 16 --vram nan", "nan"),
     ("plan model --seq 16 --card rtx9999", "card: expected one of"),
     ("plan model --seq 16 --ram much", "--ram: expected bytes"),
     ("plan model --seq 16 --tokens five", "Invalid value for '--tokens'"),
     ("plan model --seq 16 --adapter-dtype int8", "'int8' is not one of"),
     ("plan model --seq 16 --set optimizer=adam", "optimizer: expected one of adamw_torch_fused"),
-    ("plan model --seq 16 --set loss=none", "loss: expected one of chunked, reference"),
-    ("plan model --seq 16 --set adapter_kernels=x", "adapter_kernels: expected one of"),
     ("plan model --seq 16 --set slots=1", "slots: expected an integer of at least 2"),
-    ("plan model --seq 16 --set block_size=0", "block_size: expected an integer"),
-    ("plan model --seq 16 --set self_check=off", "self_check: expected a bool"),
     ("plan model --seq 16 --set library_num_bytes=1G", "library_num_bytes: expected bytes"),
     ("plan model --seq 16 --set apples=3", "'apples' is not a policy field"),
-    ("plan model --seq 16 --set policy=3", "--set: expected FIELD=VALUE"),
     ("plan model --seq 16 --set apples", "--set: expected FIELD=VALUE"),
     ("load nowhere --out new", "SOURCE: expected a folder or file that exists"),
-    ("load a/b/c --out new", "found neither in 'a/b/c'"),
-    ("load nowhere --verify", "SOURCE: expected a folder or file that exists"),
     ("load model", "give either --out DIR or --verify"),
-    ("load model --verify --out new", "give either --out DIR or --verify"),
     ("load model --out new --dtype bfloat", "'bfloat' is not one of"),
     ("load model --out new --quantization int3", "'int3' is not one of"),
     ("load model --out file", "--out: expected a new folder, found the file"),
     ("check nowhere", "MODEL_DIR: expected a checkpoint folder with a config.json"),
     ("check model --slots 1", "slots: expected an integer of at least 2"),
-    ("check --architecture qwen2 --block-size 0", "block_size: expected an integer"),
     ("check --architecture qwen2 --out .", "--out: expected a file to write, found the folder"),
     ("check", "give either MODEL_DIR or --architecture NAME"),
-    ("check base --architecture qwen2", "either MODEL_DIR or --architecture NAME"),
     ("check --architecture qwen2 --steps 0", "Invalid value"),
-    ("check model", "MODEL_DIR: expected a checkpoint folder with a config.json"),
     ("check --registered --adapter vera", "--registered lists recorded results"),
-    ("check --registered --architecture qwen2", "--registered lists recorded results"),
     ("demo --device abacus", "'abacus' is not one of"),
     ("demo --out model", "--out: expected an empty or new folder"),
     ("finetune base rows.jsonl", "rows.jsonl:1:"),
@@ -158,53 +137,6 @@ def test_nothing_slow_is_imported_for_help_lists_and_wrong_arguments(folder: Pat
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-# Names
-
-
-@pytest.mark.parametrize(
-    ("name", "is_one"),
-    [
-        ("Qwen/Qwen2.5-32B", True),
-        ("gpt2", True),
-        ("a/b/c", False),
-        ("./x", False),
-        ("../x", False),
-        ("/x", False),
-        ("~x", False),
-        ("~/models/x", False),
-        ("x.safetensors", False),
-        ("owner/x.safetensors", False),
-        ("owner/config.json", False),
-        ("owner/", False),
-        ("owner/..", False),
-        ("a b/c", False),
-    ],
-)
-def test_paths_are_no_names_of_repositories(name: str, is_one: bool) -> None:
-    assert is_repository(name) is is_one
-
-
-def test_a_source_is_there_or_has_an_owner_and_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "here").mkdir()
-    for name in ("here", "gone", str(tmp_path), "owner/name"):
-        require_source(name, "MODEL")
-    for name in ("gpt2", "here/inside/it", "./owner", ""):
-        with pytest.raises(CheckpointFormatError, match="MODEL: expected a folder or file"):
-            require_source(name, "MODEL")
-
-
-def test_a_dtype_has_several_names() -> None:
-    for name in ("bf16", "bfloat16"):
-        assert dtype_name(name) == "bfloat16" and shared.dtype_named(name) is torch.bfloat16
-    names = {"fp16": "float16", "fp32": "float32", "auto": "auto"}
-    assert {name: dtype_name(name) for name in names} == names
-    assert shared.dtype_named(None) is None
-
-
 # Help, notices, completion
 
 
@@ -227,37 +159,8 @@ def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> 
     assert options("demo")["steps"].show_default == str(DemoSettings().num_steps)
 
 
-def test_help_of_finetune_has_types_and_choices() -> None:
-    found = {name: each.metavar for name, each in options("finetune").items()}
-    assert found["model__quantization"] == "nf4|fp4|none"
-    assert found["training__gradient_accumulation_steps"] == "INTEGER|auto"
-    assert found["training__learning_rate"] == "NUMBER" and found["adapter__r"] == "INTEGER"
-    assert found["data__validation"] == "NUMBER|FILE" and found["memory__vram"] == "SIZE"
-    assert found["training__optim"] == "TEXT" and found["memory__resident"] is None
-
-
-def test_the_notice_about_kernels_is_silenced_and_no_other() -> None:
-    quieten_libraries()
-    quieten_libraries()
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "x")
-        logger.warning("something else about %s", "gemm_4bit_forward")
-    finally:
-        logger.removeHandler(handler)
-    assert seen == ["something else about gemm_4bit_forward"]
-    assert logging.getLogger("bitsandbytes").level == logging.NOTSET
-
-
 def test_a_command_says_nothing_on_the_error_stream() -> None:
-    """In a process of its own, because the notice comes while a library is imported.
-
-    For `poros plan` see tests/planning/test_depth.py.
-    """
+    """In a process of its own, because the notice comes while a library is imported."""
     done = run_python(MAIN, "check", "--registered")
     assert (done.returncode, done.stderr) == (0, "") and "families:" in done.stdout
 
@@ -282,11 +185,6 @@ def test_the_shell_is_offered_what_may_come_next(
     at_end = f"lambda: print(set({SLOW!r}) & set(sys.modules), file=sys.stderr)"
     done = run_python(f"import atexit, sys; atexit.register({at_end}); {MAIN}")
     assert set(done.stdout.split()) == offered and done.stderr == "set()\n"
-
-
-def test_a_shell_can_be_shown_how_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_POROS_COMPLETE", "source_bash")
-    assert "complete -o default -F _poros_completion poros" in run_python(MAIN).stdout
 
 
 # poros check and poros demo
@@ -396,7 +294,10 @@ def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path:
 
 
 def test_plan_prints_the_terms(checkpoint: Path) -> None:
-    found = poros_command("plan", str(checkpoint), "--seq", "16", "--json", "--vram", "1GiB")
+    fields = ("--set", "block_size=1", "--set", "stream_embedding=false")
+    found = poros_command(
+        "plan", str(checkpoint), "--seq", "16", "--json", "--vram", "1GiB", *fields
+    )
     assert found.exit_code == 0, found.output
     values = json.loads(found.stdout)
     assert values["total_num_bytes"] == sum(values["terms"].values()) < 2**30
@@ -406,43 +307,6 @@ def test_plan_prints_the_terms(checkpoint: Path) -> None:
     assert answer.exit_code == 0 and "workspace" not in answer.output and "ms" in answer.output
     table = poros_command("plan", str(checkpoint), "--seq", "16", *speeds, "--terms")
     assert table.exit_code == 0 and "workspace" in table.output
-
-
-def test_plan_takes_slots_and_leaves_the_embedding_where_it_is_told(checkpoint: Path) -> None:
-    command = ("plan", str(checkpoint), "--seq", "16", "--json")
-    usual, more, moved = (
-        json.loads(poros_command(*command, *options).stdout)
-        for options in ((), ("--set", "slots=3"), ("--set", "stream_embedding=true"))
-    )
-    assert (usual["num_slots"], more["num_slots"]) == (2, 3)
-    assert usual["terms"]["embedding"] > 0 == moved["terms"]["embedding"]
-    saved = usual["total_num_bytes"] - moved["total_num_bytes"]
-    assert saved == usual["terms"]["embedding"]
-    assert saved == moved["host_num_bytes"] - usual["host_num_bytes"]
-
-
-def test_plan_says_where_boundaries_are_and_what_the_check_needs(checkpoint: Path) -> None:
-    command = ("plan", str(checkpoint), "--seq", "16", "--set", "optimizer=sgd", "--json")
-    values = json.loads(poros_command(*command).stdout)
-    assert values["offload_boundaries"] is False and values["terms"]["self-check"] > 0
-    fields = ("offload_boundaries=true", "self_check=false", "optimizer=adamw_torch")
-    options = [word for each in fields for word in ("--set", each)]
-    others = json.loads(poros_command(*command, *options).stdout)
-    assert others["offload_boundaries"] is True and "self-check" not in others["terms"]
-    assert others["terms"]["optimizer"] > 0 == values["terms"]["optimizer"]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--seq", "100000"), "seq_len (--seq): expected at most the model's 256 positions"),
-    ],
-)
-def test_plan_refuses_what_cannot_be_planned(
-    options: tuple[str, ...], expected: str, checkpoint: Path
-) -> None:
-    found = poros_command("plan", str(checkpoint), "--seq", "16", *options)
-    assert found.exit_code == BAD_INPUT and expected in text(found), found.output
 
 
 def plan(checkpoint: Path, *options: str) -> Any:
@@ -480,12 +344,6 @@ def test_a_plan_that_does_not_fit_says_what_to_change_and_exits_with_1(checkpoin
     assert values["total_num_bytes"] == sum(values["terms"].values()) > 400_000
 
 
-def test_host_memory_that_is_too_small_is_told(checkpoint: Path) -> None:
-    result = plan(checkpoint, "--vram", "1GiB", "--ram", "1G")
-    assert result.exit_code == 1
-    assert "but not the host memory" in " ".join(result.stdout.split())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_card_a_plan_says_what_is_needed(checkpoint: Path) -> None:
     words = " ".join(plan(checkpoint).stdout.split())
@@ -506,3 +364,9 @@ def test_the_gpu_of_this_machine_is_taken_if_no_other_is_named(
     assert values["forecast"] == "the published rates of an RTX 3090"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Apple Z9")
     assert json.loads(plan(checkpoint, "--json").stdout)["tokens_per_s"] is None
+
+
+def test_host_memory_that_is_too_small_is_told(checkpoint: Path) -> None:
+    result = plan(checkpoint, "--vram", "1GiB", "--ram", "1G")
+    assert result.exit_code == 1
+    assert "but not the host memory" in " ".join(result.stdout.split())

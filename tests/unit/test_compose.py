@@ -15,15 +15,13 @@ from poros.kernels import compose as module
 from poros.kernels.compose import (
     compose,
     compose_backward,
-    compose_backward_ref,
-    compose_ref,
 )
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 U = 2.0**-24
 TIERS = ["fused", "eager"]
-SHAPES = [(2, 7, 48), (70, 300), (33, 1), (5,), (1, 513), (0, 8), (3, 0), (2, 0, 5)]
+SHAPES = [(2, 7, 48), (20, 300), (33, 1), (5,), (0, 8), (2, 0, 5)]
 SCALING = 2 / 3
 CPU = torch.device("cpu")
 
@@ -126,64 +124,6 @@ def test_control_a_step_left_out_is_seen(gpu: Any, step: str) -> None:
     assert not same(expected[0], run(changed[step], "fused")[0])
 
 
-def test_blocks_of_the_forward_change_no_bit(gpu: Any) -> None:
-    given = tensors((21, 70), FP16)
-    expected = compose_ref(**given, scaling=SCALING, wants_inner=True)
-    for blocks in (gpu.Blocks(8, 4, 64, 4), gpu.Blocks(1, 1, 128, 4), gpu.Blocks(16, 16, 32, 8)):
-        values = [given[name] for name in ("result", "base", "lora", "g")]
-        found = gpu.compose(*values, SCALING, None, True, blocks)
-        assert all(map(same, found, expected))
-
-
-def exact(given: dict[str, Any], gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sum and gradients of the plain formula in float64, by autograd."""
-    leaves = {
-        name: None if each is None else each.double().requires_grad_()
-        for name, each in given.items()
-    }
-    base, bias = leaves["base"], leaves["bias"]
-    if base is None:
-        base = leaves["result"] if bias is None else leaves["result"] - bias
-    term = SCALING * leaves["lora"]
-    sum_ = leaves["result"] + (leaves["g"] - 1) * base + leaves["g"] * term
-    wanted = {"base" if given["base"] is not None else "result": None, "lora": None, "g": None}
-    found = torch.autograd.grad(sum_, [leaves[name] for name in wanted], gradient.double())
-    inner = (base + term).detach()
-    return {"sum": sum_.detach(), **dict(zip(wanted, found, strict=True)), "inner": inner}
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_the_plain_formula_in_float32(gpu: Any, tier: Any) -> None:
-    """A sum that can be done in the head: every number is exact."""
-    given = {
-        "result": torch.tensor([[3.0, 5.0]]),
-        "base": None,
-        "lora": torch.tensor([[2.0, -4.0]]),
-        "g": torch.tensor([1.5, 0.5]),
-        "bias": torch.tensor([1.0, 1.0]),
-    }
-    sum_, inner = compose(**given, scaling=0.5, wants_inner=True, tier=tier)
-    assert sum_.tolist() == [[3 + 0.5 * 2 + 1.5 * 1, 5 - 0.5 * 4 - 0.5 * 2]]
-    assert inner is not None and inner.tolist() == [[3.0, 2.0]]
-
-
-def test_float64_is_computed_in_float64() -> None:
-    given = forms(tensors((5, 9), FP64, FP32))[1]
-    sum_, inner = compose(**given, scaling=SCALING, wants_inner=True)
-    expected = exact(given, torch.ones(5, 9))
-    assert sum_.dtype == FP64 and inner is not None and inner.dtype == FP64
-    assert bool(((sum_ - expected["sum"]).abs() < 1e-14).all())
-    of_g = run(given, None)[4]
-    assert of_g is not None and of_g.dtype == FP64
-
-
-def test_many_times_the_same(gpu: Any) -> None:
-    given = forms(tensors((40, 70), FP16))[1]
-    expected = run(given, "fused")
-    for _ in range(100 if torch.cuda.is_available() else 5):  # an interpreter has no races
-        assert all(map(same, run(given, "fused"), expected))
-
-
 # ------------------------------------------------------------------- tiers
 
 
@@ -224,46 +164,3 @@ def test_what_a_kernel_cannot_read_is_left_to_pytorch(gpu: Any) -> None:
     for refused in (strided, double):
         with pytest.raises(PolicyError, match='dora_tier: expected "eager"'):
             compose(**refused, scaling=SCALING, tier="fused")
-
-
-def test_an_expanded_gradient_takes_the_same_kernel(gpu: Any) -> None:
-    given = tensors((6, 8), FP32)
-    ones = torch.ones(()).expand(6, 8)
-    how = {"has_base": True, "result_dtype": FP32, "lora_dtype": FP32, "tier": "fused"}
-    both = [
-        compose_backward(each, given["g"], SCALING, given["base"], **how)
-        for each in (ones, ones.contiguous())
-    ]
-    assert all(map(same, *both))
-
-
-# ------------------------------------------------------------------- meta device and compiling
-
-
-@pytest.mark.parametrize("tier", [None, *TIERS])
-def test_on_the_meta_device_tensors_have_their_form(tier: Any) -> None:
-    for dtype, lora_dtype in ((BF16, FP32), (FP32, BF16), (FP64, FP32)):
-        given = forms(tensors((2, 3, 8), dtype, lora_dtype))[1]
-        on_meta = {name: None if each is None else each.to("meta") for name, each in given.items()}
-        sum_, inner = compose(**on_meta, scaling=1.0, wants_inner=True, tier=tier)
-        how = {"has_base": False, "result_dtype": dtype, "lora_dtype": lora_dtype}
-        found = [sum_, inner, *compose_backward(sum_, on_meta["g"], 1.0, inner, **how, tier=tier)]
-        for each, expected in zip(found, run(given, None), strict=True):
-            assert each is not None and expected is not None and each.is_meta
-            assert (each.shape, each.dtype) == (expected.shape, expected.dtype)
-
-
-def test_references_agree_with_autograd_through_themselves() -> None:
-    """``compose_backward_ref`` is what autograd makes of ``compose_ref``."""
-    given = forms(tensors((5, 9), FP64, FP64))[0]
-    leaves = {name: each if each is None else each.requires_grad_() for name, each in given.items()}
-    sum_, inner = compose_ref(**leaves, scaling=SCALING, wants_inner=True)
-    gradient = torch.ones_like(sum_)
-    wanted = [leaves["base"], leaves["lora"], leaves["g"]]
-    expected = torch.autograd.grad(sum_, wanted, gradient)
-    found = compose_backward_ref(
-        *(gradient, given["g"], SCALING, inner), has_base=True, result_dtype=FP64, lora_dtype=FP64
-    )
-    for each, other in zip(found, expected, strict=True):
-        assert each is not None
-        torch.testing.assert_close(each, other)

@@ -25,13 +25,6 @@ def test_all_that_comes_together_is_kept_in_few_points(points: list[Any], size: 
     assert (values(kept, size + 1) == values(points, size + 1)) is False
 
 
-def test_values_take_turns() -> None:
-    """Of the axis with fewer values each comes about as often as the others."""
-    points = list(product(range(9), "xyz"))
-    second = [points[place][1] for place in cover(points, 1)]
-    assert {each: second.count(each) for each in "xyz"} == {"x": 3, "y": 3, "z": 3}
-
-
 def test_the_slow_of_values_are_named() -> None:
     found = [(each.values, [mark.name for mark in each.marks]) for each in with_slow("abc", "b")]
     assert found == [(("a",), []), (("b",), ["slow"]), (("c",), [])]

@@ -2,23 +2,18 @@
 
 import gc
 import logging
-import mmap
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import poros
-import poros.host.slab
 from poros.errors import HostMemoryError, PorosError
-from poros.host.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
+from poros.host.layout import PAGE_NUM_BYTES, BlockLayout
 from poros.host.slab import Arena, HostSlab
 from poros.host.store import HostStore
-from tests.snapshots import build, layers_of
-from tests.support import num_arenas, prepare_plain, same_bits
-from tests.unit.driver import FakeDriver, install, some_layout, some_tensors
+from tests.support import num_arenas, same_bits
+from tests.unit.driver import FakeDriver, install, some_layout
 
 CPU = torch.device("cpu")
 
@@ -28,62 +23,6 @@ def store_of(num_slabs: int) -> HostStore:
 
 
 # Slabs.
-
-
-def test_tensors_lie_inside_the_slab_where_the_layout_says_in_storages_of_their_own() -> None:
-    """So a write to one is a write to the slab."""
-    source, slab = some_tensors(), HostSlab(some_layout())
-    inside = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
-    for name, tensor in inside.items():
-        tensor.copy_(source[name])
-    start, end = slab.bytes.data_ptr(), slab.bytes.data_ptr() + slab.bytes.numel()
-    assert slab.bytes.numel() == slab.layout.num_bytes and slab.bytes.dtype is torch.uint8
-    storages = set()
-    for spec in slab.layout.tensors:
-        tensor, expected = inside[spec.name], source[spec.name]
-        assert same_bits(tensor, expected) and spec.offset % ALIGNMENT == 0
-        if tensor.numel():
-            assert tensor.data_ptr() == start + spec.offset
-            assert tensor.data_ptr() + spec.num_bytes <= end
-            flat = slab.bytes[spec.offset : spec.offset + spec.num_bytes]
-            assert same_bits(flat, expected.contiguous().reshape(-1).view(torch.uint8))
-            storage = tensor.untyped_storage()
-            assert storage.data_ptr() == tensor.data_ptr() and tensor.storage_offset() == 0
-            assert storage.nbytes() == tensor.numel() * tensor.element_size()
-            assert storage._cdata not in storages
-            storages.add(storage._cdata)
-            tensor.zero_()
-            assert not flat.any()
-
-
-def test_a_store_has_one_slab_per_block_and_counts_its_bytes() -> None:
-    layouts = [some_layout(), BlockLayout.pack([("a", torch.zeros(3))]), BlockLayout.pack([])]
-    store = HostStore.allocate(layouts)
-    assert [slab.bytes.numel() for slab in store.slabs] == [one.num_bytes for one in layouts]
-    assert (
-        store.num_bytes == sum(layout.num_bytes for layout in layouts) and layouts[2].num_bytes == 0
-    )
-    assert store.pinned_num_bytes == 0 and store.fallbacks == []
-
-
-def test_host_slab_of_a_prepared_model_equals_its_tensors() -> None:
-    model = build()
-    layer = layers_of(model)[2]
-
-    def packed() -> list[Any]:
-        return [part for part in layer.parameters() if hasattr(part, "quant_state")]
-
-    expected = [part.detach().clone() for part in packed()]
-    runtime = poros.runtime(prepare_plain(model))
-    slab, found = runtime.host_slab(2), packed()
-    assert len(expected) == len(found) == 7
-    for before, tensor in zip(expected, found, strict=True):
-        offset = tensor.data_ptr() - slab.data_ptr()
-        size = tensor.numel() * tensor.element_size()
-        assert 0 <= offset <= slab.numel() - size
-        assert same_bits(slab[offset : offset + size], before.view(-1).view(torch.uint8))
-        assert 0 <= tensor.quant_state.absmax.data_ptr() - slab.data_ptr() < slab.numel()
-    assert runtime.stats()["host_num_bytes"] == sum(runtime.host_slab(k).numel() for k in range(3))
 
 
 def test_memory_that_cannot_be_had_is_a_typed_error() -> None:
@@ -159,34 +98,6 @@ def test_memory_is_committed_as_it_is_written_and_goes_with_the_last_tensor() ->
     assert memory() is not None and bool((kept == 7).all())
     del kept
     assert memory() is None and num_arenas() == before - 1
-
-
-def test_slabs_lie_one_after_the_other_on_pages() -> None:
-    empty, odd = BlockLayout((), 0), BlockLayout((), PAGE_NUM_BYTES + 256)
-    layouts = [some_layout(), empty, odd, some_layout()]
-    store = HostStore.allocate(layouts)
-    start = store.slabs[0].bytes.data_ptr()
-    assert start % mmap.PAGESIZE == 0
-    assert [slab.offset for slab in store.slabs] == slab_offsets(layouts)
-    for slab in store.slabs:
-        assert slab.offset % PAGE_NUM_BYTES == 0
-        assert not slab.layout.num_bytes or slab.bytes.data_ptr() == start + slab.offset
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_neighbouring_slabs_are_the_slab_of_their_block(cut: int) -> None:
-    """The layout of a block is that of its layers, as they lie in the arena."""
-    layers = [some_layout()] * 3
-    layers.append(BlockLayout.pack([("a", torch.empty(70_000, dtype=torch.uint8))]))
-    offsets = slab_offsets(layers)
-    block = BlockLayout.join(layers[:cut])
-    assert block.num_bytes == offsets[cut - 1] + layers[cut - 1].num_bytes
-    specs = iter(block.tensors)
-    for offset, layer in zip(offsets[:cut], layers[:cut], strict=True):
-        for spec in layer.tensors:
-            joined = next(specs)
-            assert joined.offset == offset + spec.offset and joined.offset % ALIGNMENT == 0
-            assert (joined.name, joined.shape, joined.dtype) == (spec.name, spec.shape, spec.dtype)
 
 
 def test_a_private_mapping_of_a_file_keeps_writes_to_itself(tmp_path: Path) -> None:

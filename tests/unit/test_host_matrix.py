@@ -15,7 +15,6 @@ from poros.head.embedding import keep_on_host
 from poros.head.host_matrix import HostMatrix
 from poros.head.rows import RowReader
 from poros.streams import EagerStreams, Event
-from tests.operators import kept_by
 from tests.support import same_bits
 
 CPU = torch.device("cpu")
@@ -50,24 +49,6 @@ def test_a_lookup_gives_the_bits_of_a_resident_one(ids: torch.Tensor, padding: i
     assert type(module.weight) is nn.Parameter and same_bits(module(ids), expected)
 
 
-def test_it_is_a_frozen_parameter_of_the_form_of_the_matrix() -> None:
-    module = make()
-    own = module.weight
-    on_host(module)
-    matrix = module.weight
-    assert isinstance(matrix, nn.Parameter) and isinstance(matrix, HostMatrix)
-    assert not matrix.requires_grad and matrix.host.data_ptr() == own.data_ptr()
-    assert (matrix.shape, matrix.dtype, matrix.stride()) == (own.shape, own.dtype, own.stride())
-    assert dict(module.named_parameters())["weight"] is matrix
-    with pytest.raises(IndexError):  # as in a resident lookup
-        module(torch.tensor([10]))
-    assert module.to("cpu").weight is matrix and same_bits(module(IDS), make()(IDS))
-    # What is saved are the bytes on the host.
-    state = nn.Sequential(module).state_dict()
-    assert type(state["0.weight"]) is torch.Tensor
-    assert same_bits(state["0.weight"], make().weight)
-
-
 WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "product": lambda weight: torch.ones(2, 6, dtype=torch.bfloat16) @ weight.t(),
     "cast": lambda weight: weight.float(),
@@ -89,27 +70,6 @@ def test_other_operators_get_the_whole_of_it(name: str, caplog: pytest.LogCaptur
             assert same_bits(found, WHOLE[name](make().weight))
     said = caplog.text.count("embed.weight (")
     assert said == (name != "copy to the host"), "once, if it goes to the device"
-
-
-def test_a_slice_of_rows_is_a_matrix_too(caplog: pytest.LogCaptureFixture) -> None:
-    """Only its own rows move, and nothing is said."""
-    module, hidden = make(), torch.randn(3, 6).to(torch.bfloat16)
-    reader = RowReader(EagerStreams(CPU))
-    on_host(module, reader)
-    with caplog.at_level(logging.WARNING):
-        for first, last in ((2, 4), (0, 3), (8, 12), (5, 5)):
-            part, expected = module.weight[first:last], make().weight[first:last]
-            assert isinstance(part, HostMatrix) and part.shape == expected.shape
-            before = reader.h2d_num_bytes
-            assert same_bits(hidden @ part.t(), hidden @ expected.t())
-            assert reader.h2d_num_bytes - before == expected.nbytes
-            assert same_bits(part[1:][:1].clone(), expected[1:][:1])
-            with pytest.raises(PreparedModelError, match=REFUSED):
-                part.zero_()
-        columns = module.weight[:, 1:3]
-        assert isinstance(columns, HostMatrix) and caplog.text == ""
-        assert same_bits(columns.clone(), make().weight[:, 1:3])
-    assert caplog.text.count("in host memory") == 1, "for the columns"
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -144,34 +104,6 @@ def test_a_view_is_read_right_and_not_written(name: str) -> None:
     assert same_bits(module(IDS), make()(IDS))
 
 
-@pytest.mark.parametrize("of_other", [torch.ones, torch.zeros])
-def test_other_bytes_behind_its_back_are_refused_at_the_next_use(of_other: Any) -> None:
-    uses: list[Callable[[torch.Tensor], object]] = [
-        lambda weight: torch.nn.functional.embedding(IDS, weight),
-        lambda weight: weight.t() @ weight,
-        torch.clone,
-    ]
-    for use in uses:
-        module = make()
-        on_host(module)
-        alias = module.weight.detach()
-        module.weight.data = of_other(10, 6, dtype=torch.bfloat16)
-        for weight in (module.weight, alias):
-            with pytest.raises(PreparedModelError, match=REFUSED):
-                use(weight)
-
-
-def test_a_product_saves_no_copy_of_it() -> None:
-    module, given = make(), torch.randn(3, 6, dtype=torch.bfloat16, requires_grad=True)
-    on_host(module)
-    saved = kept_by(lambda: torch.nn.functional.linear(given, module.weight))
-    assert saved and all(isinstance(each, HostMatrix) for each in saved)
-    torch.nn.functional.linear(given, module.weight).sum().backward()
-    twin = given.detach().clone().requires_grad_()
-    torch.nn.functional.linear(twin, make().weight).sum().backward()
-    assert same_bits(given.grad, twin.grad)
-
-
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "in place": lambda weight: weight.zero_(),
     "initialisation": lambda weight: nn.init.normal_(weight),
@@ -203,28 +135,6 @@ def test_what_is_trained_or_cast_unnoticed_is_noticed_at_the_next_lookup() -> No
     module.half()
     with pytest.raises(PreparedModelError, match=r"embed\.weight: expected torch\.bfloat16"):
         module(IDS)
-
-
-class OnDevice:
-    """Indices that have to be fetched, and that count no versions: made in inference mode."""
-
-    def __init__(self, ids: torch.Tensor) -> None:
-        self.device, self.shape, self.ids = torch.device("cuda"), ids.shape, ids
-
-    def cpu(self) -> torch.Tensor:
-        return self.ids.clone()
-
-
-def test_indices_come_to_the_host_at_each_lookup() -> None:
-    """Also if it is the same tensor: an edit through ``.data`` leaves no trace on it."""
-    reader, matrix = RowReader(EagerStreams(CPU)), make().weight
-    indices: Any = OnDevice(IDS)
-    for ids in (IDS, IDS.flip(0)):
-        indices.ids = ids
-        assert same_bits(reader.rows("embed", matrix, indices), matrix[ids])
-    assert reader.num_index_transfers == 2
-    reader.rows("embed", matrix, IDS)
-    assert reader.num_index_transfers == 2, "they are there"
 
 
 class LateStreams(EagerStreams):

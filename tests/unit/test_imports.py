@@ -7,6 +7,7 @@ inside a function or under `TYPE_CHECKING`.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 
+@cache
+def tree(source: str) -> ast.Module:
+    """Parsed once: each rule looks at every module."""
+    return ast.parse(source)
+
+
 def module_level(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
     """The imports that run when the module is imported."""
     for node in body:
@@ -66,7 +73,7 @@ def names(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 def inner_names(source: str) -> Iterator[tuple[int, str]]:
     """Line and first name below `poros` of each module-level import of poros."""
-    for node in module_level(ast.parse(source).body):
+    for node in module_level(tree(source).body):
         for name in names(node):
             top, _, rest = name.partition(".")
             if top == "poros":
@@ -84,7 +91,7 @@ def allowed(module: str, inner: str) -> bool:
 def violations(module: str, source: str) -> list[str]:
     """Every rule that `source` breaks, taken as the text of `module` (a dotted name)."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
             found.append(f"{module}:{node.lineno}: relative import")
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -103,7 +110,7 @@ def violations(module: str, source: str) -> list[str]:
             if not allowed(module, inner):
                 upward.add(inner)
                 found.append(f"{module}:{line}: imports poros.{inner} at module level")
-        inside = [name.split(".")[1] for name in all_imports(ast.parse(source)) if "poros." in name]
+        inside = [name.split(".")[1] for name in all_imports(tree(source)) if "poros." in name]
         for inner in sorted(set(inside) & LEVEL.keys() - LAZY - upward):
             if not allowed(module, inner):
                 found.append(f"{module}: imports poros.{inner}, which stands above it")
@@ -132,7 +139,7 @@ def cycles(sources: dict[str, str]) -> list[str]:
     inside = {module for module in sources if module.split(".")[0] == "poros"}
     uses: dict[str, set[str]] = {}
     for module in inside:
-        nodes = ast.walk(ast.parse(sources[module]))
+        nodes = ast.walk(tree(sources[module]))
         imports = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
         uses[module] = {
             name if name in inside else name.rpartition(".")[0]

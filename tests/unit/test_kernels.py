@@ -12,7 +12,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from poros.kernels.dequantize import DenseWorkspace, dequantize, dequantize_ref, has_kernel
-from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits, add_logits_ref
+from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits_ref
 from tests.support import interpreted
 
 T, V, H, WIDTH = 5, 300, 70, 128
@@ -138,18 +138,6 @@ def test_other_kinds_are_left_to_bitsandbytes() -> None:
     assert torch.equal(dequantize(packed, state, torch.float32), dequantize_4bit(packed, state))
     packed, state = quantize_4bit(weight, quant_type="nf4", quant_storage=torch.bfloat16)
     assert not has_kernel(packed, state)
-
-
-def test_operators_make_what_their_kernels_make() -> None:
-    """On the meta device, for plans."""
-    packed, state = quantize_4bit(torch.randn(64, 64), quant_type="nf4")
-    weight = dequantize(packed.to("meta"), state, torch.bfloat16)
-    assert (weight.shape, weight.dtype, weight.is_meta) == ((64, 64), torch.bfloat16, True)
-    for wanted in (True, False):
-        running = running_of(wanted, LABELS.to("meta"))
-        logits, head = (torch.empty(T, WIDTH, device="meta"), torch.empty(WIDTH, H, device="meta"))
-        weights = add_logits(running, 0, logits, 1.0, head)
-        assert (None if weights is None else weights.shape) == (logits.shape if wanted else None)
 
 
 def test_a_weight_takes_the_place_of_the_last_or_has_memory_of_its_own_if_it_is_too_large() -> None:

@@ -115,19 +115,3 @@ def test_a_change_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = places(tree_of(layers[1]))
     monkeypatch.setattr(LayerIndex, "_are_current", lambda *_: True)
     assert places(trees[1]) != expected
-
-
-def test_hooks_and_modules_are_seen_wherever_they_are() -> None:
-    layer = Layer()
-    tree = tree_of(layer)
-    assert tree.hooks() == [] and tree.is_current()
-    handles = [
-        layer.act.register_forward_hook(lambda *_: None),
-        layer.base.register_forward_pre_hook(lambda *_: None),
-    ]
-    assert sorted(tree.hooks()) == sorted(handle.id for handle in handles)
-    for each in handles:
-        each.remove()
-    assert tree.hooks() == []
-    layer.act.add_module("inner", nn.Identity())
-    assert not tree.is_current() and tree_of(layer).is_current()

@@ -64,19 +64,6 @@ def test_tensors_are_aligned_apart_and_inside_and_their_bytes_come_back_from_one
         assert found.is_contiguous() and same_bits(found, tensor)
 
 
-def test_known_offsets() -> None:
-    layout = BlockLayout.pack(
-        [
-            ("weight", torch.empty(300, 1, dtype=torch.uint8)),
-            ("empty", torch.empty(0, dtype=torch.bfloat16)),
-            ("scalar", torch.empty((), dtype=torch.float32)),
-            ("norm", torch.empty(64, dtype=torch.bfloat16)),
-        ]
-    )
-    assert [spec.offset for spec in layout.tensors] == [0, 512, 512, 768]
-    assert layout.num_bytes == 1024
-
-
 # A slot is as large as the largest block of its residue class.
 
 

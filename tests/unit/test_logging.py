@@ -1,20 +1,14 @@
 """What is logged by default, and how it is silenced."""
 
 import logging
-import re
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-import poros
 from poros.gates import tiny
-from poros.self_check import check
-from poros.utils.formatting import size
 from poros.utils.logging_setup import ProgressLog, show_info_by_default
 from tests.children import run_forked
-from tests.support import prepare_plain
 
 SETUPS = (
     "pass",
@@ -66,26 +60,6 @@ def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(
     assert "3 layers give the bits" in checked
 
 
-def test_a_runtime_describes_itself_and_nothing_is_rounded_away(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not "0 at a time", nor "0.0 GB"; and what stays is not counted in places."""
-
-    def prepared(**policy: int) -> object:
-        base = tiny.load_base(folder, dtype=torch.bfloat16)
-        return poros.runtime(prepare_plain(tiny.attach_lora(base), **policy))
-
-    lines = repr(prepared(slots=2)).splitlines()
-    assert lines[1].strip() == "3 blocks, 2 on the device at a time"
-    assert lines[-1].strip() == "check of the first step: pending" and len(lines) == 5
-    with caplog.at_level("INFO", "poros"):
-        said = f"{caplog.text}{prepared(slots=3, keep_last=3)!r}{caplog.text}"
-    assert "all stay on cpu" in said and "3 blocks, 3 on the device at a time" in said
-    assert not re.search(r"\b0 at a time|\b0\.0+ ?GB\b", said)
-    sizes = {0: "0 bytes", 99: "99 bytes", 1234: "1.2 kB", 10**6: "1.0 MB", 10**8: "0.10 GB"}
-    assert {number: size(number) for number in sizes} == sizes
-
-
 @pytest.mark.parametrize("setup", SETUPS[1:])
 def test_it_can_be_silenced(setup: str, said: dict[str, list[str]]) -> None:
     assert said[setup] == []
@@ -116,18 +90,3 @@ def test_a_long_loop_logs_its_progress(caplog: pytest.LogCaptureFixture) -> None
             now[0] = number * 0.5
             progress.step(number, 50)
     assert caplog.messages == [f"poros: {number} of 50" for number in range(10, 50, 6)]
-
-
-def test_the_check_of_a_long_step_logs_its_progress(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(check, "ProgressLog", partial(ProgressLog, seconds=0.0))
-    model = tiny.attach_lora(tiny.load_base(folder, dtype=torch.bfloat16))
-    model = prepare_plain(model, slots=2).train()
-    tokens = torch.arange(8)[None]
-    with caplog.at_level(logging.INFO, logger="poros"):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    said = [line for line in caplog.messages if "checking" in line]
-    number = poros.runtime(model).num_blocks
-    assert said[0] == f"poros: checking the first step: 1 of {number} layers"
-    assert len(said) == number - 1

@@ -13,8 +13,8 @@ from torch import nn
 
 from poros.kernels import lora
 from poros.kernels.lora import Added, add_lora, add_lora_ref
-from poros.kernels.swiglu import parts_of, swiglu, swiglu_ref
-from tests.operators import Operators, kept_by, storage_num_bytes
+from poros.kernels.swiglu import swiglu, swiglu_ref
+from tests.operators import kept_by, storage_num_bytes
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -94,59 +94,6 @@ def test_equals_what_peft_computes(
     assert lora.sum_dtype(*dtypes[:2], how) == expected[0].dtype
 
 
-@pytest.mark.parametrize(("scaling", "fewer"), [(1.0, 1), (2.0, 0)])
-def test_of_one_dtype_no_more_operators_than_in_peft(scaling: float, fewer: int) -> None:
-    """Of those that go over a tensor's elements."""
-    passes: dict[Any, list[int]] = {add_lora: [], add_lora_ref: []}
-    found = []
-    for run, own in passes.items():
-
-        def note(func: Any, args: Any, result: Any, own: list[int] = own) -> None:
-            moves = not (func.is_view or "view" in str(func) or "empty" in str(func))
-            own.append(moves and isinstance(result, torch.Tensor))
-
-        with Operators(note):
-            found.append(outcome(run, tensors(BF16, BF16), added(BF16, scaling=scaling)))
-    assert differing(*found) == []
-    assert sum(passes[add_lora]) <= sum(passes[add_lora_ref]) - fewer
-
-
-@pytest.mark.parametrize("frozen", range(4), ids=["result", "input", "A", "B"])
-def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
-    given = tensors(BF16, FP32)
-    given[frozen].requires_grad_(False)  # type: ignore[union-attr]
-    how = added(FP32, 0.05)
-    assert differing(outcome(add_lora, given, how), outcome(add_lora_ref, given, how)) == []
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2])
-@pytest.mark.parametrize("rank", [1, 2])
-def test_of_one(rank: int, num_tokens: int) -> None:
-    result, input, a, b, _ = tensors(BF16, FP32)
-    assert result is not None and input is not None and a is not None and b is not None
-    parts = [result[:1, :num_tokens], input[:1, :num_tokens], a[:rank], b[:, :rank]]
-    given = [part.detach().clone().contiguous().requires_grad_() for part in parts]
-    both = [outcome(run, [*given, None], added(FP32, 0.05)) for run in (add_lora, add_lora_ref)]
-    assert differing(*both) == []
-
-
-def test_what_is_not_finite_goes_where_it_goes_in_peft() -> None:
-    given = tensors(BF16, FP32)
-    result, input, a, _, _ = given
-    with torch.no_grad():
-        assert result is not None and input is not None and a is not None
-        result[0, 0, 0], input[0, 1, 3], input[1, 2, 5] = float("inf"), float("inf"), float("nan")
-        a[1, 1] = float("-inf")
-    for dropout in (0.0, 0.05):
-        how = added(FP32, dropout)
-        found, expected = (outcome(run, given, how) for run in (add_lora, add_lora_ref))
-        assert all(
-            torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-            for a, b in zip(found, expected, strict=True)
-        )
-        assert any(each.isnan().any() for each in found)
-
-
 FAULTS: dict[str, Callable[[torch.Tensor, torch.Tensor, Added], torch.Tensor]] = {
     "not rounded before it is added": lambda result, term, how: (result + term * how.scaling).to(
         result.dtype
@@ -198,12 +145,6 @@ def test_swiglu_equals_what_models_compute(activation: nn.Module, dtype: torch.d
         assert differing(*both) == []
 
 
-def test_of_swiglu_only_gate_and_up_are_kept() -> None:
-    given = gate_and_up(BF16)
-    assert kept_num_bytes(lambda: swiglu(*given, nn.SiLU()), given) == 0
-    assert kept_num_bytes(lambda: swiglu_ref(*given, nn.SiLU()), given) > 0
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 def test_behind_swiglu_the_product_is_made_again(dropout: float) -> None:
     gate, up = gate_and_up(BF16)
@@ -221,14 +162,6 @@ def test_behind_swiglu_the_product_is_made_again(dropout: float) -> None:
     kept = kept_num_bytes(lambda: run(swiglu, add_lora)(*given, how), known)
     mask = 15 * COLUMNS * 4 if dropout else 0
     assert kept == 15 * RANK * 4 + mask
-
-
-def test_a_product_that_was_written_to_is_kept_as_it_is() -> None:
-    product_ = swiglu(*gate_and_up(BF16), nn.SiLU())
-    assert parts_of(product_) is not None
-    product_.mul_(2)
-    assert parts_of(product_) is None
-    assert parts_of(product_.detach()) is None
 
 
 # ------------------------------------------------------------------- kernels

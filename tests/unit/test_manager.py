@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poros.errors import PorosError, SlotStateError
-from poros.host.layout import BlockLayout
-from poros.host.store import HostStore
 from poros.slots.ring import SlotState
-from poros.slots.schedule import Phase, count, training_visits, walk
-from poros.streams import EagerStreams, Event
+from poros.slots.schedule import Phase, count, walk
+from poros.streams import Event
 from tests.slots import Slots
 from tools.adversary import AdversarialStreams
 
@@ -24,46 +22,6 @@ FORWARD, BACKWARD, INFERENCE = Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE
 
 def make(num_blocks: int = 4, num_slots: int = 2) -> Slots:
     return Slots(num_blocks, num_slots, AdversarialStreams())
-
-
-# States.
-
-
-def test_a_slot_goes_from_free_to_loading_to_in_use_to_ready() -> None:
-    slots = make()
-    assert slots.states() == [(FREE, None), (FREE, None)]
-    slots.manager.prefetch(0)
-    assert slots.states() == [(LOADING, 0), (FREE, None)]
-    slot = slots.manager.acquire(0, FORWARD)
-    assert slot is slots.ring.slots[0]
-    assert slots.states() == [(IN_USE, 0), (LOADING, 1)]
-    slots.read(0)
-    slots.manager.release(0)
-    assert slots.states() == [(READY, 0), (LOADING, 1)]
-    slots.manager.acquire(1, FORWARD)
-    assert slots.states() == [(LOADING, 2), (IN_USE, 1)]
-
-
-def test_the_last_blocks_stay_ready_at_the_turn_and_the_first_at_the_next() -> None:
-    slots = make(5, 3)
-    for block in range(5):
-        slots.visit(block, FORWARD)
-    assert slots.states() == [(READY, 3), (READY, 4), (READY, 2)]
-    for block in reversed(range(5)):
-        slots.visit(block, BACKWARD)
-    assert slots.states() == [(READY, 0), (READY, 1), (READY, 2)]
-
-
-def test_slots_are_as_large_as_they_must_be_and_no_more_than_blocks() -> None:
-    slots = Slots(5, 2, EagerStreams(torch.device("cpu")), sizes=[256, 1024, 512, 256, 768])
-    assert [slot.buffer.numel() for slot in slots.ring.slots] == [768, 1024]
-    assert slots.ring.num_bytes == 1792
-    slots.train(2)
-    slots = make(3, 8)
-    assert len(slots.ring.slots) == 3
-    assert slots.ring.num_bytes == slots.host.num_bytes
-    slots.train(2)
-    assert slots.manager.num_loads == 3
 
 
 # Illegal transitions.
@@ -149,18 +107,6 @@ def test_a_block_out_of_range_is_refused(block: int) -> None:
 # Prefetch.
 
 
-def test_a_prefetch_of_what_is_there_or_on_its_way_does_nothing() -> None:
-    slots = make()
-    slots.manager.prefetch(1)
-    slots.manager.prefetch(1)
-    slots.visit(3, INFERENCE)
-    slots.manager.acquire(3, FORWARD)
-    slots.manager.prefetch(3)
-    slots.read(3)
-    assert count(slots.journal, "prefetch") == slots.manager.num_loads
-    assert slots.states()[1] == (IN_USE, 3)
-
-
 def test_a_block_that_lost_its_slot_or_was_evicted_is_loaded_again() -> None:
     """There are other bytes on the host since then: only a new copy brings them."""
     slots = make(4, 2)
@@ -212,27 +158,6 @@ def test_counters_agree_with_the_copy_stream_and_with_the_walk(
     assert slots.manager.h2d_num_bytes == sum(sizes[block] for block in copied)
 
 
-@pytest.mark.parametrize(("num_blocks", "num_slots"), [(1, 1), (2, 2), (3, 2), (5, 3)])
-def test_the_layers_of_one_block_are_one_visit(num_blocks: int, num_slots: int) -> None:
-    """They are counted once, and the block stays in its slot until the last of them is done."""
-    slots = make(num_blocks, num_slots)
-    for block, phase in training_visits(num_blocks, 2):
-        for _ in range(3):
-            slots.visit(block, phase)
-            assert (READY, block) in slots.states()
-    loads = 2 * num_blocks - num_slots + 2 * (num_blocks - num_slots)
-    assert slots.manager.num_loads == loads
-    assert slots.manager.num_hits == 4 * num_blocks - loads
-
-
-@pytest.mark.parametrize("num_blocks", range(1, 9))
-def test_the_journal_of_training_is_the_walk(num_blocks: int) -> None:
-    for num_slots in range(1, num_blocks + 1):
-        slots = make(num_blocks, num_slots)
-        slots.train(3)
-        assert slots.journal == list(walk(training_visits(num_blocks, 3), num_blocks, num_slots))
-
-
 @settings(deadline=None)
 @given(st.data())
 def test_the_journal_of_any_visits_is_the_walk(data: st.DataObject) -> None:
@@ -277,33 +202,3 @@ def test_training_goes_on_after_any_copy_failed(number: int, is_queued: bool) ->
     assert not any(state is IN_USE for state, _ in slots.states()), slots.states()
     slots.check_ready_bytes()
     slots.train(2)
-
-
-class WaitFails(AdversarialStreams):
-    is_broken = True
-
-    def wait(self, event: Event) -> None:
-        if self.is_broken:
-            raise OSError("the wait was refused")
-        super().wait(event)
-
-
-@pytest.mark.parametrize("streams", [CopyFails(1), WaitFails()])
-def test_a_copy_or_wait_that_fails_leaves_its_slot_free(streams: Any) -> None:
-    slots = Slots(4, 2, streams)
-    with pytest.raises(OSError, match="refused"):
-        slots.manager.acquire(0, FORWARD)
-    assert not any(state is IN_USE for state, _ in slots.states())
-    if isinstance(streams, CopyFails):
-        assert slots.states() == [(FREE, None)] * 2
-        assert slots.manager.num_loads == 0 and slots.journal == []
-    streams.is_broken = False
-    slots.train(2)
-    assert slots.manager.num_loads == 6 + 4 or isinstance(streams, WaitFails)
-
-
-def test_a_block_without_frozen_bytes_takes_part_like_any_other() -> None:
-    """All of its tensors may be shared with other blocks and stay on the device."""
-    full = BlockLayout.pack([("weight", torch.empty(256, dtype=torch.uint8))])
-    host = HostStore.allocate([full, BlockLayout.pack([]), full])
-    assert [slab.bytes.numel() for slab in host.slabs] == [256, 0, 256]

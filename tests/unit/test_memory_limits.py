@@ -10,7 +10,6 @@ from poros.errors import HostMemoryError, PorosError
 from poros.host.limits import (
     RESERVE_NUM_BYTES,
     explain_pin_budget,
-    host_memory,
     host_memory_left,
     require_host_memory,
 )
@@ -128,16 +127,3 @@ def test_the_pin_hint(tmp_path: Path) -> None:
     assert "ulimit -l" in hint and "4.0 MB here" in hint and "WSL" not in hint
     write(root, "proc/sys/kernel/osrelease", "5.15.153.1-microsoft-standard-WSL2\n")
     assert ".wslconfig" in explain_pin_budget(root)
-
-
-def test_all_memory_is_the_machines_or_a_groups_limit_whatever_is_used(tmp_path: Path) -> None:
-    """The machine in these copies of /proc says 9 kB of its own memory."""
-    assert host_memory(Machine("alone", 0).write(tmp_path / "alone")) == 9 * 1024
-    for number, version in ((5, 2), (3, 1)):
-        root = tmp_path / f"{version}"
-        line = "0::/job" if version == 2 else "4:memory:/job"
-        groups = {"job": group(number, number - 1), "": group(32, 31)}
-        Machine("in a group", 0, cgroup=line, groups=groups, version=version).write(root)
-        write(root, "proc/meminfo", f"MemTotal: {64 * 2**20} kB\nMemAvailable: 4 kB\n")
-        assert host_memory(root) == number * GIB
-    assert host_memory(tmp_path / "nothing") is None

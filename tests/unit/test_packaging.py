@@ -126,18 +126,6 @@ def test_wheel_from_sdist_holds_everything(built: Path, tmp_path: Path) -> None:
     assert found == [str(site / "__init__.py"), str(site / "gates" / "__init__.py")]
 
 
-def test_a_wheel_without_gates_is_told_from_a_whole_one(checkout: Path, tmp_path: Path) -> None:
-    """Negative control of the wheel's test: the same build, one package struck from the list."""
-    project = (checkout / "pyproject.toml").read_text(encoding="utf-8")
-    shorter = project.replace('    "poros.gates",\n', "")
-    assert shorter != project
-    (checkout / "pyproject.toml").write_text(shorter, encoding="utf-8")
-    with zipfile.ZipFile(build_wheel(checkout, tmp_path / "dist")) as wheel:
-        missing = modules_on_disk(ROOT) - set(wheel.namelist())
-    assert "poros/gates/__init__.py" in missing
-    assert all(name.startswith("poros/gates/") for name in missing)
-
-
 class Installed:
     """An environment with the wheel in it, and away from the checkout.
 
@@ -176,14 +164,6 @@ class Installed:
         )
         assert done.returncode == returncode, done.stdout + done.stderr
         return done.stdout
-
-    def check_types(self, script: str, returncode: int = 0) -> str:
-        """What mypy says about a user's script."""
-        (self.user / "script.py").write_text(script)
-        (self.user / "mypy.ini").write_text(
-            "[mypy]\n[mypy-transformers.*,peft.*,bitsandbytes.*]\nfollow_imports = skip\n"
-        )
-        return self.run(self.python, "-m", "mypy", "script.py", returncode=returncode)
 
 
 @pytest.fixture(scope="module")
@@ -245,36 +225,6 @@ def test_the_installed_wheel_trains_exactly(installed: Installed) -> None:
     # The third run starts from what the first has learnt: another run, another hash.
     assert hashes[0] == hashes[1] != hashes[2]
     assert status == "passed"
-
-
-USER = """
-import poros
-import torch
-
-def work(model: torch.nn.Linear) -> None:
-    reveal_type(poros.prepare(model, slots=3))
-    reveal_type(poros.runtime(model).host_slab(0))
-
-poros.StreamingPolicy(slots='3')
-"""
-
-
-@pytest.mark.slow
-def test_the_installed_wheel_is_typed(installed: Installed) -> None:
-    said = installed.check_types(USER, 1)
-    assert 'Revealed type is "torch.nn.modules.linear.Linear"' in said
-    assert 'Revealed type is "torch._tensor.Tensor"' in said
-    assert 'expected "int | None"' in said and "Found 1 error" in said
-
-
-def test_a_wheel_without_its_marker_is_told_from_a_typed_one(installed: Installed) -> None:
-    """Negative control: the same files, py.typed taken away."""
-    marker = installed.site / "poros" / "py.typed"
-    marker.rename(installed.user / "py.typed")
-    try:
-        assert "py.typed marker" in installed.check_types("import poros\n", 1)
-    finally:
-        (installed.user / "py.typed").rename(marker)
 
 
 PROBE = """

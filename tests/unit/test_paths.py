@@ -1,12 +1,10 @@
 """Orders of the products of LoRA: their cost, which is chosen, and each against float64."""
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from poros.config import LORA_ORDERS
 from poros.errors import RematerializationError
@@ -14,7 +12,6 @@ from poros.kernels.lora import Added, add_lora
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import LoraShape, Paths, candidates, cheapest, cost
 from poros.kernels.product import product_of
-from tests.operators import kept_by
 from tests.support import same_bits
 from tests.unit.lora_case import SIZES, Case, excess
 
@@ -42,11 +39,6 @@ def test_flops_are_those_of_table_1(sizes: tuple[int, int, int, int]) -> None:
     assert {step: cost(step, given).flop for step in STEPS} == by_the_paper(*sizes)
 
 
-def test_what_keeping_xa_saves() -> None:
-    given = shape(2048, 768, 2560, 256)
-    assert cost("peft", given).flop == cost("f1:b1", given).flop - 2 * 2048 * 768 * 256
-
-
 def shape(n: int = 4096, i: int = 768, o: int = 768, r: int = 64, **others: Any) -> LoraShape:
     return LoraShape(n, i, o, r, **{"base": FP32, "adapters": FP32, **others})
 
@@ -69,21 +61,6 @@ def test_a_narrow_base_never_merges_unless_asked(base: torch.dtype, adapters: to
         assert candidates(given) == ["peft", "f1:b1", "f1:b2", "f1:b3"]
         assert cheapest(given) in candidates(given)
     assert Paths("f2:b5").order(given) == "f2:b5"
-
-
-def test_tf32_is_narrow_too() -> None:
-    given = shape(has_tf32=True)
-    assert candidates(given) == ["peft", "f1:b1", "f1:b2", "f1:b3"]
-    assert candidates(given._replace(base=FP64)) == list(LORA_ORDERS)
-    assert cost("f1:b1", given).seconds < cost("f1:b1", shape()).seconds
-
-
-def test_dropout_takes_f1_and_b1_to_b3() -> None:
-    given = shape(has_dropout=True)
-    assert cheapest(given) in candidates(given) == ["peft", "f1:b1", "f1:b2", "f1:b3"]
-    paths = Paths("f2:b5")
-    assert paths.order(given) == "peft"
-    assert Paths("f1:b2").order(given) == "f1:b2"
 
 
 # ------------------------------------------------------------------ against float64
@@ -110,47 +87,6 @@ def test_control_a_wrong_scaling_is_outside_of_the_bound(order: str) -> None:
     assert all(share > 1 for share in excess(case, order, found))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_sum_that_nobody_reads_is_not_formed_and_has_the_same_gradients(order: str) -> None:
-    case = Case("dense", "wide", 8, True, 0.5)
-    (_, *left_out), (_, *formed) = case.run(order, leaves_out=True), case.run(order)
-    assert all(map(same_bits, left_out, formed))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_nothing_is_kept_but_what_is_there_anyway(order: str) -> None:
-    case = Case("dense", "square", 8, False, 0.5)
-    input, a, b = (each.clone().requires_grad_() for each in (case.input, case.a, case.b))
-    known = product_of(case.module, input, leaves_out=True)
-    assert known is not None
-    how = Added(0.5, 0.0, FP32, rounds=True, keeps_dtype=False)
-    kept = kept_by(lambda: multiply_in_order(InOrder(order, known, how), input, a, b, None))
-    there = (input, a, b, case.module.weight)
-    assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in there}
-
-
-def test_adapters_of_less_precision_do_not_round_the_base() -> None:
-    case = Case("dense", "square", 8, False, 0.5)
-    a, b = case.a.to(BF16), torch.zeros_like(case.b, dtype=BF16)
-    how = Added(0.5, 0.0, BF16, rounds=True, keeps_dtype=False)
-    known = product_of(case.module, case.input, leaves_out=True)
-    assert known is not None
-    found = multiply_in_order(InOrder("f2:b5", known, how), case.input, a, b, None)
-    assert torch.allclose(found, case.module(case.input), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
-def test_results_may_be_written_to(kind: str, order: str) -> None:
-    case = Case(kind, "square", 8, True, 0.5)
-    input, a, b = (each.clone().requires_grad_() for each in (case.input, case.a, case.b))
-    known = product_of(case.module, input, leaves_out=True)
-    assert known is not None
-    how = Added(0.5, 0.0, FP32, rounds=True, keeps_dtype=False)
-    multiply_in_order(InOrder(order, known, how), input, a, b, None).mul_(2.0).sum().backward()
-    assert a.grad is not None
-
-
 @pytest.mark.parametrize("order", ["f1:b1", "f1:b2", "f1:b3"])
 def test_dropout_is_that_of_pefts_order(order: str) -> None:
     case = Case("dense", "tall", 8, True, 0.5)
@@ -173,42 +109,6 @@ def test_dropout_is_that_of_pefts_order(order: str) -> None:
     assert same_bits(found[0][-1], found[1][-1])
 
 
-@pytest.mark.parametrize("order", ["f2:b1", "f1:b4", "f1:b5"])
-def test_what_is_lost_where_the_merged_weight_is_narrow(order: str) -> None:
-    """An update of 2**-12 beside weights of 1 is gone in bfloat16, which has 8 bits."""
-    module = nn.Linear(64, 64, bias=False, dtype=BF16).requires_grad_(False)
-    module.weight.fill_(1.0)
-    # Of rows that sum up to nothing, the base gives nothing beside which the update could be lost.
-    sign = torch.cat([torch.ones(32), -torch.ones(32)])
-    a, b = 2.0**-6 * sign.expand(8, 64), 2.0**-9 * sign[:, None].expand(64, 8)
-    how = Added(1.0, 0.0, FP32, rounds=True, keeps_dtype=False)
-    merged = []
-    for which in ("f1:b1", order):
-        with_it, without = (
-            outcome(module, which, sign.to(BF16).expand(4, 64), a, update, how)
-            for update in (b, torch.zeros_like(b))
-        )
-        merged = [same_bits(*pair) for pair in zip(with_it, without, strict=True)]
-        if which == "f1:b1":
-            assert merged == [False, False]
-    assert merged == [order.startswith("f2"), order.endswith(("b4", "b5"))]
-
-
-def outcome(
-    module: Any, order: str, rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, how: Added
-) -> list[torch.Tensor]:
-    """The sum for ``rows``, and the gradient of the input where the same rows arrive."""
-    input = rows.clone().requires_grad_()
-    known = product_of(module, input, leaves_out=True)
-    assert known is not None
-    sum_ = multiply_in_order(
-        InOrder(order, known, how), input, a.contiguous(), b.contiguous(), None
-    )
-    return [sum_.detach(), *torch.autograd.grad(sum_, input, rows)]
-
-
-# ------------------------------------------------------- the product of a frozen module
-
 # That the one node of a product and what LoRA adds has the bits of two is seen in tests/exact.
 
 
@@ -222,24 +122,3 @@ def test_a_weight_written_to_before_backward_is_an_error() -> None:
     case.module.weight.mul_(2)
     with pytest.raises(RematerializationError, match="written to in place"):
         sum_.sum().backward()
-
-
-CHANGES: dict[str, Callable[[nn.Linear], object]] = {
-    "trained": lambda module: module.requires_grad_(True),
-    "cast": lambda module: module.bfloat16(),
-    "a trained bias": lambda module: module.bias.requires_grad_(True),
-}
-
-
-def test_what_is_not_certain_runs_as_it_is() -> None:
-    """One token, other classes and autocast too."""
-    rows, one = torch.randn(2, 3, 192), torch.randn(1, 1, 192)
-    for change in CHANGES.values():
-        module = nn.Linear(192, 4).requires_grad_(False)
-        assert product_of(module, rows, leaves_out=True) is not None
-        for given, kind in ((one, module), (rows, nn.Identity())):
-            assert product_of(kind, given, leaves_out=True) is None
-        with torch.autocast("cpu", dtype=BF16):
-            assert product_of(module, rows, leaves_out=True) is None
-        change(module)
-        assert product_of(module, rows, leaves_out=True) is None

@@ -110,18 +110,6 @@ def test_pieces_give_the_bytes_of_the_whole(
     assert differences(mine, whole) == []
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1,), (2,), (63,), (64,), (65,), (1, 31), (191, 1), (192,), (193,), (3, 5, 7), (128, 192)],
-    ids=str,
-)
-@pytest.mark.parametrize("num_blocks", [1, 3, 1000])
-def test_odd_shapes(shape: tuple[int, ...], num_blocks: int) -> None:
-    """Smaller than a block, an odd number of elements, an exact number of pieces."""
-    tensor = draw(*shape)
-    assert differences(in_pieces(tensor, num_blocks=num_blocks), at_once(tensor)) == []
-
-
 def with_a_zero_block() -> torch.Tensor:
     """A block without a scale."""
     tensor = draw(40, 64)
@@ -148,24 +136,6 @@ def test_other_weights_and_storage_dtypes(case: str) -> None:
     assert tensor.is_contiguous() == ("transposed" not in case)
     assert mine.state.state2.absmax.numel() == 1 + (case == "two nested blocks")
     assert differences(mine, at_once(tensor, **storage)) == []
-
-
-def test_control_pieces_that_end_within_a_block_give_other_bytes() -> None:
-    """The comparison has the power to see a wrong piece size."""
-    tensor = draw(20, 96)
-    wrong = torch.cat([at_once(piece).packed for piece in tensor.split(7)])
-    assert not same_bits(wrong, at_once(tensor).packed)
-
-
-def test_control_the_comparison_sees_one_bit() -> None:
-    """In any part."""
-    whole = at_once(draw(300, 96))
-    for name, part in at_once(draw(300, 96)).parts().items():
-        changed = at_once(draw(300, 96))
-        target = changed.parts()[name]
-        assert target.data_ptr() != part.data_ptr()
-        target.view(-1).view(torch.uint8)[0] ^= 1
-        assert differences(changed, whole) == [name]
 
 
 @pytest.mark.parametrize("device", DEVICES)

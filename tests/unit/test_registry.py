@@ -186,37 +186,6 @@ def test_a_sweep_replaces_what_it_is_asked_for(path: Path, monkeypatch: pytest.M
     assert found.adapters == {"vera": Record("untested")}
 
 
-def test_a_sweep_goes_through_everything() -> None:
-    everything = sweep.subjects()
-    assert {(name, None) for name in tiny.ARCHITECTURES} <= set(everything)
-    assert {(name, kind) for name in sweep.ADAPTER_FAMILIES for kind in KINDS} <= set(everything)
-    with pytest.raises(SystemExit, match="no-such-thing"):
-        sweep.subjects(["no-such-thing"])
-
-
-def test_a_record_is_made_by_the_gate(path: Path) -> None:
-    """Whatever is on record already."""
-    sweep.write_registry(Registry({QUICK: Record("refused", "because")}))
-    record = sweep.make_record(QUICK)
-    assert (record.outcome, record.reason) == ("exact", None)
-    assert record.versions["torch"] == version("torch")
-
-
-def test_what_is_refused_in_some_settings_alone_is_untested(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Then the refusal of the step decides, not the record."""
-
-    def run(name: str, adapter: str | None, mode: Any) -> tuple[str, str | None]:
-        return ("refused", "tied") if "autocast_dtype" in mode else ("exact", None)
-
-    monkeypatch.setattr(sweep, "_run_mode", run)
-    record = sweep.make_record("qwen2", "vblora")
-    assert record.outcome == "untested" and "refused in others: tied" in str(record.reason)
-    monkeypatch.setattr(sweep, "ADAPTER_MODES", sweep.ADAPTER_MODES[1:])
-    assert sweep.make_record("qwen2", "vblora").outcome == "refused"
-
-
 @pytest.mark.parametrize("self_check", ["strict", "off"])
 def test_a_fault_in_streaming_is_recorded_as_failed(
     self_check: str, monkeypatch: pytest.MonkeyPatch

@@ -4,8 +4,6 @@ The interpreter cannot multiply bfloat16, so parts of numbers are multiplied as 
 exact as well; it cuts parts off where a GPU rounds them, so three still make up a float32.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +12,7 @@ import torch
 from poros.kernels import row_norm as module
 from poros.kernels.row_norm import (
     assembled_ref,
-    divisor_of,
     row_norm,
-    row_norm_ref,
     square_of_rows,
     square_of_rows_ref,
 )
@@ -25,8 +21,8 @@ from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 U = 2.0**-24
-RANKS = [1, 5, 16, 130]
-SHAPES = [(70, 200), (64, 512), (5, 1100), (130, 33), (1, 1)]
+RANKS = [1, 16, 130]
+SHAPES = [(70, 200), (5, 1100), (130, 33), (1, 1)]
 SCALING = 2 / 3
 WAYS = ["reference", "kernel"]
 
@@ -125,33 +121,6 @@ def test_adapters_of_any_dtype(way: str, of_adapters: torch.dtype) -> None:
     assert is_within(found_norm(*given), exact_norm(*given), norm_bound(*given))
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("of_adapters", [BF16, FP16, FP32])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("way", ["kernel"], indirect=True)
-def test_products_keep_every_bit(
-    gpu: Any, way: str, dtype: torch.dtype, of_adapters: torch.dtype
-) -> None:
-    """Of one column and rank 1: three parts make up what is multiplied by a power of two."""
-    x = torch.randn(90, 1, generator=torch.Generator().manual_seed(0)).to(dtype)
-    y = torch.tensor([[4.0]], dtype=of_adapters)
-    ones = torch.ones(90, 1, dtype=of_adapters)
-    assert same_bits(gpu._weighted(x, y, ones), 4 * x[:, 0].float())
-    y, ones = x.to(of_adapters), torch.ones(1, 90, dtype=of_adapters)
-    found = [gpu._weighted(torch.ones(1, 1, dtype=dtype), each[None], ones[:, :1])[0] for each in y]
-    assert same_bits(torch.stack(found), y[:, 0].float())
-
-
-def test_control_parts_left_out_are_seen(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton.language as tl
-
-    x = torch.full((1, 1), 1 + 2.0**-9 + 2.0**-18)
-    for num_parts in (1, 2):
-        monkeypatch.setattr(gpu, "_MULTIPLIED_AS", tl.float32)
-        monkeypatch.setitem(gpu._PARTS, FP32, num_parts)
-        assert gpu._weighted(x, torch.ones(1, 1), torch.ones(1, 1)) != x
-
-
 @both_ways
 @pytest.mark.parametrize("term", ["cross", "gram", "a row of A", "a column"])
 def test_control_a_term_left_out_is_seen(way: str, term: str) -> None:
@@ -210,42 +179,6 @@ def test_a_square_below_zero_is_zero(way: str) -> None:
     assert is_within(found, exact_norm(dense, a, b), norm_bound(dense, a, b))
 
 
-@both_ways
-def test_strides_of_any_order(way: str) -> None:
-    dense, a, b = tensors((70, 200), 5)
-    expected = found_norm(dense, a, b)
-    turned = [each.t().contiguous().t() for each in (dense, a, b)]
-    assert not any(each.is_contiguous() for each in turned)
-    torch.testing.assert_close(found_norm(*turned), expected, rtol=1e-6, atol=0.0)
-
-
-@both_ways
-def test_many_times_the_same(way: str) -> None:
-    given = tensors((70, 600), 5, BF16)
-    expected = found_norm(*given)
-    assert all(
-        same_bits(found_norm(*given), expected) for _ in range(3 if way == "kernel" else 100)
-    )
-
-
-@both_ways
-def test_no_graph_and_no_autocast(way: str) -> None:
-    given = [each.requires_grad_() for each in tensors((70, 200), 16)]
-    with torch.no_grad():
-        expected = found_norm(*given)
-    with torch.autocast("cpu", dtype=BF16):
-        found = found_norm(*given)
-    assert not found.requires_grad and not found_norm(*given, scaling=0.0).requires_grad
-    assert same_bits(found, expected)
-
-
-def test_float64_is_computed_in_float64() -> None:
-    given = tensors((70, 200), 5, FP64)
-    found = found_norm(*given)
-    assert found.dtype == square_of_rows(given[0]).dtype == FP64
-    torch.testing.assert_close(found, exact_norm(*given), rtol=1e-13, atol=0.0)
-
-
 def test_assembly_has_the_same_bits(gpu: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     terms = [torch.randn(1000, generator=generator) for _ in range(3)]
@@ -282,32 +215,6 @@ def test_squares_are_within_their_bound(
 # ------------------------------------------------------------------- memory
 
 
-def largest(run: Callable[[], Any], *known: torch.Tensor) -> int:
-    """The largest tensor that an operator made, in bytes."""
-    made = made_by(run, *known)
-    return max(each.untyped_storage().nbytes() for each in made)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_reference_keeps_to_its_budget(dtype: torch.dtype) -> None:
-    rows, columns, rank = 256, 1024, 4
-    dense, a, b = given = tensors((rows, columns), rank, dtype)
-    square = square_of_rows_ref(dense)
-    whole = rows * columns * 4
-    for budget in (whole // 16, whole // 4, whole):
-        found = largest(
-            partial(row_norm_ref, *(dense, square, a, b, SCALING, budget)), *given, square
-        )
-        assert found <= budget
-        # Of what is float32 no copy is made: but for it, the budget is used.
-        assert dtype == FP32 or found > budget // 2
-        assert budget // 2 < largest(partial(square_of_rows_ref, dense, budget), dense) <= budget
-    assert largest(lambda: row_norm_ref(dense, square, a, b, 0.0), *given) <= rows * 8
-    # At the least 64 columns at a time; and, a control, the dense product.
-    assert largest(lambda: square_of_rows_ref(dense, 1), dense) == rows * 64 * 4
-    assert largest(lambda: torch.linalg.norm(dense + b @ a, dim=1), *given) == whole
-
-
 @pytest.mark.parametrize("rank", [1, 16, 64, 65, 130, 300])
 @pytest.mark.parametrize("shape", [(64, 300), (5, 1100), (200, 64)], ids=str)
 def test_extra_bytes_are_what_the_kernels_allocate(
@@ -319,26 +226,3 @@ def test_extra_bytes_are_what_the_kernels_allocate(
     square = square_of_rows_ref(dense)
     made = made_by(lambda: gpu.row_norm(dense, square, a, b, SCALING), dense, a, b, square)
     assert 0 < storage_num_bytes(made) <= gpu.num_extra_bytes(*shape, rank)
-
-
-# ------------------------------------------------------------------- the rest
-
-
-def test_on_the_meta_device_tensors_have_their_form() -> None:
-    for dtype, expected in ((BF16, FP32), (FP64, FP64)):
-        dense, a, b = (each.to("meta") for each in tensors((7, 9), 2, dtype))
-        square = square_of_rows(dense)
-        norm = row_norm(dense, square, a, b, SCALING)
-        for each in (square, norm, divisor_of(norm, dtype)):
-            assert each.is_meta and each.shape == (7,) and each.dtype == expected
-
-
-@pytest.mark.parametrize(
-    ("dtype", "least"), [(FP32, 1e-12), (FP64, 1e-12), (BF16, 1e-6), (FP16, 1e-6)]
-)
-def test_what_the_magnitude_of_each_row_is_divided_by(dtype: torch.dtype, least: float) -> None:
-    norm = torch.tensor([2.0, 0.0, float("nan"), float("inf")])
-    divisor = divisor_of(norm, dtype)
-    assert divisor.dtype == FP32 and divisor_of(norm.double(), dtype).dtype == FP64
-    assert divisor[0] == 2 and divisor[1] == torch.tensor(least)
-    assert divisor[2].isnan() and divisor[3].isinf()

@@ -16,6 +16,7 @@ from poros.errors import RematerializationError
 from poros.self_check.switches import current_settings, set_settings
 from poros.stream.settings import Settings
 from tests.children import run_python
+from tests.covers import with_slow
 from tests.snapshots import assert_same_run, build, changes, run, step
 from tests.support import prepare_plain
 
@@ -57,6 +58,8 @@ SWITCHES: dict[str, Change] = {
     "order of attention": lambda: torch._C._set_sdp_priority_order([2, 0, 1, 3, 4]),
 }
 CHANGES = PRECISIONS | SWITCHES
+MIXED = {"new everywhere", "nothing everywhere", "old medium", "old then new"}
+"""Those that the trainers set, and both kinds of names."""
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +105,7 @@ def everything() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("change", PRECISIONS)
+@pytest.mark.parametrize("change", with_slow(PRECISIONS, {*PRECISIONS} - MIXED))
 def test_any_mix_of_precisions_trains_as_resident(change: str) -> None:
     CHANGES[change]()
     before = everything()

@@ -43,24 +43,6 @@ def test_what_is_affordable_fits_and_grows_with_the_budget(
     assert more is not None and more[:2] >= room[:2]
 
 
-def test_no_layer_is_kept_before_a_graph_was_measured() -> None:
-    sizes, wanted = BlockSizes([BlockLayout((), KB)] * 4, 4, 1), Wanted(None, None, None)
-    kept = [
-        affordable(100 * KB, sizes, Needs(KB, KB, graph), wanted, False)
-        for graph in (0, KB, 30 * KB)
-    ]
-    assert kept == [ResidencyPlan(4, 0), ResidencyPlan(4, 4), ResidencyPlan(4, 3)]
-
-
-def test_layers_are_kept_in_whole_blocks() -> None:
-    sizes, wanted = BlockSizes([BlockLayout((), KB)] * 3, 5, 2), Wanted(None, None, None)
-    kept = [
-        affordable(num_bytes * KB, sizes, Needs(0, 0, KB), wanted, False)
-        for num_bytes in range(3, 9)
-    ]
-    assert [room and room.keep_last for room in kept] == [0, 0, 2, 2, 4, 5]
-
-
 @given(*[st.integers(1, 64)] * 5)
 def test_growth_is_no_less_than_attention_without_a_fused_kernel(
     rows: int, length: int, more_rows: int, more_length: int, together: int

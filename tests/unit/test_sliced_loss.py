@@ -14,10 +14,8 @@ import torch.nn.functional as F
 
 import poros.head.loss
 from poros.errors import UnsupportedModelError
-from poros.head.loss import Slices, slice_width, sliced_cross_entropy
+from poros.head.loss import Slices, sliced_cross_entropy
 from poros.head.online import Regularizer, Step
-from poros.head.slices import SliceReader
-from poros.streams import EagerStreams
 from tests.exact.arms import narrow_slices
 
 N, V, H = 23, 1000, 48
@@ -173,21 +171,6 @@ def test_control_the_bounds_notice_a_small_mistake(
     assert abs(loss(whole) - expected) > allowed
 
 
-def test_in_bfloat16_it_is_nearer_to_the_exact_loss_than_whole_logits() -> None:
-    given = case(torch.bfloat16, 400)
-    true = exact(given, ()).losses.sum()
-    plain = F.linear(given.hidden, given.head, given.bias).float()
-    whole = F.cross_entropy(plain, given.labels, reduction="sum").double()
-    assert abs(sliced(given)[0].double() - true) < abs(whole - true) / 10
-
-
-def test_slices_say_nothing_about_where_the_head_lies() -> None:
-    """The same rows from other memory, and in a batch that was computed before: the same bits."""
-    given = case(torch.bfloat16)
-    first, second = sliced(given), sliced(given._replace(head=given.head.clone()))
-    assert all(torch.equal(*each) for each in zip(first, second, strict=True))
-
-
 @pytest.mark.parametrize("number", [1, N - 1, N + 1])
 def test_another_number_of_labels_is_refused(number: int) -> None:
     given = case(torch.float32)
@@ -201,25 +184,6 @@ def test_a_backward_that_is_to_be_differentiated_is_refused() -> None:
     loss = sliced_cross_entropy(hidden, given.labels, rows_of(given.head), V)
     with pytest.raises(UnsupportedModelError, match="gradients of gradients"):
         torch.autograd.grad(loss, hidden, create_graph=True)
-
-
-@pytest.mark.parametrize("num_tokens", [4, 300, 5000])
-def test_slices_of_a_small_matrix_are_right_at_any_width(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which one buffer holds: many tokens have narrower slices than those it was made for."""
-    monkeypatch.undo()
-    monkeypatch.setattr("poros.head.loss._MOST_LOGITS", 2**20)
-    monkeypatch.setattr("poros.head.loss._LEAST_WIDTH", 128)
-    given = case(torch.bfloat16, num_tokens)
-    reader = SliceReader("head", given.head, EagerStreams(torch.device("cpu")))
-    assert len(reader._buffers) == 1
-    losses = [
-        sliced_cross_entropy(given.hidden, given.labels, read, V)
-        for read in (rows_of(given.head), reader)
-    ]
-    assert torch.equal(*losses)
-    assert slice_width(num_tokens, V, H) == {4: V, 300: V, 5000: 128}[num_tokens]
 
 
 def test_tokens_without_a_label_count_nothing() -> None:
@@ -242,39 +206,6 @@ def test_tokens_without_a_label_count_nothing() -> None:
     assert bool(mean.isnan()) and hidden.grad is not None and not hidden.grad.any()
 
 
-def test_logits_of_minus_infinity_have_no_share() -> None:
-    """A bias that shuts rows out: a whole slice of them, the first."""
-    given = case(torch.float32)
-    given.bias[:200] = float("-inf")
-    given = given._replace(labels=given.labels.clamp(min=300))
-    loss, gradient = sliced(given)
-    kept = F.linear(given.hidden.double(), given.head.double()[200:], given.bias.double()[200:])
-    expected = F.cross_entropy(kept, given.labels - 200, reduction="sum")
-    torch.testing.assert_close(loss.double(), expected)
-    assert bool(gradient.isfinite().all())
-
-
-def test_few_tokens_small_labels_and_what_is_not_a_number() -> None:
-    for num_tokens in (1, 2):
-        given = case(torch.float32, num_tokens)
-        loss, gradient = sliced(given)
-        true = exact(given, ())
-        torch.testing.assert_close(loss, true.losses.sum().float())
-        torch.testing.assert_close(gradient, true.gradient.float())
-    given = case(torch.float32)
-    small = given._replace(labels=given.labels.clamp(min=0, max=200))
-    hidden = given.hidden.clone().requires_grad_()
-    found = sliced_cross_entropy(
-        hidden, small.labels.byte(), rows_of(given.head), V, bias=given.bias, ignore_index=200
-    )
-    small.labels[small.labels == 200] = -100
-    assert torch.equal(found, sliced(small)[0])
-    given.hidden[0] = float("nan")
-    loss, gradient = sliced(given)
-    assert bool(loss.isnan()) and bool(gradient[0].isnan().all())
-    assert bool(gradient[1:].isfinite().all())
-
-
 @pytest.mark.parametrize("label", [-1, V, 10**9])
 def test_a_label_out_of_range_is_refused(label: int) -> None:
     given = case(torch.float32)
@@ -283,25 +214,6 @@ def test_a_label_out_of_range_is_refused(label: int) -> None:
         sliced(given)
     with pytest.raises(IndexError):  # as it is without slices
         F.cross_entropy(torch.zeros(N, V), given.labels)
-
-
-def test_backward_twice_and_without_gradients() -> None:
-    """And with a regularizer of nothing: the same bits."""
-    given = case(torch.bfloat16)
-    hidden = given.hidden.clone().requires_grad_()
-    loss = sliced_cross_entropy(hidden, given.labels, rows_of(given.head), V)
-    first, second = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second) and first.any()
-    (half,) = torch.autograd.grad(loss * 0.5, hidden)
-    assert torch.equal(half, first * 0.5)
-    with torch.no_grad():
-        same = sliced_cross_entropy(given.hidden, given.labels, rows_of(given.head), V)
-    assert torch.equal(loss, same) and not same.requires_grad
-    plain = sliced_cross_entropy(
-        hidden, given.labels, rows_of(given.head), V, regularizer=Regularizer()
-    )
-    assert torch.equal(plain, loss)
-    assert torch.equal(torch.autograd.grad(plain, hidden)[0], first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -349,20 +261,6 @@ def test_a_head_that_is_written_to_before_backward_is_noticed() -> None:
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-SHAPES = [(1, 152064, 3584), (512, 152064, 3584), (40960, 152064, 3584), (10**6, 152064, 8192)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_width_of_a_slice(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    num_tokens, num_rows, num_columns = shape
-    width = slice_width(*shape)
-    assert width % 128 == 0 and 512 <= width <= num_rows
-    assert width == 512 or max(num_tokens * width / 2, width * num_columns) <= 2**24
-    assert slice_width(1, num_rows, num_columns) >= width, "what buffers are made for"
-    assert slice_width(num_tokens, 100, num_columns) == 100
 
 
 REGULARIZERS = [Regularizer(0.1), Regularizer(z_loss=0.01), Regularizer(0.3, 0.02)]

@@ -5,47 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from poros.io import digests
 from tools import lines, mutants
-
-SOURCE = '''"""Two lines
-of a docstring."""
-
-import os  # a comment behind code
-
-# a comment alone
-
-
-class A:
-    """One line."""
-
-    x: int = 1
-    """Behind an attribute.
-
-    A blank line above, which belongs to it.
-    """
-    text = """a string
-
-that is code"""
-'''
-
-
-def test_each_line_is_of_one_kind() -> None:
-    found = lines.lines_of(SOURCE)
-    assert found == lines.Lines(files=1, code=6, docstrings=7, comments=1, blank=5)
-    assert found.total == len(SOURCE.splitlines())
-
-
-def test_all_lines_of_a_folder_are_counted() -> None:
-    found = lines.count("tools")
-    files = list((lines.ROOT / "tools").rglob("*.py"))
-    assert found.files == len(files)
-    assert found.total == sum(len(path.read_text().splitlines()) for path in files)
-
-
-def test_the_files_that_run_are_found_and_no_others() -> None:
-    assert lines.files_run_by(lambda: digests.num_threads()) == [Path(digests.__file__)]
-    assert lines.files_run_by(lambda: None) == []
 
 
 def test_a_warm_step_passes_through_the_files_that_stream() -> None:
@@ -66,22 +26,7 @@ def test_mutants_are_drawn_from_files_that_exist(core: str) -> None:
         assert mutants.mutated(mutant) != mutants.mutated(mutant._replace(number=-1))
 
 
-def test_the_cores_have_nothing_in_common() -> None:
-    step, house = (set(mutants.files(core)) for core in mutants.CORES)
-    assert not step & house
-    assert all((mutants.ROOT / file).is_file() for file in step | house)
-    assert {"poros/kernels/lora.py", "poros/head/loss.py", "loaders/load.py"} < house
-    assert "poros/kernels/lora_gpu.py" not in house
-
-
-def test_the_tests_of_the_house_are_those_of_the_step_and_more() -> None:
-    step, house = (
-        {file for group in mutants.groups((), core) for file in group} for core in mutants.CORES
-    )
-    assert step < house
-    assert {Path(file).parent.name for file in house - step} == {"loading", "planning"}
-
-
+@pytest.mark.slow
 def test_a_group_is_given_up_after_its_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

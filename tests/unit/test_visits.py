@@ -4,8 +4,6 @@ Only what Poros does itself is counted: from the moment a layer's forward or bac
 the moment it is left, without the layer's own forward; so is what each saved tensor costs.
 """
 
-import gc
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +25,6 @@ from poros.stream import general
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
-from poros.stream.layer_index import LayerIndex
 from poros.stream.rng import RngStash
 from poros.streams import EagerStreams, Event
 from tests.fake_cuda import FakeCuda
@@ -38,9 +35,6 @@ from tests.support import prepare_plain
 NUM_LAYERS = 4
 CPU = torch.device("cpu")
 
-# Calls that Python sees, per visit of a layer of 83 modules, 14 adapters and 26 frozen tensors: as
-# found with Python 3.11 and torch 2.13. Both are at their bounds: what adds calls raises them.
-MOST_CALLS = {"forward": 1773, "backward": 1042}
 # These make views, or no use of the device's memory: random states are compared on the host, and a
 # load is one copy into a part of a slot.
 HARMLESS = {"alias", "detach", "slice", "copy_", "equal"}
@@ -76,26 +70,22 @@ class CountingStreams(EagerStreams):
 
 
 class Visits(TorchDispatchMode):
-    """Counts operators, calls and captures of random states, by kind of visit."""
+    """Counts operators and captures of random states, by kind of visit."""
 
-    def __init__(self, *, is_profiling: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.operators: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
-        self.calls: Counter[str] = Counter()
         self.num_states: Counter[str] = Counter()
-        self._is_profiling = is_profiling
         self.kind: str | None = None
 
     @contextmanager
     def during(self, kind: str | None) -> Iterator[None]:
         """Count the body for visits of ``kind``, or not at all."""
         before, self.kind = self.kind, kind
-        sys.setprofile(self._on_call if kind and self._is_profiling else None)
         try:
             yield
         finally:
             self.kind = before
-            sys.setprofile(self._on_call if before and self._is_profiling else None)
 
     def wrap(self, kind: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -103,10 +93,6 @@ class Visits(TorchDispatchMode):
                 return call(*args, **kwargs)
 
         return wrapped
-
-    def _on_call(self, frame: Any, event: str, argument: Any) -> None:
-        if self.kind and event in ("call", "c_call"):
-            self.calls[self.kind] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.kind:
@@ -129,9 +115,9 @@ def step(model: Any) -> None:
     model(**batches(1)[0]).loss.backward()
 
 
-def watch(model: Any, *, is_profiling: bool = False) -> Visits:
+def watch(model: Any) -> Visits:
     """What one step does, in all its visits together."""
-    visits = Visits(is_profiling=is_profiling)
+    visits = Visits()
     genuine = torch.default_generator
 
     class Generator:
@@ -151,12 +137,9 @@ def watch(model: Any, *, is_profiling: bool = False) -> Visits:
             (RecomputedCall, "_unpack", "backward"),
         ):
             patch.setattr(owner, name, visits.wrap(kind, getattr(owner, name)))
-        if is_profiling:
+        patch.setattr(torch, "default_generator", Generator)
+        with visits:
             step(model)
-        else:
-            patch.setattr(torch, "default_generator", Generator)
-            with visits:
-                step(model)
     return visits
 
 
@@ -183,29 +166,9 @@ def problems(num_slots: int) -> list[str]:
     return found
 
 
-def num_calls() -> dict[str, float]:
-    """Calls per visit."""
-    model, _ = prepare(NUM_LAYERS)
-    # Others in this process (hypothesis) may have themselves called by each collection.
-    gc.collect()
-    gc.disable()
-    try:
-        visits = watch(model, is_profiling=True)
-    finally:
-        gc.enable()
-    return {kind: visits.calls[kind] / NUM_LAYERS for kind in MOST_CALLS}
-
-
 @pytest.mark.parametrize("num_slots", [2, NUM_LAYERS])
 def test_a_visit_copies_once_and_neither_waits_nor_allocates(num_slots: int) -> None:
     assert problems(num_slots) == []
-
-
-def test_a_visit_takes_few_calls() -> None:
-    found = num_calls()
-    assert all(found[kind] <= MOST_CALLS[kind] for kind in MOST_CALLS), found
-    # Something was counted at all.
-    assert all(found[kind] > MOST_CALLS[kind] / 2 for kind in MOST_CALLS), found
 
 
 def wait_at_release(patch: pytest.MonkeyPatch) -> None:
@@ -269,18 +232,6 @@ def test_control_a_costly_visit_is_noticed(
 ) -> None:
     spoil(monkeypatch)
     assert CONTROLS[spoil] in " ".join(problems(2))
-
-
-def test_control_looking_everything_up_again_takes_too_many_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def walk_the_tree(self: LayerIndex) -> bool:
-        return self.modules() == list(self.modules()[0].modules())
-
-    monkeypatch.setattr(LayerIndex, "_are_current", lambda *_: False)
-    monkeypatch.setattr(LayerIndex, "is_current", walk_the_tree)
-    found = num_calls()
-    assert all(found[kind] > MOST_CALLS[kind] for kind in MOST_CALLS), found
 
 
 # On a CUDA. The stand-in has no call by which the host would wait: see

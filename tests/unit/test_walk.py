@@ -1,7 +1,7 @@
 """The walk: what is loaded when, checked against optimal replacement computed on its own."""
 
-from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,6 @@ from poros.slots.schedule import (
     count,
     divide,
     missing,
-    predict,
     training_visits,
     walk,
 )
@@ -127,11 +126,6 @@ def test_the_oracle_finds_a_better_way_where_there_is_one() -> None:
     assert fewest_loads([0, 2, 0, 2, 0, 2], 2) == belady([0, 2, 0, 2, 0, 2], 2) == 2
 
 
-@given(st.lists(st.integers(0, 4), max_size=14), st.integers(1, 4))
-def test_both_oracles_agree(blocks: list[int], num_slots: int) -> None:
-    assert belady(blocks, num_slots) == fewest_loads(blocks, num_slots)
-
-
 def test_zigzag_is_safe_and_copies_overlap_with_compute() -> None:
     """Every copy but the very first has the compute of another block to hide behind."""
     for num_blocks, num_slots in SIZES:
@@ -149,30 +143,7 @@ def test_zigzag_is_safe_and_copies_overlap_with_compute() -> None:
             is_computing = kind == "acquire" or (is_computing and kind == "prefetch")
 
 
-def test_training_visits_are_the_zigzag() -> None:
-    step = [(0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)]
-    assert list(training_visits(2, 2)) == step * 2
-
-
 # Anything else.
-
-
-def test_inference_passes_load_each_block_at_most_once() -> None:
-    """A pass loads at most K; what the first loads on top is already the next one's beginning.
-
-    So a pass between two training steps costs its own loads only.
-    """
-    for num_blocks, num_slots in SIZES:
-        size = num_blocks, num_slots
-        one_pass = [(block, Phase.INFERENCE) for block in range(num_blocks)]
-        found = totals([], one_pass, size)
-        assert found[1] <= num_blocks + min(num_slots, num_blocks - num_slots)
-        assert max(differences(found[1:])) <= num_blocks
-        if num_slots == num_blocks:
-            assert found[1:] == [num_blocks] * 4
-        step = list(training_visits(num_blocks, 1))
-        with_pass = num_loads([*step, *one_pass, *step, *step], *size)
-        assert with_pass - num_loads(step * 3, *size) <= num_blocks
 
 
 @settings(deadline=None)
@@ -197,22 +168,6 @@ def test_training_is_warm_again_one_step_after_anything(
 # The two decisions by themselves.
 
 
-def test_predict_turns_where_its_phase_does() -> None:
-    assert list(predict(2, Phase.FORWARD, 4)) == [3, 3, 2, 1, 0]
-    assert list(predict(3, Phase.FORWARD, 4)) == [3, 2, 1, 0]
-    assert list(predict(1, Phase.BACKWARD, 4)) == [0, 0, 1, 2, 3]
-    assert list(predict(0, Phase.BACKWARD, 4)) == [0, 1, 2, 3]
-    assert list(predict(2, Phase.INFERENCE, 4)) == [3, 0, 1, 2, 3]
-
-
-@given(sizes, PHASES, st.data())
-def test_predict_covers_a_pass(size: tuple[int, int], phase: Phase, data: st.DataObject) -> None:
-    num_blocks, _ = size
-    block = data.draw(st.integers(0, num_blocks - 1))
-    expected = list(islice(predict(block, phase, num_blocks), 3 * num_blocks))
-    assert set(expected) == set(range(num_blocks))
-
-
 @pytest.mark.parametrize(
     ("contents", "in_use", "expected", "wanted"),
     [
@@ -231,38 +186,6 @@ def test_missing_stops_at_a_slot_in_use_and_at_a_promised_one(
     contents: list[int | None], in_use: int, expected: list[int], wanted: list[int]
 ) -> None:
     assert list(missing(contents, in_use, expected)) == wanted
-
-
-@given(any_visits(), st.data())
-def test_missing_neither_evicts_nor_overtakes_what_is_needed_sooner(
-    case: tuple[int, int, list[Visit]], data: st.DataObject
-) -> None:
-    num_blocks, num_slots, visits = case
-    own = [[None, *range(slot, num_blocks, num_slots)] for slot in range(num_slots)]
-    contents = [data.draw(st.sampled_from(choices)) for choices in own]
-    in_use = data.draw(st.integers(0, num_slots - 1))
-    expected = [block for block, _ in visits]
-    loads = list(missing(contents, in_use, iter(expected)))
-    assert len({block % num_slots for block in loads}) == len(loads)
-    for block in loads:
-        evicted = contents[block % num_slots]
-        assert block % num_slots != in_use and evicted != block
-        if evicted in expected:
-            assert expected.index(evicted) > expected.index(block)
-        # Copies run in the order they are queued in, so a later one must not get ahead.
-        sooner = expected[: expected.index(block)]
-        assert all(each in contents or each in loads for each in sooner)
-    assert loads == sorted(loads, key=expected.index)
-
-
-def test_missing_looks_no_further_than_it_must() -> None:
-    def endless() -> Iterator[int]:
-        while True:
-            yield from (0, 1)
-
-    assert list(missing([2, None], 0, endless())) == []
-    assert list(missing([0, None], 0, endless())) == [1]
-    assert list(missing([0, 1], 0, endless())) == []
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,18 @@ CARDS: Mapping[str, Card] = MappingProxyType(
 )
 """By the names that ``poros plan --card`` takes."""
 
+_OF_DRIVERS: Mapping[str, str] = MappingProxyType(
+    {
+        "NVIDIA A100-PCIE-40GB": "a100-40gb",
+        "NVIDIA A100-SXM4-40GB": "a100-40gb",
+        "NVIDIA A100-SXM4-80GB": "a100-80gb",
+        "NVIDIA A100 80GB PCIe": "a100-80gb",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA RTX 6000 Ada Generation": "rtx6000ada",
+    }
+)
+"""Names of drivers that are not those of cards."""
+
 SIZES_GIB = (8, 12, 16, 24, 32, 48, 80)
 """Memories of cards that plans are compared over."""
 
@@ -144,7 +156,7 @@ def find_card(name: str) -> Card:
 def card_of(name: str) -> Card | None:
     """Find the card of a GPU by the name that its driver gives it; None if it is unknown."""
     try:
-        return find_card(name)
+        return find_card(_OF_DRIVERS.get(name, name))
     except PolicyError:
         return None
 

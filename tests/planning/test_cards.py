@@ -5,7 +5,7 @@ import torch
 
 from poros.config import budget_of
 from poros.errors import PolicyError
-from poros.planning.cards import CARDS, LINK_GB_PER_S, find_card
+from poros.planning.cards import CARDS, LINK_GB_PER_S, card_of, find_card
 from poros.utils.devices import library_workspace
 
 TITLES = {
@@ -27,6 +27,12 @@ def test_a_card_is_found_however_it_is_spelled_or_refused_with_those_that_are_ne
         with pytest.raises(PolicyError, match="card: expected one of") as caught:
             find_card(name)
         assert near in str(caught.value) and "--vram" in str(caught.value)
+
+
+def test_a_card_is_found_by_the_name_that_its_driver_gives_it() -> None:
+    names = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA GeForce RTX 4090": "rtx4090"}
+    assert {name: card_of(name) for name in names} == {n: CARDS[c] for n, c in names.items()}
+    assert card_of("NVIDIA GeForce RTX 4090 Laptop GPU") is None
 
 
 def test_every_card_has_a_link_whose_rate_is_below_what_it_is_built_for() -> None:

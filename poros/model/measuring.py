@@ -176,6 +176,8 @@ class MeasuredSizer(Sizer):
         """Shapes since measuring began."""
         self._reserve = 1.0
         self._rounds = 0
+        self._watched: set[int] = set()
+        """Layers of which a call was watched since measuring began."""
         self._may_be_alone = self.wanted[:2] == (None, None)
         self._num_given_back = 0
         self._watch: StepWatch | None = None
@@ -199,13 +201,23 @@ class MeasuredSizer(Sizer):
         return self._planned[1]
 
     def watching_graph(self) -> AbstractContextManager[None] | None:
-        """What notes how much a layer's recomputation keeps; None if that is not wanted now.
+        """What notes how much a layer's recomputation keeps; None if that is not wanted now."""
+        return self._noting_graph() if self._is_first_round else None
 
-        While it is, no visit is replayed: graphs that are kept in memory of their own would count
-        beside those in memory of recordings. So it is in the first of several measurements alone.
+    def watches(self, layer: int) -> bool:
+        """Whether the call that comes of a layer is not to be replayed, so that its graph is noted.
+
+        So it is once for each layer, in the first of several measurements alone: graphs in memory
+        of their own count beside those in memory of recordings.
         """
-        is_first = self._stage is Stage.MEASURING and self._rounds == 0
-        return self._noting_graph() if is_first else None
+        if not self._is_first_round or layer in self._watched:
+            return False
+        self._watched.add(layer)
+        return True
+
+    @property
+    def _is_first_round(self) -> bool:
+        return self._stage is Stage.MEASURING and self._rounds == 0
 
     @contextmanager
     def _noting_graph(self) -> Iterator[None]:
@@ -280,6 +292,7 @@ class MeasuredSizer(Sizer):
 
     def _measure(self, stage: Stage) -> None:
         self._stage, self._rounds, self._seen = stage, 0, []
+        self._watched.clear()
         if self._watch is not None:
             self._watch.has_stepped()  # steps up to here are not the one that is measured
         self._num_given_back = self._memory.num_given_back()

@@ -228,6 +228,7 @@ class Runtime:
             context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):
             context.watching_graph = self.sizer.watching_graph
+            context.watches = self.sizer.watches
         return context
 
     def _make_layers(self, inventory: Inventory) -> list[tuple[nn.Module, StreamedLayer]]:

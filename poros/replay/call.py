@@ -171,20 +171,19 @@ class LayerCall(Call):
             return "hooks"
         if recorded_outputs() - {RESULTS}:
             return "what layers return aside is recorded"
-        if self.layer.context.watching_graph() is not None:
-            return CHECK
         if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in self.tensors):
             return "tensors of other classes"
         if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
             return "operators that are watched"
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return "saved tensors that are packed"
+        if self.layer.context.watches(self.layer.index):
+            return CHECK
         return None
 
     def is_seen(self) -> bool:
         """Whether somebody wants to see what happens within this backward."""
-        is_measured = self.layer.context.watching_graph() is not None
-        return is_measured or torch._C._len_torch_dispatch_stack() > 0
+        return torch._C._len_torch_dispatch_stack() > 0
 
     def conditions(self) -> Hashable:
         """What is fixed in what this call does, but for addresses; equal ones do the same."""

@@ -104,6 +104,7 @@ class ModelContext:
         offloader: Where inputs wait for their backward; None keeps them on the device.
         check: Looks at the first calls of layers; None if nothing is checked.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
+        watches: Whether the call that comes of a layer, by its place, is not to be replayed.
         captures: Visits that are recorded and replayed; None if all of them run.
         in_place: Gives what is called in place of layers, if that is still there.
         is_confined: Whether each call of a layer has an autocast region of its own.
@@ -132,6 +133,7 @@ class ModelContext:
         self.offloader: ActivationOffloader | None = None
         self.check: LayerCheck | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
+        self.watches: Callable[[int], bool] = lambda layer: False
         self.captures: Replayer | None = None
         self.in_place: Callable[[], StandIn | None] | None = None
         self.is_confined = False

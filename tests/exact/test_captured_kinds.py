@@ -19,6 +19,7 @@ import poros
 from poros.errors import ParityError
 from poros.gates import tiny
 from poros.model.sizing import ResidencyPlan
+from poros.replay.call import CHECK
 from poros.replay.captures import ARGUMENTS, NEW
 from poros.replay.forms import Form, HeldGraphs
 from tests.comparing import compare_trajectories
@@ -271,6 +272,25 @@ def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked(bases
     assert recorder.num_recorded == 2 * 2
     # Of four, a forward and a backward run beside what is compared with it.
     assert captures.num_replays == 2 * (3 + 2)
+
+
+def test_of_micro_batches_together_one_call_of_each_layer_is_watched(bases: Bases) -> None:
+    model = adapted(bases)
+    captures, _ = recorded(model, self_check="off")
+    batch = tiny.make_batches(1, batch_size=1, num_tokens=8, padded=False)[0]
+    for _ in range(4):
+        poros.accumulate(model, [dict(batch) for _ in range(4)])
+    before = captures.num_replays
+    to_come = {0, 1}
+
+    def watches(layer: int) -> bool:
+        found = layer in to_come
+        to_come.discard(layer)
+        return found
+
+    poros.runtime(model).context.watches = watches
+    poros.accumulate(model, [dict(batch) for _ in range(4)])
+    assert captures.eager[CHECK] == 2 and captures.num_replays == before + 2 * 2 * 3
 
 
 def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(

@@ -153,13 +153,14 @@ def test_what_a_short_batch_leaves_is_not_spent_if_a_long_one_may_come_again(
 
 
 def test_graphs_are_looked_at_in_the_first_measurement_alone(prepared: Prepare) -> None:
-    """No visit is replayed meanwhile, so graphs would be there twice."""
+    """One call of each layer is not replayed then: graphs would be there twice."""
     loop = prepared(budget(6, 4, 16))
     sizer = loop.sizer
     looks = []
     for _ in range(4):
         loop.run(16)
         looks.append(sizer.watching_graph() is not None)
+        assert sizer.watches(0) == looks[-1] and not sizer.watches(0)
     assert looks == [False, True, False, False], "warming, measuring, in another room, settled"
     assert loop.runtime.room == ResidencyPlan(6, 4)
     sizer.recorded()

@@ -22,7 +22,7 @@ from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_diges
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
-from tests.support import AS_PLAIN, AdversarialPrepare, copied, loaded
+from tests.support import AS_PLAIN, copied, loaded
 from tools.adversary import POISON, AdversarialStreams
 from tools.tape import TapeRecorder
 
@@ -179,12 +179,14 @@ def streamed(model: Model, **policy: Any) -> Model:
     return poros.prepare(model, **{**usual, **policy})
 
 
-def poisoned(model: Model, **policy: Any) -> Model:
+def poisoned(model: Model, recorder: TapeRecorder | None = None, **policy: Any) -> Model:
     """Streamed by adversarial streams on two slots, each poisoned as soon as it is released.
 
     So whatever reads one without asking for its block shows.
     """
-    AdversarialPrepare()(model, **{"device": "cpu", "slots": 2, **policy})
+    usual = {"device": "cpu", "slots": 2, "self_check": "off", **AS_PLAIN}
+    chosen = poros.StreamingPolicy(**{**usual, **policy})
+    prepare_with(model, chosen, streams=AdversarialStreams(), recorder=recorder)
     manager = poros.runtime(model).manager
     genuine, evict = manager.release, manager.evict
 
@@ -201,11 +203,8 @@ def poisoned(model: Model, **policy: Any) -> Model:
 
 
 def on_tapes(model: Model, **policy: Any) -> Model:
-    """Streamed, with visits that are recorded on tapes, and then replayed."""
-    usual = {"device": "cpu", "self_check": "off", **AS_PLAIN}
-    return prepare_with(
-        model, poros.StreamingPolicy(**{**usual, **policy}), recorder=TapeRecorder()
-    )
+    """The same, with visits that are recorded on tapes, and then replayed."""
+    return poisoned(model, TapeRecorder(), **policy)
 
 
 @cache

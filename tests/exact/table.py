@@ -28,9 +28,6 @@ class Row(NamedTuple):
     """Whether visits of some layers may be replayed."""
     is_slow: bool = False
     """Left out of `make test`, in which other rows have all that comes together here."""
-    is_of_order: bool = False
-    """It is about when gradients arrive: `make test` runs it with eager and replayed visits, but
-    does not poison slots."""
     num_times: int = 0
     """The first shows what is to be recorded, the second proves it, the third replays it."""
 
@@ -252,20 +249,20 @@ def adapters() -> Iterator[Row]:
     yield from (Row(name, subject, P.train_once) for name, subject in SHARING.items())
     for is_slow, (name, where) in crossed(SHARING, programs):
         row = Row(f"{name}, {where}", SHARING[name], programs[where])
-        yield row._replace(is_slow=is_slow, is_of_order=True)
+        yield row._replace(is_slow=is_slow)
     # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
     for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
         # DoRA remembers its norms in evaluation mode.
         is_slow &= "dora" not in name or region not in ("in_evaluation_mode", "region")
         row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region], is_slow=is_slow)
-        yield row._replace(is_of_order=name != "lora", num_times=2 if region in SOON else 3)
+        yield row._replace(num_times=2 if region in SOON else 3)
     for is_slow, (name, which) in crossed(MEETINGS, ("dense", "4 bits, in order")):
         program = MEETINGS[name]
         # Where casts are there before the layers are, it is not seen when gradients arrive.
         row = Row(name, S.FP32_DENSE, program, replays=name != "a penalty first")
         if which != "dense":
             row = Row(name, S.FP32_NO_DROPOUT, R.in_order(program), replays=False, num_times=3)
-        yield row._replace(name=f"{name}, {which}", is_slow=is_slow, is_of_order=which == "dense")
+        yield row._replace(name=f"{name}, {which}", is_slow=is_slow)
 
 
 def readers() -> Iterator[Row]:

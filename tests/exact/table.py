@@ -135,7 +135,8 @@ def losses() -> Iterator[Row]:
     the loss's, the residual path's, then the norm's.
     """
     for name, program in STATES.items():
-        yield Row(f"a loss on {name}", S.PLAIN, program, replays=False)
+        row = Row(f"a loss on {name}", S.PLAIN, program, replays=False)
+        yield row._replace(is_slow=name.endswith("middle states") or name == "a middle state")
     yield Row("losses on what layers give", S.PLAIN, P.loss_on_outputs)
     yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
     for name, subject in FAMILIES.items():
@@ -230,7 +231,8 @@ def surroundings() -> Iterator[Row]:
 
 def adapters() -> Iterator[Row]:
     for layers in ([0], [1], [2], [0, 2]):
-        yield Row(f"adapters on layers {layers}", S.on_layers(layers), P.train_once)
+        row = Row(f"adapters on layers {layers}", S.on_layers(layers), P.train_once)
+        yield row._replace(is_slow=1 in layers)
     for name, options in KINDS.items():
         yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train_once)
     targets = ("q_proj, v_proj", *S.PROJECTIONS)

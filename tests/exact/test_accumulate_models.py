@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
+from tests.covers import with_slow
 from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
@@ -353,7 +354,11 @@ BETWEEN = {
 PROGRAMS = {**AROUND, **BETWEEN}
 
 
-@pytest.mark.parametrize("which", PROGRAMS)
+SLOW = ("code, later", "edits in place, later", "autocast, later", "evaluation mode, later")
+SLOW += ("an edited mask", "autocast around all, with a cache", "draws in the backward of the norm")
+
+
+@pytest.mark.parametrize("which", with_slow(PROGRAMS, SLOW))
 def test_programs(which: str, bases: Bases) -> None:
     assert ends(PROGRAMS[which], bases)
 

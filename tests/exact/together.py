@@ -20,7 +20,7 @@ Model = Any
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Model, Any], torch.Tensor]
 LENGTHS = (12, 9, 20, 7, 12, 16, 5, 9)
-SIZES = (3, 3)
+SIZES = (3, 2)
 """Of the steps of programs."""
 
 

@@ -214,6 +214,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.usefixtures("flags_stay")
 @pytest.mark.parametrize("noise", [always, only_at_first])
 @pytest.mark.parametrize("options", [{}, {"offload_boundaries": True}, {"block_size": 2}], ids=str)

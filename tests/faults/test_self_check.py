@@ -22,6 +22,7 @@ from poros.planning.request import PlanRequest
 from poros.self_check.evidence import CallSnapshot
 from poros.self_check.proof import Outcome
 from tests.comparing import compare_trajectories
+from tests.covers import with_slow
 from tests.snapshots import batches, bits_of, build, changes, layers_of
 from tests.support import prepare_plain
 
@@ -91,7 +92,7 @@ RUNS: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", with_slow(RUNS, ("a block of two layers",)))
 def test_a_run_with_the_check_ends_as_one_without(case: str) -> None:
     architecture, changed, policy, settings = RUNS[case]
     spec = TrainingSpec(num_steps=2, **settings)
@@ -156,13 +157,6 @@ def test_layers_below_the_lowest_adapter_are_checked_too() -> None:
     prepared(model)
     backward(model)
     assert status(model) == "passed"
-
-
-def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepared(build())
-    backward(model)
-    monkeypatch.setattr(poros.self_check.check.SelfCheck, "_mismatch", None)
-    backward(model)
 
 
 # It leaves no trace.

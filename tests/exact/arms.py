@@ -158,6 +158,15 @@ class Residents:
         return changes(expected, observe(model, program))
 
 
+PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+
+
+def flip_nibble(model: Model, **_: Any) -> Model:
+    """A fault that every gate has to see: one 4-bit code in the middle of one layer's weights."""
+    dict(model.named_parameters())[PACKED].data[1000] ^= 0x0F
+    return model
+
+
 def slice_resident_loss(model: Model) -> Model:
     """A resident model whose loss is computed in slices; nothing of it streams."""
     base = model.get_base_model()

@@ -98,6 +98,13 @@ SHARING = {  # adapters, or casts of them
     "called twice": S.called_twice,
     "one for two projections": S.shared_within,
 }
+ARRIVING = {
+    **{name: S.small(name) for name in ("gemma3", "gemma4", "mixtral", "phi3", "prophetnet")},
+    "vblora": S.vblora,
+    "called twice": S.called_twice,
+}
+"""The order of a resident run is other in each; the values of a tensor decide what some of them do,
+or they share states, and are not replayed."""
 READERS = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
 READING = (
     ("AutoModelForSequenceClassification", P.prefer),
@@ -116,6 +123,7 @@ def backwards() -> Iterator[Row]:
     yield Row("partial backwards", S.PLAIN, H.retained_and_partial)
     yield Row("backward in another thread", S.PLAIN, H.from_another_thread)
     yield Row("forward in another thread", S.PLAIN, H.forward_in_another_thread)
+    yield Row("a backward below another", S.PLAIN, P.backward_below_an_earlier_one, replays=False)
     yield Row("a layer called outside of the model", S.PLAIN, P.layer_outside_of_the_model)
     errors = (ZeroDivisionError, KeyboardInterrupt), ("forward", "backward", H.A_MATRIX)
     for is_slow, (error, where) in crossed(*errors):
@@ -252,6 +260,13 @@ def adapters() -> Iterator[Row]:
     for is_slow, (name, where) in crossed(SHARING, programs):
         row = Row(f"{name}, {where}", SHARING[name], programs[where])
         yield row._replace(is_slow=is_slow)
+    yield Row("two parameters that are added", S.shifted, P.gradients_of_their_own)
+    for name, subject in ARRIVING.items():
+        replays = name in ("gemma3", "phi3", "called twice")
+        is_used_often = name in ("vblora", "prophetnet", "called twice")
+        program = P.sums if is_used_often else P.STEP
+        yield Row(f"when gradients arrive: {name}", subject, program, replays=replays)
+    yield Row("vblora", S.vblora, P.train_once, replays=False)
     # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
     for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
         # DoRA remembers its norms in evaluation mode.
@@ -272,6 +287,7 @@ def readers() -> Iterator[Row]:
     for is_slow, (name, (auto_class, program)) in crossed(READERS, READING):
         row = Row(f"{program.__name__}, {name}", S.reading(auto_class, name), program)
         # Of the others a run has four forwards, which are enough to replay some.
+        is_slow |= name in ("mistral", "gemma3")
         yield row._replace(is_slow=is_slow, num_times=3 if program is P.classify else 2)
 
 

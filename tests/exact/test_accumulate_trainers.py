@@ -167,7 +167,7 @@ def test_trainers_that_act(which: str, bases: Bases, tmp_path: Path) -> None:
         adapters = trained(model)
         args = trainer_arguments(
             *(tmp_path,),
-            **{"max_steps": 3, "gradient_accumulation_steps": 3, "learning_rate": 1e-2},
+            **{"max_steps": 2, "gradient_accumulation_steps": 3, "learning_rate": 1e-2},
         )
         kind = make((poros.BlockMajorMixin,) if is_grouped else ())
         try:

@@ -25,7 +25,7 @@ from poros.kernels.use import patch
 from poros.stream.boundary import detach_layer
 from tests.comparing import QUANTITIES
 from tests.covers import with_slow
-from tests.exact.faulty import flip_nibble
+from tests.exact.arms import flip_nibble
 from tests.support import make_model, prepare_plain
 
 

@@ -132,7 +132,7 @@ def canonical(name: str) -> str:
 def test_a_kind_is_trained_saved_and_read_back(case: Case, bases: Bases, tmp_path: Path) -> None:
     resident, streamed = (case.attach(case.base(bases)) for _ in range(2))
     prepare_plain(streamed, device="cpu")
-    expected, found = (run(model, **case.spec) for model in (resident, streamed))
+    expected, found = (run(model, 1, **case.spec) for model in (resident, streamed))
     assert_same_run(expected, found)
     assert poros.runtime(streamed).self_check["status"] == "passed"
     assert poros.runtime(streamed).stats()["num_loads"] > 0

@@ -11,7 +11,7 @@ from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_steps, start_digests, train
 from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
 from tests.covers import with_slow
-from tests.exact.faulty import PACKED, flip_nibble
+from tests.exact.arms import PACKED, flip_nibble
 from tests.support import make_model
 
 

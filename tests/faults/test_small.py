@@ -331,33 +331,6 @@ def on(targets: list[str], layers: list[int] | None = None, **changed: Any) -> M
     )
 
 
-# From inside a layer: what is taken, and where the adapters are.
-INSIDE = {
-    "past no adapter": (["up_proj", "down_proj"], "self_attn.o_proj"),
-    "past an adapter": (["o_proj"], "self_attn.o_proj"),
-    "past the weights of the base": (["up_proj"], "mlp.down_proj"),
-}
-
-
-@pytest.mark.parametrize(("index", "quantize"), [(0, False), (2, True)])
-@pytest.mark.parametrize("what", INSIDE)
-def test_a_loss_on_what_a_hook_took_from_inside_a_layer(
-    what: str, index: int, quantize: bool
-) -> None:
-    targets, module = INSIDE[what]
-    found = []
-    for prepare in (lambda model: model, lambda model: prepare_plain(model, slots=2)):
-        model = prepare(on(targets, quantize=quantize, num_layers=5)).train()
-        torch.manual_seed(0)
-        taken: list[torch.Tensor] = []
-        layers_of(model)[index].get_submodule(module).register_forward_hook(
-            lambda *given, taken=taken: taken.append(given[-1])
-        )
-        (model(**batches()[1]).loss + taken[0].float().square().mean()).backward()
-        found.append(outcome(model))
-    assert changes(*found) == {}
-
-
 class Probe(nn.Module):
     """A small network on what is inside a layer."""
 
@@ -431,7 +404,7 @@ def switched(model: Model, index: int, kind: str) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("kind", ["hook", "global hook", "forward"])
 @pytest.mark.parametrize("index", [0, 2])

@@ -20,8 +20,6 @@ from poros.gates import tiny
 from poros.gates.parity import check_architecture, check_model_dir, run_parity
 from poros.gates.reference import TrainingSpec
 from poros.gates.report import ParityReport, render
-from poros.kernels.adapters import KernelStats
-from poros.kernels.use import patch
 from poros.stream.boundary import detach_layer
 from tests.comparing import QUANTITIES
 from tests.covers import with_slow
@@ -272,23 +270,6 @@ def test_check_model_dir_refuses_what_is_no_causal_model(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedModelError, match="configuration"):
         check_model_dir(tmp_path, prepare=same)
-
-
-def with_kernels(tally: KernelStats, model: Any, **_: Any) -> Any:
-    patch(model, next(model.parameters()).device, tally)
-    return model
-
-
-def test_a_resident_run_with_our_kernels_has_the_bits_of_peft() -> None:
-    tally = KernelStats()
-    report = gate(partial(with_kernels, tally), is_control=True)
-    assert report.exact, report.error
-    assert tally.num_fused
-    # Control: kernels that know nothing of the adapters are not called, and would prove nothing.
-    tally = KernelStats()
-    make = partial(tiny.make_model, "qwen2", adapter="vera", num_layers=2, hidden_size=64)
-    assert gate(partial(with_kernels, tally), make, is_control=True).exact
-    assert not tally.num_fused
 
 
 def test_dora_is_compared_with_a_resident_run_that_takes_our_kernels() -> None:

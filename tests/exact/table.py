@@ -103,8 +103,8 @@ ARRIVING = {
     "vblora": S.vblora,
     "called twice": S.called_twice,
 }
-"""The order of a resident run is other in each; the values of a tensor decide what some of them do,
-or they share states, and are not replayed."""
+"""Gradients arrive in an order of its own in each. Not replayed are those in which the values of
+a tensor decide what is computed, and those that share states between layers."""
 READERS = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
 READING = (
     ("AutoModelForSequenceClassification", P.prefer),
@@ -121,6 +121,8 @@ def backwards() -> Iterator[Row]:
         yield Row(f"two forwards, backwards {order}", S.PLAIN, P.two_forwards(order))
     yield Row("gradients of some parameters", S.PLAIN, P.some_parameters, replays=False)
     yield Row("partial backwards", S.PLAIN, H.retained_and_partial)
+    name, policy = "partial backwards, inputs on the host", {"offload_boundaries": True}
+    yield Row(name, S.PLAIN, H.retained_and_partial, policy)
     yield Row("backward in another thread", S.PLAIN, H.from_another_thread)
     yield Row("forward in another thread", S.PLAIN, H.forward_in_another_thread)
     yield Row("a backward below another", S.PLAIN, P.backward_below_an_earlier_one, replays=False)

@@ -21,9 +21,18 @@ from poros.replay.captures import ARGUMENTS
 from poros.replay.forms import Form, HeldGraphs
 from tests.comparing import compare_trajectories
 from tests.covers import with_slow
-from tests.exact.adapter_arms import adapted, mlps
+from tests.exact.adapter_arms import mlps
 from tests.exact.arms import Bases
-from tests.exact.recorded import KEPT, autocast, loss_of, record_on_tapes, recorded, spoil, train
+from tests.exact.recorded import (
+    KEPT,
+    autocast,
+    few,
+    loss_of,
+    record_on_tapes,
+    recorded,
+    spoil,
+    train,
+)
 from tests.exact.together import same, trained
 from tests.exact.trainer_arms import NUM_STEPS, Arms
 from tests.support import prepare_plain
@@ -128,7 +137,7 @@ def kinds_of(captures: Any, is_replayed: bool = False) -> set[str]:
 
 @cache
 def resident_run(which: str, bases: Bases) -> list[Any]:
-    model = adapted(bases, lora_dropout=0.1)
+    model = few(bases, lora_dropout=0.1)
     torch.manual_seed(3)
     return RUNS[which](model)
 
@@ -137,7 +146,7 @@ def resident_run(which: str, bases: Bases) -> list[Any]:
 @pytest.mark.parametrize("policy", [KEPT, {}], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("which", ["two losses", *(name for name in RUNS if name != "two losses")])
 def test_runs(which: str, policy: dict[str, Any], bases: Bases) -> None:
-    model = adapted(bases, lora_dropout=0.1)
+    model = few(bases, lora_dropout=0.1)
     captures, _ = recorded(model, **policy)
     torch.manual_seed(3)
     found = RUNS[which](model)
@@ -154,8 +163,8 @@ def test_runs(which: str, policy: dict[str, Any], bases: Bases) -> None:
 def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = two_losses(adapted(bases))
-    model = adapted(bases)
+    expected = two_losses(few(bases))
+    model = few(bases)
     recorded(model, **KEPT)
     two_losses(model, 1)
     for each in trained(model):
@@ -203,8 +212,8 @@ def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
         handle.remove()
         return facts
 
-    expected = run(adapted(bases))
-    model = adapted(bases)
+    expected = run(few(bases))
+    model = few(bases)
     captures, _ = recorded(model, **KEPT)
     is_same = same(run(model), expected)
     assert captures.num_replays > 0 and is_same == is_guarded
@@ -215,7 +224,7 @@ def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
 ) -> None:
     make_unsteady(monkeypatch)
     for policy in ({}, KEPT):
-        model = adapted(bases, lora_dropout=0.1)
+        model = few(bases, lora_dropout=0.1)
         captures, recorder = recorded(model, self_check="off", **policy)
         train(model, 8, 1)
         assert not any("other bits" in reason for reason in captures.eager)
@@ -228,7 +237,7 @@ def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_unsteady(monkeypatch)
-    model = adapted(bases, lora_dropout=0.1)
+    model = few(bases, lora_dropout=0.1)
     captures, _ = recorded(model, self_check="off")
 
     def fault(recorder: TapeRecorder, steps: list[Any]) -> None:
@@ -246,7 +255,7 @@ def test_lengths_that_alternate_do_not_drive_each_other_out(
     policy: dict[str, Any], num_lengths: int, bases: Bases
 ) -> None:
     """One length more than there are places: that one runs as always, and nothing anew."""
-    model = adapted(bases)
+    model = few(bases)
     captures, recorder = recorded(model, self_check="off", **policy)
     after: list[int] = []
     for _ in range(8):
@@ -258,7 +267,7 @@ def test_lengths_that_alternate_do_not_drive_each_other_out(
 
 
 def test_a_length_that_does_not_come_back_makes_way(bases: Bases) -> None:
-    model = adapted(bases)
+    model = few(bases)
     captures, _ = recorded(model, self_check="off")
     for length in range(8, 14):
         for _ in range(8):
@@ -272,7 +281,7 @@ def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
-    model = adapted(bases)
+    model = few(bases)
     recorded(model, **KEPT)
     poros.runtime(model).host_slab(1)[0] ^= 1
     with pytest.raises(ParityError):
@@ -345,7 +354,7 @@ def test_a_tensor_that_a_module_exchanges(
 
     def run(record: bool) -> tuple[list[Any], Any]:
         with monkeypatch.context() as patch:
-            model = adapted(bases)
+            model = few(bases)
             with_a_gain(model, patch)
             captures = recorded(model, **policy)[0] if record else None
             return train(model, 12, 1, exchange), captures
@@ -368,8 +377,8 @@ def test_promised_architectures(architecture: str, policy: dict[str, Any], bases
     """Layers that share keys and values, or whose routers are recorded by hooks, run as always."""
     reason = ENDS[architecture]
     options = {} if architecture == "qwen3_moe" else {"lora_dropout": 0.1}
-    expected = train(adapted(bases, architecture, **options), 7, 1)
-    model = adapted(bases, architecture, **options)
+    expected = train(few(bases, architecture, **options), 7, 1)
+    model = few(bases, architecture, **options)
     captures, _ = recorded(model, **policy)
     assert same(train(model, 7, 1), expected)
     assert (captures.num_replays > 0) == (reason is None)

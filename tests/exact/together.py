@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 import poros
 from poros.errors import PorosError
+from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases, slice_resident_loss
 from tests.support import prepare_plain, same_bits
 
@@ -29,7 +30,9 @@ def build(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
 
 
 dense = partial(build, quantize=False)
-two_layers = partial(dense, num_layers=2)
+two_layers = partial(
+    adapted, quantize=False, lora_dropout=0.05, target_modules=["q_proj", "down_proj"]
+)
 """Where it does not matter what streams: both have a slot."""
 
 

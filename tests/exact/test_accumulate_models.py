@@ -310,7 +310,8 @@ def between(make: Callable[[], Call], end: Any, since: int = 0, **options: Any) 
     def switch(model: Model, step: int) -> None:
         loops[0].is_on = step >= since
 
-    return program(change, end, **{"is_late": True, "between": switch, **options})
+    usual = {"is_late": True, "between": switch, "sizes": (3, 3)}
+    return program(change, end, **{**usual, **options})
 
 
 CALLS: dict[str, tuple[Call, Any]] = {

@@ -497,7 +497,9 @@ class Later:
 def later(loss: Loss, end: End = None, says: str = "") -> Program:
     """``says``: of an error, as which it ends."""
     found = Later(loss)
-    return program(of(found), (UnsupportedModelError, says) if says else end, between=found.note)
+    # The first of a kind goes alone, and the two behind it together.
+    run: Any = {"between": found.note, "sizes": (3, 3)}
+    return program(of(found), (UnsupportedModelError, says) if says else end, **run)
 
 
 LATER = {

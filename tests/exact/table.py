@@ -41,6 +41,8 @@ def crossed(*axes: Any) -> Iterator[tuple[bool, Any]]:
 
 
 PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
+CHECKED: dict[str, Any] = {"self_check": "strict"}
+"""As kinds of adapters without a record have to be."""
 UNCHECKED: dict[str, Any] = {"self_check": "off"}
 """The self-check itself runs hooks, restores PyTorch's random states alone, and takes gradients as
 reentrant checkpoints refuse."""
@@ -267,8 +269,9 @@ def adapters() -> Iterator[Row]:
         replays = name in ("gemma3", "phi3", "called twice")
         is_used_often = name in ("vblora", "prophetnet", "called twice")
         program = P.sums if is_used_often else P.STEP
-        yield Row(f"when gradients arrive: {name}", subject, program, replays=replays)
-    yield Row("vblora", S.vblora, P.train_once, replays=False)
+        policy = CHECKED if name == "vblora" else {}
+        yield Row(f"when gradients arrive: {name}", subject, program, policy, replays)
+    yield Row("vblora", S.vblora, P.train_once, CHECKED, replays=False)
     # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
     for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
         # DoRA remembers its norms in evaluation mode.

@@ -15,6 +15,7 @@ from peft import LoraConfig
 import poros
 from poros.errors import ParityError, PolicyError
 from poros.kernels.dora import SquaresOfRows
+from tests.covers import with_slow
 from tests.exact.adapter_arms import Found, adapted, differences, step, with_kernels
 from tests.exact.arms import Bases, slice_resident_loss
 
@@ -105,7 +106,7 @@ MODELS: dict[str, Callable[[Bases], Model]] = {
 }
 
 
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("which", with_slow(MODELS, ("llama", "mistral")))
 def test_other_models(which: str, bases: Bases) -> None:
     assert_exact(MODELS[which](bases))
 

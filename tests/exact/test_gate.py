@@ -249,9 +249,8 @@ def test_check_model_dir_checks_a_checkpoint_on_disk(tmp_path: Path) -> None:
     config = tiny.small_config("mistral", num_layers=2)
     tiny.write_checkpoint(config, tmp_path, dtype=torch.float32)
     assert check_model_dir(tmp_path, num_steps=1).exact
-    for adapter in ("vera", "road", "trainable_tokens"):
-        report = check_model_dir(tmp_path, num_steps=1, adapter=adapter)
-        assert report.exact and report.subject == f"{tmp_path} with {adapter}", report.error
+    report = check_model_dir(tmp_path, num_steps=1, adapter="trainable_tokens")
+    assert report.exact and report.subject == f"{tmp_path} with trainable_tokens", report.error
 
     def flip_and_prepare(model: Any, **policy: Any) -> Any:
         # The self-check would see it at once.

@@ -37,6 +37,23 @@ POLICIES: dict[str, dict[str, Any]] = {
     "dense weights shared": {"share_dense": True},
     "a budget": {"slots": None, "vram_budget": "100MB"},
 }
+WAYS = [
+    ("hostile", True, "inputs on the host", "plain"),
+    ("eager", False, "all kept", "plain"),
+    ("eager", True, "two slots", "autocast"),
+    ("eager", False, "a budget", "plain"),
+    ("hostile", False, "blocks of two layers", "plain"),
+    ("hostile", True, "one kept", "autocast"),
+    ("recorded", False, "all kept", "autocast"),
+    ("recorded", True, "all kept", "autocast"),
+    ("recorded", False, "blocks of two layers", "autocast"),
+    ("recorded", True, "two slots", "autocast"),
+    ("eager", False, "two slots", "autocast"),
+    ("recorded", True, "inputs on the host", "autocast"),
+    ("recorded", True, "dense weights shared", "plain"),
+    ("hostile", True, "dense weights shared", "plain"),
+]
+"""Whether streams are hostile or visits recorded, and whether micro-batches go together."""
 AROUND = {"plain": nullcontext, "autocast": autocast}
 
 
@@ -73,13 +90,10 @@ def expected(kernels: str, around: str, bases: Bases) -> list[torch.Tensor]:
 
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", ["eager", "hostile", "recorded"])
-@pytest.mark.parametrize("together", [True, False], ids=["together", ""])
+@pytest.mark.parametrize(("way", "together", "policy", "around"), WAYS)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_training(
-    kernels: str, together: bool, way: str, policy: str, around: str, bases: Bases
+    kernels: str, way: str, together: bool, policy: str, around: str, bases: Bases
 ) -> None:
     model, chosen = model_of(kernels, bases), policy_of(kernels, **POLICIES[policy])
     captures = None

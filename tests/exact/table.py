@@ -183,6 +183,7 @@ def losses() -> Iterator[Row]:
     hows: dict[str, Any] = {"alone": {}, "as well": {"alone": False, "around": bf16}}
     paths = (*S.PROJECTIONS, "self_attn", "mlp", "input_layernorm")
     for is_slow, (which, path, how) in crossed(subjects, paths, hows):
+        is_slow |= path.endswith(("k_proj", "v_proj", "gate_proj"))
         row = Row(
             f"a loss on {path}, {which}, {how}", subjects[which], H.inner_loss(path, **hows[how])
         )
@@ -249,6 +250,8 @@ def adapters() -> Iterator[Row]:
         yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train_once)
     targets = ("q_proj, v_proj", *S.PROJECTIONS)
     for is_slow, (which, target) in crossed(("4 bits", "dense"), targets):
+        # Both ends of each half of a layer.
+        is_slow |= target.endswith(("k_proj", "v_proj", "gate_proj"))
         subject = S.adapters_on(*target.split(", "), quantize=which == "4 bits")
         yield Row(f"adapters on {target}, {which}", subject, P.train_once, is_slow=is_slow)
     yield Row("adapters of DoRA on v", S.adapters_on("v_proj", use_dora=True), P.train_once)
@@ -275,7 +278,7 @@ def adapters() -> Iterator[Row]:
     # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
     for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
         # DoRA remembers its norms in evaluation mode.
-        is_slow &= "dora" not in name or region not in ("in_evaluation_mode", "region")
+        is_slow &= name != "dora" or region not in ("in_evaluation_mode", "region")
         row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region], is_slow=is_slow)
         yield row._replace(num_times=2 if region in SOON else 3)
     for is_slow, (name, which) in crossed(MEETINGS, ("dense", "4 bits, in order")):

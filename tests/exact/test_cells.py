@@ -104,14 +104,14 @@ def cells() -> Iterator[Cell]:
         # Others have the operators of qwen2, which the grid watches, and nothing beside them.
         is_apart = name in SIDE_CHANNELS
         yield Cell(run, is_slow=is_apart)  # below, in blocks of two
-        yield Cell(run, "watched", OFF, is_slow=not is_apart)
+        yield Cell(run, "watched", OFF, is_slow=name not in ("gemma4_shared_kv", "mixtral"))
         if name in SIDE_CHANNELS:
             yield Cell(run, "adversarial", is_slow=True)
             yield Cell(twice, "adversarial", {"block_size": 2})
         if name in ("gemma3", "gemma4", "gemma4_shared_kv", "mixtral"):
-            yield Cell(twice, policy={"keep_last": 3}, is_slow=name != "gemma4")
+            yield Cell(twice, policy={"keep_last": 3}, is_slow=True)
             policy = {"keep_last": 3, "block_size": 2}
-            yield Cell(twice, policy=policy, is_slow=name != "mixtral")
+            yield Cell(twice, policy=policy, is_slow=name != "gemma4")
         if name != "qwen2":
             for policy in BUDGETS:
                 is_fast = name == "gemma4_shared_kv" and policy == BUDGETS[1]
@@ -122,7 +122,8 @@ def cells() -> Iterator[Cell]:
     yield Cell(AUTOCAST)
     yield Cell(replace(AUTOCAST, is_watched=True), "watched", OFF)
     for policy in ({"keep_last": 2}, {"offload_boundaries": True}):
-        yield Cell(replace(AUTOCAST, is_watched=True), "watched", {**OFF, **policy})
+        is_slow = "keep_last" in policy
+        yield Cell(replace(AUTOCAST, is_watched=True), "watched", {**OFF, **policy}, is_slow)
     # Five layers, so that the last block is a short one; all of them in one block at the end.
     for block_size in (1, 2, 3, 5):
         for slots in (2, 3, 5):

@@ -46,10 +46,10 @@ WAYS = [
     ("hostile", True, "one kept", "autocast"),
     ("recorded", False, "all kept", "autocast"),
     ("recorded", True, "all kept", "autocast"),
-    ("recorded", False, "blocks of two layers", "autocast"),
-    ("recorded", True, "two slots", "autocast"),
+    ("recorded", False, "blocks of two layers", "plain"),
+    ("recorded", True, "two slots", "plain"),
     ("eager", False, "two slots", "autocast"),
-    ("recorded", True, "inputs on the host", "autocast"),
+    ("recorded", True, "inputs on the host", "plain"),
     ("recorded", True, "dense weights shared", "plain"),
     ("hostile", True, "dense weights shared", "plain"),
 ]
@@ -105,7 +105,9 @@ def test_training(
     assert same(run(model, around, together), expected(kernels, around, bases))
     runtime = poros.runtime(model)
     assert runtime.self_check["status"] == ("off" if way == "hostile" else "passed")
-    assert captures is None or captures.num_replays > 0
+    # Of 4-bit weights in full precision tapes give other bits under autocast.
+    is_replayed = around == "plain" or KERNELS[kernels][1] is not FP32
+    assert captures is None or (captures.num_replays > 0) == is_replayed
     assert num_groups(model) == 4 * together
 
 

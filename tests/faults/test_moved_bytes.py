@@ -142,11 +142,16 @@ def test_flipped_by_prepare(kind: str, keep_last: int, monkeypatch: Patch) -> No
         run(model)
 
 
-@pytest.mark.cover("values")
+FLIPPED = [(way, kind, False) for way in WAYS for kind in KINDS]
+FLIPPED.append(("staged", "packed weight", True))
+ONCE = [*zip(WAYS, KINDS, (False,) * 3, strict=True), FLIPPED[-1]]
+"""Each way and each kind."""
+
+
 @pytest.mark.parametrize(
-    ("way", "on_the_way"), [*((way, False) for way in WAYS), ("staged", True)], ids=str
+    ("way", "kind", "on_the_way"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each not in ONCE)) for each in FLIPPED],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_flipped_by_load(kind: str, on_the_way: bool, source: Path, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
         flips = flip_when_packed(patch, KINDS[kind], on_the_way=on_the_way)

@@ -28,15 +28,6 @@ def lora(**options: Any) -> Callable[[], Any]:
     return make
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
-    """The names of what is trained, by identity."""
-    return {
-        id(parameter): name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
 class Twice(nn.Module):
     """Goes through one module two times."""
 

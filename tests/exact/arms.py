@@ -22,7 +22,7 @@ from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_diges
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
-from tests.support import AS_PLAIN, AdversarialPrepare, copied, loaded
+from tests.support import AS_PLAIN, copied, loaded
 from tools.adversary import POISON, AdversarialStreams
 from tools.tape import TapeRecorder
 
@@ -158,6 +158,15 @@ class Residents:
         return changes(expected, observe(model, program))
 
 
+PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+
+
+def flip_nibble(model: Model, **_: Any) -> Model:
+    """A fault that every gate has to see: one 4-bit code in the middle of one layer's weights."""
+    dict(model.named_parameters())[PACKED].data[1000] ^= 0x0F
+    return model
+
+
 def slice_resident_loss(model: Model) -> Model:
     """A resident model whose loss is computed in slices; nothing of it streams."""
     base = model.get_base_model()
@@ -179,12 +188,14 @@ def streamed(model: Model, **policy: Any) -> Model:
     return poros.prepare(model, **{**usual, **policy})
 
 
-def poisoned(model: Model, **policy: Any) -> Model:
+def poisoned(model: Model, recorder: TapeRecorder | None = None, **policy: Any) -> Model:
     """Streamed by adversarial streams on two slots, each poisoned as soon as it is released.
 
     So whatever reads one without asking for its block shows.
     """
-    AdversarialPrepare()(model, **{"device": "cpu", "slots": 2, **policy})
+    usual = {"device": "cpu", "slots": 2, "self_check": "off", **AS_PLAIN}
+    chosen = poros.StreamingPolicy(**{**usual, **policy})
+    prepare_with(model, chosen, streams=AdversarialStreams(), recorder=recorder)
     manager = poros.runtime(model).manager
     genuine, evict = manager.release, manager.evict
 
@@ -201,11 +212,8 @@ def poisoned(model: Model, **policy: Any) -> Model:
 
 
 def on_tapes(model: Model, **policy: Any) -> Model:
-    """Streamed, with visits that are recorded on tapes, and then replayed."""
-    usual = {"device": "cpu", "self_check": "off", **AS_PLAIN}
-    return prepare_with(
-        model, poros.StreamingPolicy(**{**usual, **policy}), recorder=TapeRecorder()
-    )
+    """The same, with visits that are recorded on tapes, and then replayed."""
+    return poisoned(model, TapeRecorder(), **policy)
 
 
 @cache

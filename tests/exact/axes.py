@@ -17,7 +17,6 @@ from torch import nn
 import poros
 from poros.api import prepare_with
 from poros.errors import PorosError
-from tests.exact.adapter_arms import SEVEN
 from tests.exact.arms import Bases
 from tests.support import same_bits
 from tools.tape import TapeRecorder
@@ -134,7 +133,8 @@ def with_two(use_dora: bool, bases: Bases, device: str) -> Model:
     """With two adapters that are not zero."""
     base = bases.base("qwen2", num_layers=NUM_LAYERS, dropout=0.05, device=device)
     options = {"use_dora": use_dora, "lora_dropout": 0.05}
-    config = LoraConfig(r=4, target_modules=SEVEN, task_type="CAUSAL_LM", **options)
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **options)
     model = get_peft_model(base, config)
     second = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     model.add_adapter("second", second)

@@ -122,6 +122,29 @@ def some_parameters(model: Model) -> object:
     return found
 
 
+def backward_below_an_earlier_one(model: Model) -> None:
+    """The first stops within the layers, and the second starts below that point."""
+    out = model(**batches()[0], output_hidden_states=True)
+    last = layers_of(model)[2].mlp.up_proj.lora_A["default"].weight
+    torch.autograd.grad(out.loss, last, retain_graph=True)
+    out.hidden_states[2].float().square().mean().backward()
+
+
+def gradients_of_their_own(model: Model) -> None:
+    """Each has memory of its own, also where autograd gives several parameters one tensor."""
+    for number in (0, 1):
+        loss_of(model, number).backward()
+    gradients = [each.grad for each in trained(model).values() if each.grad is not None]
+    assert len({each.untyped_storage().data_ptr() for each in gradients}) == len(gradients)
+
+
+def sums(model: Model) -> None:
+    """Gradients of several forwards and of a penalty."""
+    squares = [each.float().square().sum() for each in trained(model).values()]
+    loss = loss_of(model) + 0.01 * torch.stack(squares).sum()
+    (loss + 3 * loss_of(model, 1)).backward()
+
+
 def layer_outside_of_the_model(model: Model) -> object:
     seen: dict[str, Any] = {}
     handle = layers_of(model)[1].register_forward_pre_hook(

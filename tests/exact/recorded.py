@@ -20,6 +20,8 @@ from tools.tape import TapeRecorder
 Model = Any
 KEPT = {"slots": 2, "keep_last": 2}
 """A policy under which both layers keep their graph."""
+few = partial(adapted, target_modules=["q_proj", "down_proj"])
+"""With two adapters a layer: what is recorded is the layer."""
 autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 
@@ -132,7 +134,7 @@ CHANGES: dict[str, Callable[[Model, int], None] | None] = {
 @cache
 def resident(bases: Bases, change: str, num_steps: int, accumulation: int) -> list[Any]:
     """What a resident run with dropout computes; run once for all that are compared with it."""
-    return train(adapted(bases, lora_dropout=0.1), num_steps, accumulation, CHANGES[change])
+    return train(few(bases, lora_dropout=0.1), num_steps, accumulation, CHANGES[change])
 
 
 def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Captures]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, VBLoRAConfig, get_peft_model
 from transformers import BartConfig, BartForCausalLM
 
 from tests import adapted
@@ -113,6 +113,34 @@ def shared_within(bases: Bases) -> Model:
 def called_twice(bases: Bases) -> Model:
     model = FP32_DENSE(bases)
     layers_of(model)[1].mlp.up_proj = adapted.Twice(layers_of(model)[1].mlp.up_proj)
+    return model
+
+
+def vblora(bases: Bases) -> Model:
+    """One bank of vectors, used twice in each target of each layer."""
+    torch.manual_seed(2)
+    targets = {"target_modules": ["q_proj", "up_proj"], "vblora_dropout": 0.05}
+    config = VBLoRAConfig(r=2, num_vectors=12, vector_length=16, topk=2, **targets)
+    return get_peft_model(bases.base(quantize=False), config)
+
+
+class Shift(torch.nn.Module):
+    """Adds two parameters, whose gradient is one tensor."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        ones = torch.ones(inner.out_features)
+        self.one, self.other = (torch.nn.Parameter(ones.clone()) for _ in "ab")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + (self.one + self.other)  # type: ignore[no-any-return]
+
+
+def shifted(bases: Bases) -> Model:
+    model = FP32_DENSE(bases)
+    adapter = layers_of(model)[1].mlp.up_proj.lora_B
+    adapter["default"] = Shift(adapter["default"])
     return model
 
 

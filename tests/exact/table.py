@@ -28,9 +28,6 @@ class Row(NamedTuple):
     """Whether visits of some layers may be replayed."""
     is_slow: bool = False
     """Left out of `make test`, in which other rows have all that comes together here."""
-    is_of_order: bool = False
-    """It is about when gradients arrive: `make test` runs it with eager and replayed visits, but
-    does not poison slots."""
     num_times: int = 0
     """The first shows what is to be recorded, the second proves it, the third replays it."""
 
@@ -44,6 +41,8 @@ def crossed(*axes: Any) -> Iterator[tuple[bool, Any]]:
 
 
 PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
+CHECKED: dict[str, Any] = {"self_check": "strict"}
+"""As kinds of adapters without a record have to be."""
 UNCHECKED: dict[str, Any] = {"self_check": "off"}
 """The self-check itself runs hooks, restores PyTorch's random states alone, and takes gradients as
 reentrant checkpoints refuse."""
@@ -101,6 +100,13 @@ SHARING = {  # adapters, or casts of them
     "called twice": S.called_twice,
     "one for two projections": S.shared_within,
 }
+ARRIVING = {
+    **{name: S.small(name) for name in ("gemma3", "gemma4", "mixtral", "phi3", "prophetnet")},
+    "vblora": S.vblora,
+    "called twice": S.called_twice,
+}
+"""Gradients arrive in an order of its own in each. Not replayed are those in which the values of
+a tensor decide what is computed, and those that share states between layers."""
 READERS = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
 READING = (
     ("AutoModelForSequenceClassification", P.prefer),
@@ -117,8 +123,11 @@ def backwards() -> Iterator[Row]:
         yield Row(f"two forwards, backwards {order}", S.PLAIN, P.two_forwards(order))
     yield Row("gradients of some parameters", S.PLAIN, P.some_parameters, replays=False)
     yield Row("partial backwards", S.PLAIN, H.retained_and_partial)
+    name, policy = "partial backwards, inputs on the host", {"offload_boundaries": True}
+    yield Row(name, S.PLAIN, H.retained_and_partial, policy)
     yield Row("backward in another thread", S.PLAIN, H.from_another_thread)
     yield Row("forward in another thread", S.PLAIN, H.forward_in_another_thread)
+    yield Row("a backward below another", S.PLAIN, P.backward_below_an_earlier_one, replays=False)
     yield Row("a layer called outside of the model", S.PLAIN, P.layer_outside_of_the_model)
     errors = (ZeroDivisionError, KeyboardInterrupt), ("forward", "backward", H.A_MATRIX)
     for is_slow, (error, where) in crossed(*errors):
@@ -138,7 +147,8 @@ def losses() -> Iterator[Row]:
     the loss's, the residual path's, then the norm's.
     """
     for name, program in STATES.items():
-        yield Row(f"a loss on {name}", S.PLAIN, program, replays=False)
+        row = Row(f"a loss on {name}", S.PLAIN, program, replays=False)
+        yield row._replace(is_slow=name.endswith("middle states") or name == "a middle state")
     yield Row("losses on what layers give", S.PLAIN, P.loss_on_outputs)
     yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
     for name, subject in FAMILIES.items():
@@ -173,6 +183,7 @@ def losses() -> Iterator[Row]:
     hows: dict[str, Any] = {"alone": {}, "as well": {"alone": False, "around": bf16}}
     paths = (*S.PROJECTIONS, "self_attn", "mlp", "input_layernorm")
     for is_slow, (which, path, how) in crossed(subjects, paths, hows):
+        is_slow |= path.endswith(("k_proj", "v_proj", "gate_proj"))
         row = Row(
             f"a loss on {path}, {which}, {how}", subjects[which], H.inner_loss(path, **hows[how])
         )
@@ -226,11 +237,14 @@ def surroundings() -> Iterator[Row]:
 
 def adapters() -> Iterator[Row]:
     for layers in ([0], [1], [2], [0, 2]):
-        yield Row(f"adapters on layers {layers}", S.on_layers(layers), P.train_once)
+        row = Row(f"adapters on layers {layers}", S.on_layers(layers), P.train_once)
+        yield row._replace(is_slow=1 in layers)
     for name, options in KINDS.items():
         yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train_once)
     targets = ("q_proj, v_proj", *S.PROJECTIONS)
     for is_slow, (which, target) in crossed(("4 bits", "dense"), targets):
+        # Both ends of each half of a layer.
+        is_slow |= target.endswith(("k_proj", "v_proj", "gate_proj"))
         subject = S.adapters_on(*target.split(", "), quantize=which == "4 bits")
         yield Row(f"adapters on {target}, {which}", subject, P.train_once, is_slow=is_slow)
     yield Row("adapters of DoRA on v", S.adapters_on("v_proj", use_dora=True), P.train_once)
@@ -245,20 +259,28 @@ def adapters() -> Iterator[Row]:
     yield from (Row(name, subject, P.train_once) for name, subject in SHARING.items())
     for is_slow, (name, where) in crossed(SHARING, programs):
         row = Row(f"{name}, {where}", SHARING[name], programs[where])
-        yield row._replace(is_slow=is_slow, is_of_order=True)
+        yield row._replace(is_slow=is_slow)
+    yield Row("two parameters that are added", S.shifted, P.gradients_of_their_own)
+    for name, subject in ARRIVING.items():
+        replays = name in ("gemma3", "phi3", "called twice")
+        is_used_often = name in ("vblora", "prophetnet", "called twice")
+        program = P.sums if is_used_often else P.STEP
+        policy = CHECKED if name == "vblora" else {}
+        yield Row(f"when gradients arrive: {name}", subject, program, policy, replays)
+    yield Row("vblora", S.vblora, P.train_once, CHECKED, replays=False)
     # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
     for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
         # DoRA remembers its norms in evaluation mode.
-        is_slow &= "dora" not in name or region not in ("in_evaluation_mode", "region")
+        is_slow &= name != "dora" or region not in ("in_evaluation_mode", "region")
         row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region], is_slow=is_slow)
-        yield row._replace(is_of_order=name != "lora", num_times=2 if region in SOON else 3)
+        yield row._replace(num_times=2 if region in SOON else 3)
     for is_slow, (name, which) in crossed(MEETINGS, ("dense", "4 bits, in order")):
         program = MEETINGS[name]
         # Where casts are there before the layers are, it is not seen when gradients arrive.
         row = Row(name, S.FP32_DENSE, program, replays=name != "a penalty first")
         if which != "dense":
             row = Row(name, S.FP32_NO_DROPOUT, R.in_order(program), replays=False, num_times=3)
-        yield row._replace(name=f"{name}, {which}", is_slow=is_slow, is_of_order=which == "dense")
+        yield row._replace(name=f"{name}, {which}", is_slow=is_slow)
 
 
 def readers() -> Iterator[Row]:
@@ -266,6 +288,7 @@ def readers() -> Iterator[Row]:
     for is_slow, (name, (auto_class, program)) in crossed(READERS, READING):
         row = Row(f"{program.__name__}, {name}", S.reading(auto_class, name), program)
         # Of the others a run has four forwards, which are enough to replay some.
+        is_slow |= name in ("mistral", "gemma3")
         yield row._replace(is_slow=is_slow, num_times=3 if program is P.classify else 2)
 
 

@@ -11,6 +11,7 @@ import torch
 import poros
 import poros.head.loss as sliced_loss
 from poros.errors import UnsupportedModelError
+from tests.covers import with_slow
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.together import (
@@ -144,7 +145,7 @@ def num_heads(model: Model) -> float:
     return float(runtime.stats()["head_num_bytes"] / runtime.head.sliced_num_bytes)
 
 
-@pytest.mark.parametrize("which", PROGRAMS)
+@pytest.mark.parametrize("which", with_slow(PROGRAMS, ("padded", "evaluation between")))
 def test_programs(which: str, bases: Bases) -> None:
     model, expected = pair(which, bases), PROGRAMS[which][2]
     assert expected is None or num_heads(model) == expected

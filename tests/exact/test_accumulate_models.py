@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
+from tests.covers import with_slow
 from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
@@ -305,7 +306,8 @@ def between(make: Callable[[], Call], end: Any, since: int = 0, **options: Any) 
     def switch(model: Model, step: int) -> None:
         loops[0].is_on = step >= since
 
-    return program(change, end, **{"is_late": True, "between": switch, **options})
+    usual = {"is_late": True, "between": switch, "sizes": (3, 3)}
+    return program(change, end, **{**usual, **options})
 
 
 CALLS: dict[str, tuple[Call, Any]] = {
@@ -349,7 +351,11 @@ BETWEEN = {
 PROGRAMS = {**AROUND, **BETWEEN}
 
 
-@pytest.mark.parametrize("which", PROGRAMS)
+SLOW = ("code, later", "edits in place, later", "autocast, later", "evaluation mode, later")
+SLOW += ("an edited mask", "autocast around all, with a cache", "draws in the backward of the norm")
+
+
+@pytest.mark.parametrize("which", with_slow(PROGRAMS, SLOW))
 def test_programs(which: str, bases: Bases) -> None:
     assert ends(PROGRAMS[which], bases)
 

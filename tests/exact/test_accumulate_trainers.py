@@ -15,6 +15,7 @@ import poros.accumulation.loop as block_major
 from poros.errors import UnsupportedModelError
 from poros.head.logits import LazyLogits
 from tests.comparing import compare_trajectories
+from tests.covers import with_slow
 from tests.exact.arms import Bases
 from tests.exact.together import (
     Batch,
@@ -154,7 +155,10 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
 }
 
 
-@pytest.mark.parametrize("which", TRAINERS)
+SLOW = ("clamps, before", "clamps, called back", "noise, behind", "freezes, called back", "counts")
+
+
+@pytest.mark.parametrize("which", with_slow(TRAINERS, SLOW))
 def test_trainers_that_act(which: str, bases: Bases, tmp_path: Path) -> None:
     make, end = TRAINERS[which]
     model = TWO_SLOTS(dense(bases))
@@ -163,7 +167,7 @@ def test_trainers_that_act(which: str, bases: Bases, tmp_path: Path) -> None:
         adapters = trained(model)
         args = trainer_arguments(
             *(tmp_path,),
-            **{"max_steps": 3, "gradient_accumulation_steps": 3, "learning_rate": 1e-2},
+            **{"max_steps": 2, "gradient_accumulation_steps": 3, "learning_rate": 1e-2},
         )
         kind = make((poros.BlockMajorMixin,) if is_grouped else ())
         try:
@@ -192,7 +196,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("which", OPTIONS)
+@pytest.mark.parametrize("which", with_slow(OPTIONS, ("one",)))
 def test_the_trainer(which: str, tmp_path: Path) -> None:
     arms = Arms.make(tmp_path, torch.float32)
     options = {**SHORT, **OPTIONS[which]}

@@ -113,7 +113,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     return Sent(monkeypatch)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", with_slow(WAYS, [loaded]), ids=lambda way: way.__name__)
 def test_an_adapter_that_comes_later_is_brought_to_the_device(
     way: Callable[[Any, Path], None], tmp_path: Path, sent: Sent
 ) -> None:
@@ -145,7 +145,7 @@ def another(model: Any) -> None:
                 each.add_(0.05 * torch.randn(each.shape).to(each))
 
 
-@pytest.mark.parametrize("kind", with_slow(KINDS, KINDS[1::2]))
+@pytest.mark.parametrize("kind", with_slow(KINDS, set(KINDS) - {"boft", "ln_tuning", "vera"}))
 def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
     spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
     quantize = gates.KINDS[kind].on_4bit
@@ -249,7 +249,7 @@ READERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", with_slow(READERS, ("plain", "orthogonal")))
 def test_an_initialisation_finds_the_base_on_the_device(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

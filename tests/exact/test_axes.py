@@ -192,7 +192,7 @@ class Row(NamedTuple):
 
 def rows() -> Iterator[Row]:
     yield Row("an eager backward behind a replayed forward", "DoRA", steps(around=autocast_later))
-    yield Row("four together", "DoRA", steps(num_grouped=4))
+    yield Row("two together", "DoRA", steps(num_grouped=2))
     adapter = "second frozen"
     for way in EXCHANGES:
         yield Row(f"exchanged: {way}", adapter, steps(exchange(way)))

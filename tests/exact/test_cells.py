@@ -18,7 +18,7 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.errors import ParityError, PolicyError
+from poros.errors import ParityError
 from poros.gates import tiny
 from poros.gates.reference import Trajectory, start_digests
 from poros.host.layout import BlockLayout
@@ -81,10 +81,10 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 
 
 def grid() -> Iterator[Cell]:
-    """Every run in every way; in pairs and without the longest, except in the slow tests."""
+    """Every run in every way; of the shorter ones each way once, except in the slow tests."""
     points = list(product(GRID, range(len(WAYS))))
     short = [(run, way) for run, way in points if run.accumulation < 4]
-    kept = cover([(run.dtype, run.dropout, run.accumulation, way) for run, way in short], 2)
+    kept = cover([(run.dtype, run.dropout, run.accumulation, way) for run, way in short], 1)
     fast = [short[place] for place in kept]
     for run, way in points:
         yield Cell(run, *WAYS[way], is_slow=(run, way) not in fast)
@@ -95,7 +95,7 @@ def cells() -> Iterator[Cell]:
     for dtype in (BF16, FP32):
         for keep_last in (1, 2, 3, 4, 9):  # the last is more than there are
             run = Run(dtype=dtype, accumulation=2)
-            is_slow = (keep_last % 2 == 0) == (dtype is BF16) or keep_last in (1, 4)
+            is_slow = keep_last != (9 if dtype is BF16 else 2)
             yield Cell(run, policy={"slots": 3, "keep_last": keep_last}, is_slow=is_slow)
     # Of five layers, Gemma 4 with shared states computes three; the last two reuse two of them.
     for name in tiny.ARCHITECTURES:
@@ -104,14 +104,14 @@ def cells() -> Iterator[Cell]:
         # Others have the operators of qwen2, which the grid watches, and nothing beside them.
         is_apart = name in SIDE_CHANNELS
         yield Cell(run, is_slow=is_apart)  # below, in blocks of two
-        yield Cell(run, "watched", OFF, is_slow=not is_apart)
+        yield Cell(run, "watched", OFF, is_slow=name not in ("gemma4_shared_kv", "mixtral"))
         if name in SIDE_CHANNELS:
             yield Cell(run, "adversarial", is_slow=True)
             yield Cell(twice, "adversarial", {"block_size": 2})
         if name in ("gemma3", "gemma4", "gemma4_shared_kv", "mixtral"):
-            yield Cell(twice, policy={"keep_last": 3}, is_slow=name != "gemma4")
+            yield Cell(twice, policy={"keep_last": 3}, is_slow=True)
             policy = {"keep_last": 3, "block_size": 2}
-            yield Cell(twice, policy=policy, is_slow=name != "mixtral")
+            yield Cell(twice, policy=policy, is_slow=name != "gemma4")
         if name != "qwen2":
             for policy in BUDGETS:
                 is_fast = name == "gemma4_shared_kv" and policy == BUDGETS[1]
@@ -122,13 +122,14 @@ def cells() -> Iterator[Cell]:
     yield Cell(AUTOCAST)
     yield Cell(replace(AUTOCAST, is_watched=True), "watched", OFF)
     for policy in ({"keep_last": 2}, {"offload_boundaries": True}):
-        yield Cell(replace(AUTOCAST, is_watched=True), "watched", {**OFF, **policy})
+        is_slow = "keep_last" in policy
+        yield Cell(replace(AUTOCAST, is_watched=True), "watched", {**OFF, **policy}, is_slow)
     # Five layers, so that the last block is a short one; all of them in one block at the end.
     for block_size in (1, 2, 3, 5):
         for slots in (2, 3, 5):
             # Two slots are checked; with more, every read is watched.
             streams, check = ("eager", {}) if slots == 2 else ("watched", OFF)
-            is_slow = (block_size, slots) not in ((1, 5), (2, 3), (3, 2), (5, 3))
+            is_slow = (block_size, slots) not in ((2, 3), (3, 2))
             policy = {"block_size": block_size, "slots": slots, **check}
             yield Cell(FIVE, streams, policy, is_slow=is_slow)
 
@@ -137,8 +138,8 @@ def cells() -> Iterator[Cell]:
         run = Run(architecture=name, accumulation=2)
         for policy in ({}, {"slots": 4, "keep_last": 4}):
             given = {"stream_embedding": True, **policy}
-            yield Cell(run, policy=given, is_slow=bool(policy))
-            yield Cell(run, "adversarial", given, is_slow=not policy)
+            yield Cell(run, policy=given, is_slow=bool(policy) or name == "qwen2")
+            yield Cell(run, "adversarial", given, is_slow=not policy or name == "gemma4")
         given = {"stream_embedding": True, **OFF}
         yield Cell(run, "watched", given, is_slow=name == "qwen2")
     yield Cell(AUTOCAST, policy={"stream_embedding": True})
@@ -150,9 +151,9 @@ def cells() -> Iterator[Cell]:
         yield Cell(run, is_slow=name == "qwen2")
         for policy in ({}, {"slots": 4, "keep_last": 4}):
             given = {"stream_head": True, **policy}
-            yield Cell(run, policy=given, is_slow=not policy)
-            yield Cell(run, "adversarial", given, is_slow=bool(policy))
-        yield Cell(run, "watched", {"stream_head": True, **OFF}, is_slow=name == "mixtral")
+            yield Cell(run, policy=given, is_slow=not policy or name == "mixtral")
+            yield Cell(run, "adversarial", given, is_slow=bool(policy) or name == "gemma4")
+        yield Cell(run, "watched", {"stream_head": True, **OFF}, is_slow=name != "gemma4")
     run = Run(dtype=FP32, loss="chunked")
     yield Cell(run, "adversarial", {"stream_head": True, "stream_embedding": True})
     yield Cell(replace(AUTOCAST, loss="chunked"), policy={"stream_head": True})
@@ -312,15 +313,6 @@ def test_control_a_kept_block_that_is_not_waited_for(
     cell = Cell(Run(), "watched", {**OFF, "keep_last": 4})
     with pytest.raises(SlotHazard, match="read without waiting"):
         run_streamed(cell, residents)
-
-
-# The policy, and the memory of kept blocks.
-
-
-@pytest.mark.parametrize("value", [-1, True, 1.5, "2"])
-def test_bad_values_of_keep_last_are_refused(value: Any) -> None:
-    with pytest.raises(PolicyError, match="keep_last"):
-        StreamingPolicy(keep_last=value)
 
 
 def test_the_copy_of_a_kept_block_waits_for_the_memorys_last_owner() -> None:

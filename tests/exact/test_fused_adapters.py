@@ -6,7 +6,6 @@ That streamed models with these kernels equal plain ones is what all other tests
 
 import copy
 import functools
-import io
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -244,32 +243,6 @@ def test_what_programs_do_to_modules_has_the_bits_of_peft(case: str, bases: Base
         assert (tally.num_fused, dict(tally.unfused)) == (0, {reason: 14})
 
 
-def test_a_global_hook_is_seen(bases: Bases) -> None:
-    model = adapted(bases)
-    seen: list[int] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
-    try:
-        assert differences(model) == []
-        before = len(seen)
-        step(model)
-        expected, before = len(seen) - before, len(seen)
-        poros.use_adapter_kernels(model)
-        step(model)
-        assert len(seen) - before == expected
-    finally:
-        handle.remove()
-
-
-def test_without_adapters(bases: Bases) -> None:
-    model = adapted(bases)
-    with torch.no_grad(), model.disable_adapter():
-        expected = model(input_ids=torch.arange(20)[None]).logits
-        poros.use_adapter_kernels(model)
-        assert same_bits(model(input_ids=torch.arange(20)[None]).logits, expected)
-    with torch.no_grad():
-        assert not same_bits(model(input_ids=torch.arange(20)[None]).logits, expected)
-
-
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_without_a_graph_the_same_operator_runs(around: Any, bases: Bases) -> None:
     """Which one runs does not depend on who asks for gradients."""
@@ -349,17 +322,6 @@ def test_stats_count_calls_and_say_why_not(kernels: str, bases: Bases) -> None:
     assert counts == {"fused": (28, 0), "peft": (0, 0), "several adapters": (0, 28)}[kernels]
     said = ["adapters ran PEFT's modules: several active adapters"]
     assert stats["fallbacks"] == said * (kernels == "several adapters")
-
-
-def test_an_adapter_that_comes_later_is_fused_too(bases: Bases) -> None:
-    model = adapted(bases, target_modules=SEVEN[:1])
-    poros.prepare(model, self_check="off")
-    model.add_adapter("other", LoraConfig(r=4, target_modules=SEVEN[3:]))
-    model.set_adapter("other")
-    step(model)
-    assert poros.runtime(model).stats()["num_fused_adapters"] == 2 * 2 * 4
-    poros.restore(model)
-    assert not are_used(model)
 
 
 def test_a_copy_has_forwards_of_its_own(bases: Bases) -> None:
@@ -489,22 +451,3 @@ def test_an_error_of_peft_stays_one(bases: Bases) -> None:
     poros.use_adapter_kernels(model)
     with disable_input_dtype_casting(model), pytest.raises(RuntimeError, match="same dtype"):
         step(model)
-
-
-def test_an_activation_that_was_captured_can_be_saved(bases: Bases) -> None:
-    model = adapted(bases)
-    sizes = []
-    for use in (lambda model: model, poros.use_adapter_kernels):
-        use(model)
-        taken: list[torch.Tensor] = []
-        handle = mlps(model)[0].down_proj.register_forward_hook(
-            lambda module, given, result, taken=taken: taken.append(given[0])
-        )
-        step(model)
-        handle.remove()
-        file = io.BytesIO()
-        torch.save(taken[0].detach(), file)
-        file.seek(0)
-        assert same_bits(torch.load(file), taken[0])
-        sizes.append(len(file.getvalue()))
-    assert sizes[0] == sizes[1]

@@ -34,7 +34,6 @@ from tools.fuzz.judge import Verdict
 from tools.fuzz.program import (
     Adapter,
     EditAdapter,
-    EditBase,
     Enable,
     Evaluate,
     Forward,
@@ -48,7 +47,6 @@ from tools.fuzz.program import (
     Subject,
     Term,
     Train,
-    Unhook,
     UseTwice,
     features,
 )
@@ -66,15 +64,6 @@ def judge() -> campaign.Judge:
 
 
 PROGRAMS: dict[str, Program] = {
-    "a backward hook inside a layer that is checked": Program(
-        before=(Hook(kind="backward_pre", part="mlp.down_proj"),)
-    ),
-    "a backward hook of all modules that comes before a step": Program(
-        steps=(Step(before=(Hook(kind="global_backward_pre", layer=-1, part="norm"),)),)
-    ),
-    "a hook on a tensor inside a layer that is checked": Program(
-        steps=(Step(before=(Hook(kind="tensor", part="self_attn"),)),)
-    ),
     "an adapter trains no more before its layer is checked": Program(
         before=(Hook(part="self_attn"),), steps=(Step(between=(Train(),)),)
     ),
@@ -91,45 +80,17 @@ PROGRAMS: dict[str, Program] = {
         policy=Policy(keep_last=1),
         steps=(Step(between=(EditAdapter(how="assign", layer=1),)),),
     ),
-    "a hook comes to the activation of a kept layer before its backward": Program(
-        policy=Policy(keep_last=3),
-        steps=(Step(between=(Hook(part="mlp.act_fn"),)),),
-    ),
     "another precision of products between forward and backward, with the self-check": Program(
         steps=(Step(between=(Setting(value="medium"),)),)
-    ),
-    "a hook goes before its layer is checked, whose graph is kept on the host": Program(
-        before=(Hook(does="scale", part="mlp.act_fn"),),
-        steps=(Step(between=(Unhook(),), context="save_on_cpu"), Step()),
-    ),
-    "an adapter is edited before its layer is checked, whose graph is kept on the host": Program(
-        before=(Hook(does="scale", part="mlp.act_fn"),),
-        steps=(Step(between=(EditAdapter(),), context="save_on_cpu"), Step()),
-    ),
-    "a norm is edited before its layer is checked, whose graph is kept on the host": Program(
-        before=(Hook(does="scale", part="mlp.act_fn"),),
-        steps=(Step(between=(EditBase(),), context="save_on_cpu"), Step()),
-    ),
-    "hooks, edits and an evaluation": Program(
-        before=(Hook(kind="parameter", does="scale", part="lora_A"), Hook(part="mlp", tag=1)),
-        steps=(Step(), Step(before=(EditAdapter(), Evaluate(), EditBase("outside", "data")))),
     ),
     "a module used twice under autocast": Program(
         before=(UseTwice(part="mlp.down_proj", how="beside"),), steps=(Step(autocast="each"),)
     ),
-    "a trainable tensor switched on in a hook": Program(
-        before=(Hook(does="add_tensor", layer=1, part="mlp", since=1),), steps=(Step(), Step())
-    ),
     "a trainable tensor below all adapters": Program(
         subject=Subject(lowest=1), before=(Hook(does="add_tensor", part="mlp"),)
     ),
-    "a norm edited through .data": Program(steps=(Step(), Step(before=(EditBase(how="data"),)))),
     "a bank of vectors that two parts of a module share": Program(
         subject=Subject(quantize=False, kind="vblora", targets="one")
-    ),
-    "a loss on an activation from inside a layer, through torch.autograd.grad": Program(
-        before=(Hook(does="capture", layer=1, part="mlp"),),
-        steps=(Step(forwards=PENALIZED, backward="grad"),),
     ),
     "a loss on an activation from inside a layer, the optimizer in backward": Program(
         before=(Hook(does="capture", part="mlp.down_proj"),),
@@ -145,37 +106,11 @@ PROGRAMS: dict[str, Program] = {
         before=(Hook("global_backward_pre", "raise", part="self_attn.o_proj"),),
         steps=(Step(), Step()),
     ),
-    "noise drawn in parameter hooks": Program(
-        before=(Hook(kind="parameter", does="add_noise", layer=-1),)
-    ),
-    "projections of an input that is no leaf, in one autocast region": Program(
-        subject=Subject(architecture="prophetnet", quantize=False, targets="mlp", lowest=1),
-        steps=(Step(autocast="shared"),),
-    ),
-    "a loss on hidden states, the optimizer in backward": Program(
-        steps=(Step(forwards=(Forward(), Forward(terms=(Term(kind="hidden", tag=2),)))),),
-        optimizer="in_backward",
-    ),
-    "checkpointing, and training flags between forward and backward": Program(
-        before=(Enable(what="checkpointing"),), steps=(Step(between=(Train(),)),)
-    ),
     "checkpointing, and a setting between forward and backward": Program(
         steps=(
             Step(before=(Enable(what="checkpointing"),)),
             Step(between=(Setting(name="cpu_fp32", value="bf16"),)),
         )
-    ),
-    "two backwards, the optimizer in backward, a bank of vectors": Program(
-        subject=Subject(kind="vblora"), steps=(Step(backward="twice"),), optimizer="in_backward"
-    ),
-    "noise drawn in a layer that a hook on a parameter leaves": Program(
-        before=(
-            Hook(kind="global_backward", does="add_noise", part="self_attn.o_proj"),
-            Hook(kind="parameter", does="raise", tag=1),
-        )
-    ),
-    "checkpointing, and a backward hook that fails": Program(
-        before=(Enable(what="checkpointing"), Hook(kind="backward", does="raise"))
     ),
     "checkpointing, and no adapter that is trained": Program(
         before=(Enable(what="checkpointing"),),
@@ -184,18 +119,6 @@ PROGRAMS: dict[str, Program] = {
     "a hook that fails in a layer, the optimizer in backward": Program(
         before=(Hook(kind="tensor", does="raise", part="self_attn.q_proj.lora_B.default"),),
         optimizer="in_backward",
-    ),
-    "noise drawn in parameter hooks, DoRA in one autocast region": Program(
-        subject=Subject(kind="dora"),
-        before=(Hook(kind="parameter", does="add_noise"),),
-        steps=(Step(autocast="shared"),),
-    ),
-    "noise drawn in hooks of two forwards in one autocast region": Program(
-        before=(
-            Hook(kind="parameter", does="add_noise", layer=-1),
-            Hook("backward", "add_noise", tag=1),
-        ),
-        steps=(Step(forwards=(Forward(), Forward(batch=1)), autocast="shared"),),
     ),
     "the optimizer in backward, two forwards in one autocast region": Program(
         steps=(Step(forwards=(Forward(), Forward(batch=1)), autocast="shared"),),
@@ -224,17 +147,8 @@ PROGRAMS: dict[str, Program] = {
         subject=Subject(kind="vblora"),
         steps=(Step(forwards=(Forward(), Forward()), backward="together"),),
     ),
-    "a hook in a layer that is checked as its backward begins, within an autocast region": Program(
-        subject=Subject(dropout=0.1),
-        before=(Hook(kind="tensor", part="self_attn.q_proj.lora_B.default"),),
-        steps=(Step(autocast="shared"),),
-    ),
     "a hook of all layers that edits what the layer before has given": Program(
         before=(Hook(kind="global_forward_pre", does="inplace"),)
-    ),
-    "a backward hook in a checked layer with a router": Program(
-        subject=Subject(architecture="mixtral"),
-        before=(Hook(kind="global_backward", part="mlp"),),
     ),
 }
 
@@ -258,47 +172,14 @@ def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> Non
     assert tally.ends["equal"] > NUM_DRAWN / 3
 
 
-def test_everything_in_the_grammar_is_drawn() -> None:
+def test_every_action_is_drawn_at_each_moment() -> None:
     seen: Counter[str] = Counter()
-    for program in campaign.draw(0, 3000):
+    for program in campaign.draw(0, 1000):
         seen.update(features(program))
-    actions = {each.__name__ for each in _actions()}
-    assert actions <= {name.split("@")[0] for name in seen if "@" in name}
+    assert {each.__name__ for each in _actions()} <= {name.split("@")[0] for name in seen}
     for action in (Hook, Evaluate, EditAdapter, Adapter, SetDropout):
         for moment in ("before", "between"):
-            assert seen[f"{action.__name__}@{moment}"] >= 10, (action, moment)
-    for name in REQUIRED:
-        assert seen[name] >= 10, name
-
-
-REQUIRED = (
-    "Hook.does=capture",
-    "Hook.does=add_tensor",
-    "Hook.kind=global_backward",
-    "Hook.since",
-    "Term.kind=gram",
-    "Step.autocast=shared",
-    "Step.autocast=around",
-    "Step.backward=twice",
-    "Subject.kind=vblora",
-    "Subject.architecture=prophetnet",
-    "EditBase.how=numpy",
-    "Policy.streams=watched",
-    "Policy.recorded=True",
-    "Policy.keep_last=3",
-    "Policy.kernels=fused",
-    "Subject.frozen=lora_A",
-    "Subject.frozen=reference",
-    "Subject.train_head=True",
-    "EditAdapter.how=replace",
-    "EditAdapter.what=reference",
-    "Step.backward=together",
-    "Program.optimizer=in_backward",
-    "Program.optimizer=fused",
-    "Program.optimizer=foreach",
-    "Program.optimizer=sgd_fused",
-    "several forwards",
-)
+            assert seen[f"{action.__name__}@{moment}"] >= 3, (action, moment)
 
 
 def _actions() -> list[type[Any]]:
@@ -382,6 +263,11 @@ def accuses(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SelfCheck, "_mismatch", lambda *values: "a gradient that is as it should be")
 
 
+def test_control_without_a_failure_it_is_equal(judge: campaign.Judge) -> None:
+    for policy in (PLAIN.policy, Policy()):
+        assert judge(replace(PLAIN, policy=policy)).end == "equal"
+
+
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
@@ -401,12 +287,12 @@ def test_each_sort_of_failure_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = PLAIN if fault is not accuses else replace(PLAIN, policy=Policy())
-    assert judge(program).end == "equal"
     fault(monkeypatch)
     verdict = judge(program)
     assert verdict.end == "failed" and verdict.kind.startswith(kind), verdict
 
 
+@pytest.mark.slow
 def test_a_silent_difference_is_found_by_drawing(
     judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:

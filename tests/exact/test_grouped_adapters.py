@@ -1,11 +1,10 @@
 """``adapter_kernels="grouped"`` on models: streamed equals resident, what shares, what is refused.
 
 A resident model with ``poros.use_adapter_kernels(model, "grouped")`` is the reference. Its bits are
-not PEFT's; how near they are is shown in ``tests/unit/test_grouped.py``.
+not PEFT's; how near they are is shown in ``tests/unit/test_grouped.py``. Recorded visits and
+grouped micro-batches: ``test_kernel_ways``.
 """
 
-import copy
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,16 +21,13 @@ from poros.config import StreamingPolicy
 from poros.errors import PolicyError, PreparedModelError
 from poros.gates.parity import check_architecture
 from poros.kernels.adapters import tally_of
-from poros.kernels.forwards import PatchedForward
-from poros.kernels.nodes import nodes_from
 from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe
-from tests.exact import together
-from tests.exact.adapter_arms import SEVEN, Found, Model, adapted, differences, mlps, step
+from tests.covers import with_slow
+from tests.exact.adapter_arms import SEVEN, Model, adapted, differences, step
 from tests.exact.arms import Bases
-from tests.exact.recorded import recorded
 from tests.exact.trainer_arms import two_steps
-from tests.support import AdversarialPrepare, same_bits
+from tests.support import same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
 GROUPED: dict[str, Any] = {"adapter_kernels": "grouped"}
@@ -185,7 +181,12 @@ def streamed(model: Model, **policy: Any) -> Model:
     return poros.prepare(model, loss="reference", device="cpu", **GROUPED, **policy)
 
 
-@pytest.mark.parametrize("name", ROWS)
+# What they have comes together in others.
+SLOW = ("nf4, float32", "dense", "autocast, dense, float32", "autocast, float32 norms", "dropout")
+SLOW += ("dropout, dense", "bias", "rslora", "q and v", "A frozen", "tied", "a hook on down")
+
+
+@pytest.mark.parametrize("name", with_slow(ROWS, SLOW))
 def test_streamed_equals_resident(name: str, bases: Bases) -> None:
     row = ROWS[name]
     model = adapted(bases, row.architecture, **row.options)
@@ -211,91 +212,6 @@ def test_streamed_equals_resident(name: str, bases: Bases) -> None:
     assert bool(again["num_grouped_adapters"]) == bool(stats["num_grouped_adapters"])
 
 
-RECORDED = ("nf4", "autocast, nf4", "dense", "dropout, autocast", "one frozen", "tied, autocast")
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("policy", [FAST, {"slots": 3, "block_size": 2}, KEPT, OFFLOADED], ids=str)
-@pytest.mark.parametrize("name", RECORDED)
-def test_recorded_visits(name: str, policy: dict[str, Any], bases: Bases) -> None:
-    row = ROWS[name]
-    model = adapted(bases, **row.options)
-    row.change(model)
-    expected = step(grouped(model), row.around)
-    model = adapted(bases, **row.options)
-    row.change(model)
-    captures, _ = recorded(model, **GROUPED, **policy)
-    for _ in range(6):
-        assert differences(step(model, row.around), expected) == []
-    assert captures.num_replays > 0
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("share_dense", [False, True])
-@pytest.mark.parametrize("around", [nullcontext, autocast])
-@pytest.mark.parametrize("policy", [FAST, KEPT, OFFLOADED], ids=str)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_grouped_micro_batches(
-    dropout: float, policy: dict[str, Any], around: Any, share_dense: bool, bases: Bases
-) -> None:
-    def loss(model: Model, batch: Any) -> torch.Tensor:
-        with around():
-            return together.own_loss(model, batch)
-
-    def made() -> Model:
-        return adapted(bases, lora_dropout=dropout)
-
-    expected = together.train(grouped(made()), together=False, loss=loss)
-    policy = {**policy, **GROUPED, "share_dense": share_dense, "loss": "reference"}
-    for prepare in (poros.prepare, AdversarialPrepare()):
-        model = prepare(made(), device="cpu", **policy)
-        assert together.same(together.train(model, loss=loss), expected)
-        assert together.num_groups(model) > 0
-
-
-@pytest.mark.parametrize("policy", [FAST, KEPT], ids=str)
-def test_grouped_micro_batches_of_recorded_visits(policy: dict[str, Any], bases: Bases) -> None:
-    def loss(model: Model, batch: Any) -> torch.Tensor:
-        with autocast():
-            return together.own_loss(model, batch)
-
-    options: dict[str, Any] = {"sizes": (4,) * 4, "loss": loss}
-    model = grouped(adapted(bases, lora_dropout=0.1))
-    expected = together.train(model, together=False, **options)
-    model = adapted(bases, lora_dropout=0.1)
-    captures, _ = recorded(model, **GROUPED, **policy)
-    assert together.same(together.train(model, **options), expected)
-    assert captures.num_replays > 0 and together.num_groups(model) == 4
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("options", [DENSE, MIXED], ids=["fp32", "bf16"])
-def test_autocast_around_the_backward_alone(
-    options: dict[str, Any], dropout: float, bases: Bases
-) -> None:
-    """It casts what a product is given, and not what is added to in place."""
-
-    def found(model: Model) -> dict[str, torch.Tensor]:
-        torch.manual_seed(5)
-        tokens = torch.arange(48).view(2, 24)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        with autocast():
-            loss.backward()
-        return {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
-
-    expected = found(grouped(adapted(bases, lora_dropout=dropout, **options)))
-    again = found(streamed(adapted(bases, lora_dropout=dropout, **options), slots=2))
-    assert expected and [each for each in again if not same_bits(again[each], expected[each])] == []
-
-
-def test_a_layer_has_three_nodes(bases: Bases) -> None:
-    model = grouped(adapted(bases))
-    loss = model(input_ids=torch.arange(24)[None], labels=torch.arange(24)[None]).loss
-    names = Counter(node.name() for node in nodes_from([loss.grad_fn]))
-    assert names["_ProjectBackward"] == 2 * 2 and names["_GatedBackward"] == 2
-    assert not any("Lora" in name or "SwiGlu" in name for name in names)
-
-
 def test_its_bits_are_its_own(bases: Bases) -> None:
     """Or tests that compare with it would compare nothing."""
     model = adapted(bases, dtype=FP32)
@@ -305,23 +221,9 @@ def test_its_bits_are_its_own(bases: Bases) -> None:
     assert differences(step(model), plain) == []
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_evaluation_and_single_tokens(around: Any, bases: Bases) -> None:
-    tokens = torch.arange(24).view(2, 12)
-
-    def outcome(model: Model) -> Found:
-        model.eval()
-        with around():
-            logits = model(input_ids=tokens).logits
-            one = model(input_ids=tokens[:1, :1]).logits
-            written = model.generate(input_ids=tokens[:, :4], max_new_tokens=4, do_sample=False)
-        return Found({"logits": logits, "one": one, "written": written}, [])
-
-    expected = outcome(grouped(adapted(bases)))
-    assert differences(outcome(streamed(adapted(bases), slots=2)), expected) == []
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma4", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "architecture", with_slow(("llama", "gemma4", "qwen3_moe"), ("gemma4", "qwen3_moe"))
+)
 def test_the_gate_compares_with_a_resident_run_of_the_same_kernels(architecture: str) -> None:
     small: dict[str, Any] = {"num_steps": 2, "num_layers": 2, "hidden_size": 64}
     report = check_architecture(architecture, **GROUPED, **small)
@@ -400,20 +302,6 @@ def test_only_this_very_input_is_shared(
     assert not torch.allclose(logits(), found, rtol=1e-4, atol=1e-5)  # a control
 
 
-def test_copies_share_among_themselves(bases: Bases) -> None:
-    model = grouped(adapted(bases))
-    expected = step(model)
-    other = copy.deepcopy(model)
-    assert tally_of(other) is not tally_of(model)
-    assert differences(step(other), expected) == []
-    forwards = [
-        each.__dict__["forward"]
-        for each in other.modules()
-        if isinstance(each.__dict__.get("forward"), PatchedForward)
-    ]
-    assert {each._module() for each in forwards} <= set(other.modules())
-
-
 # ------------------------------------------------------------------ what is refused, and planned
 
 
@@ -475,23 +363,3 @@ def test_a_plan_counts_it(bases: Bases) -> None:
 
     stacked = 5 * 8 * 64 * BF16.itemsize
     assert 0 < peak("grouped") <= peak("fused") + 2 * stacked < peak("peft")
-
-
-@pytest.mark.parametrize("change", [nothing, hooked("up_proj", double)], ids=["whole", "parts"])
-def test_a_feed_forward_keeps_no_product(change: Callable[[Model], None], bases: Bases) -> None:
-    """Gate and up are kept, and what is computed of them is gone."""
-    model = grouped(adapted(bases))
-    change(model)
-    (mlp, _) = mlps(model)
-    given = torch.randn(2, 12, mlp.gate_proj.in_features).bfloat16().requires_grad_()
-    kept = set()
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape == (2, 12, mlp.gate_proj.out_features):
-            kept.add(tensor.data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = mlp(given)
-    # What doubles it keeps nothing.
-    assert len(kept) == 2 and result.requires_grad

@@ -194,7 +194,9 @@ def test_evaluation_under_autocast_is_exact(subject: Any, mode: str, residents: 
     assert residents.compare(subject, program) == {}
 
 
-@pytest.mark.parametrize("name", GENERATION)
+@pytest.mark.parametrize(
+    "name", with_slow(GENERATION, ("several samples", "samples, head on the host"))
+)
 def test_other_ways_to_generate_are_exact(name: str, residents: Residents) -> None:
     program, policy = GENERATION[name]
     assert residents.compare(S.PLAIN, program, block_size=2, **policy) == {}

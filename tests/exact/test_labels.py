@@ -14,7 +14,6 @@ from poros.config import StreamingPolicy
 from poros.cuda_streams import CudaStreams
 from poros.slots.schedule import Action
 from poros.streams import EagerStreams
-from poros.utils.profiling import labelled, short_name
 from tests.fake_cuda import FakeCuda, FakeEvent
 from tests.snapshots import NUM_LAYERS, batches, bits_of, build, changes
 
@@ -104,12 +103,6 @@ def test_the_loss_shows_which_rows_of_the_head_it_reads() -> None:
     assert of_head(profiled(step, resident)) == []
 
 
-def test_an_evaluation_is_named_as_one() -> None:
-    model, _ = streamed(slots=2)
-    found = of_visits(profiled(evaluate, model))
-    assert found == [f"{PREFIX}inference layers.{index}" for index in range(NUM_LAYERS)]
-
-
 def test_kept_layers_have_a_forward_and_their_blocks_one_copy() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         model, _ = streamed(keep_last=NUM_LAYERS)
@@ -156,27 +149,6 @@ def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch)
     step(model)
     with pytest.raises(AssertionError, match=r"poros::inference layers\.0"):
         profiled(evaluate, model)
-
-
-def test_an_exception_ends_a_range() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        with pytest.raises(ValueError, match="within"), labelled("forward", "layers.0"):
-            raise ValueError("within")
-        torch.ones(3).sum()
-    (found,) = [each for each in trace.events() or () if each.name == "poros::forward layers.0"]
-    assert not any("sum" in str(each.name) for each in found.cpu_children)
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("base_model.model.model.layers.12", "layers.12"),
-        ("transformer.h.3", "h.3"),
-        ("layers.0", "layers.0"),
-    ],
-)
-def test_short_names(name: str, short: str) -> None:
-    assert short_name(name) == short
 
 
 class Clock:

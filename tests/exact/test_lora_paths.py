@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,8 @@ from poros.errors import PolicyError, PreparedModelError
 from poros.kernels.paths import TABLE_FORMAT, LoraShape, Paths
 from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe
-from tests.exact import together
 from tests.exact.adapter_arms import SEVEN, Found, Model, adapted, differences, step
 from tests.exact.arms import Bases
-from tests.exact.recorded import recorded
-from tests.support import AdversarialPrepare
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICIES: dict[str, dict[str, Any]] = {
@@ -49,7 +45,7 @@ def chosen(model: Model) -> dict[str, int]:
     return found
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
@@ -119,35 +115,6 @@ def test_in_a_region_that_has_evaluated_and_of_inputs_that_no_norm_has_seen(
             assert differences(outcome(model), expected) == []
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}, {"keep_last": 2}], ids=str)
-@pytest.mark.parametrize("paths", ["flops", "f1:b1", "f2:b4", "f2:b5"])
-def test_recorded_visits(paths: str, policy: dict[str, Any], bases: Bases) -> None:
-    options: Any = {"dtype": FP32, "quantize": paths != "f2:b4"}
-    model = adapted(bases, **options)
-    poros.use_adapter_kernels(model, lora_paths=paths)
-    expected = step(model)
-    model = adapted(bases, **options)
-    captures, _ = recorded(model, lora_paths=paths, **{"slots": 2, **policy})
-    for _ in range(6):
-        assert differences(step(model), expected) == []
-    assert captures.num_replays > 0
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("share_dense", [False, True])
-@pytest.mark.parametrize("paths", ["flops", "f1:b3", "f2:b5"])
-def test_grouped_micro_batches(paths: str, share_dense: bool, bases: Bases) -> None:
-    model = adapted(bases, dtype=FP32)
-    poros.use_adapter_kernels(model, lora_paths=paths)
-    expected = together.train(model, together=False)
-    policy: Any = {"slots": 2, "share_dense": share_dense, "lora_paths": paths}
-    for prepare in (streamed, AdversarialPrepare()):
-        given = policy | ({} if prepare is streamed else {"adapter_kernels": "fused"})
-        found = together.train(prepare(adapted(bases, dtype=FP32), **given))
-        assert together.same(found, expected)
-
-
 def test_another_order_gives_other_bits_and_peft_gives_pefts(bases: Bases) -> None:
     model = adapted(bases, dtype=FP32)
     plain = step(model)
@@ -211,20 +178,6 @@ def table(path: Path, **changes: Any) -> str:
     ]
     path.write_text(json.dumps({"format": TABLE_FORMAT, "rows": rows} | changes))
     return f"measured:{path}"
-
-
-@pytest.mark.parametrize("paths", ["f1:b1", "f2:b5"])
-def test_a_region_around_the_backward_alone(paths: str, bases: Bases) -> None:
-    found = []
-    for prepare in (poros.use_adapter_kernels, partial(poros.prepare, slots=2, loss="reference")):
-        model = prepare(adapted(bases, dtype=torch.float32, quantize=False), lora_paths=paths)
-        torch.manual_seed(0)
-        tokens = torch.arange(48).view(2, 24)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss.backward()
-        found.append([each.grad for each in model.parameters() if each.requires_grad])
-    assert all(map(torch.equal, *found))
 
 
 def test_a_table_decides(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-import poros
 from poros.stream.layer_index import LayerIndex
 from tests.exact.arms import Bases
 from tests.support import prepare_plain
@@ -147,16 +146,3 @@ def test_modules_are_passed_over(bases: Bases, monkeypatch: pytest.MonkeyPatch) 
     assert not seen
     model.eval()
     assert len(seen) == len(inner)
-
-
-@pytest.mark.parametrize("mode", [1, None, "train"])
-def test_what_is_not_a_mode_is_refused_as_pytorch_does(mode: Any, bases: Bases) -> None:
-    with pytest.raises(ValueError, match="boolean"):
-        layer_of(built(bases, True)).train(mode)
-
-
-def test_restored_layers_have_their_own_method_again(bases: Bases) -> None:
-    model = built(bases, True)
-    assert type(layer_of(model)).train is not nn.Module.train
-    poros.restore(model)
-    assert type(layer_of(model)).train is nn.Module.train

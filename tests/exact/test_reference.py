@@ -10,7 +10,8 @@ from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_steps, start_digests, train
 from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
-from tests.exact.faulty import PACKED, flip_nibble
+from tests.covers import with_slow
+from tests.exact.arms import PACKED, flip_nibble
 from tests.support import make_model
 
 
@@ -156,8 +157,10 @@ def test_control_autocast_changes_bits() -> None:
 
 # The small models.
 
+SIX = ("qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3")
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"])
+
+@pytest.mark.parametrize("name", with_slow(SIX, ("llama", "mistral", "qwen3")))
 def test_small_models_are_repeatable_and_fully_adapted(name: str) -> None:
     model = tiny.make_model(name, dropout=0.05)
     again = tiny.make_model(name, dropout=0.05)
@@ -177,16 +180,6 @@ def test_small_models_are_repeatable_and_fully_adapted(name: str) -> None:
         assert len(trained) == 2 * num_linears and all(bool((p != 0).all()) for p in trained)
     norms = [layer.input_layernorm.weight for layer in layers]
     assert not torch.equal(norms[0], norms[1]), "layers that look alike would hide a mix-up"
-
-
-def test_small_gemma3_mixes_sliding_and_full_attention() -> None:
-    assert set(tiny.small_config("gemma3").layer_types) == {"sliding_attention", "full_attention"}
-    assert tiny.small_config("mistral").sliding_window == 8
-
-
-def test_unpromised_model_types_can_be_tried() -> None:
-    model = tiny.make_model("olmo2", num_layers=2)
-    assert model.config.model_type == "olmo2" and model.config.hidden_size == 128
 
 
 def test_unknown_architectures_are_refused_by_name() -> None:

@@ -186,20 +186,6 @@ def test_a_whole_run_under_adversarial_streams_is_bitwise_equal(arms: Arms) -> N
     assert arms.log_history("adversarial", RESUME_AT) == arms.log_history("watched", RESUME_AT)
 
 
-@pytest.fixture(scope="module")
-def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> tuple[Arms, Trajectory]:
-    arms = Arms.make(tmp_path_factory.mktemp("bf16"), torch.bfloat16)
-    return arms, arms.run("resident", max_steps=RESUME_AT)
-
-
-@pytest.mark.parametrize("block_size", [1, 2])
-def test_a_bf16_run_is_bitwise_equal(in_bf16: tuple[Arms, Trajectory], block_size: int) -> None:
-    arms, expected = in_bf16
-    check_not_vacuous(expected, RESUME_AT)
-    prepare = partial(prepare_plain, block_size=block_size)
-    assert compare_trajectories(expected, arms.run("streamed", prepare, max_steps=RESUME_AT)) == []
-
-
 # Negative controls: a fault in the streamed arm has to show in the comparison.
 
 

@@ -97,7 +97,9 @@ ROWS = {
 
 
 SLOW = ("sft, accumulation", "sft, no checkpointing", "sft, packing", "dpo, grouped")
-SLOW += ("dpo, the base, accumulation", "reward")
+SLOW += ("dpo, the base, accumulation", "dpo, the base", "reward", "reward, accumulation")
+SLOW += ("sft, dense torch.float32", "sft, dense torch.bfloat16", "sft, dft", "sft, grouped")
+SLOW += ("sft",)
 """What they have comes together in others."""
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 import poros
 from poros.errors import PorosError
+from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases, slice_resident_loss
 from tests.support import prepare_plain, same_bits
 
@@ -20,7 +21,7 @@ Model = Any
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Model, Any], torch.Tensor]
 LENGTHS = (12, 9, 20, 7, 12, 16, 5, 9)
-SIZES = (3, 3)
+SIZES = (3, 2)
 """Of the steps of programs."""
 
 
@@ -29,7 +30,9 @@ def build(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
 
 
 dense = partial(build, quantize=False)
-two_layers = partial(dense, num_layers=2)
+two_layers = partial(
+    adapted, quantize=False, lora_dropout=0.05, target_modules=["q_proj", "down_proj"]
+)
 """Where it does not matter what streams: both have a slot."""
 
 

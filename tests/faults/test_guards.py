@@ -14,9 +14,7 @@ import torch
 from peft import (
     LoraConfig,
     get_peft_model,
-    get_peft_model_state_dict,
     prepare_model_for_kbit_training,
-    set_peft_model_state_dict,
 )
 from torch import nn
 
@@ -137,6 +135,7 @@ def test_merging_an_adapter_from_after_prepare_is_never_silent(quantize: bool) -
     require_restore_named(caught.value)
 
 
+@pytest.mark.cover("values")
 @of(*KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_casts_are_refused_at_every_level(level: str, asked: Any) -> None:
@@ -326,15 +325,6 @@ EDITS = [
 ]
 
 
-def test_a_base_weight_that_becomes_trainable_raises_at_the_next_step() -> None:
-    model = prepare_plain(build(quantize=False))
-    run(model, num_steps=1)
-    layers_of(model)[1].mlp.up_proj.base_layer.weight.requires_grad_(True)
-    with pytest.raises(PreparedModelError) as caught:
-        model(**batches()[0]).loss.backward()
-    require_restore_named(caught.value)
-
-
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_changes_of_the_base_raise_at_the_next_step(
     edit: Callable[[Any], None], model: Any
@@ -346,22 +336,3 @@ def test_changes_of_the_base_raise_at_the_next_step(
             model(**batches()[0])
         require_restore_named(caught.value)
         assert "layers." in str(caught.value)
-
-
-def test_a_changed_base_works_after_restore_and_prepare() -> None:
-    twin, model = build(), prepare_plain(build())
-    for each in (twin, model):
-        load_a_base_weight(each)
-        set_data(each)
-    with pytest.raises(PreparedModelError):
-        model(**batches()[0])
-    prepare_plain(poros.restore(model))
-    assert_same_run(run(twin), run(model))
-
-
-def test_loading_adapter_weights_while_prepared_is_no_change_of_the_base(model: Any) -> None:
-    twin = build()
-    state = get_peft_model_state_dict(build(seed=4))
-    for each in (twin, model):
-        set_peft_model_state_dict(each, state)
-    assert_same_run(run(twin), run(model))

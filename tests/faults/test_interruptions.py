@@ -1,8 +1,7 @@
-"""A real model, driven as no plan expects: bit for bit what the resident model does.
+"""A model whose steps are interrupted: the next ones are bit for bit those of a resident model.
 
-Evaluation and decoding between forward and backward, several forwards before their backwards, a
-step that is abandoned, exceptions out of the middle of a layer, under adversarial streams whose
-reads are watched; Ctrl-C at every step of a visit's begin and end, and within the streams of a GPU.
+Exceptions out of the middle of a layer, under adversarial streams whose reads are watched; Ctrl-C
+at every step of a visit's begin and end, and within the streams of a GPU.
 """
 
 import gc
@@ -29,7 +28,6 @@ from poros.slots.schedule import Phase
 from poros.stream.attention import deterministic_flag, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.visit import Visits, proxy_leaves
-from tests.comparing import compare_mappings
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
 from tests.interrupts import Interrupts
 from tests.snapshots import assert_same_run, batches, build, layers_of, resident_run, run
@@ -40,8 +38,6 @@ Model = Any
 NUM_LAYERS = 4
 BATCHES = batches(3)
 
-Record = dict[str, torch.Tensor]
-Script = Callable[[Any, Record], None]
 POLICIES = [
     pytest.param({"block_size": 1, "slots": 2}, id="4 blocks, 2 slots"),
     pytest.param({"block_size": 1, "slots": 3}, id="4 blocks, 3 slots"),
@@ -56,95 +52,6 @@ def layered() -> Model:
 def loss_of(model: Any, index: int) -> torch.Tensor:
     loss: torch.Tensor = model(**BATCHES[index]).loss
     return loss
-
-
-def take_gradients(model: Any, record: Record, label: str) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            record[f"{label}: gradient of {name}"] = parameter.grad.clone()
-            parameter.grad = None
-
-
-def evaluate(model: Any, record: Record, label: str) -> None:
-    model.eval()
-    with torch.inference_mode():
-        record[f"{label}: logits"] = model(**BATCHES[2]).logits.clone()
-        prompt = BATCHES[2]["input_ids"][:, :3]
-        tokens = model.generate(input_ids=prompt, max_new_tokens=2, do_sample=False)
-        record[f"{label}: tokens"] = tokens.clone()
-    model.train()
-
-
-# What is done between forward and backward.
-
-
-def evaluate_in_the_middle(model: Any, record: Record) -> None:
-    record["loss"] = loss = loss_of(model, 0)
-    evaluate(model, record, "before backward")
-    loss.backward()
-    evaluate(model, record, "after backward")
-
-
-def two_forwards_then_backwards_in_reverse(model: Any, record: Record) -> None:
-    losses = [loss_of(model, index) for index in range(2)]
-    for index, loss in reversed(list(enumerate(losses))):
-        loss.backward()
-        record[f"loss {index}"] = loss
-
-
-def an_abandoned_forward(model: Any, record: Record) -> None:
-    loss_of(model, 1)
-    record["loss"] = loss = loss_of(model, 0)
-    loss.backward()
-
-
-def the_same_graph_twice(model: Any, record: Record) -> None:
-    record["loss"] = loss = loss_of(model, 0)
-    loss.backward(retain_graph=True)
-    evaluate(model, record, "between")
-    loss.backward()
-
-
-SCRIPTS = (
-    evaluate_in_the_middle,
-    two_forwards_then_backwards_in_reverse,
-    an_abandoned_forward,
-    the_same_graph_twice,
-)
-
-
-def play(model: Any, script: Script) -> Record:
-    """Run the script and an ordinary step after it; everything they computed."""
-    record: Record = {}
-    model.train()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        script(model, record)
-        take_gradients(model, record, "script")
-        loss_of(model, 2).backward()
-        take_gradients(model, record, "the step after it")
-        record["random state"] = torch.get_rng_state()
-    return {name: tensor.detach() for name, tensor in record.items()}
-
-
-@pytest.fixture(scope="module", params=SCRIPTS, ids=lambda script: script.__name__)
-def played(request: pytest.FixtureRequest) -> tuple[Script, Record]:
-    """A script, and what the resident model computes under it."""
-    with AdversarialPrepare().watching():
-        resident = play(layered(), request.param)
-    assert sum("gradient" in name for name in resident) >= 2 * NUM_LAYERS
-    return request.param, resident
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_order_of_passes_changes_no_bit(
-    played: tuple[Script, Record], policy: dict[str, int]
-) -> None:
-    script, resident = played
-    prepare = AdversarialPrepare()
-    with prepare.watching():
-        assert compare_mappings(resident, play(prepare(layered(), **policy), script)) == []
 
 
 # Exceptions out of a layer.
@@ -189,10 +96,6 @@ class Interrupted(RuntimeError):
 FORWARD, RECOMPUTATION = 1, 2
 Places = list[tuple[Callable[..., Any], int, int]]
 WHERE: dict[str, Places] = {
-    "forward of the first layer": [(raise_in_call, FORWARD, 0)],
-    "forward of a middle layer": [(raise_in_call, FORWARD, 2)],
-    "recomputation of the last layer": [(raise_in_call, RECOMPUTATION, 3)],
-    "recomputation of a middle layer": [(raise_in_call, RECOMPUTATION, 1)],
     "gradient of a middle layer": [(raise_in_gradient, 1, 1)],
     "gradient of the first layer": [(raise_in_gradient, 1, 0)],
     "one layer after another": [
@@ -272,7 +175,9 @@ def small() -> Model:
     return prepare_plain(build(), self_check="off", slots=2)
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+@pytest.mark.parametrize(
+    "phase", [pytest.param(Phase.FORWARD, marks=pytest.mark.slow), Phase.BACKWARD]
+)
 def test_a_visit_interrupted_anywhere_leaves_nothing_behind(phase: Phase) -> None:
     prepared = small()
     runtimes = [streamed_layer(layer) for layer in layers_of(prepared)]
@@ -296,7 +201,7 @@ def test_a_visit_interrupted_anywhere_leaves_nothing_behind(phase: Phase) -> Non
 @pytest.mark.parametrize(
     ("self_check", "apart"),
     [
-        *(("off", 509), ("strict", 2503)),
+        *(("off", 1021), ("strict", 4001)),
         *(pytest.param(each, 257, marks=pytest.mark.slow) for each in ("off", "strict")),
     ],
 )

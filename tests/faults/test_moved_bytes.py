@@ -87,6 +87,7 @@ def with_lora(base: Any) -> Any:
     return tiny.attach_lora(base, rank=8, seed=1)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("keep_last", [0, 3])
 @pytest.mark.parametrize("kind", [*KINDS, "norm", "bias"])
 def test_flipped_by_prepare(kind: str, keep_last: int, monkeypatch: Patch) -> None:
@@ -108,7 +109,8 @@ def test_flipped_by_prepare(kind: str, keep_last: int, monkeypatch: Patch) -> No
 @pytest.mark.parametrize(
     ("way", "self_check"),
     [
-        *((way, "strict") for way in (*WAYS, "store", "disk")),
+        *((way, "strict") for way in ("memory", "4-bit checkpoint", "disk")),
+        *(pytest.param(way, "strict", marks=pytest.mark.slow) for way in ("staged", "store")),
         ("not loaded", "off"),
     ],
 )

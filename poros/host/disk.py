@@ -338,7 +338,9 @@ class _Reader:
     def close(self, readings: Iterable[Future[None] | None]) -> bool:
         """End the thread; False if one of these reads does not end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if wait(filter(None, readings), _JOIN_S).not_done:
+        # Of those that had not begun, nobody would tell who waits.
+        begun = [each for each in readings if each is not None and not each.cancelled()]
+        if wait(begun, _JOIN_S).not_done:
             return False
         self._pool.shutdown()
         self._close()

@@ -269,10 +269,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "round multiple",
     ),
-    "orthogonal matrices beside a quantized base": (
-        {"adapter__init_lora_weights": "orthogonal"},
-        r"adapter\.init_lora_weights: .*model\.quantization",
-    ),
     "layers of all-linear": ({"adapter__layers_to_transform": [0]}, "PEFT refuses .*target_mod"),
     "an adapter on the head that preferences would not train": (
         {

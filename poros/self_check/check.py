@@ -53,8 +53,6 @@ from poros.self_check.evidence import (
 )
 from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome, is_gradient
 from poros.stream.boundary import is_streamed, streamed_layer
-from poros.stream.condition import Condition
-from poros.stream.staying import StayingState
 from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
@@ -157,8 +155,7 @@ class SelfCheck:
             return run()
         self._without_gradient.discard(index)
         streamed = streamed_layer(layer)
-        condition = streamed.condition()
-        is_open = condition.has_hooks
+        is_open = streamed.condition().has_hooks
         if is_open and streamed.weights.is_pinned:
             # Hooks of the user run as often as in a resident run: its bytes alone are compared.
             result = run()
@@ -169,8 +166,7 @@ class SelfCheck:
         ends = [each for _, each in named("", result) if each.requires_grad]
         if is_open and ends:
             # Emptied by the check: the graph may live on, with the loss.
-            held = [(evidence, condition, streamed.condition().staying)]
-            late = partial(self._check_late, index, held, ends[0].output_nr)
+            late = partial(self._check_late, index, [evidence], ends[0].output_nr)
             ends[0].grad_fn.register_prehook(late)
         else:
             self._check_apart(index, evidence, needs_gradient)
@@ -179,22 +175,16 @@ class SelfCheck:
     def _check_late(
         self,
         index: int,
-        held: list[tuple[CallSnapshot, Condition, StayingState]],
+        held: list[CallSnapshot],
         number: int,
         gradients: tuple[torch.Tensor | None, ...],
     ) -> None:
-        """The hook on the node of a layer's result ``number``.
-
-        A layer that has changed since its forward is left for the next one: its backward refuses
-        it, or, with a graph that saved-tensor hooks of the user keep, goes on as it was.
-        """
-        if not held or index not in self.unchecked:
+        """The hook on the node of a layer's result ``number``."""
+        evidence = held.pop() if held else None
+        if evidence is None or index not in self.unchecked or not evidence.is_intact():
             return
-        evidence, before, staying = held.pop()
         gradient = gradients[number]
-        if gradient is None or not is_streamed(evidence.layer) or not evidence.is_intact():
-            return  # restored since, or edited
-        if streamed_layer(evidence.layer).condition().change_since(before, staying) is None:
+        if gradient is not None and is_streamed(evidence.layer):  # not restored since
             self._check_apart(index, evidence, needs_gradient=True, gradient=gradient)
 
     def _check_apart(

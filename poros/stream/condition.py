@@ -136,16 +136,12 @@ class Condition:
         """
         if self._same is not None and self._same[0] is before and self._same[1] is staying:
             return
-        change = self.change_since(before, staying)
+        change = self._change_since(before, staying)
         if change is not None:
             raise RematerializationError(change)
         self._same = before, staying
 
-    def change_since(self, before: "Condition", staying: StayingState | None) -> str | None:
-        """Describe what is not as it was; None if the layer computes as before.
-
-        Arguments as for ``require_as``.
-        """
+    def _change_since(self, before: "Condition", staying: StayingState | None) -> str | None:
         name = self._name
         if self.contents is not before.contents:
             return (

@@ -38,6 +38,8 @@ class TapeRecorder(Recorder):
         tape = Tape(self, self.num_recorded, is_held)
         with tape:
             run()
+        if not is_held:  # its backward is recorded over it
+            tape.poison()  # a capture computes nothing
         self.num_recorded += 1
         self.tapes.add(tape)
         return _TapeRecording(tape)

@@ -172,8 +172,9 @@ class MeasuredSizer(Sizer):
         """Shapes that were measured, and what a step with the largest of them takes."""
         self._estimated: list[Shape] = []
         """Shapes for which the floor was estimated."""
+        self._newest: Shape | None = None
         self._seen: list[Shape] = []
-        """Shapes since measuring began."""
+        """The shape of the pass that has begun, and shapes since measuring began."""
         self._reserve = 1.0
         self._rounds = 0
         self._watched: set[int] = set()
@@ -249,6 +250,7 @@ class MeasuredSizer(Sizer):
             else:
                 self._cannot_measure()
         room = self._provide(shape, room, is_checking)
+        self._newest = shape
         self._seen = with_shape(self._seen, shape)
         if self._shape is None or not shape.is_within(self._shape):
             self._shape = shape
@@ -261,7 +263,8 @@ class MeasuredSizer(Sizer):
 
     def recorded(self) -> None:
         if self._stage is not Stage.WARMING and self.decides:
-            self._stage, self._seen = Stage.MEASURING, []
+            # From the micro-batch on that begins.
+            self._stage, self._seen = Stage.MEASURING, [self._newest] if self._newest else []
         self._num_given_back = self._memory.num_given_back()
 
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:

@@ -239,9 +239,9 @@ def test_under_strict_a_recording_with_other_bits_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def forwards(model: Model) -> None:
-        for _ in range(6):
+        for number in range(6):  # another row each: memory holds results of the one before
             with around():
-                loss = loss_of(model)
+                loss = loss_of(model, shift=number)
             if loss.requires_grad:
                 loss.backward()
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,13 +16,12 @@ import torch
 
 import poros
 from poros.errors import ParityError
-from poros.gates.arms import compare_arms
-from poros.gates.reference import TrainingSpec, Trajectory, train
+from poros.gates.arms import run_parity
+from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport
 from poros.slots import manager as manager_module
 from poros.slots.schedule import Phase, count, training_visits, walk
 from poros.stream import attention
-from poros.stream.boundary import is_streamed
 from tests.faults.planted import (
     AUTOCAST,
     FAULTS,
@@ -79,32 +77,19 @@ def spec(fault: Fault) -> TrainingSpec:
     return TrainingSpec(num_steps=fault.num_steps, autocast_dtype=fault.cell.autocast)
 
 
-@cache
-def resident(cell: Cell, num_steps: int, user: Any, watched: bool) -> Trajectory:
-    """No fault of streaming changes anything of it. Watched or not, autocast gives other bits."""
-    fault = Fault(cell=cell, num_steps=num_steps, user=user)
-    return train(built(fault), batches(), spec(fault))
-
-
 def gate(
     fault: Fault, prepare: AdversarialPrepare | None = None, *, watched: bool = False
 ) -> ParityReport:
     """What the parity gate finds, with the self-check off."""
     arm = prepare or AdversarialPrepare(fault.streams)
 
-    def run(model: Any) -> Trajectory:
-        if is_streamed(layers_of(model)[0]):
-            return train(model, batches(), spec(fault))
-        return resident(fault.cell, fault.num_steps, fault.user, watched)
-
     with arm.watching() if watched else nullcontext():
-        return compare_arms(
+        return run_parity(
             lambda: built(fault),
-            run,
+            batches(),
+            spec(fault),
             lambda model: spoiled(fault, model, arm),
-            report=ParityReport("a fault"),
             repeat_resident=False,
-            expected_loads=lambda _: 6 + 4 * (fault.num_steps - 1),
         )
 
 

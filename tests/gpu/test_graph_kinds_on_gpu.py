@@ -281,7 +281,7 @@ def test_pages_are_locked_and_copies_run_while_it_records(
 def test_recording_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random states, gradients, and what the optimizer would see."""
     model, captures = prepared(model_of(tmp_path))
-    for _ in range(3):
+    for _ in range(2):
         backward(model, row())
     before = [each.grad.clone() for each in trained(model)]
     state = torch.cuda.get_rng_state(), torch.get_rng_state()

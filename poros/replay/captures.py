@@ -330,14 +330,19 @@ class Captures:
         wanted: Gradients,
     ) -> None:
         """A backward has run: compare its replay with it."""
-        visit = call, tensors, gradients
+        visit, steady = (call, tensors, gradients), form.deterministic.get(around)
+        if steady is None and around in form.deterministic:
+            return  # it is recorded as the next pass begins
         different = self._differs(replayed, *visit, wanted, form.kind == "kept")
-        steady = form.deterministic.pop(around, None)
+        if different and steady is None and form.may_vary:
+            form.deterministic[around], self._recordings.varies = None, True
+            return
         if different and steady is not None:
             own_visit = call.layer.visit(Phase.BACKWARD, facts.leaves)
             with own_visit, call.ambient.rng.replay():
                 wanted = with_steady_attention(facts, tensors, gradients, around)
             different = self._differs(steady, *visit, wanted, is_kept=False)
+        form.deterministic.pop(around, None)
         self._settle(call, form, replayed, different)
 
     def _differs(

@@ -93,8 +93,9 @@ class Form:
     """None where one is wanted."""
     may_vary: bool = False
     """Whether its gradients need not repeat themselves (``AttentionKernels``)."""
-    deterministic: dict[Around, Replayed] = field(default_factory=dict)
-    """Backwards with attention that repeats itself, until what does not is proved by them."""
+    deterministic: dict[Around, Replayed | None] = field(default_factory=dict)
+    """Backwards with attention that repeats itself, until what does not is proved by them; None
+    where one is wanted."""
     held: Any = None
     """Of layers that keep their graph: inputs and results of the recorded forward."""
     order: int = 0
@@ -110,7 +111,7 @@ class Form:
         """Whether something of it has come that is not recorded, and may be now."""
         if self.kind == "kept" and self.in_flight() is not None:
             return False
-        recorded = (self.forward, *self.backwards.values())
+        recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
         return any(each is None for each in recorded)
 
     def is_there(self, call: LayerCall) -> bool:

@@ -31,9 +31,14 @@ class Recordings:
     Args:
         recorder: Records.
         memory: That recordings share.
+
+    Attributes:
+        varies: Whether attention was seen not to repeat itself, so that what proves a recording is
+            recorded with it; it takes memory of its own.
     """
 
     def __init__(self, recorder: Recorder, memory: SharedMemory) -> None:
+        self.varies = False
         self._recorder = recorder
         self._memory = memory
         self._num_held = 0
@@ -66,7 +71,9 @@ class Recordings:
                 for around in wanted:
                     form.backwards[around] = self._backward(form, facts, around)
             form.may_vary |= attention.may_vary
-            for around in wanted if form.may_vary else ():
+            if form.may_vary and self.varies:
+                form.deterministic |= dict.fromkeys(wanted)
+            for around in [each for each, made in form.deterministic.items() if made is None]:
                 with unchanged_flags(), AttentionKernels(deterministic=True):
                     form.deterministic[around] = self._backward(form, facts, around, afresh=True)
 

@@ -57,6 +57,8 @@ RESERVE = 1.5
 """Room is left for a step that takes so many times as much, once a batch has not fitted."""
 MAX_ROUNDS = 3
 """Of measuring and spending; after them the room only shrinks, until a larger batch comes."""
+MAX_PUT_OFF = 2
+"""Steps in a row that are not measured because visits were recorded in them."""
 
 
 class StepWatch:
@@ -172,6 +174,8 @@ class MeasuredSizer(Sizer):
         """Shapes that were measured, and what a step with the largest of them takes."""
         self._estimated: list[Shape] = []
         """Shapes for which the floor was estimated."""
+        self._has_recorded, self._num_put_off = False, 0
+        """Whether visits were recorded in the step that is measured, and steps that were not."""
         self._newest: Shape | None = None
         self._seen: list[Shape] = []
         """The shape of the pass that has begun, and shapes since measuring began."""
@@ -245,6 +249,11 @@ class MeasuredSizer(Sizer):
             if self._stage is Stage.WARMING:
                 self._measure(Stage.MEASURING)
                 self._give_back()
+            elif self._has_recorded and self._num_put_off < MAX_PUT_OFF:
+                # Recordings were compared with visits that ran beside them: the next one is.
+                self._num_put_off += 1
+                self._has_recorded, self._seen = False, []
+                self._give_back()
             elif self._memory.num_given_back() == self._num_given_back:
                 room = self._spend(room)
             else:
@@ -265,6 +274,7 @@ class MeasuredSizer(Sizer):
         if self._stage is not Stage.WARMING and self.decides:
             # From the micro-batch on that begins.
             self._stage, self._seen = Stage.MEASURING, [self._newest] if self._newest else []
+            self._has_recorded = True
         self._num_given_back = self._memory.num_given_back()
 
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
@@ -295,6 +305,7 @@ class MeasuredSizer(Sizer):
 
     def _measure(self, stage: Stage) -> None:
         self._stage, self._rounds, self._seen = stage, 0, []
+        self._has_recorded, self._num_put_off = False, 0
         self._watched.clear()
         if self._watch is not None:
             self._watch.has_stepped()  # steps up to here are not the one that is measured
@@ -384,7 +395,7 @@ class MeasuredSizer(Sizer):
         seen = self._seen
         older = [entry for entry in self._measured if not any(map(entry[0].is_within, seen))]
         self._measured = [*older, *((shape, needs) for shape in seen)]
-        self._rounds += 1
+        self._rounds, self._num_put_off = self._rounds + 1, 0
         if self._turns_alone(needs, room):
             self._measured.clear()
             self._measure(Stage.MEASURING)

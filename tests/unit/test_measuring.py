@@ -152,6 +152,17 @@ def test_what_a_short_batch_leaves_is_not_spent_if_a_long_one_may_come_again(
     assert max(loop.memory.peaks) <= budget(6, kept, 30)
 
 
+def test_a_step_in_which_visits_are_recorded_is_not_measured(prepared: Prepare) -> None:
+    """They run beside their recordings then."""
+    loop = prepared(budget(6, 4, 16))
+    rooms = []
+    for number in range(4):
+        rooms += loop.run(16, times=3.0 if number == 1 else 1.0)
+        if number == 1:
+            loop.sizer.recorded()
+    assert rooms[1] == rooms[2] and rooms[3] == ResidencyPlan(6, 4)
+
+
 def test_graphs_are_looked_at_in_the_first_measurement_alone(prepared: Prepare) -> None:
     """One call of each layer is not replayed then: graphs would be there twice."""
     loop = prepared(budget(6, 4, 16))

@@ -62,7 +62,7 @@ class SharedHead:
             for width, notes in by_width.items():
                 for first, rows in self._reader(width):
                     for micro_batch, asked, online in notes:
-                        with micro_batch.code.inside():
+                        with micro_batch.code.inside(), torch.no_grad():
                             online.add(first, rows, asked.bias, asked.added, asked.given.steps)
 
     def __call__(self, asked: LossInputs) -> SlicedLossState | None:

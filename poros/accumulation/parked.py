@@ -2,8 +2,8 @@
 
 All of it runs on the thread that asks for it, one piece at a time. So what PyTorch keeps for each
 thread (device, stream, handles of its libraries and their workspaces, the order of nodes) is that
-of a plain call; autocast and settings, which code may have entered before it stopped, are
-exchanged.
+of a plain call; autocast, the gradient mode and settings, which code may have entered before it
+stopped, are exchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,9 +22,11 @@ class Stopped(BaseException):
 
 
 class Regions(NamedTuple):
-    """The autocast regions around, and the settings that pick kernels, at one time."""
+    """The regions around of autocast and gradients, and the settings that pick kernels, then."""
 
     surroundings: Surroundings
+    has_gradients: bool
+    """Whether gradients are enabled."""
     has_cache: bool
     """Whether they keep what they have cast."""
     depth: int
@@ -34,7 +36,8 @@ class Regions(NamedTuple):
         """Those of now, for work on ``device``."""
         torch.autocast_increment_nesting()
         depth = torch.autocast_decrement_nesting()
-        return cls(Surroundings.capture(device), torch.is_autocast_cache_enabled(), depth)
+        has_cache, has_gradients = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+        return cls(Surroundings.capture(device), has_gradients, has_cache, depth)
 
     def replace(self, now: "Regions") -> None:
         """Have these in place of those of ``now``."""
@@ -44,6 +47,7 @@ class Regions(NamedTuple):
                 torch.set_autocast_enabled(mine.device_type, mine.enabled)
                 torch.set_autocast_dtype(mine.device_type, mine.dtype)
         torch.set_autocast_cache_enabled(self.has_cache)
+        torch._C._set_grad_enabled(self.has_gradients)
         if wanted.settings != found.settings:
             wanted.settings.restore()
         for _ in range(now.depth, self.depth):

@@ -83,6 +83,17 @@ PROGRAMS: dict[str, Program] = {
     "another precision of products between forward and backward, with the self-check": Program(
         steps=(Step(between=(Setting(value="medium"),)),)
     ),
+    "adapters are disabled before a group whose losses are computed in slices": Program(
+        policy=Policy(self_check="off", loss="chunked", stream_head=True),
+        steps=(
+            *[Step(forwards=(Forward(), Forward(batch=1)), backward="together")] * 2,
+            Step(
+                before=(Adapter(verb="disable"),),
+                forwards=(Forward(), Forward(batch=1)),
+                backward="together",
+            ),
+        ),
+    ),
     "a module used twice under autocast": Program(
         before=(UseTwice(part="mlp.down_proj", how="beside"),), steps=(Step(autocast="each"),)
     ),

@@ -9,8 +9,8 @@ Note: Eager is the way out
     (``poros.stream.general``), with the same bits, so mixing both shows nowhere: calls with hooks
     inside the layer, beside tensors that layers share, while somebody watches operators or the
     self-check runs; whatever cannot be recorded. A layer that keeps its graph on the device keeps
-    one at a time in its recording; a second forward before the backward of the first goes as that
-    of a recomputed layer.
+    one at a time in its recording; a second forward before the backward of the first, and a form of
+    call that is not the recorded one, go as those of a recomputed layer.
 
 Note: Proof
     The first replay of a forward is made beside the forward in the graph around it, that of a
@@ -22,7 +22,8 @@ Note: Proof
 Note: When it is recorded
     Once calls of its form have run and a backward has shown how it uses what it is given
     (``poros.replay.uses``); as a pass begins, not within one: a backward runs in a thread and a
-    state of its own.
+    state of its own. What calls have shown holds wherever blocks lie: in another room the same
+    forms are recorded as the next pass begins.
 """
 
 import logging

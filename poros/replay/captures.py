@@ -461,7 +461,7 @@ class Captures:
         return True
 
     def _may_be_kept(self, layer: LayerBody, form: Form) -> bool:
-        """Whether a form of a layer that keeps its graph is recorded, or may be: one is."""
+        """Whether this form of a kept layer is recorded, or may be: one of them is at a time."""
         others = [] if form.forward is not None else self._recorded_like(layer, form)
         return all(self._is_idle(layer, other) for other in others)
 

@@ -327,6 +327,23 @@ def test_recorded_visits_that_share_dense_weights(keep_last: int, bases: Bases) 
     assert kinds == ({True, False} if keep_last == 0 else {True})
 
 
+def test_a_recording_reads_dense_weights_where_its_calls_share_them(bases: Bases) -> None:
+    """On a CPU bitsandbytes' own operators are recorded, which read none."""
+    model = prepare_plain(build(bases), slots=2, share_dense=True, self_check="off")
+    tokens = torch.arange(9)[None]
+    poros.accumulate(model, [{"input_ids": tokens, "labels": tokens}] * 3)
+    runtime = poros.runtime(model)
+    dense, layer = runtime.context.dense, next(runtime.streamed_layers())
+    assert dense is not None and dense.address is not None and layer.dense_address is None
+    with layer.sharing_dense():
+        assert layer.dense_address == dense.address
+    for address in (None, dense.address):
+        with layer.assuming_dense(address):
+            assert dense.serves(layer.index) == (address is not None)
+    with pytest.raises(RuntimeError, match="has moved"):
+        layer.assuming_dense(1)
+
+
 def test_a_smaller_budget_goes_without_dense_weights(
     bases: Bases, expected: list[torch.Tensor]
 ) -> None:

@@ -161,6 +161,31 @@ def test_staging_is_page_locked_first(
     assert driver.locked == {} and readers() == []
 
 
+def test_closing_waits_for_the_read_that_has_begun_alone(
+    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of reads that are queued behind it, nobody would tell who waits."""
+    begun, go_on = threading.Event(), threading.Event()
+    wait, preadv = disk.wait, os.preadv
+
+    def held(*arguments: Any) -> int:
+        begun.set()
+        go_on.wait()
+        return preadv(*arguments)
+
+    def let_go(*arguments: Any) -> Any:
+        go_on.set()
+        return wait(*arguments)
+
+    slots = DiskSlots(tmp_path, 6, 2, AdversarialStreams())
+    monkeypatch.setattr(os, "preadv", held)
+    monkeypatch.setattr(disk, "wait", let_go)
+    slots.host.read_ahead(range(6))
+    begun.wait()
+    slots.host.unpin()
+    assert "does not end" not in caplog.text and slots.host._staging == []
+
+
 # Reads that fail, or are odd.
 
 

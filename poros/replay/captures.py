@@ -126,6 +126,8 @@ class Captures:
         condition: Condition,
         run: Callable[[], Any],
         beside: Callable[[], Any] | None = None,
+        *,
+        is_checked: bool = False,
     ) -> Any:
         """Replay a call of a layer if it is recorded, else run it; return its result.
 
@@ -137,6 +139,7 @@ class Captures:
             condition: What decides what it computes, now.
             run: Its forward, in the graph around it.
             beside: The same beside a replay that is compared with it, if that is another one.
+            is_checked: Whether it is not replayed, since somebody checks it.
         """
         try:
             call = LayerCall(layer, args, kwargs, condition)
@@ -155,28 +158,9 @@ class Captures:
                 self._num_wasted[layer.index] += 1
         if form is None:
             return run()
-        if form.forward is None or form.facts is None:
+        if form.forward is None or form.facts is None or is_checked:
             return self._observed(call, form, run)
         return self._replayed(call, form, form.forward, form.facts, beside or run)
-
-    def learn(
-        self,
-        layer: LayerBody,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: Condition,
-        run: Callable[[], Any],
-    ) -> Any:
-        """Run a call that somebody checks, and which is recomputed, and learn from it.
-
-        Arguments as for ``call``.
-        """
-        try:
-            call = LayerCall(layer, args, kwargs, condition)
-        except UnsupportedModelError:
-            return run()
-        form = self._form_of(call, "recomputed") if call.needs_gradient else None
-        return run() if form is None else self._observed(call, form, run)
 
     def _observed(self, call: LayerCall, form: Form, run: Callable[[], Any]) -> Any:
         """Run a call of a form that is not recorded; its backward shows what is to be known."""

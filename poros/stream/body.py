@@ -58,18 +58,10 @@ class Replayer(Protocol):
         condition: Condition,
         run: Callable[[], Any],
         beside: Callable[[], Any] | None = None,
+        *,
+        is_checked: bool = False,
     ) -> Any:
         """Replay a call of a layer if it is recorded, else run it; return its result."""
-
-    def learn(
-        self,
-        layer: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: Condition,
-        run: Callable[[], Any],
-    ) -> Any:
-        """Run a call that somebody checks, and learn from it; return its result."""
 
 
 class StandIn(Protocol):

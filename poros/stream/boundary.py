@@ -73,7 +73,8 @@ class StreamedLayer(LayerBody):
         forward = partial(self._recompute, args, kwargs, condition)
         if check is not None and self.index in check.unchecked:
             if replays is not None:
-                forward = partial(replays.learn, self, args, kwargs, condition, forward)
+                replay = partial(replays.call, "recomputed", self, args, kwargs, condition)
+                forward = partial(replay, forward, is_checked=True)
             return check.watch(self.index, forward, given)
         if replays is not None:
             return replays.call("recomputed", self, args, kwargs, condition, forward)

@@ -8,7 +8,7 @@ deterministic kernels, whatever it then chooses.
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,9 @@ from poros.gates import tiny
 from poros.gates.parity import ParityReport, run_parity
 from poros.gates.reference import TrainingSpec, hash_digests, start_digests, train
 from poros.head.takeover import slice_loss
-from poros.self_check.switches import current_settings, set_settings
 from poros.slots.ring import SlotState
 from tests.comparing import compare_mappings, compare_trajectories
 from tests.exact.arms import narrow_slices
-from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
 from tests.hostile_streams import MEGA, HostileStreams
 from tests.support import prepare_plain, same_bits
@@ -336,29 +334,6 @@ def test_a_model_loaded_on_the_cpu_trains_like_a_resident_one(checkpoint: Path) 
     expected = train(load(checkpoint, "cpu").to(DEVICE), BATCHES, SPEC)
     model = prepare_plain(load(checkpoint, "cpu"), device=str(DEVICE), slots=2)
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
-
-
-@pytest.fixture
-def settings() -> Iterator[None]:
-    """TrainingArguments(tf32=True) sets them for the whole process."""
-    before = current_settings()
-    yield
-    set_settings(before, ExitStack())  # never closed: they stay
-
-
-@pytest.mark.parametrize("tf32", [None, True])
-def test_a_trainer_run_is_bitwise_equal(tf32: bool | None, tmp_path: Path, settings: None) -> None:
-    options = FULL | ({} if tf32 is None else {"tf32": tf32})
-    two_slots = partial(prepare_plain, slots=2)
-    arms = Arms.make(tmp_path, torch.float32, str(DEVICE))
-    expected = arms.run("resident", **options)
-    check_not_vacuous(expected)
-    assert compare_trajectories(expected, arms.run("streamed", two_slots, **options)) == []
-    assert arms.log_history("streamed") == arms.log_history("resident")
-    resumed = arms.run("resumed", two_slots, arms.checkpoint("streamed", RESUME_AT), **options)
-    assert arms.log_history("resumed") == arms.log_history("resident")
-    for name, weight in expected.steps[-1].weights.items():
-        assert same_bits(weight, resumed.steps[-1].weights[name]), name
 
 
 def test_a_model_may_go_with_copies_in_flight(checkpoint: Path) -> None:

@@ -11,7 +11,6 @@ from poros.kernels import row_norm_gpu
 from poros.kernels.compose import compose, compose_backward, compose_backward_ref, compose_ref
 from poros.kernels.row_norm import (
     assembled_ref,
-    divisor_of,
     row_norm,
     row_norm_ref,
     square_of_rows,
@@ -283,45 +282,3 @@ def test_norm_allocates_what_it_says(shape: tuple[int, int], rank: int) -> None:
     if rank >= 64:
         assert allowed <= 4 * (shape[0] * rank + rank * rank) + 4 * 2**20 + 2**17
     assert allowed < 4 * shape[0] * shape[1]
-
-
-# ------------------------------------------------------------------- CUDA graphs
-
-
-@pytest.mark.parametrize("rank", [16, 384])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_a_captured_graph_replays_all_of_it(
-    dtypes: tuple[torch.dtype, torch.dtype], rank: int
-) -> None:
-    """Norm, scale, composition and its backward: recorded once, replayed on other values."""
-    dtype, of_lora = dtypes
-    rows, columns, tokens = 512, 3584, 96
-    dense, magnitude = normal(rows, columns, dtype=dtype), normal(rows).abs()
-    a, b = normal(rank, columns, dtype=of_lora), normal(rows, rank, dtype=of_lora)
-    square = square_of_rows(dense)
-    result, lora = normal(tokens, rows, dtype=dtype), normal(tokens, rows, dtype=of_lora)
-    gradient = normal(tokens, rows, dtype=dtype)
-    places = [a, b, result, lora, gradient]
-
-    def run() -> list[torch.Tensor | None]:
-        norm = row_norm(dense, square, a, b, SCALING)
-        g = magnitude / divisor_of(norm, dtype)
-        sum_, inner = compose(result, None, lora, g, SCALING, wants_inner=True)
-        how: dict[str, Any] = {"has_base": False, "result_dtype": dtype, "lora_dtype": of_lora}
-        return [norm, g, sum_, inner, *compose_backward(gradient, g, SCALING, inner, **how)]
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = run()
-    before: list[torch.Tensor | None] = []
-    for _ in range(3):
-        for place in places:
-            place.copy_(torch.randn_like(place))
-        expected = run()
-        graph.replay()
-        assert all(map(same, recorded, expected))
-        assert not all(map(same, expected, before)) or not before
-        before = expected

@@ -68,19 +68,6 @@ def events(recipe: Recipe) -> list[int]:
     return [event["step"] for event in logged if event["event"] == "log"]
 
 
-def test_going_on_gives_the_same_bits(
-    options: dict[str, Any], expected: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of(**options)
-    break_at(monkeypatch, recipe, 3)
-    assert checkpoints(recipe) == {"checkpoint-1", "checkpoint-2"}
-    assert events(recipe) == [1, 2, 3]
-    found = run(recipe)
-    assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
-    assert "going on after step 2 of 4" in found.said
-    assert events(recipe) == list(range(1, NUM_STEPS + 1))
-
-
 def test_a_signal_ends_a_run_with_a_checkpoint(
     options: dict[str, Any], expected: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +341,8 @@ def test_a_run_that_is_killed(step: int, options: dict[str, Any], expected: Trai
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     recipe = recipe_of(**options)
     assert events(recipe) == list(range(1, step + 1))
+    assert checkpoints(recipe) == {f"checkpoint-{each}" for each in range(1, step)}
     found = run(recipe)
     assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
+    assert events(recipe) == list(range(1, NUM_STEPS + 1))
     assert ("going on after step 2 of 4" in found.said) == (step == 3)

@@ -26,7 +26,7 @@ from poros.gates.parity import ParityReport, run_parity
 from poros.gates.reference import TrainingSpec, hash_digests, start_digests, train
 from poros.head.takeover import slice_loss
 from poros.slots.ring import SlotState
-from tests.comparing import compare_mappings, compare_trajectories
+from tests.comparing import compare_mappings
 from tests.exact.arms import narrow_slices
 from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
 from tests.hostile_streams import MEGA, HostileStreams
@@ -134,17 +134,6 @@ def test_parity_with_hostile_streams(checkpoint: Path, slots: int, is_poisoning:
     check_exact(gate(checkpoint, hostile(slots, is_poisoning=is_poisoning)), slots)
     unchecked = hostile(slots, self_check="off", is_poisoning=is_poisoning)
     check_exact(gate(checkpoint, unchecked), slots, is_checked=False)
-
-
-@pytest.mark.parametrize("is_poisoning", [False, True], ids=["slow", "slow and poisoned"])
-def test_parity_with_the_embedding_in_host_memory(checkpoint: Path, is_poisoning: bool) -> None:
-    prepare = hostile(policy={"stream_embedding": True}, is_poisoning=is_poisoning)
-    report = gate(checkpoint, prepare)
-    assert report.exact, f"{report.verdict()}\n{report.traceback or ''}"
-    num_forwards = SPEC.num_steps * SPEC.accumulation
-    assert report.stats["num_index_transfers"] == num_forwards
-    rows = sum(batch["input_ids"].numel() for batch in BATCHES)
-    assert report.stats["rows_num_bytes"] == rows * 1024 * 2
 
 
 HEAD_POLICIES: dict[str, dict[str, Any]] = {
@@ -328,12 +317,6 @@ def test_prepare_moves_the_base_to_the_host_and_restore_back(checkpoint: Path, o
     assert {str(each.device) for each in (*model.parameters(), *model.buffers())} == {origin}
     assert hash_digests(start_digests(model)) == hash_digests(before)
     assert compare_mappings(streamed, answers(model.to(DEVICE))) == []
-
-
-def test_a_model_loaded_on_the_cpu_trains_like_a_resident_one(checkpoint: Path) -> None:
-    expected = train(load(checkpoint, "cpu").to(DEVICE), BATCHES, SPEC)
-    model = prepare_plain(load(checkpoint, "cpu"), device=str(DEVICE), slots=2)
-    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
 
 
 def test_a_model_may_go_with_copies_in_flight(checkpoint: Path) -> None:

@@ -281,20 +281,6 @@ def test_going_on(cell: tuple[str, str], copy: Path, interrupted: Interrupted) -
         assert all(each in kept for name, each in before.items() if name.startswith("checkpoint-"))
 
 
-TRAINED = [
-    ("checkpoint-2/whole.json", "an empty object"),
-    ("checkpoint-2/optimizer.pt", "a pipe"),
-]
-
-
-@pytest.mark.parametrize("cell", TRAINED, ids=[": ".join(cell) for cell in TRAINED])
-def test_the_same_bits(cell: tuple[str, str], copy: Path, interrupted: Interrupted) -> None:
-    damaged(copy, cell, GOING_ON)
-    found = run(recipe_of(**interrupted.options, output__folder=copy))
-    assert found.adapter == interrupted.adapter
-    assert poros_command("report", str(copy)).exit_code == 0
-
-
 def test_no_whole_checkpoint_is_no_silent_beginning(copy: Path, interrupted: Interrupted) -> None:
     for checkpoint in copy.glob("checkpoint-*"):
         (checkpoint / "whole.json").write_text("{}")

@@ -100,9 +100,12 @@ def test_the_printed_lines_run(
     """From a folder with a blank in its name; of a store that PEFT alone could not open."""
     run, rows = tmp_path / "a run", data / "completions.jsonl"
     done = poros_command("finetune", str(store), str(rows), "--out", str(run), *SHORT)
-    assert done.exit_code == 0
+    assert done.exit_code == 0 and "\x1b" not in done.output
+    assert "step 2 of 2: {'loss': " in text(done), "plain lines, for nobody is at a terminal"
     lines = printed(text(done))
     adapter = Path(lines["adapter"])
+    names = {"adapter_model.safetensors", "adapter_config.json", "recipe.yaml", "tokenizer.json"}
+    assert names <= {each.name for each in adapter.iterdir()}
     assert named_by(adapter)["base_model_name_or_path"] == str(base)
     assert f"base_model: {base}\n" in (adapter / "README.md").read_text()
 

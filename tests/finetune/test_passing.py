@@ -9,8 +9,6 @@ import pytest
 import transformers
 from packaging.version import Version
 from peft import LoraConfig
-from transformers import TrainerCallback
-from transformers.integrations import integration_utils
 
 from poros.errors import RecipeError
 from poros.finetune.trainers import _OURS
@@ -68,23 +66,6 @@ def test_a_run_that_becomes_no_better_ends(
     break_at(monkeypatch, recipe, number - 1)
     found = run(recipe)
     assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
-
-
-def test_reports_go_where_they_are_asked_for(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[dict[str, Any]] = []
-
-    class Report(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kw: Any) -> None:
-            logged.append({"name": args.run_name, **logs})
-
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Report)
-    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
-    options = {"training__report_to": "tensorboard", "training__run_name": "mine"}
-    found = arm(model, data, tmp_path / "run", "text", memory__slots=2, **options)
-    assert [each["loss"] for each in logged if "loss" in each] == found.losses
-    assert logged[0]["name"] == "mine" and "poros/h2d_gb" in logged[0]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -210,23 +210,6 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str
         dry(memory__vram="1MiB", training__per_device_train_batch_size=64)
 
 
-def test_the_command_from_end_to_end(model: Path, data: Path, tmp_path: Path) -> None:
-    command = (
-        "finetune", str(model), str(data / "messages.jsonl"), "--chat-template", "chatml",
-        "--slots", "2", "--max-length", "64", "--steps", "2", "--out", str(tmp_path / "run"),
-    )  # fmt: skip
-    result = poros_command(*command)
-    assert result.exit_code == 0, result.output
-    said = text(result)
-    assert "step 2 of 2: {'loss': " in said, "plain lines, for nobody is at a terminal"
-    assert "\x1b" not in result.output and f"adapter: {tmp_path / 'run' / 'adapter'}" in said
-    names = {each.name for each in (tmp_path / "run" / "adapter").iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "chat_template.jinja"} <= names
-    assert {"recipe.yaml", "tokenizer.json", "tokenizer_config.json"} <= names
-    again = poros_command(*command)
-    assert again.exit_code == 2 and "a finished one" in again.output
-
-
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward", "images"])
 def test_the_example_recipes_can_be_read(name: str) -> None:
     draft = read_recipe(ROOT / "examples" / "recipes" / f"{name}.yaml", {})

@@ -6,7 +6,6 @@ And the memory of the host that a load takes.
 import ctypes
 import gc
 import json
-import re
 import threading
 from collections.abc import Callable
 from itertools import product, starmap
@@ -103,16 +102,17 @@ FORMATS = {
     }
     for kind, is_double in product(("nf4", "fp4"), BOTH)
 }
+DOUBLE = FORMATS["nf4 double"]
+ALIKE = ("llama", "mistral", "qwen3", "gemma3", "phi3", "gemma4", "qwen3_moe", "tied")
+"""What others have that are dense, and these quantized."""
 ROWS_IN_TURN = [
     # For every architecture that the gates promise; a tied head has no tensor of its own.
     *(row for name in tiny.ARCHITECTURES for row in either(name, architecture=name)),
     *either("tied", tie_word_embeddings=True),
     *either("untied", tie_word_embeddings=False),
+    *(quantized(name, how) for name, how in FORMATS.items()),
     # Weights are cast to the dtype to load in before they are quantized.
-    *(
-        quantized(f"{source} to {name}", how, dtype=source)
-        for source, (name, how) in product((BF16, FP16, FP32), FORMATS.items())
-    ),
+    *(quantized(f"{source} to nf4 double", DOUBLE, dtype=source) for source in (FP16, FP32)),
     *starmap(in_dtype, product(("qwen2", "gemma4", "deepseek_v3"), (FP16, FP32), BOTH)),
     *starmap(shards, product(("qwen2", "mixtral"), BOTH)),
     # An empty list quantizes the head too, which is in no layer.
@@ -124,10 +124,8 @@ ROWS_IN_TURN = [
         quantized(f"stored as {storage}", {"bnb_4bit_quant_storage": storage})
         for storage in ("uint8", "bfloat16", "float32")
     ),
-    *(
-        packed(name, architecture, **how)
-        for architecture, (name, how) in product(("qwen2", "mixtral", "phi3"), FORMATS.items())
-    ),
+    *(packed(name, **how) for name, how in FORMATS.items()),
+    *(packed("nf4 double", architecture, **DOUBLE) for architecture in ("mixtral", "phi3")),
     packed("as is asked for", is_said=True, bnb_4bit_use_double_quant=False),
     *(
         packed(f"stored as {storage}", bnb_4bit_quant_storage=storage)
@@ -135,15 +133,9 @@ ROWS_IN_TURN = [
     ),
 ]
 ROWS = {row[0]: row[1:] for row in ROWS_IN_TURN}
-# Two things at a time that other rows have one by one.
-REPEATED = re.compile(
-    r"(llama|mistral|qwen3|gemma3|phi3|gemma4|qwen3_moe|tied) dense"
-    r"|torch.float(16|32) to (?!nf4 double)|(gemma4|deepseek_v3) in torch.float16"
-    r"|4-bit already, (mixtral|phi3) (?!nf4 double)|4-bit already, qwen2 stored as float"
-)
 
 
-@pytest.mark.parametrize("name", with_slow(ROWS, list(filter(REPEATED.match, ROWS))))
+@pytest.mark.parametrize("name", with_slow(ROWS, [f"{name} dense" for name in ALIKE]))
 def test_it_is_the_model_of_from_pretrained(kinds: Kinds, name: str) -> None:
     """Bytes, forms, classes, configuration; and every layer lies in its slab."""
     source, config, dtype, options = ROWS[name]

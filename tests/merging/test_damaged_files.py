@@ -223,6 +223,8 @@ ALWAYS = {
     (TEMPLATE_FILE, "no template", "chat"),
     (MODEL, "missing", "merge"),
     (ADAPTER, "rank too large", "chat"),
+    *((ADAPTER, f"lora_alpha: {kind}", "merge") for kind in ("NaN", "huge")),
+    *((WEIGHTS, damage, "merge") for damage in ("NaN", "infinity")),
     (GENERATION, "eos_token_id: text", "chat"),
     (CONFIG, "max_position_embeddings: negative", "finetune"),
 }

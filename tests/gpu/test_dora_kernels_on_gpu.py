@@ -208,18 +208,6 @@ def test_norm_is_within_its_bound(shape: tuple[int, int], rank: int) -> None:
         assert relative < 64 * U < of_control, (dtype, of_adapters, relative, of_control)
 
 
-@pytest.mark.parametrize("of_adapters", [BF16, FP16, FP32])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_products_keep_every_bit(dtype: torch.dtype, of_adapters: torch.dtype) -> None:
-    """Of one column and rank 1: three parts make up what is multiplied by a power of two."""
-    x, ones = normal(900, 1, dtype=dtype), torch.ones(900, 1, device="cuda", dtype=of_adapters)
-    y = 4 * ones[:1]
-    assert same(row_norm_gpu._weighted(x, y, ones), 4 * x[:, 0].float())
-    b, one = normal(900, 1, dtype=of_adapters), torch.ones(1, 1, device="cuda", dtype=dtype)
-    found = [row_norm_gpu._weighted(one, each[None], ones[:1]) for each in b[:50]]
-    assert same(torch.cat(found), b[:50, 0].float())
-
-
 def test_assembly_has_the_same_bits() -> None:
     terms = [normal(100_000) for _ in range(3)]
     terms[0][7] = float("nan")

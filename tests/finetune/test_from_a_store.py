@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import poros
@@ -29,6 +29,7 @@ from poros.merging.saved_adapter import SavedAdapter
 from poros.model.origin import RECORD, origin_of
 from tests.command import poros_command, text
 from tests.covers import with_slow
+from tests.damage import tensors
 from tests.finetune.subjects import write_base
 from tests.loading.checkpoints import as_hub_cache
 from tests.support import same_bits
@@ -190,9 +191,7 @@ def test_a_source_with_other_bytes_is_refused(
         merge(adapter, tmp_path / "untouched")
     os.utime(source / "model.safetensors")
     merge(adapter, tmp_path / "touched")
-    weights = weights_of(source)
-    weights["model.norm.weight"][0] += 1
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    tensors(lambda found: found["model.norm.weight"].add_(1))(source / "model.safetensors")
     for options in ({}, {"base": store}):
         with pytest.raises(CheckpointFormatError, match=r"trained on .*found others.*--base"):
             merge(adapter, tmp_path / "out", **options)
@@ -272,7 +271,6 @@ def test_a_store_of_another_checkpoint_is_not_taken_for_a_chat(
     source, store, adapter = moving
     shutil.rmtree(store)
     other = write_base(tmp_path / "other")
-    weights = {name: each * 2 for name, each in weights_of(other).items()}
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    tensors(lambda found: [each.mul_(2) for each in found.values()])(other / "model.safetensors")
     poros.load(other, store=store)
     assert base_to_load(SavedAdapter(adapter)) == (str(source), None)

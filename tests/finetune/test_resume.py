@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from poros.errors import RunFolderError
 from poros.finetune import run as running
@@ -17,6 +16,7 @@ from poros.finetune.run import Interrupted
 from poros.finetune.templates import NAMED
 from poros.recipes.recipe import Recipe
 from tests.children import run_forked
+from tests.damage import tensors
 from tests.finetune.subjects import (
     SHORT,
     Broken,
@@ -252,10 +252,7 @@ def begun(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     return Begun(recipe, model, folder)
 
 
-def other_weights(file: Path) -> None:
-    tensors = load_file(file)
-    tensors["model.norm.weight"][0] += 1
-    save_file(tensors, file, {"format": "pt"})
+OTHER_WEIGHTS = tensors(lambda found: found["model.norm.weight"].add_(1))
 
 
 def more(text: str) -> Any:
@@ -277,7 +274,7 @@ def without_digests(file: Path) -> None:
         ("model/tokenizer_config.json", more("\n"), "tokenizer_config.json: another now"),
         ("model/merges.txt", more("a b"), "merges.txt: new now"),
         ("model/config.json", more(" "), "config.json: another now"),
-        ("model/model.safetensors", other_weights, "weights of model.source: another now"),
+        ("model/model.safetensors", OTHER_WEIGHTS, "weights of model.source: another now"),
         ("run/run.json", without_digests, "end it with the release that began it"),
     ],
 )

@@ -46,6 +46,7 @@ from poros.loaders.load import load
 from poros.merging.merge import merge
 from tests.children import run_forked
 from tests.command import poros_command
+from tests.damage import tensors
 from tests.finetune.subjects import write_base
 from tests.support import same_bits
 
@@ -299,32 +300,32 @@ def test_a_tied_tensor_is_not_changed_in_one_place(options: Any, tmp_path: Path)
 
 def test_biases_that_a_file_lacks_are_missed(base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["trained biases"])
-    file = adapter / "adapter_model.safetensors"
-    kept = {name: each for name, each in load_file(file).items() if "bias" not in name}
-    save_file(kept, file, metadata={"format": "pt"})
+    biases = tensors(lambda found: [found.pop(name) for name in [*found] if "bias" in name])
+    biases(adapter / "adapter_model.safetensors")
     refused(tmp_path, adapter, UnsupportedModelError, "bias='all'")
 
 
-def changed(adapter: Path, part: str, change: Any) -> Path:
-    """With another first tensor whose name has that part."""
-    file = adapter / "adapter_model.safetensors"
-    found = load_file(file)
-    name = next(each for each in found if part in each)
-    save_file(found | {name: change(found[name])}, file, metadata={"format": "pt"})
+def filled(adapter: Path, value: float, *parts: str) -> Path:
+    """The first tensor with each of these in its name."""
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        for part in parts:
+            next(each for name, each in found.items() if part in name).fill_(value)
+
+    tensors(change)(adapter / "adapter_model.safetensors")
     return adapter
 
 
 def test_what_is_not_finite_together_is_refused(base: Path, tmp_path: Path) -> None:
     """Single values that are not finite: test_damaged_files."""
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
-    for part in ("lora_A", "lora_B"):
-        changed(adapter, part, lambda value: value.fill_(1e20))
+    filled(adapter, 1e20, "lora_A", "lora_B")
     refused(tmp_path, adapter, CheckpointFormatError, "down_proj.weight.*finite weights")
 
 
 def test_a_dtype_with_too_small_a_range_is_refused(base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
-    changed(adapter, "lora_A", lambda value: value.fill_(1e6))
+    filled(adapter, 1e6, "lora_A")
     merge(adapter, tmp_path / "fits", dtype=torch.float32)
     refused(tmp_path, adapter, CheckpointFormatError, "--dtype", dtype=torch.float16)
 

@@ -14,6 +14,7 @@ from poros.errors import RecipeError, VRAMBudgetError
 from poros.finetune.data import read_data
 from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Data, finetune
+from poros.finetune.trainers import num_warmup_steps
 from poros.host import limits
 from poros.recipes.reading import read_recipe
 from tests.command import poros_command, text
@@ -186,23 +187,20 @@ def test_enough_updates(case: str, dry: Callable[..., str], tmp_path: Path) -> N
 
 def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
     """Its warm-up would have been all of it, at a rate of 0."""
-    rates = {}
-    for number in (1, 34):
-        recipe = recipe_of(
-            model__source=model,
-            data__source=write_rows(tmp_path / f"{number}.jsonl", "text", number),
-            training__max_length=64,
-            training__packing=False,
-            training__gradient_accumulation_steps=1,
-            memory__slots=2,
-            output__folder=tmp_path / str(number),
-        )
-        run(recipe)
-        lines = (tmp_path / str(number) / "events.jsonl").read_text().splitlines()
-        logged = [event for each in lines if (event := json.loads(each))["event"] == "log"]
-        rates[number] = [each["learning_rate"] for each in logged]
-    assert rates[1] == [2e-4]
-    assert rates[34][0] == 0.0 and rates[34].count(0.0) == 1  # two steps of 34 warm up
+    recipe = recipe_of(
+        model__source=model,
+        data__source=write_rows(tmp_path / "rows.jsonl", "text", 1),
+        training__max_length=64,
+        training__packing=False,
+        training__gradient_accumulation_steps=1,
+        memory__slots=2,
+        output__folder=tmp_path / "run",
+    )
+    run(recipe)
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    logged = [event for each in lines if (event := json.loads(each))["event"] == "log"]
+    assert [each["learning_rate"] for each in logged] == [2e-4]
+    assert [num_warmup_steps(recipe, steps) for steps in (1, 33, 34, 100)] == [0, 0, 2, 3]
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str]) -> None:

@@ -15,19 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.command import poros_command
 from tests.damage import NO_JSON, NO_TEXT, Damage, field, tensors, written
-from tests.finetune.subjects import write_base
+from tests.finetune.subjects import TEMPLATE, write_adapter, write_base
 from tests.support import same_bits
 
 pytest.importorskip("trl", reason="poros finetune trains with TRL")
 
 MOST_SECONDS = 20
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 ROW = {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}
 
 
@@ -187,13 +186,8 @@ def marked(cell: tuple[str, str, str], number: int) -> Any:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base with its tokenizer, an adapter, and rows."""
     folder = tmp_path_factory.mktemp("whole")
-    base = write_base(folder / "base")
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16),
-        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
-    )
-    model.peft_config["default"].base_model_name_or_path = "base"
-    model.save_pretrained(folder / "adapter")
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    write_adapter(write_base(folder / "base"), folder / "adapter", config, named="base")
     (folder / "rows.jsonl").write_text('{"text": "a b"}\n')
     return folder
 

@@ -47,6 +47,7 @@ from poros.merging.merge import merge
 from tests.children import run_forked
 from tests.command import poros_command
 from tests.damage import tensors
+from tests.finetune.subjects import write_adapter as trained
 from tests.finetune.subjects import write_base
 from tests.support import same_bits
 
@@ -78,22 +79,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def dense(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-
-
-def with_adapter(model: Any, config: Any) -> Any:
-    torch.manual_seed(0)
-    found = get_peft_model(model, config)
-    for each in found.parameters():
-        if each.requires_grad:
-            each.data += 0.05 * torch.randn_like(each)
-    return found
-
-
-def trained(base: Path, folder: Path, config: Any) -> Path:
-    model = with_adapter(dense(base), config)
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    model.save_pretrained(folder)
-    return folder
 
 
 def merged_by_peft(base: Path, adapter: Path, model: Any) -> dict[str, torch.Tensor]:

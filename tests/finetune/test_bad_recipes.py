@@ -166,13 +166,18 @@ def refused(place: Path, *command: str) -> str:
     return result.output
 
 
+def assert_said(said: str, where: str, what: str, remedy: str, number: int | None = 1) -> None:
+    """The first line of the place says what is wrong and what to do; there are so many."""
+    wrong = [each for each in said.splitlines() if where in each]
+    assert wrong and what in wrong[0] and remedy in wrong[0], said
+    assert number in (None, len(wrong)), said
+
+
 @pytest.mark.parametrize("case", RECIPES)
 def test_a_bad_recipe(case: str, place: Path) -> None:
     text, line, what, remedy = RECIPES[case]
     (place / "recipe.yaml").write_text(START + text)
-    said = refused(place, "recipe.yaml")
-    wrong = [each for each in said.splitlines() if f"recipe.yaml:{line}:" in each]
-    assert len(wrong) == 1 and what in wrong[0] and remedy in wrong[0], said
+    assert_said(refused(place, "recipe.yaml"), f"recipe.yaml:{line}:", what, remedy)
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -180,9 +185,7 @@ def test_bad_rows(case: str, place: Path) -> None:
     lines, line, what, remedy = ROWS[case]
     raw = [each.encode() if isinstance(each, str) else each for each in lines]
     (place / "rows.jsonl").write_bytes(b"\n".join(raw) + b"\n")
-    said = refused(place, "model", "rows.jsonl")
-    wrong = [each for each in said.splitlines() if f"rows.jsonl:{line}:" in each]
-    assert wrong and what in wrong[0] and remedy in wrong[0], said
+    assert_said(refused(place, "model", "rows.jsonl"), f"rows.jsonl:{line}:", what, remedy, None)
 
 
 # Several sources: what is appended to a good recipe; line, what is said of it, and the remedy.
@@ -200,10 +203,8 @@ def test_bad_sources(case: str, place: Path) -> None:
     text, line, what, remedy = SOURCES[case]
     (place / "more.jsonl").write_text('{"text": "a"}\n')
     (place / "recipe.yaml").write_text(SEVERAL + text)
-    said = refused(place, "recipe.yaml")
     where = f"recipe.yaml:{line}: data." if text else "more.jsonl:1:"
-    wrong = [each for each in said.splitlines() if where in each]
-    assert len(wrong) == 1 and what in wrong[0] and remedy in wrong[0], said
+    assert_said(refused(place, "recipe.yaml"), where, what, remedy)
 
 
 def parquet() -> bytes:
@@ -259,10 +260,8 @@ def test_bad_files(case: str, place: Path) -> None:
         files = {f"{name}/{each}": inner for each, inner in content.items()}
     for file, inner in files.items():
         (place / file).write_bytes(inner)
-    said = refused(place, "model", name)
     where = where if where == "DATA:" else name + where
-    wrong = [each for each in said.splitlines() if where in each]
-    assert wrong and what in wrong[0] and remedy in wrong[0], said
+    assert_said(refused(place, "model", name), where, what, remedy, None)
 
 
 FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -316,9 +315,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
 @pytest.mark.parametrize("case", FLAGS)
 def test_bad_flags(case: str, place: Path) -> None:
     command, what, remedy = FLAGS[case]
-    said = refused(place, *command)
-    wrong = [each for each in said.splitlines() if what in each]
-    assert wrong and remedy in wrong[0], said
+    assert_said(refused(place, *command), what, what, remedy, None)
 
 
 def test_a_label_that_is_no_truth_value(place: Path) -> None:

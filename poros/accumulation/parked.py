@@ -118,6 +118,10 @@ class ParkedCode:
         elif self._regions != around:
             around.replace(self._regions)
 
+    def is_in_state_of(self, other: "ParkedCode") -> bool:
+        """Whether both are in the same regions and settings."""
+        return self is other or self._regions == other._regions
+
     @property
     def is_running(self) -> bool:
         return getcurrent() is self._stack

@@ -22,7 +22,7 @@ Source:
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -164,7 +164,7 @@ class Group:
         first = self._batches[0].code
         with first.inside(), self._layers[index].in_a_row():
             for number, batch in enumerate(self._batches):
-                with nullcontext() if batch.code.is_in_state_of(first) else batch.code.inside():
+                with batch.code.inside_of(first):
                     try:
                         batch.run_layer(index)
                     except Exception:
@@ -264,7 +264,8 @@ class Group:
         if not conditions:
             # Of all at once: what code between layers changes is another one then.
             conditions += [each.condition().note() for each in self._layers]
-            self._runtime.share_dense()
+            if self._most > 1 or self._runtime.sizer.is_quicker_alone:
+                self._runtime.share_dense()  # or, if each is quicker alone, do so no more
             self._has_hooks = any(each.has_hooks for each in conditions)
         if self._has_hooks:
             raise NotGrouped("hooks inside of layers")

@@ -58,11 +58,12 @@ class SharedHead:
         for note in self._notes:
             by_width[note.asked.given.width].append(note)
         self._notes = []
-        with torch.no_grad():
-            for width, notes in by_width.items():
+        for width, notes in by_width.items():
+            outer = notes[0].micro_batch.code
+            with outer.inside(), torch.no_grad():
                 for first, rows in self._reader(width):
                     for micro_batch, asked, online in notes:
-                        with micro_batch.code.inside(), torch.no_grad():
+                        with micro_batch.code.inside_of(outer), torch.no_grad():
                             online.add(first, rows, asked.bias, asked.added, asked.given.steps)
 
     def __call__(self, asked: LossInputs) -> SlicedLossState | None:

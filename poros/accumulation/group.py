@@ -264,8 +264,7 @@ class Group:
         if not conditions:
             # Of all at once: what code between layers changes is another one then.
             conditions += [each.condition().note() for each in self._layers]
-            if self._most > 1 or self._runtime.sizer.is_quicker_alone:
-                self._runtime.share_dense()  # or, if each is quicker alone, do so no more
+            self._runtime.share_dense()
             self._has_hooks = any(each.has_hooks for each in conditions)
         if self._has_hooks:
             raise NotGrouped("hooks inside of layers")

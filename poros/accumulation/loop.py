@@ -145,7 +145,8 @@ class Samples:
             history = _history(runtime)
             self._end_observation(history, runtime)
             kind = kind_of(step.code, batch)
-            if not history.may_go_together(runtime, step, kind, is_last):
+            is_single = len(self._todo) == 1
+            if is_single or not history.may_go_together(runtime, step, kind, is_last):
                 del self._todo[0]
                 return step.run(batch)
             if kind not in history.known:
@@ -170,8 +171,7 @@ class Samples:
             history.know(kind, observer, runtime)
 
     def _begin_group(self, history: "History", runtime: Runtime, step: Step) -> Group:
-        most = 1 if runtime.sizer.is_quicker_alone else len(self._todo)
-        kinds = [kind_of(step.code, each) for each in self._todo[:most]]
+        kinds = [kind_of(step.code, each) for each in self._todo]
         number = next((n for n, each in enumerate(kinds) if not history.is_good(each)), len(kinds))
         shares_head = all(history.known[each].reads_head for each in kinds[:number])
         modules = history.modules(step.ranks.inner)
@@ -282,6 +282,9 @@ class History:
         self, runtime: Runtime, step: "Step", kind: Hashable, is_last: bool
     ) -> bool:
         """Whether this one may, as far as can be told before its code runs."""
+        if runtime.sizer.is_quicker_alone:
+            runtime.share_dense()  # with nobody, any more
+            return False
         try:
             self._require_together(runtime, step, kind, is_last)
         except NotGrouped as reason:

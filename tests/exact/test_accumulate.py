@@ -323,8 +323,7 @@ def test_recorded_visits_that_share_dense_weights(keep_last: int, bases: Bases) 
         for form in forms.values()
         if any(each is not None and each.is_proved for each in form.backwards.values())
     }
-    # Of a layer that keeps its graph one form is recorded at a time.
-    assert kinds == ({True, False} if keep_last == 0 else {True})
+    assert kinds == {True, False}
 
 
 def test_a_recording_reads_dense_weights_where_its_calls_share_them(bases: Bases) -> None:

@@ -22,7 +22,7 @@ from poros.planning.request import PlanRequest
 from poros.self_check.evidence import CallSnapshot
 from poros.self_check.proof import Outcome
 from tests.comparing import compare_trajectories
-from tests.snapshots import batches, build, layers_of
+from tests.snapshots import batches, build, layers_of, run
 from tests.support import prepare_plain
 
 
@@ -118,6 +118,51 @@ def test_layers_below_the_lowest_adapter_are_checked_too() -> None:
     prepared(model)
     backward(model)
     assert status(model) == "passed"
+
+
+# A bit that a move itself flips is found before anything is trained, wherever the tensor goes.
+
+
+def part_of(model: Any, kind: str) -> torch.Tensor:
+    """One tensor of each kind, of layer 1."""
+    layer = layers_of(model)[1]
+    state: Any = layer.mlp.up_proj.base_layer.weight.quant_state
+    found = {
+        "packed weight": layer.mlp.up_proj.base_layer.weight,
+        "absmax": state.absmax,
+        "nested absmax": state.state2.absmax,
+        "norm": layer.input_layernorm.weight,
+        "bias": layer.self_attn.k_proj.base_layer.bias,
+    }
+    return found[kind]
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("keep_last", [0, 3])
+@pytest.mark.parametrize("kind", ["packed weight", "absmax", "nested absmax", "norm", "bias"])
+def test_a_bit_flipped_by_prepare(
+    kind: str, keep_last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    moved = part_of(model, kind)
+    place, dtype = moved.data_ptr(), moved.dtype
+    copy, flips = torch.Tensor.copy_, list[int]()
+
+    def faulty(self: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """A copy of this tensor arrives with a nibble changed, and PyTorch counts no write."""
+        result = copy(self, other, *args, **kwargs)
+        if other.data_ptr() == place != self.data_ptr() and self.dtype == dtype:
+            flips.append(self.data_ptr())
+            array: Any = self.detach().data.view(-1).view(torch.uint8).numpy()
+            array[1] ^= 0x30
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", faulty)
+        prepared(model, keep_last=keep_last)
+    assert len(flips) == 1
+    with pytest.raises(ParityError, match=r"layers\.1"):
+        run(model)
 
 
 # It leaves no trace.

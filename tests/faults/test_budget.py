@@ -169,12 +169,15 @@ def test_a_batch_that_grows_is_planned_again() -> None:
 
 def test_room_is_made_between_a_forward_and_its_backward() -> None:
     """It is refused where a hook, or bitsandbytes' own product, may have kept old weights."""
-    gradients = []
+    gradients, kept = [], []
     for is_resized, keeps in ((False, ""), (True, ""), (True, "a hook"), (True, "a product")):
         model = build(quantize=keeps == "a product")
         prepare_plain(model, device="cpu", slots=2).train()
         if keeps == "a hook":
-            layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
+            mlp = layers_of(model)[1].mlp
+            mlp.register_forward_hook(
+                lambda mlp, *_: kept.append(mlp.up_proj.base_layer.weight.data)
+            )
         torch.manual_seed(0)
         loss = model(**BATCHES[0]).loss
         if is_resized:

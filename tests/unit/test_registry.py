@@ -112,6 +112,10 @@ def test_what_is_untested_trains_behind_a_warning_and_the_self_check(
     warnings = [each.getMessage() for each in caplog.records if "no gate" in each.getMessage()]
     assert len(warnings) == 1 and "`poros check --architecture qwen2" in warnings[0]
     assert poros.runtime(model).self_check["status"] == "passed"
+    caplog.clear()
+    put(subject, "exact", None)
+    poros.prepare(make(SUBJECTS[subject]))
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

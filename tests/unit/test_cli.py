@@ -290,7 +290,7 @@ PLANS: dict[str, tuple[list[str], int, str, Callable[[Any], bool]]] = {
     "a card that is not here": (
         ["--card", "RTX 4090", "--tokens", "5_000_000", "--ram", "64G"],
         0,
-        r"^Fits an RTX 4090 \(24 GB\): 3 of 3 .*of 64\.00 GB .*tokens/s.* all tokens",
+        r"^Fits an RTX 4090 \(24 GB\): 3 of 3 .*of 64\.00 GB.*tokens/s.* all tokens",
         lambda found: (
             found["terms"]["libraries"] == CARDS["rtx4090"].library_num_bytes
             and found["copy_gb_per_s"] == 25

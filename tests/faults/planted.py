@@ -20,7 +20,7 @@ from poros.errors import RematerializationError
 from poros.slots import manager as manager_module
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
-from poros.slots.schedule import Phase, missing, predict
+from poros.slots.schedule import Phase, missing
 from poros.stream.args import is_shared_mapping
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
@@ -222,22 +222,6 @@ def prefetch_into_the_slot_in_use(patch: Patch) -> None:
         "missing",
         lambda contents, in_use, expected: missing(contents, -1, expected),
     )
-
-
-def backwards(*visit: Any) -> Any:
-    return reversed(list(predict(*visit)))
-
-
-def never_turning(block: int, phase: Phase, num_blocks: int) -> Any:
-    return predict(block, Phase.INFERENCE, num_blocks)
-
-
-def one_too_far(*visit: Any) -> Any:
-    return list(predict(*visit))[1:]
-
-
-WRONG_PREDICTIONS = {backwards: 17, never_turning: 14, one_too_far: 10}
-"""And how many blocks they load in two steps; the walk loads 10. They cost time, and no bit."""
 
 
 # Gradients and what layers hand on.

@@ -20,7 +20,6 @@ from torch import nn
 
 import poros
 from poros.errors import PreparedModelError
-from poros.gates import tiny
 from tests.snapshots import (
     assert_same_run,
     batches,
@@ -232,18 +231,6 @@ def test_checkpointing_from_before_prepare_is_off_until_restore(use_reentrant: b
     assert {key for key in changes(before, picture(model)) if "checkpointing" in key} == set()
     model.get_base_model().enable_input_require_grads()
     assert_same_run(run(twin), run(model))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kbit_preparation_before_peft_is_exact(dtype: torch.dtype) -> None:
-    def prepared_for_kbit() -> Any:
-        base = build(dtype=dtype).unload()
-        base = prepare_model_for_kbit_training(base)
-        return tiny.attach_lora(base, dropout=0.05)
-
-    model = prepare_plain(prepared_for_kbit())
-    assert not model.get_base_model().is_gradient_checkpointing
-    assert_same_run(run(prepared_for_kbit()), run(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import poros
-import poros.head.loss as sliced_loss
 from poros.errors import ParityError
 from poros.gates.reference import TrainingSpec, train
 from poros.kernels import lora
@@ -94,20 +93,6 @@ def test_it_is_strict_by_default_and_pending_until_the_first_forward_with_gradie
         "kernels": "peft",
     }
     assert caplog.text.count("the first step passed its check: 3 layers") == 1
-
-
-def test_it_is_said_once_though_slices_of_the_head_go_on_to_be_checked(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("_LEAST_WIDTH", 128), ("_MOST_WEIGHTS", 64 * 128)):
-        monkeypatch.setattr(sliced_loss, name, value)  # several slices
-    policy: Any = {"slots": 3, "keep_last": 3, "loss": "chunked", "stream_head": True}
-    model = poros.prepare(build(), device="cpu", **policy)  # layers are checked in their forward
-    with caplog.at_level(logging.INFO, logger="poros"):
-        for batch in batches()[:3]:
-            model(**batch).loss.backward()
-    assert status(model) == "passed"
-    assert caplog.text.count("first step passed its check") == 1
 
 
 # A bit that a move itself flips is found before anything is trained, wherever the tensor goes.

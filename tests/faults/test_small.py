@@ -16,9 +16,6 @@ from torch import nn
 
 import poros
 from poros.errors import PreparedModelError, RematerializationError
-from poros.gates import tiny
-from poros.host.layout import ALIGNMENT
-from poros.model.inspect import find_frozen, find_layers
 from poros.stream.staying import StayingState
 from tests.snapshots import (
     assert_same_run,
@@ -31,7 +28,7 @@ from tests.snapshots import (
     outcome,
     run,
 )
-from tests.support import AdversarialPrepare, prepare_plain, same_bits
+from tests.support import AdversarialPrepare, prepare_plain
 
 NUM_LAYERS = 3
 
@@ -206,36 +203,6 @@ def test_biases_trained_by_peft_train_as_in_a_resident_run(dtype: torch.dtype) -
     found = run(prepare_plain(adapted()))
     assert sum("bias" in name for name in found.steps[0].gradients) == 3 * NUM_LAYERS
     assert_same_run(run(adapted()), found)
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-@pytest.mark.parametrize("quantize", [True, False])
-def test_what_streams_and_what_stays(architecture: str, quantize: bool) -> None:
-    """By kind and size alone; and each in one buffer per layer, aligned, with its own storage."""
-    model = build(architecture, quantize=quantize, num_layers=4)
-    name, layers = find_layers(model)
-    blocks, small = find_frozen(model, name, layers, 1)
-    staying = {id(each.tensor): each.tensor for group in small for each in group}
-    for block in blocks:
-        for each in block:
-            assert each.is_4bit or each.tensor.ndim >= 2
-            assert all("nested" not in part.name for part in each.parts())
-    before = {key: tensor.clone() for key, tensor in staying.items()}
-    assert staying and all(tensor.ndim <= 1 for tensor in staying.values())
-    prepare_plain(model)
-    runtime = poros.runtime(model)
-    held = [*staying.values(), *runtime.small.nested.values()]
-    assert bool(runtime.small.nested) == quantize
-    starts = [each.data_ptr() for each in runtime.small._buffers]
-    assert len(starts) == 4
-    for each in held:
-        offset = min(each.data_ptr() - start for start in starts if start <= each.data_ptr())
-        assert runtime.small.holds(each) and offset % ALIGNMENT == 0
-        assert each.untyped_storage().nbytes() == each.numel() * each.element_size()
-    assert all(same_bits(before[key], tensor) for key, tensor in staying.items())
-    poros.restore(model)
-    assert not any(map(runtime.small.holds, staying.values()))
 
 
 def test_large_vectors_and_buffers_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """A model whose steps are interrupted: the next ones are bit for bit those of a resident model.
 
 Exceptions out of the middle of a layer, under adversarial streams whose reads are watched; Ctrl-C
-at every step of a visit's begin and end, and within the streams of a GPU.
+at every step of a visit's begin and end. Within the streams of a GPU: ``test_missing_waits``.
 """
 
 import gc
@@ -17,8 +17,6 @@ import pytest
 import torch
 
 import poros
-from poros import cuda_streams as streams_module
-from poros.cuda_streams import CudaStreams
 from poros.errors import SlotStateError
 from poros.self_check.evidence import CallSnapshot, random_states
 from poros.self_check.switches import current_settings
@@ -27,7 +25,6 @@ from poros.slots.schedule import Phase
 from poros.stream.attention import deterministic_flag, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.visit import Visits, proxy_leaves
-from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
 from tests.interrupts import Interrupts
 from tests.snapshots import assert_same_run, batches, build, layers_of, resident_run, run
 from tests.support import AdversarialPrepare, prepare_plain
@@ -318,74 +315,3 @@ def test_a_visit_within_a_visit_is_refused() -> None:
         visit_once(runtimes[1], Phase.FORWARD)
     assert state_of(model) == before
     assert_same_run(resident_run(), run(model))
-
-
-NUM_BYTES = 16
-
-
-def bytes_of(value: int) -> torch.Tensor:
-    return torch.full((NUM_BYTES,), value, dtype=torch.uint8)
-
-
-# Within the streams of a GPU, on stand-ins that see what no event orders.
-
-
-@pytest.fixture
-def cuda(monkeypatch: Patch) -> FakeCuda:
-    found = FakeCuda()
-    monkeypatch.setattr(streams_module, "torch", found.torch)
-    return found
-
-
-def visit(streams: CudaStreams, memory: FakeTensor, value: int) -> None:
-    """The next block: its copy behind the last read, then a read of it."""
-    copied = streams.copy(memory, bytes_of(value), after=streams.record())  # type: ignore[arg-type]
-    streams.wait(copied)
-    assert memory.read().tolist() == [value] * NUM_BYTES
-
-
-def begin() -> tuple[CudaStreams, FakeTensor]:
-    streams = CudaStreams(torch.device("cuda", 0))
-    memory: FakeTensor = streams.allocate(NUM_BYTES)  # type: ignore[assignment]
-    visit(streams, memory, 1)
-    return streams, memory
-
-
-def test_as_another_compute_stream_is_met(cuda: FakeCuda, monkeypatch: Patch) -> None:
-    """The old one is joined again, or what comes next would be ordered behind the wrong stream."""
-    streams, memory = begin()
-    genuine = FakeStream.wait_stream
-
-    def struck(self: FakeStream, stream: FakeStream) -> None:
-        genuine(self, stream)
-        raise KeyboardInterrupt
-
-    with cuda.on(FakeStream(name="another compute stream")):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(FakeStream, "wait_stream", struck)
-            streams.record()
-        for value in (2, 3):
-            visit(streams, memory, value)
-
-
-@pytest.mark.parametrize("where", ["before", "behind"])
-def test_as_a_copy_is_queued(cuda: FakeCuda, where: str, monkeypatch: Patch) -> None:
-    """The copy stream does not stay the current one."""
-    streams, memory = begin()
-    genuine, calls = streams_module._set_current, [0]
-
-    def struck(*key: int) -> None:
-        calls[0] += 1
-        if where == "behind" and calls[0] == 2:
-            raise KeyboardInterrupt
-        genuine(*key)
-        if where == "before":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(streams_module, "_set_current", struck)
-        streams.copy(memory, bytes_of(2), after=streams.record())  # type: ignore[arg-type]
-    assert cuda.current_stream() is not cuda.compute, "as PyTorch's own context would leave it"
-    streams.record()
-    assert cuda.current_stream() is cuda.compute
-    visit(streams, memory, 3)

@@ -305,11 +305,15 @@ CUDA_SCENARIOS = (
 )
 
 
-def hazard_of(scenario: Callable[[FakeCuda], None], monkeypatch: Patch) -> Problem:
+def fake_cuda(monkeypatch: Patch) -> FakeCuda:
     cuda = FakeCuda()
     monkeypatch.setattr(streams_module, "torch", cuda.torch)
+    return cuda
+
+
+def hazard_of(scenario: Callable[[FakeCuda], None], monkeypatch: Patch) -> Problem:
     try:
-        scenario(cuda)
+        scenario(fake_cuda(monkeypatch))
     except SlotHazard as hazard:
         return str(hazard)
     return None
@@ -336,3 +340,49 @@ def test_a_mutation_is_a_hazard_on_cuda(mutation: mutants.Mutation, monkeypatch:
     mutation.apply(monkeypatch)
     hazards = [hazard_of(scenario, monkeypatch) for scenario in CUDA_SCENARIOS]
     assert any(hazards), f"nothing notices that {mutation}"
+
+
+# Interrupted within them.
+
+
+def test_interrupted_as_another_compute_stream_is_met(monkeypatch: Patch) -> None:
+    """The old one is joined again, or what comes next would be ordered behind the wrong stream."""
+    cuda = fake_cuda(monkeypatch)
+    slots = cuda_slots()
+    slots.train()
+    genuine = FakeStream.wait_stream
+
+    def struck(self: FakeStream, stream: FakeStream) -> None:
+        genuine(self, stream)
+        raise KeyboardInterrupt
+
+    with cuda.on(FakeStream(name="another compute stream")):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(FakeStream, "wait_stream", struck)
+            slots.streams.record()
+        slots.train(2)
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_interrupted_as_a_copy_is_queued(where: str, monkeypatch: Patch) -> None:
+    """The copy stream does not stay the current one."""
+    cuda = fake_cuda(monkeypatch)
+    slots = cuda_slots()
+    slots.train()
+    genuine, calls = streams_module._set_current, [0]
+
+    def struck(*key: int) -> None:
+        calls[0] += 1
+        if where == "behind" and calls[0] == 2:
+            raise KeyboardInterrupt
+        genuine(*key)
+        if where == "before":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(streams_module, "_set_current", struck)
+        slots.manager.prefetch(2)
+    assert cuda.current_stream() is not cuda.compute, "as PyTorch's own context would leave it"
+    slots.streams.record()
+    assert cuda.current_stream() is cuda.compute
+    slots.train()

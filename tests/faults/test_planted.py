@@ -79,7 +79,7 @@ def gate(
     fault: Fault, prepare: AdversarialPrepare | None = None, *, watched: bool = False
 ) -> ParityReport:
     """What the parity gate finds, with the self-check off."""
-    arm = prepare or AdversarialPrepare(fault.streams)
+    arm = prepare or AdversarialPrepare()
 
     with arm.watching() if watched else nullcontext():
         return run_parity(
@@ -144,7 +144,7 @@ def test_it_is_a_hazard_where_every_read_is_watched(fault: Fault) -> None:
 def test_the_self_check_names_it_before_the_first_step(fault: Fault, monkeypatch: Patch) -> None:
     steps: list[None] = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: steps.append(None))
-    model = spoiled(fault, built(fault), AdversarialPrepare(fault.streams), self_check="strict")
+    model = spoiled(fault, built(fault), AdversarialPrepare(), self_check="strict")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     start = [parameter.detach().clone() for parameter in trained]
     with pytest.raises(fault.error, match=fault.self_check):

@@ -279,39 +279,16 @@ def test_one_that_is_gone_differs_from_one_that_is_there() -> None:
 
 # Taken out of a layer, or brought into it.
 
-Model = Any
-
-
-def on(targets: list[str], layers: list[int] | None = None, **changed: Any) -> Model:
-    torch.manual_seed(2)
-    base = build(**changed).unload()
-    options = {} if layers is None else {"layers_to_transform": layers}
-    return get_peft_model(
-        base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
-    )
-
-
-class Probe(nn.Module):
-    """A small network on what is inside a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x.detach().float()).square().mean()  # type: ignore[no-any-return]
-
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_probe_whose_tensors_are_edited_is_refused(is_streamed: bool) -> None:
     """As autograd refuses it in a resident model."""
     model = prepare_plain(build()) if is_streamed else build()
-    probe, losses, seen = Probe(), [], []
+    probe, losses, seen = nn.Linear(64, 1), [], []
 
     def look(module: nn.Module, given: Any, result: torch.Tensor) -> None:
         seen.append(result.detach().float())
-        losses.append(probe(seen[-1]))
+        losses.append(probe(seen[-1]).sum())
 
     layers_of(model)[1].mlp.register_forward_hook(look)
     model(**batches()[1])
@@ -324,7 +301,7 @@ def test_a_probe_whose_tensors_are_edited_is_refused(is_streamed: bool) -> None:
 # Into a layer: a trainable tensor that a hook brings, switched on at some step.
 
 
-def switched(model: Model, index: int, kind: str) -> dict[str, Any]:
+def switched(model: Any, index: int, kind: str) -> dict[str, Any]:
     """Something trainable inside a layer that acts while ``on``."""
     state: dict[str, Any] = {"on": False, "scale": torch.ones(64, requires_grad=True)}
     module = layers_of(model)[index].self_attn
@@ -354,7 +331,10 @@ def test_a_trainable_tensor_from_elsewhere_is_trained(index: int, kind: str, fir
     """Layer 0 is below the lowest adapter, layer 2 is not; the first step is checked."""
     found = []
     for prepare in (lambda model: model, prepare_plain):
-        model = prepare(on(["up_proj"], [1, 2])).train()
+        torch.manual_seed(2)
+        config = LoraConfig(target_modules=["up_proj"], layers_to_transform=[1, 2], r=4)
+        config.init_lora_weights = False
+        model = prepare(get_peft_model(build().unload(), config)).train()
         state = switched(model, index, kind)
         torch.manual_seed(0)
         try:

@@ -10,7 +10,7 @@ import poros
 from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, train
-from poros.model.measuring import DeviceMemory, MeasuredSizer
+from poros.model.measuring import MAX_ROUNDS, RESERVE, DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
 from poros.model.sizing import ResidencyPlan
 from tests.comparing import compare_trajectories
@@ -40,8 +40,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
 def test_what_a_step_leaves_is_spent_to_the_byte(
     prepared: Prepare, slots: int, kept: int, check: str
 ) -> None:
+    """What the check of the first step takes is not counted."""
     loop = prepared(budget(slots, kept, 16), self_check=check)
-    rooms = loop.run(16, 16, 16, 16)
+    rooms = loop.run(16, times=20.0 if check == "strict" else 1.0) + loop.run(16, 16, 16)
     assert rooms == [
         ResidencyPlan(2, 0),
         ResidencyPlan(2, 0),
@@ -103,12 +104,6 @@ def test_a_step_in_which_somebody_empties_the_cache_is_not_measured(
     loop.memory.give_back()
     assert loop.run(16, 16, 16) == [ResidencyPlan(2, 0)] * 3
     assert "torch_empty_cache_steps" in caplog.text
-
-
-def test_the_share_of_the_check_is_not_counted(prepared: Prepare) -> None:
-    loop = prepared(budget(5, 0, 16), self_check="strict")
-    loop.run(16, times=20.0)
-    assert loop.run(16, 16)[-1] == ResidencyPlan(5, 0)
 
 
 def test_the_plan_is_estimated_anew_only_for_other_rooms_and_shapes(prepared: Prepare) -> None:
@@ -180,53 +175,38 @@ def test_graphs_are_looked_at_in_the_first_measurement_alone(prepared: Prepare) 
     assert sizer.watching_graph() is not None, "of a larger batch nothing is known yet"
 
 
-def creep(prepared: Prepare) -> int:
-    """Train with lengths that grow by a token at a time; how often the blocks got other room."""
-    loop = prepared(budget(6, 4, 24))
-    lengths = [length for length in range(17, 33) for _ in range(2)]
-    loop.run(16, 16, 16, 16, *lengths)
-    assert max(loop.memory.peaks) <= budget(6, 4, 24)
-    return int(loop.runtime.stats()["num_resizes"])
-
-
 def test_lengths_that_creep_up_do_not_resize_at_each_step(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert creep(prepared) <= 6
-    monkeypatch.setattr("poros.model.measuring.RESERVE", 1.0)
-    assert creep(prepared) > 12, "without what is left for larger batches nothing is shown"
+    """By a token at a time. Control: without what is left for larger batches they do."""
+    for reserve, is_kept in ((RESERVE, True), (1.0, False)):
+        monkeypatch.setattr("poros.model.measuring.RESERVE", reserve)
+        loop = prepared(budget(6, 4, 24))
+        loop.run(16, 16, 16, 16, *(length for length in range(17, 33) for _ in range(2)))
+        assert max(loop.memory.peaks) <= budget(6, 4, 24)
+        num_resizes = loop.runtime.stats()["num_resizes"]
+        assert num_resizes <= 6 if is_kept else num_resizes > 12
 
 
-def test_what_cannot_be_planned_is_measured_within_a_given_budget(
-    prepared: Prepare, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = prepared(budget(6, 6, 16))
-
-    def estimate(*_: object) -> Any:
-        raise UnsupportedModelError("expected code that can be planned, found other")
-
-    loop.sizer._estimate = estimate
-    assert loop.run(16)[0] == ResidencyPlan(2, 0)
-    assert "continuing with the fewest blocks" in caplog.text and "found other" in caplog.text
-
-
+@pytest.mark.parametrize("error", [UnsupportedModelError, VRAMBudgetError])
 @pytest.mark.parametrize("is_given", [True, False])
-def test_what_cannot_fit_is_refused_before_it_trains(
-    prepared: Prepare, is_given: bool, caplog: pytest.LogCaptureFixture
+def test_what_cannot_fit_a_given_budget_is_refused_and_all_else_begins_with_the_fewest_blocks(
+    prepared: Prepare, is_given: bool, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """What cannot be planned is measured."""
     loop = prepared(2**30 if is_given else None)
 
     def estimate(*_: object) -> Any:
-        raise VRAMBudgetError("expected more, found less")
+        raise error("expected more, found less")
 
     loop.sizer._estimate = estimate
-    if is_given:
+    if is_given and error is VRAMBudgetError:
         with pytest.raises(VRAMBudgetError, match="found less\nRefused before"):
             loop.run(16)
         assert all(parameter.grad is None for parameter in loop.model.parameters())
-    else:
-        assert loop.run(16) == [ResidencyPlan(2, 0)]
-        assert "continuing with the fewest blocks" in caplog.text
+        return
+    assert loop.run(16) == [ResidencyPlan(2, 0)]
+    assert "continuing with the fewest blocks" in caplog.text and "found less" in caplog.text
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -268,22 +248,19 @@ def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
     assert loop.run(16, 16, 16)[-1] == ResidencyPlan(6, 6)
 
 
-def alternate(prepared: Prepare) -> int:
-    """Train with steps that take now less and now more; how often the blocks got other room."""
-    loop = prepared(budget(6, 2, 16))
-    loop.run(16, 16)
-    for _ in range(8):
-        loop.run(16, times=4.0)
-        loop.run(16)
-    return int(loop.runtime.stats()["num_resizes"])
-
-
 def test_steps_that_take_now_less_and_now_more_do_not_resize_for_good(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert alternate(prepared) == 4
-    monkeypatch.setattr("poros.model.measuring.MAX_ROUNDS", 99)
-    assert alternate(prepared) > 12, "without an end of measuring nothing is shown"
+    """Control: without an end of measuring they do."""
+    for max_rounds, is_over in ((MAX_ROUNDS, True), (99, False)):
+        monkeypatch.setattr("poros.model.measuring.MAX_ROUNDS", max_rounds)
+        loop = prepared(budget(6, 2, 16))
+        loop.run(16, 16)
+        for _ in range(8):
+            loop.run(16, times=4.0)
+            loop.run(16)
+        num_resizes = loop.runtime.stats()["num_resizes"]
+        assert num_resizes == 4 if is_over else num_resizes > 12
 
 
 def test_what_the_model_has_on_the_device_counts_each_byte_once(

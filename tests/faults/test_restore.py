@@ -157,6 +157,7 @@ def test_what_streamed_is_freed(how: str) -> None:
     model(**batches()[0]).loss.backward()
     runtime = poros.runtime(model)
     parts = [runtime.ring, runtime.manager, *(slot.buffer for slot in runtime.ring.slots)]
+    parts += runtime.small._buffers
     if how == "restored":
         poros.restore(model)
     else:

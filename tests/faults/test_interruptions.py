@@ -133,13 +133,29 @@ def small() -> Model:
     return prepare_plain(build(), self_check="off", slots=2)
 
 
+def end_at_once(self: Visits, note: Any) -> None:
+    """As a visit would end if nobody made up for an end that is interrupted."""
+    if note in self._open:
+        self._open.remove(note)
+        note.undo()
+
+
 @pytest.mark.parametrize(
-    "phase", [pytest.param(Phase.FORWARD, marks=pytest.mark.slow), Phase.BACKWARD]
+    ("phase", "is_mended"),
+    [
+        pytest.param(Phase.FORWARD, True, marks=pytest.mark.slow),
+        (Phase.BACKWARD, True),
+        pytest.param(Phase.FORWARD, False, id="control"),
+    ],
 )
-def test_a_visit_interrupted_anywhere_leaves_nothing_behind(phase: Phase) -> None:
+def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
+    phase: Phase, is_mended: bool, monkeypatch: Patch
+) -> None:
     prepared = small()
     runtimes = [streamed_layer(layer) for layer in layers_of(prepared)]
     prepared(**BATCHES[0])
+    if not is_mended:
+        monkeypatch.setattr(Visits, "end", end_at_once)
     modules: Modules = list(prepared.named_modules())
     before = state_of(prepared, modules)
     num_interrupted = 0
@@ -150,8 +166,10 @@ def test_a_visit_interrupted_anywhere_leaves_nothing_behind(phase: Phase) -> Non
             num_interrupted += 1
         elif interrupts.num_steps < number:
             break
-        assert state_of(prepared, modules) == before, number
-    assert num_interrupted > 400
+        if state_of(prepared, modules) != before:
+            assert not is_mended, number
+            return
+    assert is_mended and num_interrupted > 400
     assert_same_run(resident_run(), run(prepared))
 
 
@@ -183,27 +201,6 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(self_check: str, 
         model.zero_grad()
         assert_same_run(expected, run(model, num_steps=1))
         poros.restore(model)
-
-
-def test_control_a_clean_up_that_is_not_made_up_for(monkeypatch: Patch) -> None:
-    prepared = small()
-    visit_once(streamed_layer(layers_of(prepared)[0]), Phase.FORWARD)
-
-    def end(self: Visits, note: Any) -> None:
-        if note in self._open:
-            self._open.remove(note)
-            note.undo()
-
-    monkeypatch.setattr(Visits, "end", end)
-    modules: Modules = list(prepared.named_modules())
-    before = state_of(prepared, modules)
-    runtime = streamed_layer(layers_of(prepared)[0])
-    for number in range(1, 4000):
-        interrupts = Interrupts(number, AROUND, fine=True)
-        interrupts.run(lambda: visit_once(runtime, Phase.FORWARD))
-        if state_of(prepared, modules) != before:
-            return
-    raise AssertionError("no interruption left anything behind")
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {

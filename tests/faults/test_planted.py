@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -193,50 +193,6 @@ def checked_run(fault: Fault | None = None, **policy: Any) -> dict[str, Any]:
     return found
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
-    return sum(text in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.cover("values")
-@pytest.mark.usefixtures("flags_stay")
-@pytest.mark.parametrize("noise", [always, only_at_first])
-@pytest.mark.parametrize("options", [{}, {"offload_boundaries": True}, {"block_size": 2}], ids=str)
-def test_it_is_proved_with_deterministic_attention(
-    noise: Noise, options: dict[str, Any], monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_unsteady(monkeypatch, noise)
-    with caplog.at_level(logging.WARNING, logger="poros"):
-        found = checked_run(**options)
-    assert (found["status"], found["message"], found["not_provable"]) == ("passed", None, [])
-    assert found["proved_with_deterministic_attention"]
-    assert warnings_of(caplog, "With deterministic attention on both sides") == 1
-
-
-def test_control_attention_that_repeats_itself_is_proved_as_it_is() -> None:
-    found = checked_run()
-    assert (found["status"], found["proved_with_deterministic_attention"]) == ("passed", [])
-
-
-@pytest.mark.usefixtures("flags_stay")
-@having("unsteady")
-def test_a_fault_is_found_behind_unsteady_attention(fault: Fault, monkeypatch: Patch) -> None:
-    make_unsteady(monkeypatch)
-    with pytest.raises(ParityError, match=fault.unsteady):
-        checked_run(fault)
-
-
-@pytest.mark.usefixtures("flags_stay")
-def test_a_layer_that_never_repeats_itself_trains_and_is_named(
-    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_unsteady(monkeypatch, obeys=False)
-    with caplog.at_level(logging.WARNING, logger="poros"):
-        found = checked_run()
-    assert (found["status"], found["message"]) == ("unproven", None)
-    assert len(found["not_provable"]) == NUM_LAYERS and "layers.2" in str(found["not_provable"])
-    assert warnings_of(caplog, "cannot prove") == NUM_LAYERS
-
-
 def never_the_same(is_steady: Callable[[], bool]) -> Callable[[Any], None]:
     """The output of layer 1 is another one at each call, unless ``is_steady``."""
     calls: list[None] = []
@@ -251,15 +207,55 @@ def never_the_same(is_steady: Callable[[], bool]) -> Callable[[Any], None]:
     return hook
 
 
+class Unsteady(NamedTuple):
+    """What does not repeat itself, and the layers that are not provable then."""
+
+    noise: Noise | None = always
+    policy: dict[str, Any] | None = None
+    obeys: bool = True
+    """Whether attention repeats itself while the deterministic flag is on."""
+    user: Callable[[Any], None] | None = None
+    layers: str = ""
+
+
+# Outputs as of sums by atomic additions: nothing can be proved, and nothing is accused.
+OUTPUTS = never_the_same(torch.are_deterministic_algorithms_enabled)
+UNSTEADY = {
+    "control": Unsteady(None),
+    "always": Unsteady(),
+    "at first": Unsteady(only_at_first),
+    "inputs on the host": Unsteady(policy={"offload_boundaries": True}),
+    "blocks of two, at first": Unsteady(only_at_first, {"block_size": 2}),
+    "whatever the flag": Unsteady(obeys=False, layers="0123"),
+    "outputs without the flag": Unsteady(user=OUTPUTS, layers="1"),
+}
+
+
 @pytest.mark.usefixtures("flags_stay")
-def test_outputs_that_repeat_themselves_under_deterministic_kernels_only(
-    monkeypatch: Patch,
+@pytest.mark.parametrize("case", UNSTEADY)
+def test_what_repeats_itself_with_deterministic_attention_is_proved_and_the_rest_named(
+    case: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As sums of atomic additions do: nothing can be proved, and nothing is accused."""
+    noise, policy, obeys, user, layers = UNSTEADY[case]
+    if noise is not None:
+        make_unsteady(monkeypatch, noise, obeys)
+    with caplog.at_level(logging.WARNING, logger="poros"):
+        found = checked_run(Fault(user=user), **(policy or {}))
+    assert (found["status"], found["message"]) == ("unproven" if layers else "passed", None)
+    assert "".join(name[-1] for name in found["not_provable"]) == layers
+    assert caplog.text.count("cannot prove") == len(layers)
+    if not layers:
+        assert bool(found["proved_with_deterministic_attention"]) == (noise is not None)
+        said = caplog.text.count("With deterministic attention on both sides")
+        assert said == (noise is not None)
+
+
+@pytest.mark.usefixtures("flags_stay")
+@having("unsteady")
+def test_a_fault_is_found_behind_unsteady_attention(fault: Fault, monkeypatch: Patch) -> None:
     make_unsteady(monkeypatch)
-    found = checked_run(Fault(user=never_the_same(torch.are_deterministic_algorithms_enabled)))
-    assert (found["status"], found["message"]) == ("unproven", None)
-    assert [name.rpartition(".")[2] for name in found["not_provable"]] == ["1"]
+    with pytest.raises(ParityError, match=fault.unsteady):
+        checked_run(fault)
 
 
 @pytest.mark.usefixtures("flags_stay")

@@ -49,21 +49,15 @@ def forms(given: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**given, "bias": None}, {**given, "base": None}, {**given, "base": None, "bias": None}]
 
 
-def run(given: dict[str, Any], tier: Any, wants_inner: bool = True) -> list[torch.Tensor | None]:
-    """The sum, inner and gradients."""
-    return both(given, arriving(given["result"]), tier, wants_inner)
-
-
 def arriving(result: torch.Tensor) -> torch.Tensor:
     return torch.randn(result.shape, generator=torch.Generator().manual_seed(9)).to(result.dtype)
 
 
-def both(
-    given: dict[str, Any], gradient: torch.Tensor, tier: Any, wants_inner: bool
-) -> list[torch.Tensor | None]:
+def run(given: dict[str, Any], tier: Any, wants_inner: bool = True) -> list[torch.Tensor | None]:
+    """The sum, inner and gradients."""
     sum_, inner = compose(**given, scaling=SCALING, wants_inner=wants_inner, tier=tier)
     backward = compose_backward(
-        *(gradient, given["g"], SCALING, inner),
+        *(arriving(given["result"]), given["g"], SCALING, inner),
         has_base=given["base"] is not None,
         result_dtype=given["result"].dtype,
         lora_dtype=given["lora"].dtype,

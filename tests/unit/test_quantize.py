@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poros.errors import CheckpointFormatError
-from poros.kernels.nf4 import Format
+from poros.kernels.nf4 import Format, streams
 from poros.loaders.quantize import Quantizer, require_finite
 from tests.support import same_bits
 from tools.adversary import AdversarialStreams, SlotHazard
@@ -124,8 +124,12 @@ WEIGHTS: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
     "transposed, as in Conv1D": (draw(96, 50).T, {}),
     "a zero block": (with_a_zero_block(), {}),
     "zeros": (0 * draw(40, 64), {}),
-    "stored as bfloat16": (draw(96, 64), {"quant_storage": torch.bfloat16}),
-    "stored as float32": (draw(96, 64), {"quant_storage": torch.float32}),
+    **{
+        f"stored as {dtype}": (draw(96, 64), {"quant_storage": dtype})
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    },
+    "three dimensions": (draw(2, 4, 40), {}),
+    "odd": (draw(7, 9), {}),
 }
 
 
@@ -136,6 +140,18 @@ def test_other_weights_and_storage_dtypes(case: str) -> None:
     assert tensor.is_contiguous() == ("transposed" not in case)
     assert mine.state.state2.absmax.numel() == 1 + (case == "two nested blocks")
     assert differences(mine, at_once(tensor, **storage)) == []
+
+
+@pytest.mark.parametrize(("num_rows", "streamed"), [(16384, False), (16385, True)])
+def test_a_large_nested_absmax_streams(num_rows: int, streamed: bool) -> None:
+    """One of up to 64 KiB stays, as constants do; packed bytes and absmax never do."""
+    double = Format("nf4", True, torch.uint8)
+    for shape, more in (
+        ((num_rows, 16384), {"nested_absmax"} if streamed else set()),
+        ((1, 32), set()),
+    ):
+        streaming = {part for part, piece in double.form(shape).items() if streams(part, piece)}
+        assert streaming == {"packed", "absmax"} | more
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -176,12 +192,12 @@ def test_require_finite(dtype: torch.dtype) -> None:
 def test_one_quantizer_for_all_tensors() -> None:
     """Of several sizes and dtypes, every piece through its buffers."""
     tensors = [draw(61, 96), draw(10, 64, dtype=torch.float32, seed=1), draw(200, 50, seed=2)]
-    streams = AdversarialStreams()
-    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
-    with streams.watch():
+    adversarial = AdversarialStreams()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=adversarial)
+    with adversarial.watch():
         for tensor in tensors:
             assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
-    assert streams.num_bytes == sum(tensor.nbytes for tensor in tensors)
+    assert adversarial.num_bytes == sum(tensor.nbytes for tensor in tensors)
 
 
 class NoWait(AdversarialStreams):
@@ -204,9 +220,9 @@ class FirstEventForever(AdversarialStreams):
     [(NoWait, "read without waiting"), (FirstEventForever, "overwrite a slot")],
 )
 def test_control_staging_without_a_wait_is_found(make: type[AdversarialStreams], says: str) -> None:
-    streams = make()
-    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
-    with streams.watch(), pytest.raises(SlotHazard, match=says):
+    adversarial = make()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=adversarial)
+    with adversarial.watch(), pytest.raises(SlotHazard, match=says):
         in_pieces(draw(61, 96), quantizer=quantizer)
 
 

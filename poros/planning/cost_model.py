@@ -34,7 +34,6 @@ from poros.kernels.use import patch
 from poros.model.inspect import find_layers
 from poros.model.vision import base_of
 from poros.planning.as_fused import FusedKernels
-from poros.planning.depth import lengthen, shapes_of_all
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
 from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.request import PlanRequest
@@ -44,22 +43,11 @@ class CostModel:
     """A model on the meta device, its decoder layers and sizes, and its costs, once per shape."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self._costs: dict[tuple[int, int, str, str, str], tuple[StepCost, list[Call]]] = {}
-        self._make(is_whole=recipe.is_whole)
-
-    def _make(self, *, is_whole: bool) -> None:
-        self.model: Any
-        self.model, self._left_out = self.recipe.make_short(is_whole=is_whole)
+        self.model = recipe.make()
         self.shapes = shapes_of(self.model)
-        name, self.layers = find_layers(self.model)
+        _, self.layers = find_layers(self.model)
         _require_plain_kernels(self.layers[0])
-        if self._left_out:
-            listed = self.model.get_submodule(name)
-            last = listed.pop(len(listed) - 1)
-            fewer = shapes_of(self.model)
-            listed.append(last)
-            self.shapes = shapes_of_all(self.shapes, fewer, self._left_out)
+        self._costs: dict[tuple[int, int, str, str, str], tuple[StepCost, list[Call]]] = {}
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
@@ -99,17 +87,12 @@ class CostModel:
                     _loss_as(loss, self.model),
                     adapter_kernels_as(adapter_kernels, self.layers, False, lora_paths),
                 ):
-                    self._costs[shape] = step_cost(
-                        self.model, self.layers, batch_size, seq_len, self._left_out
-                    )
+                    self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
             cost, calls = self._costs[shape]
             if with_check and not cost.checked:
                 with adapter_kernels_as(adapter_kernels, self.layers, True, lora_paths):
-                    cost = replace(cost, checked=_layer_costs(self.layers, calls, self._left_out))
+                    cost = replace(cost, checked=_layer_costs(self.layers, calls))
                 self._costs[shape] = cost, calls
-        except _UnlikeError:
-            self._make(is_whole=True)
-            return self.cost(*shape, with_check=with_check)
         except (RuntimeError, NotImplementedError) as error:
             name, config = type(self.model).__name__, self.model.config
             raise UnsupportedModelError(
@@ -226,17 +209,9 @@ def _without_watchers() -> Iterator[None]:
             table.update(hooks)
 
 
-class _UnlikeError(Exception):
-    """Layers that were assumed alike are called differently."""
-
-
 @_without_watchers()
 def step_cost(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    batch_size: int,
-    seq_len: int,
-    left_out: int = 0,
+    model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
 ) -> "tuple[StepCost, list[Call]]":
     """Run one micro-batch of full rows on the meta device: a fraction of a second at any depth.
 
@@ -249,8 +224,6 @@ def step_cost(
     live = LiveBytes()
     walk = Walk(layers, live)
     walk.run(model, tokens)
-    if left_out and not _are_alike(walk.calls[1], walk.calls[2]):
-        raise _UnlikeError
     boundary = _num_bytes(walk.calls[0].args[0])
     others = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
@@ -258,7 +231,7 @@ def step_cost(
         for tensor in _tensors_in((call.args[1:], call.kwargs))
     }
     cost = StepCost(
-        layers=_layer_costs(layers, walk.calls, left_out),
+        layers=_layer_costs(layers, walk.calls),
         boundary=boundary,
         shared=sum(others.values()),
         loss_peak=live.peak - walk.num_bytes + boundary,
@@ -268,24 +241,13 @@ def step_cost(
 
 
 @_without_watchers()
-def _layer_costs(
-    layers: Sequence[nn.Module], calls: "Sequence[Call]", left_out: int
-) -> list[LayerCost]:
-    """Return the cost of each layer, those left out included; runs one of each kind."""
+def _layer_costs(layers: Sequence[nn.Module], calls: "Sequence[Call]") -> list[LayerCost]:
+    """Return the cost of each layer; runs one of each kind."""
     costs: dict[object, LayerCost] = {}
     for layer, call in zip(layers, calls, strict=True):
         if call.kind not in costs:
             costs[call.kind] = layer_cost(layer, call.args, call.kwargs)
-    return lengthen([costs[call.kind] for call in calls], left_out)
-
-
-def _are_alike(call: "Call", other: "Call") -> bool:
-    """Whether two layers of one kind have equal arguments beside their inputs."""
-    given, others = (
-        [tensor.untyped_storage()._cdata for tensor in _tensors_in((each.args[1:], each.kwargs))]
-        for each in (call, other)
-    )
-    return call.kind == other.kind and given == others
+    return [costs[call.kind] for call in calls]
 
 
 class Call(NamedTuple):

@@ -8,7 +8,7 @@ deterministic kernels, whatever it then chooses.
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from poros.gates import tiny
 from poros.gates.parity import ParityReport, run_parity
 from poros.gates.reference import TrainingSpec, hash_digests, start_digests, train
 from poros.head.takeover import slice_loss
-from poros.self_check.switches import current_settings, set_settings
 from poros.slots.ring import SlotState
 from tests.comparing import compare_mappings, compare_trajectories
 from tests.exact.arms import narrow_slices
@@ -341,9 +340,9 @@ def test_a_model_loaded_on_the_cpu_trains_like_a_resident_one(checkpoint: Path) 
 @pytest.fixture
 def settings() -> Iterator[None]:
     """TrainingArguments(tf32=True) sets them for the whole process."""
-    before = current_settings()
+    before = torch.backends.fp32_precision
     yield
-    set_settings(before, ExitStack())  # never closed: they stay
+    torch.backends.fp32_precision = before
 
 
 @pytest.mark.parametrize("tf32", [None, True])

@@ -507,6 +507,7 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
     opened.read_into(resident)
     if first == len(layouts):
         return resident
+    opened.verify_slabs(first)
     logger.warning(
         "poros: %d of %d layers stay on the disk, in %s: training reads %s from there in each "
         "forward and again in each backward pass",
@@ -520,6 +521,5 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
         opened.slabs,
         opened.data_offset,
         layouts,
-        opened.manifest.slab_digests,
         opened.identity,
     )

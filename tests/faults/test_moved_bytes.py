@@ -13,14 +13,12 @@ import poros.loaders.load
 from poros.errors import ParityError
 from poros.gates import tiny
 from poros.loaders.quantize import Quantizer
-from poros.streams import EagerStreams
 from tests.covers import with_slow
 from tests.snapshots import assert_same_run, build, layers_of, run
 from tests.support import prepare_plain
 
 Patch = pytest.MonkeyPatch
 KINDS = ("packed weight", "absmax", "nested absmax")
-WAYS = ("memory", "staged", "4-bit checkpoint")
 
 
 def part_of(model: Any, kind: str) -> torch.Tensor:
@@ -76,9 +74,8 @@ def packed(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def source(way: str, dense: Path, packed: Path, monkeypatch: Patch) -> Path:
-    """What is loaded: each weight in several pieces, which staged come back as from a device."""
-    streams = EagerStreams(torch.device("cpu")) if way == "staged" else None
-    pieces = partial(Quantizer, chunk_num_bytes=2048, streams=streams)
+    """What is loaded: each weight in several pieces."""
+    pieces = partial(Quantizer, chunk_num_bytes=2048)
     monkeypatch.setattr(poros.loaders.load, "Quantizer", pieces)
     return packed if way == "4-bit checkpoint" else dense
 
@@ -110,7 +107,7 @@ def test_flipped_by_prepare(kind: str, keep_last: int, monkeypatch: Patch) -> No
     ("way", "self_check"),
     [
         *((way, "strict") for way in ("memory", "4-bit checkpoint", "disk")),
-        *(pytest.param(way, "strict", marks=pytest.mark.slow) for way in ("staged", "store")),
+        pytest.param("store", "strict", marks=pytest.mark.slow),
         ("not loaded", "off"),
     ],
 )

@@ -9,7 +9,7 @@ opened than configuration, index and the shards that the index names.
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from poros.io.digests import num_threads, sha256
 from poros.loaders.header import DTYPE_NAMES, TensorEntry, defect, shown
 from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard
-from poros.loaders.source import CONFIG, Place, Source, find_source
+from poros.loaders.source import CONFIG, Source, find_source
 
 AHEAD_NUM_BYTES = 128 * 2**20
 """How far ahead ``slices`` reads."""
@@ -68,7 +68,7 @@ class Checkpoint:
     def open(
         cls,
         source: str | os.PathLike[str],
-        place: Place | None = None,
+        hub: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
     ) -> "Checkpoint":
         """Find and check a checkpoint; no tensor is read.
@@ -77,7 +77,8 @@ class Checkpoint:
             source: A folder with ``config.json`` and ``model.safetensors`` or its index and shards
                 (links are followed, as in a hub cache), one ``.safetensors`` file with
                 ``config.json`` beside it, or the name of a hub repository.
-            place: Where in the folder or repository, and which revision; None is its top.
+            hub: Of ``huggingface_hub.snapshot_download``: ``revision``, ``cache_dir``, ``token``,
+                ``local_files_only``, ``force_download``.
             limits: On what its files may ask for; None are the defaults.
 
         Raises:
@@ -85,7 +86,7 @@ class Checkpoint:
             UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
-        located = find_source(source, place, limits)
+        located = find_source(source, hub, limits)
         shards = [Shard.open(file) for file in located.files]
         _check_shards(located, shards)
         return cls(located, shards)

@@ -113,9 +113,9 @@ def load(
         allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
         limits: Limits on the sizes in files; None takes the defaults.
         **from_pretrained_kwargs: Arguments of ``from_pretrained``: ``revision``, ``cache_dir``,
-            ``token``, ``local_files_only``, ``force_download``, ``subfolder``, ``variant``,
-            ``config``, ``generation_config``, ``key_mapping``, ``attn_implementation`` and other
-            fields of the configuration. Arguments that cannot be honoured are refused.
+            ``token``, ``local_files_only``, ``force_download``, ``config``,
+            ``attn_implementation`` and other fields of the configuration. Arguments that cannot be
+            honoured are refused.
 
     Returns:
         The model in evaluation mode, as ``from_pretrained`` returns it. One that was opened from a
@@ -227,11 +227,8 @@ def _refuse_classifier(config: "PreTrainedConfig", options: LoadOptions, path: P
         )
 
 
-def _set_generation(
-    model: "PreTrainedModel", generation: "GenerationConfig", options: LoadOptions
-) -> None:
-    """Set the generation settings, unless the call has given some."""
-    if model.can_generate() and "generation_config" not in options.handed_on:
+def _set_generation(model: "PreTrainedModel", generation: "GenerationConfig") -> None:
+    if model.can_generate():
         model.generation_config = generation
 
 
@@ -330,15 +327,14 @@ class _CheckpointLoader:
         return _in_store(origin, about, directory)
 
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint.open(self._source, self._options.place, self._limits)
+        return Checkpoint.open(self._source, self._options.hub, self._limits)
 
     def _origin(self, checkpoint: Checkpoint) -> Origin:
         """Say where the checkpoint lies; nothing is hashed."""
-        place, source = self._options.place, os.fspath(self._source)
+        source = os.fspath(self._source)
         if os.path.lexists(source):
-            return Origin(os.path.join(os.path.abspath(source), place.subfolder).rstrip(os.sep))
-        asked = place.hub.get("revision")
-        return Origin(source, commit_of(checkpoint.path, place) or asked)
+            return Origin(os.path.abspath(source))
+        return Origin(source, commit_of(checkpoint.path) or self._options.hub.get("revision"))
 
     def _read(
         self, checkpoint: Checkpoint, resolved: _Resolved, allocate: "Allocate | None" = None
@@ -349,11 +345,8 @@ class _CheckpointLoader:
         used = copy.deepcopy(resolved.quantization)
         names, leave_out = None, _nothing
         if self._options.drops_vision:
-            key_mapping = self._options.handed_on.get("key_mapping")
             with one_at_a_time():
-                names = without_towers(
-                    resolved.model_class, resolved.config, checkpoint.names, key_mapping
-                )
+                names = without_towers(resolved.model_class, resolved.config, checkpoint.names)
             leave_out = drop_towers
         slab_writer = SlabWriter(
             checkpoint.path,
@@ -369,17 +362,13 @@ class _CheckpointLoader:
             one_at_a_time(),
             reading_into(slab_writer, used, is_quantized=resolved.is_quantized) as quantization,
         ):
-            arguments = {
-                "config": resolved.config,
-                "dtype": resolved.dtype,
-                **self._options.handed_on,
-            }
+            arguments = {"config": resolved.config, "dtype": resolved.dtype}
             model = fill(resolved.model_class, slab_writer, quantization, slices, arguments)
         clean(model)
         require_floats(checkpoint, taken, model)
         slab_writer.finish(model)
         checkpoint.check_unchanged()
-        _set_generation(model, resolved.generation, self._options)
+        _set_generation(model, resolved.generation)
         return model, slab_writer, used
 
 
@@ -423,13 +412,13 @@ def _open(
         reader = StoreReader(opened, host, find_layers, format_of(used), leave_out)
         placeholders = {name: torch.empty(0, dtype=dtype) for name in reader.names()}
         with one_at_a_time(), quiet(), reading_into(reader, used) as quantization:
-            arguments = {"config": config, "dtype": dtype, **options.handed_on}
+            arguments = {"config": config, "dtype": dtype}
             model = fill(model_class, reader, quantization, placeholders, arguments)
         clean(model)
         if used is not None:
             model.hf_quantizer.pre_quantized = about["is_prequantized"]
         reader.finish(model)
-        _set_generation(model, generation, options)
+        _set_generation(model, generation)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
     origin = opened.origin
     if origin is not None:

@@ -16,7 +16,6 @@ import torch
 from poros.errors import PolicyError, quoted
 from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization
 from poros.loaders.settings import AUTO_CLASSES
-from poros.loaders.source import Place
 from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes that a model can be loaded in."""
 
 _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
-# Of from_pretrained, neither of the hub nor of the configuration: handed on as they are.
-_HANDED_ON = ("generation_config", "key_mapping")
 
 _BY_QUANTIZATION = "pass quantization='nf4' or a 4-bit BitsAndBytesConfig as quantization"
 _SEE = "leave it out, and see device, store and host_budget"
@@ -71,7 +68,8 @@ class LoadOptions:
     quantization: Any
     dtype: "torch.dtype | str | Unset"
     device: torch.device | str | None
-    place: Place
+    hub: Mapping[str, Any]
+    """Of ``huggingface_hub.snapshot_download``."""
     config: "PreTrainedConfig | None"
     vision: str | Unset = UNSET
     """``"keep"`` or ``"drop"``."""
@@ -79,8 +77,6 @@ class LoadOptions:
     """A name of ``AUTO_CLASSES``."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the configuration to change."""
-    handed_on: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``from_pretrained``."""
 
     @classmethod
     def of(
@@ -108,18 +104,9 @@ class LoadOptions:
             quantization = left.pop("quantization_config")
         _refuse(left)
         hub = {key: left.pop(key) for key in _HUB if key in left}
-        place = Place(
-            _text("subfolder", left.pop("subfolder", None)) or "",
-            _text("variant", left.pop("variant", None)),
-            hub,
-        )
         config = left.pop("config", None)
-        handed_on = {key: left.pop(key) for key in _HANDED_ON if left.get(key) is not None}
-        _require_generation_config(handed_on.get("generation_config"))
         chosen = _auto_class(auto_class)
-        options = cls(
-            *(quantization, _dtype(dtype), device, place, config, vision, chosen, left, handed_on)
-        )
+        options = cls(quantization, _dtype(dtype), device, hub, config, vision, chosen, left)
         if quantization is not UNSET:
             options.wanted(torch.bfloat16)  # refused here if it makes no sense
         return options
@@ -189,8 +176,6 @@ class LoadOptions:
         Raises:
             PolicyError: If one contradicts.
         """
-        if is_source:
-            self._refuse_for_a_folder(where)
         is_given = not about.get("is_prequantized")
         dtype = dtype_name(self.chosen_dtype)
         has_dtype = isinstance(self.dtype, torch.dtype)
@@ -228,27 +213,16 @@ class LoadOptions:
         Raises:
             PolicyError: If there is one that asks for something else.
         """
-        if os.path.lexists(source):
-            self._refuse_hub(f"a hub repository; {quoted(os.fspath(source))} is a local path")
-
-    def _refuse_for_a_folder(self, where: str) -> None:
-        self._refuse_hub(f"a hub repository; {where} is a store")
-        for name, value in (("subfolder", self.place.subfolder), ("variant", self.place.variant)):
-            if value:
-                raise PolicyError(
-                    f"{name}: expected none with a store, which is opened as it is, found "
-                    f"{quoted(value)}; leave it out"
-                )
-
-    def _refuse_hub(self, of: str) -> None:
-        hub = self.place.hub
+        if not os.path.lexists(source):
+            return
         for name, is_set in (
-            ("revision", hub.get("revision") not in (None, "main")),
-            ("force_download", bool(hub.get("force_download"))),
+            ("revision", self.hub.get("revision") not in (None, "main")),
+            ("force_download", bool(self.hub.get("force_download"))),
         ):
             if is_set:
                 raise PolicyError(
-                    f"{name}: expected it with {of}, found {quoted(hub[name])}; leave it out"
+                    f"{name}: expected it with a hub repository; {quoted(os.fspath(source))} is a "
+                    f"local path, found {quoted(self.hub[name])}; leave it out"
                 )
 
 
@@ -294,12 +268,6 @@ def _refuse(options: dict[str, Any]) -> None:
         )
 
 
-def _text(name: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise PolicyError(f"{name}: expected a text, found {quoted(value)}")
-    return value or None
-
-
 def _dtype(value: Any) -> "torch.dtype | str | Unset":
     if value is UNSET or value == "auto":
         return "auto" if value == "auto" else UNSET
@@ -320,17 +288,6 @@ def _auto_class(value: Any) -> str | Unset:
             f"{quoted(name)}; leave it out for a language model"
         )
     return name
-
-
-def _require_generation_config(value: Any) -> None:
-    if value is None:
-        return
-    from transformers import GenerationConfig
-
-    if not isinstance(value, GenerationConfig):
-        raise PolicyError(
-            f"generation_config: expected a GenerationConfig of transformers, found {quoted(value)}"
-        )
 
 
 def _bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfig | None":

@@ -1,7 +1,7 @@
 """Maps a checkpoint's tensor names to a model's, by transformers' rules."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 
@@ -13,9 +13,7 @@ class OwnName(NamedTuple):
     """Whether the model's tensor is made of this one and others, or is a piece of it."""
 
 
-def own_names(
-    model: Any, names: Iterable[str], key_mapping: Mapping[str, str] | None = None
-) -> "dict[str, OwnName]":
+def own_names(model: Any, names: Iterable[str]) -> "dict[str, OwnName]":
     """Map each tensor of a checkpoint to its name in ``model``, as ``from_pretrained`` does.
 
     What the model does not have keeps the name that the rules give it.
@@ -23,7 +21,6 @@ def own_names(
     Args:
         model: A transformers model, on any device.
         names: Of the checkpoint.
-        key_mapping: As given to ``from_pretrained``.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -32,8 +29,7 @@ def own_names(
         rename_source_key,
     )
 
-    mapping = dict(key_mapping) if key_mapping is not None else None
-    rules = get_model_conversion_mapping(model, mapping)
+    rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     # A module with an adapter holds its weight one level below.
@@ -48,9 +44,7 @@ def own_names(
     return found
 
 
-def without_towers(
-    model_class: Any, config: Any, names: Iterable[str], key_mapping: Mapping[str, str] | None
-) -> list[str]:
+def without_towers(model_class: Any, config: Any, names: Iterable[str]) -> list[str]:
     """List the tensors that a model without its towers needs."""
     import torch
 
@@ -59,5 +53,5 @@ def without_towers(
     with torch.device("meta"):
         model = model_class._from_config(copy.deepcopy(config))
     towers = tuple(f"{name}." for name in find_towers(model))
-    own = own_names(model, names, key_mapping)
+    own = own_names(model, names)
     return [name for name in own if not own[name].name.startswith(towers)]

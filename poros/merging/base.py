@@ -8,7 +8,6 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
 from poros.loaders.limits import Limits
 from poros.loaders.names import is_repository
-from poros.loaders.source import Place
 from poros.loaders.store import is_store, open_store
 from poros.merging.saved_adapter import CONFIG, SavedAdapter
 from poros.model.origin import Origin
@@ -50,8 +49,8 @@ def open_base(
         named, revision = origin.source, origin.revision
     if by:
         _require_there(named, by)
-    place = Place() if os.path.lexists(named) else Place(hub=_hub(revision))
-    checkpoint = Checkpoint.open(named, place, limits)
+    hub = {} if os.path.lexists(named) else _hub(revision)
+    checkpoint = Checkpoint.open(named, hub, limits)
     try:
         if origin is not None:
             _require_bytes(checkpoint, origin, by)

@@ -23,7 +23,6 @@ from poros.loaders import checkpoint as checkpoint_module
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import DTYPES, TensorEntry, open_regular, read_at
 from poros.loaders.shard import Shard
-from poros.loaders.source import Place
 from tests.children import run_forked
 from tests.loading.checkpoints import (
     CONFIG,
@@ -101,7 +100,7 @@ def test_where_it_may_lie(tmp_path: Path, write: Callable[[Path], Path], kind: A
 
 def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(tmp_path: Path) -> None:
     snapshot = as_hub_cache(write_sharded(tmp_path / "source"), tmp_path / "cache")
-    hub = Place(hub={"cache_dir": tmp_path / "cache", "local_files_only": True})
+    hub = {"cache_dir": tmp_path / "cache", "local_files_only": True}
     for found in (Checkpoint.open(snapshot), Checkpoint.open("org/name", hub)):
         with found as checkpoint:
             assert_good(checkpoint, snapshot)

@@ -76,7 +76,6 @@ def load(
     host_budget: int | str | None = None,
     vision: str | Unset = UNSET,
     auto_class: type | str | Unset = UNSET,
-    allow_nonfinite: bool = False,
     limits: Limits | None = None,
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
@@ -110,7 +109,6 @@ def load(
             and classifiers, whose head is drawn from the CPU's random state if the checkpoint has
             none; ``AutoModel`` for hidden states alone, as embedding models need. The default is a
             language model, or what the store was made for.
-        allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
         limits: Limits on the sizes in files; None takes the defaults.
         **from_pretrained_kwargs: Arguments of ``from_pretrained``: ``revision``, ``cache_dir``,
             ``token``, ``local_files_only``, ``force_download``, ``config``,
@@ -157,19 +155,17 @@ def load(
                     "store: expected none with a source that is one, found "
                     f"{quoted(os.fspath(store))}"
                 )
-            return _open(source, budget, options, bounds, True, allow_nonfinite)
+            return _open(source, budget, options, bounds, is_source=True)
         if store is None and budget is not None:
             raise PolicyError(
                 "host_budget: expected a store on disk for the layers beyond it, found none; pass "
                 "store=, a folder on a fast disk"
             )
-        loader = _CheckpointLoader(
-            source, options, quantizing_device(device), allow_nonfinite, bounds
-        )
+        loader = _CheckpointLoader(source, options, quantizing_device(device), bounds)
         if store is None:
             return loader.into_memory()
         origin = loader.into_store_unless_there(store)
-        model = _open(store, budget, options, bounds, False, allow_nonfinite)
+        model = _open(store, budget, options, bounds, is_source=False)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     put_origin(model, origin)
     return model
@@ -240,12 +236,11 @@ class _CheckpointLoader:
         source: "str | os.PathLike[str]",
         options: LoadOptions,
         device: torch.device,
-        allow_nonfinite: bool,
         limits: Limits,
     ) -> None:
         self._source = source
         self._options = options
-        self._quantizer = Quantizer(device, allow_nonfinite=allow_nonfinite)
+        self._quantizer = Quantizer(device)
         self._limits = limits
 
     def into_memory(self) -> "PreTrainedModel":
@@ -302,7 +297,6 @@ class _CheckpointLoader:
                 "quantization": used and used.to_dict(),
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
                 "dtype": dtype_name(resolved.dtype),
-                "allow_nonfinite": self._quantizer.allow_nonfinite,
                 "vision": self._options.about_vision,
                 "auto_class": self._options.about_class,
                 "num_labels": getattr(resolved.config, "num_labels", None),
@@ -377,8 +371,8 @@ def _open(
     budget: int | None,
     options: LoadOptions,
     limits: Limits,
+    *,
     is_source: bool,
-    allow_nonfinite: bool,
 ) -> "PreTrainedModel":
     """Open a store as a model: its first layers in new memory, the others in the file."""
     from poros.loaders.hf_quantizer import clean, reading_into
@@ -388,12 +382,6 @@ def _open(
         if is_source:
             options.require_store(about, quoted(os.fspath(directory)), is_source=True)
         dtype, used = _made(opened)
-        if about["allow_nonfinite"] and not allow_nonfinite:
-            raise PolicyError(
-                "allow_nonfinite: expected a store of finite weights, found "
-                f"{quoted(os.fspath(directory))}, which was written with allow_nonfinite=True; "
-                "pass it here too, or write the store again"
-            )
         texts = {
             name: opened.text(name)
             for name in (CONFIG, GENERATION)
@@ -469,7 +457,6 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
         dtype = getattr(torch, about["dtype"])
         used = about["quantization"] and BitsAndBytesConfig.from_dict(about["quantization"])
         is_told = dtype in DTYPES and isinstance(about["is_prequantized"], bool)
-        is_told = is_told and isinstance(about["allow_nonfinite"], bool)
         if not is_told or CONFIG not in opened.manifest.files:
             raise ValueError("no dtype or no configuration")
         if used is not None and used.bnb_4bit_quant_type not in QUANT_TYPES:

@@ -30,22 +30,14 @@ class Quantizer:
         device: Where to quantize. Bytes are those of bitsandbytes on that device.
         chunk_num_bytes: Size of a piece, rounded down to whole blocks but at least one block. None
             is 512 KiB on a CPU and 16 MiB on a GPU.
-        allow_nonfinite: Quantize NaN and infinities like any other value instead of refusing.
 
     Streams:
         Everything runs on the default stream of ``device``, on which bitsandbytes launches its
         kernels whatever stream is current; the host waits for each piece.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        chunk_num_bytes: int | None = None,
-        allow_nonfinite: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device, *, chunk_num_bytes: int | None = None) -> None:
         self.device = device
-        self.allow_nonfinite = allow_nonfinite
         self._chunk_num_bytes = chunk_num_bytes or _CHUNK_NUM_BYTES[device.type]
 
     def quantize_into(
@@ -76,7 +68,7 @@ class Quantizer:
             same device; on a CPU with the same number of threads, which the mean depends on.
 
         Raises:
-            CheckpointFormatError: If the tensor holds NaN or infinity and that is not allowed.
+            CheckpointFormatError: If the tensor holds NaN or infinity.
         """
         import bitsandbytes.functional as bnb
 
@@ -111,7 +103,7 @@ class Quantizer:
             )
             scales[start // blocksize :][: piece_scales.numel()].copy_(piece_scales)
             packed_bytes[start // 2 :][: values.numel()].copy_(values.view(-1))
-        if extremes and not self.allow_nonfinite:
+        if extremes:
             require_finite(torch.stack(extremes), where)
         return scales
 
@@ -131,6 +123,6 @@ def require_finite(tensor: torch.Tensor, name: str) -> None:
     if not bool(torch.isfinite(low)) or not bool(torch.isfinite(high)):
         raise CheckpointFormatError(
             f"{name}: expected finite weights, found values from {low.item()} to {high.item()}; "
-            "the checkpoint is damaged or was saved from a diverged run. Pass "
-            "allow_nonfinite=True to load it nevertheless"
+            "the checkpoint is damaged or was saved from a diverged run: fetch it again, or load an "
+            "earlier one"
         )

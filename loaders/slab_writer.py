@@ -308,7 +308,7 @@ class SlabWriter:
         return f"{shown(self.path)}: {quoted(name, is_bare=True)}"
 
     def _require_finite(self, name: str, tensor: torch.Tensor) -> None:
-        if not self._quantizer.allow_nonfinite and name not in self._checked:
+        if name not in self._checked:
             require_finite(tensor, self._where(name))
             self._checked.add(name)
 

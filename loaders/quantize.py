@@ -123,6 +123,6 @@ def require_finite(tensor: torch.Tensor, name: str) -> None:
     if not bool(torch.isfinite(low)) or not bool(torch.isfinite(high)):
         raise CheckpointFormatError(
             f"{name}: expected finite weights, found values from {low.item()} to {high.item()}; "
-            "the checkpoint is damaged or was saved from a diverged run: fetch it again, or load an "
-            "earlier one"
+            "the checkpoint is damaged or was saved from a diverged run; fetch it again, or load "
+            "another"
         )

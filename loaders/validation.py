@@ -6,7 +6,6 @@ finds to the dtype to load in: both give a model, and not the one that was saved
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 from poros.errors import quoted
@@ -43,12 +42,11 @@ def require_whole_experts(checkpoint: Checkpoint) -> None:
             )
 
 
-def require_floats(checkpoint: Checkpoint, taken: Iterable[str], model: Any) -> None:
+def require_floats(checkpoint: Checkpoint, model: Any) -> None:
     """Refuse whole numbers that were cast to floating point, such as weights of 8 bits.
 
     Args:
-        checkpoint: Where the tensors are from.
-        taken: Names of the tensors that went into the model.
+        checkpoint: Where the tensors are from; those that were taken went into the model.
         model: As it is loaded, under the names that transformers gave its tensors.
 
     Raises:
@@ -57,7 +55,7 @@ def require_floats(checkpoint: Checkpoint, taken: Iterable[str], model: Any) -> 
     packed = {name.partition(_STATE)[0] for name in checkpoint.names if _STATE in name}
     whole = [
         name
-        for name in sorted(taken)
+        for name in sorted(checkpoint.taken)
         if not checkpoint.entry(name).dtype.is_floating_point
         and not (packed and _weight_of(name) in packed)
     ]

@@ -151,7 +151,7 @@ def test_a_file_that_ends_while_it_is_read_is_an_error(tmp_path: Path) -> None:
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
     with Checkpoint.open(write_single(tmp_path)) as checkpoint:
-        for ask in (checkpoint.entry, checkpoint.fetch, checkpoint.prefetch):
+        for ask in (checkpoint.entry, checkpoint.fetch):
             with pytest.raises(CheckpointFormatError, match=r"tensor 'layers.9', found 4 others"):
                 ask("layers.9")
 
@@ -215,8 +215,7 @@ def test_nothing_is_open_and_a_tensor_outlives_the_checkpoint(tmp_path: Path) ->
     checkpoint.close()
     assert torch.equal(kept, good_tensors()[LAST])
     assert checkpoint.entry(LAST).num_bytes == 60
-    uses = [checkpoint.fetch, checkpoint.prefetch]
-    uses += [lambda name: slices[name][...]]
+    uses = [checkpoint.fetch, lambda name: slices[name][...]]
     uses += [lambda _: checkpoint.fingerprint(), lambda _: checkpoint.check_unchanged()]
     for use in uses:
         with pytest.raises(ValueError, match=r"open checkpoint, found .* closed"):

@@ -304,7 +304,7 @@ def test_too_little_host_memory_is_refused_before_anything_is_read(
         patch.setattr(Checkpoint, "fetch", fail)
         with pytest.raises(HostMemoryError, match="no"):
             load(path)
-    monkeypatch.setattr(poros.loaders.load, "_open", lambda *_: model)
+    monkeypatch.setattr(poros.loaders.load, "_open", lambda *_, **__: model)
     load(path, store=tmp_path / "store")
     stays = ("norm.weight", ".bias", ".nested_absmax")
     sizes = {name: tensor.nbytes for name, tensor in tensors(model).items()}

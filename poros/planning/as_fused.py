@@ -26,7 +26,8 @@ class FusedKernels(TorchFunctionMode):
             flop = 2 * num_scores * (query.shape[-1] + value.shape[-1])
             self.attention_flop += flop // 2 if (kwargs or {}).get("is_causal") else flop
             return _Attention.apply(query, key, value)
-        if func in _GROUPED and args[0].dtype != torch.bfloat16 and args[1].dim() == 3:
+        is_grouped = func is nn.functional.grouped_mm and args[1].dim() == 3
+        if is_grouped and args[0].dtype != torch.bfloat16:
             # A GPU takes other dtypes too, the meta device does not.
             return _Grouped.apply(args[0], args[1])
         if func is nn.functional.dropout:
@@ -40,15 +41,9 @@ def _dropout(
     return _Dropout.apply(input) if p and training else input
 
 
-_GROUPED = tuple(
-    getattr(where, name)
-    for where, name in ((nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
-    if hasattr(where, name)
-)
-"""Products of the rows of each expert with its matrix."""
-
-
 class _Grouped(torch.autograd.Function):
+    """Products of the rows of each expert with its matrix."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         of_rows, of_matrices = ctx.needs_input_grad

@@ -47,7 +47,7 @@ from poros.loaders.source import CONFIG, GENERATION, commit_of
 from poros.loaders.store import PLACE, OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents, small_files
 from poros.loaders.validation import require_floats, require_whole_experts
-from poros.model.inspect import find_layers, require_language_model
+from poros.model.inspect import require_language_model
 from poros.model.origin import Origin, put_origin
 from poros.model.saving import watch_saving
 from poros.model.vision import drop_towers
@@ -344,7 +344,6 @@ class _CheckpointLoader:
             leave_out = drop_towers
         slab_writer = SlabWriter(
             checkpoint.path,
-            find_layers,
             self._quantizer,
             format_of(used),
             allocate,
@@ -396,7 +395,7 @@ def _open(
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
         leave_out = drop_towers if about.get("vision") == "drop" else _nothing
-        reader = StoreReader(opened, host, find_layers, format_of(used), leave_out)
+        reader = StoreReader(opened, host, format_of(used), leave_out)
         placeholders = {name: torch.empty(0, dtype=dtype) for name in reader.names()}
         with one_at_a_time(), quiet(), reading_into(reader, used) as quantization:
             arguments = {"config": config, "dtype": dtype}

@@ -24,7 +24,7 @@ from poros.loaders.limits import Limits
 from poros.loaders.manifest import REMEDY
 from poros.loaders.options import dtype_name
 from poros.loaders.quantize import Quantizer
-from poros.loaders.slab_writer import FindLayers, SlabWriter
+from poros.loaders.slab_writer import SlabWriter
 from poros.loaders.store import OpenStore
 
 
@@ -66,7 +66,6 @@ class StoreReader(SlabWriter):
     Args:
         opened: The store.
         host: Its slabs.
-        find_layers: As in ``SlabWriter``.
         format: Of 4-bit weights; None if nothing is quantized.
         leave_out: As in ``SlabWriter``.
     """
@@ -75,13 +74,11 @@ class StoreReader(SlabWriter):
         self,
         opened: OpenStore,
         host: HostStore,
-        find_layers: FindLayers,
         format: Format | None,
         leave_out: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
         super().__init__(
             opened.path,
-            find_layers,
             Quantizer(torch.device("cpu")),  # quantizes nothing
             format,
             allocate=self._given,

@@ -20,10 +20,11 @@ from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization, own, part_tensors
+from poros.kernels.nf4 import QUANT_TYPES, double_quantization, part_tensors
 from poros.kernels.quantized import is_4bit
 from poros.loaders.build import one_at_a_time
 from poros.loaders.settings import configuration, describe_error, model_class_of
+from poros.loaders.slab_writer import quantize_on_meta
 from poros.loaders.source import find_config
 from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
 from poros.model.inspect import find_frozen, find_layers, require_language_model
@@ -257,21 +258,6 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
         for name, config in others:
             adapted.add_adapter(name, config)
     return adapted
-
-
-def quantize_on_meta(model: nn.Module) -> None:
-    """Give 4-bit modules whose weights have no memory the weights that quantizing would give."""
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        weight: Any = module._parameters.get("weight")
-        if not isinstance(module, Linear4bit) or is_4bit(weight):
-            continue
-        format = Format.of(weight)
-        form = format.form(weight.shape)
-        state = format.state(form, weight.shape, module.compute_dtype or weight.dtype)
-        packed = module._parameters["weight"] = format.weight(form["packed"], state, module)
-        own(module, packed)
 
 
 def _configuration(source: Any, limits: "Limits | None") -> "PreTrainedConfig":

@@ -259,8 +259,9 @@ class _Write(_Operation):
             return self._writer.write(name, tensor) if self._writer.has_place(name) else tensor
         if issubclass(module.source_cls, Conv1D):
             tensor = tensor.T
-        packed, state = self._writer.quantize(name, tensor, planned.shape)
-        return _loaded(Format.of(planned), packed, state, module)
+        format = Format.of(planned)
+        packed, state = self._writer.quantize(name, tensor, format, planned.shape)
+        return _loaded(format, packed, state, module)
 
 
 class _Fetch(_Operation):

@@ -30,7 +30,6 @@ from poros.loaders.options import (
     Unset,
     device_name,
     dtype_name,
-    format_of,
     quantizing_device,
 )
 from poros.loaders.quantize import Quantizer
@@ -345,7 +344,6 @@ class _CheckpointLoader:
         slab_writer = SlabWriter(
             checkpoint.path,
             self._quantizer,
-            format_of(used),
             allocate,
             leave_out,
         )
@@ -395,7 +393,7 @@ def _open(
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
         leave_out = drop_towers if about.get("vision") == "drop" else _nothing
-        reader = StoreReader(opened, host, format_of(used), leave_out)
+        reader = StoreReader(opened, host, leave_out)
         placeholders = {name: torch.empty(0, dtype=dtype) for name in reader.names()}
         with one_at_a_time(), quiet(), reading_into(reader, used) as quantization:
             arguments = {"config": config, "dtype": dtype}

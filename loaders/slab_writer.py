@@ -49,7 +49,6 @@ class SlabWriter:
     Args:
         path: Of what is loaded, for messages.
         quantizer: Quantizes 4-bit weights.
-        format: Of 4-bit weights; None if nothing is quantized.
         allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
         leave_out: Takes away from the model, while it has no memory, what is not to be loaded.
 
@@ -63,12 +62,10 @@ class SlabWriter:
         self,
         path: Path,
         quantizer: Quantizer,
-        format: Format | None,
         allocate: Allocate | None = None,
         leave_out: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
         self.path = path
-        self.format = format
         self.store: HostStore | None = None
         self.fallbacks: list[str] = []
         self.num_bytes = 0
@@ -151,12 +148,15 @@ class SlabWriter:
         self._require_finite(name, tensor)
         return _copied(tensor, slab.tensor(spec))
 
-    def quantize(self, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> Any:
+    def quantize(
+        self, name: str, tensor: torch.Tensor, format: Format, shape: Sequence[int]
+    ) -> Any:
         """Quantize a weight into its place, or into memory of its own outside the layers.
 
         Args:
             name: Of the parameter.
             tensor: (N, K), in the dtype to load in.
+            format: What to quantize to.
             shape: What the module expects.
 
         Returns:
@@ -165,7 +165,6 @@ class SlabWriter:
         Raises:
             CheckpointFormatError: If it has another shape or dtype, or is not finite.
         """
-        format = self._require_format()
         self._require_shape(name, tensor.shape, torch.Size(shape))
         if tensor.dtype not in DTYPES.values():
             raise CheckpointFormatError(
@@ -282,11 +281,6 @@ class SlabWriter:
             return False
         slab, spec = self._places[name]
         return slab.holds(tensor, spec) or spec.num_bytes == 0
-
-    def _require_format(self) -> Format:
-        if self.format is None:
-            raise ValueError("expected a 4-bit format, found that nothing is to be quantized")
-        return self.format
 
     def _where(self, name: str) -> str:
         return f"{shown(self.path)}: {quoted(name, is_bare=True)}"

@@ -66,7 +66,6 @@ class StoreReader(SlabWriter):
     Args:
         opened: The store.
         host: Its slabs.
-        format: Of 4-bit weights; None if nothing is quantized.
         leave_out: As in ``SlabWriter``.
     """
 
@@ -74,13 +73,11 @@ class StoreReader(SlabWriter):
         self,
         opened: OpenStore,
         host: HostStore,
-        format: Format | None,
         leave_out: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
         super().__init__(
             opened.path,
             Quantizer(torch.device("cpu")),  # quantizes nothing
-            format,
             allocate=self._given,
             leave_out=leave_out,
         )
@@ -120,7 +117,7 @@ class StoreReader(SlabWriter):
         dtype, blocksize = self._weights[name]
         names = sorted(PARTS[f"{name}.offset" in self._rest])
         parts = {part: self._part(part_name(name, part)) for part in names}
-        format = replace(self._require_format(), blocksize=blocksize)
+        format = replace(Format.of(planned), blocksize=blocksize)
         state = format.state(parts, planned.shape, dtype)
         self.require_packed(name, parts, state, planned.shape)
         return parts["packed"], state

@@ -49,7 +49,6 @@ from poros.loaders.validation import require_floats, require_whole_experts
 from poros.model.inspect import require_language_model
 from poros.model.origin import Origin, put_origin
 from poros.model.saving import watch_saving
-from poros.model.vision import drop_towers
 from poros.utils.formatting import size
 from poros.utils.logging_setup import show_info_by_default
 from poros.utils.versions import library_versions
@@ -336,16 +335,12 @@ class _CheckpointLoader:
 
         require_whole_experts(checkpoint)
         used = copy.deepcopy(resolved.quantization)
-        names, leave_out = None, _nothing
-        if self._options.drops_vision:
+        names, is_dropping = None, self._options.drops_vision
+        if is_dropping:
             with one_at_a_time():
                 names = without_towers(resolved.model_class, resolved.config, checkpoint.names)
-            leave_out = drop_towers
         slab_writer = SlabWriter(
-            checkpoint.path,
-            self._quantizer,
-            allocate,
-            leave_out,
+            checkpoint.path, self._quantizer, allocate, drops_towers=is_dropping
         )
         slices = checkpoint.slices(names)
         with (
@@ -392,8 +387,7 @@ def _open(
         model_class, config = model_class_of(config, auto_class)
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
-        leave_out = drop_towers if about.get("vision") == "drop" else _nothing
-        reader = StoreReader(opened, host, leave_out)
+        reader = StoreReader(opened, host)
         placeholders = {name: torch.empty(0, dtype=dtype) for name in reader.names()}
         with one_at_a_time(), quiet(), reading_into(reader, used) as quantization:
             arguments = {"config": config, "dtype": dtype}
@@ -426,10 +420,6 @@ def _in_store(
         seen=about.get("source_seen"),
         store=os.path.abspath(directory),
     )
-
-
-def _nothing(model: Any) -> None:
-    """Leave out nothing."""
 
 
 def _auto_class(opened: OpenStore) -> str | None:

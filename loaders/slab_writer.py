@@ -38,6 +38,7 @@ from poros.loaders.header import shown
 from poros.loaders.quant_state import require_codes
 from poros.loaders.quantize import Quantizer, require_finite
 from poros.model.inspect import find_frozen, find_layers
+from poros.model.vision import drop_towers
 from poros.stream.adapters import named_tensors
 
 Allocate = Callable[[Sequence[BlockLayout]], HostStore]
@@ -50,7 +51,7 @@ class SlabWriter:
         path: Of what is loaded, for messages.
         quantizer: Quantizes 4-bit weights.
         allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
-        leave_out: Takes away from the model, while it has no memory, what is not to be loaded.
+        drops_towers: Leave the towers of a multimodal model away, while it has no memory.
 
     Attributes:
         store: One slab per decoder layer; None before ``plan``.
@@ -63,7 +64,8 @@ class SlabWriter:
         path: Path,
         quantizer: Quantizer,
         allocate: Allocate | None = None,
-        leave_out: Callable[[nn.Module], None] = lambda model: None,
+        *,
+        drops_towers: bool = False,
     ) -> None:
         self.path = path
         self.store: HostStore | None = None
@@ -71,7 +73,7 @@ class SlabWriter:
         self.num_bytes = 0
         self.layers_name = ""
         self._allocate = allocate
-        self._leave_out = leave_out
+        self._drops_towers = drops_towers
         self._quantizer = quantizer
         self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -91,7 +93,8 @@ class SlabWriter:
             UnsupportedModelError: If it has no decoder layers that can be streamed.
             HostMemoryError: If the model would not fit in host memory.
         """
-        self._leave_out(model)
+        if self._drops_towers:
+            drop_towers(model)
         self._shapes = {name: tensor.shape for name, tensor in named_tensors(model)}
         self._is_float = {
             name for name, tensor in named_tensors(model) if tensor.is_floating_point()

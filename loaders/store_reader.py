@@ -5,7 +5,7 @@ and of each 4-bit weight the few constants that stay on the device. Buffers that
 computes from the configuration are computed again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,20 +66,18 @@ class StoreReader(SlabWriter):
     Args:
         opened: The store.
         host: Its slabs.
-        leave_out: As in ``SlabWriter``.
     """
 
     def __init__(
         self,
         opened: OpenStore,
         host: HostStore,
-        leave_out: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
         super().__init__(
             opened.path,
             Quantizer(torch.device("cpu")),  # quantizes nothing
             allocate=self._given,
-            leave_out=leave_out,
+            drops_towers=opened.manifest.about.get("vision") == "drop",
         )
         self._opened = opened
         self._host = host

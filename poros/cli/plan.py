@@ -63,10 +63,6 @@ def plan(
         str | None,
         typer.Option(help="Host memory, such as 64G.", show_default="this machine's"),
     ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens to train on, to forecast the time of all of them."),
-    ] = None,
     batch: Annotated[int, typer.Option(help="Micro-batch size: rows per micro-batch.")] = 1,
     rank: Annotated[int, typer.Option(help="LoRA rank, on every linear layer of the blocks.")] = 16,
     adapter_dtype: Annotated[
@@ -133,7 +129,7 @@ def plan(
             vision=vision,
         )
         request, place = _place(request, chosen)
-        report = report_fit(planner, request, place, host_num_bytes or host_memory(), tokens)
+        report = report_fit(planner, request, place, host_num_bytes or host_memory())
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:

@@ -14,7 +14,7 @@ from poros.host.limits import RESERVE_NUM_BYTES
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner, Remedy, format_remedies
 from poros.planning.request import PlanRequest, Speeds
-from poros.utils.formatting import duration, size, two_digits
+from poros.utils.formatting import size, two_digits
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -34,7 +34,6 @@ _FIGURES = {
     "max_seq_len": "longest rows of the model, in tokens",
     "step_ms": "time of a micro-batch, in ms",
     "times_checkpointed": "x the time with gradient checkpointing",
-    "hours": "time for all tokens",
     "resident_num_bytes": "a resident run needs",
     "forecast": "forecast from",
     "copy_gb_per_s": "PCIe copies, in GB/s",
@@ -75,7 +74,6 @@ class FitReport:
         together: The step with several micro-batches going together, where that is worth it.
         record: Of the family, in the registry: its outcome, and the reason of that.
         model_type: The family.
-        num_tokens: To train on, if given.
     """
 
     request: PlanRequest
@@ -91,7 +89,6 @@ class FitReport:
     together: MemoryPlan | None
     record: tuple[str, str]
     model_type: str
-    num_tokens: int | None = None
 
     @property
     def fits_host(self) -> bool:
@@ -107,13 +104,6 @@ class FitReport:
     def tokens_per_s(self) -> float | None:
         """The rate of a step that fits."""
         return _tokens_per_s(self.plan) if self.fits_device else None
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds for all tokens."""
-        if self.num_tokens is None or self.tokens_per_s is None:
-            return None
-        return self.num_tokens / self.tokens_per_s
 
     def times(self, other: MemoryPlan) -> float | None:
         """How long the step takes beside another."""
@@ -197,19 +187,13 @@ class FitReport:
             "ram_num_bytes": self.ram,
             "longest_seq_len": self.longest,
             "max_seq_len": self.max_seq_len,
-            "num_tokens": self.num_tokens,
-            "hours": self.seconds and self.seconds / 3600,
             "model_type": self.model_type,
             "registry": dict(zip(("outcome", "reason"), self.record, strict=True)),
         }
 
 
 def report_fit(
-    planner: Planner,
-    request: PlanRequest,
-    device: Device,
-    ram: int | None = None,
-    num_tokens: int | None = None,
+    planner: Planner, request: PlanRequest, device: Device, ram: int | None = None
 ) -> FitReport:
     """Plan the requested step, and search the longest rows: some seconds for 72B.
 
@@ -219,7 +203,6 @@ def report_fit(
             nothing is said about what fits.
         device: On what, and at which rates.
         ram: Host memory in bytes, to be compared with; None compares nothing.
-        num_tokens: To train on, for the time of all of them.
 
     Raises:
         PolicyError: If the request makes no sense for the model.
@@ -227,8 +210,8 @@ def report_fit(
     """
     from poros.gates.registry import OUTCOMES, read_registry
 
-    num_row_tokens, rates = request.seq_len * request.batch_size, device.rates
-    request = request.override(speeds=rates and rates(num_row_tokens))
+    if device.rates is not None:
+        request = request.override(speeds=device.rates(request.seq_len * request.batch_size))
     found = planner.find(request)
     record = read_registry().family(planner.model_type)
     return FitReport(
@@ -245,7 +228,6 @@ def report_fit(
         together=_together(planner, request, found),
         record=(record.outcome, record.reason or OUTCOMES[record.outcome]),
         model_type=planner.model_type,
-        num_tokens=num_tokens,
     )
 
 
@@ -360,8 +342,6 @@ def _text(name: str, value: Any) -> str:
         return ""
     if name.endswith("num_bytes"):
         return size(value)
-    if name == "hours":
-        return duration(3600 * value)
     if isinstance(value, float):
         return f"{value:.2f}" if name.startswith("times") else two_digits(value)
     return f"{value:,}" if isinstance(value, int) else quoted(value, is_bare=True)

@@ -30,11 +30,11 @@ def planner() -> Planner:
 def ask(
     planner: Planner, budget: Any, *, speeds: Speeds | None = None, **options: Any
 ) -> FitReport:
-    ram, num_tokens = options.pop("ram", None), options.pop("num_tokens", None)
+    ram = options.pop("ram", None)
     asked = {"seq_len": 256, "cuda_graphs": False, **options}
     device = Device("your card", None if speeds is None else lambda _: speeds, "rates given")
     request = PlanRequest.of(vram_budget=budget, **asked)
-    return report_fit(planner, request, device, ram, num_tokens)
+    return report_fit(planner, request, device, ram)
 
 
 def needed(planner: Planner, seq_len: int, **options: Any) -> MemoryPlan:
@@ -113,7 +113,7 @@ def test_without_a_budget_or_rates_less_is_said(planner: Planner) -> None:
     assert found.longest is None and found.verdict.startswith("Needs ")
     text = said(found)
     assert "Give --vram or --card" in text and "Time is not forecast" in text
-    assert "tokens/s" not in text and found.seconds is None and found.together is None
+    assert "tokens/s" not in text and found.together is None
 
 
 def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Planner) -> None:
@@ -127,16 +127,13 @@ def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Pla
 
 
 def test_an_answer_is_plain_values_beside_those_of_the_plan(planner: Planner) -> None:
-    """Hours are those of all tokens."""
-    found = ask(planner, "1GiB", speeds=FAST_LINK, num_tokens=5_000_000, ram=10**10)
+    found = ask(planner, "1GiB", speeds=FAST_LINK, ram=10**10)
     values = json.loads(json.dumps(found.as_dict()))
     assert found.plan.as_dict().items() <= found.as_dict().items()
     assert values["verdict"] == found.verdict and values["fits"] is True
     assert values["longest_seq_len"] == 4096 and values["registry"]["outcome"] == "exact"
     assert values["ram_num_bytes"] == 10**10 and values["forecast"] == "rates given"
-    assert values["tokens_per_s"] > 0 and values["hours"] > 0
-    assert found.seconds == pytest.approx(5e6 / (found.tokens_per_s or 0))
-    assert "all tokens" in said(found)
+    assert values["tokens_per_s"] > 0
 
 
 @pytest.mark.parametrize(

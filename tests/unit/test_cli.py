@@ -94,7 +94,6 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --vram -1GiB", "-1GiB"),
     ("plan model --seq 16 --card rtx9999", "card: expected one of"),
     ("plan model --seq 16 --ram much", "--ram: expected bytes"),
-    ("plan model --seq 16 --tokens five", "Invalid value for '--tokens'"),
     ("plan model --seq 16 --adapter-dtype int8", "'int8' is not one of"),
     ("plan model --seq 16 --set optimizer=adam", "optimizer: expected one of adamw_torch_fused"),
     ("plan model --seq 16 --set slots=1", "slots: expected an integer of at least 2"),
@@ -314,13 +313,12 @@ def plan(checkpoint: Path, *options: str) -> Any:
 
 
 def test_a_plan_answers_for_a_card_that_is_not_here(checkpoint: Path) -> None:
-    result = plan(checkpoint, "--card", "RTX 4090", "--tokens", "5_000_000", "--ram", "64G")
+    result = plan(checkpoint, "--card", "RTX 4090", "--ram", "64G")
     assert result.exit_code == 0
     assert result.stdout.startswith("Fits an RTX 4090 (24 GB): 3 of 3 blocks stay on the card")
     for expected in (
         "of 64.00 GB",
         "tokens/s",
-        "all tokens",
         "published rates of an RTX 4090",
     ):
         assert expected in " ".join(result.stdout.split())

@@ -43,7 +43,6 @@ class Checkpoint:
         source: Its files.
         names: All tensors, shard by shard in the order of their bytes.
         num_bytes: Of all tensors.
-        taken: Names of those that were read through slices.
     """
 
     def __init__(self, source: Source, shards: list[Shard]) -> None:
@@ -65,7 +64,6 @@ class Checkpoint:
         self._asked: dict[str, Future[torch.Tensor]] = {}
         self._order: list[str] = []
         self._ahead_num_bytes = self._begun = 0
-        self.taken: set[str] = set()
         self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
 
     @classmethod
@@ -167,9 +165,7 @@ class Checkpoint:
                     read = self._shard_of[following].read
                     self._asked[following] = self._reader.submit(read, following, entry)
                 self._begun = max(self._begun, index + 1)
-        tensor = self.fetch(name)
-        self.taken.add(name)
-        return tensor
+        return self.fetch(name)
 
     def fingerprint(self) -> str:
         """Hash the content: the configuration and, shard by shard, size and every byte.

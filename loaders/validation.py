@@ -12,6 +12,8 @@ from poros.errors import quoted
 from poros.kernels.quantized import state_of
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
+from poros.loaders.renaming import own_names
+from poros.stream.adapters import named_tensors
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 _STATE = ".quant_state."
@@ -46,37 +48,26 @@ def require_floats(checkpoint: Checkpoint, model: Any) -> None:
     """Refuse whole numbers that were cast to floating point, such as weights of 8 bits.
 
     Args:
-        checkpoint: Where the tensors are from; those that were taken went into the model.
-        model: As it is loaded, under the names that transformers gave its tensors.
+        checkpoint: Where the tensors are from.
+        model: As it is loaded.
 
     Raises:
-        CheckpointFormatError: If more tensors of whole numbers went in than there are in it.
+        CheckpointFormatError: If one of its tensors was made of whole numbers, and is none.
     """
     packed = {name.partition(_STATE)[0] for name in checkpoint.names if _STATE in name}
     whole = [
-        name
-        for name in sorted(checkpoint.taken)
-        if not checkpoint.entry(name).dtype.is_floating_point
-        and not (packed and _weight_of(name) in packed)
+        name for name in checkpoint.names if not checkpoint.entry(name).dtype.is_floating_point
     ]
-    model_whole = {
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if not tensor.is_floating_point() and state_of(tensor) is None
-    }
-    if len(whole) > len(model_whole):
-        name = next((candidate for candidate in whole if candidate not in model_whole), whole[0])
-        raise defect(
-            checkpoint.entry(name).file,
-            "expected weights in floating point for this configuration, found "
-            f"{checkpoint.entry(name).dtype}",
-            tensor=name,
-            remedy="load the checkpoint that it was made from, which is not quantized",
-        )
-
-
-def _weight_of(name: str) -> str:
-    """Return the name of the 4-bit weight that a tensor may be a part of."""
-    for end in (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map"):
-        name = name.removesuffix(end)
-    return name.partition(_STATE)[0]
+    tensors = dict(named_tensors(model))
+    for name, own in own_names(model, whole).items():
+        tensor = tensors.get(own.name)
+        if tensor is None or name in packed:
+            continue
+        if tensor.is_floating_point() or state_of(tensor) is not None:
+            raise defect(
+                checkpoint.entry(name).file,
+                "expected weights in floating point for this configuration, found "
+                f"{checkpoint.entry(name).dtype}",
+                tensor=name,
+                remedy="load the checkpoint that it was made from, which is not quantized",
+            )

@@ -142,7 +142,7 @@ class LoadOptions:
     def wanted(self, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
         """The quantization for a dense checkpoint."""
         quantization = "nf4" if self.quantization is UNSET else self.quantization
-        return _bits_and_bytes(quantization, dtype)
+        return bits_and_bytes(quantization, dtype)
 
     def require_format(self, stored: "BitsAndBytesConfig | None", where: str) -> None:
         """Refuse another quantization than a checkpoint has already, if one was asked for.
@@ -290,7 +290,12 @@ def _auto_class(value: Any) -> str | Unset:
     return name
 
 
-def _bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
+def bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
+    """Return the 4-bit configuration that ``quantization`` asks for; None for dense weights.
+
+    Raises:
+        PolicyError: If it is something else.
+    """
     if quantization is None:
         return None
     from transformers import BitsAndBytesConfig

@@ -20,9 +20,10 @@ from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.kernels.nf4 import QUANT_TYPES, double_quantization, part_tensors
+from poros.kernels.nf4 import part_tensors
 from poros.kernels.quantized import is_4bit
 from poros.loaders.build import one_at_a_time
+from poros.loaders.options import bits_and_bytes
 from poros.loaders.settings import configuration, describe_error, model_class_of
 from poros.loaders.slab_writer import quantize_on_meta
 from poros.loaders.source import find_config
@@ -102,7 +103,7 @@ class Recipe:
         config = source if isinstance(source, PreTrainedConfig) else _configuration(source, limits)
         return cls(
             config,
-            _quantization(quantization, dtype),
+            bits_and_bytes(quantization, dtype),
             dtype,
             {"default": adapters},
             adapter_dtype=adapter_dtype,
@@ -265,14 +266,6 @@ def _configuration(source: Any, limits: "Limits | None") -> "PreTrainedConfig":
         return configuration(*find_config(source, limits), {}, limits=limits)
     except CheckpointFormatError as error:
         raise UnsupportedModelError(f"expected a model that can be planned: {error}") from error
-
-
-def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
-    if kind is None:
-        return None
-    if kind not in QUANT_TYPES:
-        raise PolicyError(f"quantization: expected 'nf4', 'fp4' or None, found {quoted(kind)}")
-    return double_quantization(dtype, kind)
 
 
 def shapes_of(model: nn.Module) -> Shapes:

@@ -378,7 +378,7 @@ def _open(
             for name in (CONFIG, GENERATION)
             if name in opened.manifest.files
         }
-        auto_class = _auto_class(opened)
+        auto_class = about["auto_class"]
         fields = dict(options.fields)
         if auto_class == "AutoModelForSequenceClassification" and options.config is None:
             fields.setdefault("num_labels", about.get("num_labels"))  # of its head
@@ -397,13 +397,10 @@ def _open(
             model.hf_quantizer.pre_quantized = about["is_prequantized"]
         reader.finish(model)
         _set_generation(model, generation)
-    model.name_or_path = model.config.name_or_path = os.fspath(directory)
-    origin = opened.origin
-    if origin is not None:
-        # What PEFT takes for the base of an adapter. The tokenizer, which others look for by the
-        # name in the configuration, lies in the store.
-        model.name_or_path = origin.source
-        put_origin(model, origin)
+    # The former is what PEFT takes for the base of an adapter. The tokenizer, which others look for
+    # by the name in the configuration, lies in the store.
+    model.name_or_path, model.config.name_or_path = opened.origin.source, os.fspath(directory)
+    put_origin(model, opened.origin)
     attach_store(model, host)
     if isinstance(host, DiskStore):
         watch_saving(model, host)
@@ -422,18 +419,6 @@ def _in_store(
     )
 
 
-def _auto_class(opened: OpenStore) -> str | None:
-    """Return the class that chooses the model's class; stores of earlier releases have none."""
-    found = opened.manifest.about.get("auto_class")
-    if found is not None and found not in AUTO_CLASSES:
-        raise defect(
-            opened.path,
-            f"expected one of {', '.join(AUTO_CLASSES)} as its auto_class, found {quoted(found)}",
-            remedy="write the store again",
-        )
-    return found
-
-
 def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
     """Return the dtype and the quantization of a store."""
     from transformers import BitsAndBytesConfig
@@ -445,6 +430,8 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
         is_told = dtype in DTYPES and isinstance(about["is_prequantized"], bool)
         if not is_told or CONFIG not in opened.manifest.files:
             raise ValueError("no dtype or no configuration")
+        if about["auto_class"] not in (None, *AUTO_CLASSES):
+            raise ValueError(f"auto_class {about['auto_class']!r}")
         if used is not None and used.bnb_4bit_quant_type not in QUANT_TYPES:
             raise ValueError(f"bnb_4bit_quant_type {used.bnb_4bit_quant_type!r}")
     except Exception as error:

@@ -57,7 +57,7 @@ from poros.loaders.shard import new_bytes
 from poros.model.origin import Origin
 
 PLACE = "source_place"
-"""The key of where the checkpoint lay. Stores of earlier releases lack it."""
+"""The key of where the checkpoint lay."""
 
 
 @dataclass(frozen=True)
@@ -148,18 +148,16 @@ class OpenStore:
         read_checked(self._files[0], self.slabs, runs)
 
     @property
-    def origin(self) -> Origin | None:
-        """The checkpoint that it was made from; None if an earlier release has written it.
+    def origin(self) -> Origin:
+        """The checkpoint that it was made from.
 
         Raises:
             CheckpointFormatError: If the manifest says nothing that makes sense.
         """
         about = self.manifest.about
-        if PLACE not in about:
-            return None
-        place = about[PLACE] if isinstance(about[PLACE], dict) else {}
+        place = about.get(PLACE)
         told = {
-            **place,
+            **(place if isinstance(place, dict) else {}),
             "fingerprint": about.get("source"),
             "seen": about.get("source_seen"),
             "store": str(self.path),

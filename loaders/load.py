@@ -33,7 +33,7 @@ from poros.loaders.options import (
     quantizing_device,
 )
 from poros.loaders.quantize import Quantizer
-from poros.loaders.renaming import without_towers
+from poros.loaders.renaming import require_floats, require_whole_experts, without_towers
 from poros.loaders.settings import (
     AUTO_CLASSES,
     configuration,
@@ -45,7 +45,6 @@ from poros.loaders.slab_writer import Allocate, SlabWriter
 from poros.loaders.source import CONFIG, GENERATION, commit_of
 from poros.loaders.store import PLACE, OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents, small_files
-from poros.loaders.validation import require_floats, require_whole_experts
 from poros.model.inspect import require_language_model
 from poros.model.origin import Origin, put_origin
 from poros.model.saving import watch_saving

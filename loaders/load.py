@@ -71,8 +71,8 @@ def load(
     device: torch.device | str | None = None,
     store: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
-    vision: str | Unset = UNSET,
-    auto_class: type | str | Unset = UNSET,
+    vision: str | None = None,
+    auto_class: type | str | None = None,
     limits: Limits | None = None,
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
@@ -196,7 +196,7 @@ def _resolve(checkpoint: Checkpoint, options: LoadOptions, limits: Limits) -> _R
     config = configuration(path, texts, options.fields, given=options.config, limits=limits)
     stored = stored_quantization(path, config)
     _refuse_classifier(config, options, path)
-    model_class, config = model_class_of(config, options.about_class)
+    model_class, config = model_class_of(config, options.auto_class)
     require_language_model(model_class.__name__, config)
     if options.dtype == "auto":
         options = options.of_dtype(getattr(config, "dtype", None) or checkpoint.float_dtype())
@@ -213,7 +213,7 @@ def _refuse_classifier(config: "PreTrainedConfig", options: LoadOptions, path: P
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if options.about_class is None and known and known.__name__ in (config.architectures or ()):
+    if options.auto_class is None and known and known.__name__ in (config.architectures or ()):
         raise UnsupportedModelError(
             f"{shown(path / CONFIG)}: expected a language model, found architectures of "
             f"{known.__name__}; pass auto_class=AutoModelForSequenceClassification"
@@ -294,8 +294,8 @@ class _CheckpointLoader:
                 "quantization": used and used.to_dict(),
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
                 "dtype": dtype_name(resolved.dtype),
-                "vision": self._options.about_vision,
-                "auto_class": self._options.about_class,
+                "vision": self._options.vision or "keep",
+                "auto_class": self._options.auto_class,
                 "num_labels": getattr(resolved.config, "num_labels", None),
                 **names,
                 "versions": library_versions("torch", "transformers", "bitsandbytes"),
@@ -334,7 +334,7 @@ class _CheckpointLoader:
 
         require_whole_experts(checkpoint)
         used = copy.deepcopy(resolved.quantization)
-        names, is_dropping = None, self._options.drops_vision
+        names, is_dropping = None, self._options.vision == "drop"
         if is_dropping:
             with one_at_a_time():
                 names = without_towers(resolved.model_class, resolved.config, checkpoint.names)

@@ -71,9 +71,9 @@ class LoadOptions:
     hub: Mapping[str, Any]
     """Of ``huggingface_hub.snapshot_download``."""
     config: "PreTrainedConfig | None"
-    vision: str | Unset = UNSET
+    vision: str | None = None
     """``"keep"`` or ``"drop"``."""
-    auto_class: str | Unset = UNSET
+    auto_class: str | None = None
     """A name of ``AUTO_CLASSES``."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the configuration to change."""
@@ -85,8 +85,8 @@ class LoadOptions:
         dtype: Any,
         device: torch.device | str | None,
         others: Mapping[str, Any],
-        vision: Any = UNSET,
-        auto_class: Any = UNSET,
+        vision: Any = None,
+        auto_class: Any = None,
     ) -> "LoadOptions":
         """Parse the arguments of ``poros.load``.
 
@@ -94,7 +94,7 @@ class LoadOptions:
             PolicyError: If one cannot be honoured.
         """
         left = dict(others)
-        if vision not in (UNSET, "keep", "drop"):
+        if vision not in (None, "keep", "drop"):
             raise PolicyError(f"vision: expected 'keep' or 'drop', found {quoted(vision)}")
         if "quantization_config" in left:
             if quantization is not UNSET:
@@ -123,21 +123,6 @@ class LoadOptions:
     def chosen_dtype(self) -> torch.dtype:
         """The dtype to load in, unless it is "auto"."""
         return self.dtype if isinstance(self.dtype, torch.dtype) else torch.bfloat16
-
-    @property
-    def drops_vision(self) -> bool:
-        """Whether vision towers are left out."""
-        return self.vision == "drop"
-
-    @property
-    def about_vision(self) -> str | None:
-        """The same as a store records it."""
-        return "drop" if self.drops_vision else None
-
-    @property
-    def about_class(self) -> str | None:
-        """The name of the class that chooses, if it was given."""
-        return None if isinstance(self.auto_class, Unset) else self.auto_class
 
     def wanted(self, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
         """The quantization for a dense checkpoint."""
@@ -182,10 +167,10 @@ class LoadOptions:
         if is_source and not has_dtype:
             dtype = str(about.get("dtype"))
         expected: dict[str, Any] = {}
-        if self.vision is not UNSET or not is_source:
-            expected["vision"] = self.about_vision
-        if self.auto_class is not UNSET or not is_source:
-            expected["auto_class"] = self.about_class
+        if self.vision is not None or not is_source:
+            expected["vision"] = self.vision or "keep"
+        if self.auto_class is not None or not is_source:
+            expected["auto_class"] = self.auto_class
         if has_dtype or not is_source:
             expected["dtype"] = dtype
         if is_given and (self.quantization is not UNSET or not is_source):
@@ -278,9 +263,9 @@ def _dtype(value: Any) -> "torch.dtype | str | Unset":
     raise PolicyError(f"dtype: expected {names} or 'auto', found {quoted(value)}")
 
 
-def _auto_class(value: Any) -> str | Unset:
-    if value is UNSET or value is None:
-        return UNSET
+def _auto_class(value: Any) -> str | None:
+    if value is None:
+        return None
     name = getattr(value, "__name__", value)
     if not isinstance(name, str) or name not in AUTO_CLASSES:
         raise PolicyError(

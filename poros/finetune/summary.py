@@ -8,7 +8,7 @@ from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.finetune.data import Rows
 from poros.finetune.tokens import IGNORED, Tokens
-from poros.planning.optimizers import COUNTED
+from poros.planning.request import COUNTED
 from poros.recipes.recipe import Recipe
 from poros.utils import formatting
 

@@ -19,11 +19,11 @@ import torch
 import poros
 from poros.errors import SlotStateError
 from poros.self_check.evidence import CallSnapshot, random_states
-from poros.self_check.switches import current_settings
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 from poros.stream.attention import deterministic_flag, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
+from poros.stream.settings import Settings
 from poros.stream.visit import Visits, proxy_leaves
 from tests.interrupts import Interrupts
 from tests.snapshots import assert_same_run, batches, build, layers_of, resident_run, run
@@ -217,7 +217,7 @@ SURROUNDINGS: Any = SimpleNamespace(
     autocast=[],
     has_cast_cache=True,
     is_late=False,
-    settings=current_settings(),
+    settings=Settings.capture(),
     layer=torch.nn.Linear(1, 1),
     training=[True],
 )

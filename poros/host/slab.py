@@ -1,7 +1,8 @@
 """Exactly sized host memory, and the part of it that holds one block, page-locked in place.
 
-Only this module page-locks memory. A slab is part of a mapping of our own, registered with the
-driver in place: the caching host allocator of PyTorch would round each one up to a power of two.
+Only this module page-locks memory, but for the buffers of quantizing at load time. A slab is part
+of a mapping of our own, registered with the driver in place: the caching host allocator of PyTorch
+would round each one up to a power of two.
 """
 
 import logging

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
-from poros.kernels.compose import Tier
 from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
 from poros.kernels.grouped import Projection, project
@@ -26,7 +25,7 @@ from poros.kernels.hooks import has_hooks
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_lora, add_lora_ref
 from poros.kernels.ordered import InOrder, multiply_in_order
-from poros.kernels.paths import PEFT, LoraShape, Paths, merges
+from poros.kernels.paths import PEFT, LoraShape, merges, order_of
 from poros.kernels.product import Product, product_of
 from poros.kernels.sharing import Shared, SharingForward, sharing
 
@@ -38,18 +37,20 @@ class KernelStats:
     """How adapted modules run, and how often they ran which way.
 
     Args:
+        kernels: ``adapter_kernels`` as in ``StreamingPolicy``, but not ``"peft"``.
+        lora_paths: Likewise.
         is_constant: Whether the bytes of frozen weights cannot change: they come from a host store.
-        dora_tier: As in ``poros.kernels.compose``.
-        is_exact: Whether only operators with the bits of PEFT's modules may run.
-        paths: Chooses the order of LoRA's products; None takes PEFT's.
-        is_grouped: Whether LoRA of projections that share an input runs by one operator.
 
     Attributes:
+        is_exact: Whether only operators with the bits of PEFT's modules may run.
+        is_grouped: Whether LoRA of projections that share an input runs by one operator.
+        has_own_casts: Whether LoRA has operators with other bits than PEFT's, which also cast
+            adapters.
         num_fused: Calls that took an operator of ours.
         num_grouped: Of these, calls that took the one of several projections, or its form for one.
         unfused: Calls that ran as PEFT has them, by reason.
         orders: Calls by shape and order of products, or by why that could only be PEFT's; none
-            without ``paths``.
+            in PEFT's order or grouped.
         num_left_out: Calls in recomputations whose result nobody needed.
         left_out: What the recomputation that runs has left out; None if it may leave out nothing.
         is_recording: Whether what runs is recorded, to be replayed: then it keeps nothing.
@@ -57,18 +58,12 @@ class KernelStats:
     """
 
     def __init__(
-        self,
-        is_constant: bool = False,
-        dora_tier: Tier | None = None,
-        is_exact: bool = False,
-        paths: Paths | None = None,
-        is_grouped: bool = False,
+        self, kernels: str = "fused", lora_paths: str = PEFT, is_constant: bool = False
     ) -> None:
         self.is_constant = is_constant
-        self.dora_tier = dora_tier
-        self.is_exact = is_exact
-        self.paths = paths
-        self.is_grouped = is_grouped
+        self.kernels, self.lora_paths = kernels, lora_paths
+        self.is_exact, self.is_grouped = kernels == "exact", kernels == "grouped"
+        self.has_own_casts = self.is_grouped or lora_paths != PEFT
         self.shared: Shared | None = None
         self.num_fused = 0
         self.num_grouped = 0
@@ -109,21 +104,9 @@ class KernelStats:
         if adding:
             self.unfused[_COMPILED] += len(adding)
 
-    @property
-    def lora_paths(self) -> str:
-        """As in ``StreamingPolicy``, with the digest of a table for its path; or ``"grouped"``."""
-        if self.is_grouped:
-            return "grouped"
-        return PEFT if self.paths is None else self.paths.identity
-
-    @property
-    def has_own_casts(self) -> bool:
-        """Whether LoRA has operators with other bits than PEFT's, which also cast adapters."""
-        return self.paths is not None or self.is_grouped
-
     def as_peft(self, reason: str) -> None:
         """A call takes PEFT's order of products, whatever was wanted."""
-        if self.paths is not None:
+        if self.lora_paths != PEFT:
             self.orders[reason, PEFT] += 1
 
     def note(self, forward: "_Forward", result: torch.Tensor) -> None:
@@ -297,14 +280,14 @@ class _Forward(PatchedForward):
         self, base: nn.Module, input: torch.Tensor, lora: _Lora, autocast: torch.dtype | None
     ) -> tuple[Product | None, str]:
         """The order of the products, and if it is not PEFT's, that of the linear module."""
-        paths = self._tally.paths
-        if paths is None:
+        wanted = self._tally.lora_paths
+        if wanted == PEFT:
             return None, PEFT
         # No bits of the module itself are promised here, so each product will do.
         product = product_of(base, input, leaves_out=True, dtype=autocast)
         if product is None:
             self._tally.as_peft("a linear module, or an input, whose product is not known")
-        elif lora.dropout and merges(paths.wanted):
+        elif lora.dropout and merges(wanted):
             self._tally.as_peft("dropout, for which f2, b4 and b5 are not defined")
         else:
             shape = LoraShape(
@@ -318,7 +301,7 @@ class _Forward(PatchedForward):
                 product.state is not None,
                 torch.backends.cuda.matmul.fp32_precision == "tf32",
             )
-            order = paths.order(shape)
+            order = order_of(wanted, shape)
             self._tally.orders[shape, order] += 1
             return product, order
         return None, PEFT
@@ -351,7 +334,6 @@ class _Forward(PatchedForward):
             of_products=autocast or lora.a.dtype,
             of_base=of_base,
             of_sum=torch.promote_types(of_result, magnitude.dtype) if stays else of_result,
-            tier=self._tally.dora_tier,
         )
         self._tally.num_fused += 1
         self._tally.as_peft("DoRA")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.kernels.compose import Tier, compose, compose_backward
+from poros.kernels.compose import compose, compose_backward
 from poros.kernels.dequantize import dequantize
 from poros.kernels.forwards import has_own_forward
 from poros.kernels.linear4bit import module_class
@@ -122,8 +122,6 @@ class Dora(NamedTuple):
     of_base: torch.dtype
     """Of those with the frozen weight."""
     of_sum: torch.dtype
-    tier: Tier | None
-    """As in ``poros.kernels.compose``."""
 
 
 def dora_linear(
@@ -201,7 +199,6 @@ class _Dora(torch.autograd.Function):
             how.scaling,
             frozen.bias,
             ctx.needs_input_grad[3],
-            how.tier,
         )
         parts = parts_of(input)
         sources = (input,) if parts is None else (parts.gate, parts.up)
@@ -237,7 +234,6 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
         has_base=mask is not None,
         result_dtype=how.of_base,
         lora_dtype=how.of_products,
-        tier=how.tier,
     )
     if of_g is not None:
         of_magnitude = (of_g / divisor).to(ctx.magnitude_dtype)

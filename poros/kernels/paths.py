@@ -14,18 +14,14 @@ Note: Precision
     TF32, small updates sAB are rounded away: f2, b4 and b5 run there only if asked for by name.
 """
 
-import json
 from functools import cache
 from typing import NamedTuple
 
 import torch
-from xxhash import xxh3_128
 
-from poros.config import LORA_ORDERS, MEASURED_PATHS
-from poros.errors import PolicyError
+from poros.config import LORA_ORDERS
 
 PEFT = LORA_ORDERS[0]
-TABLE_FORMAT = "poros lora paths 1"
 _FLOP_PER_S = {torch.float16: 989e12, torch.bfloat16: 989e12}
 _OTHER_FLOP_PER_S, _TF32_FLOP_PER_S = 67e12, 495e12
 """Of float32 and float64; of float32 in TF32. All from the data sheet of NVIDIA's H100 SXM."""
@@ -70,15 +66,11 @@ class LoraShape(NamedTuple):
     has_tf32: bool = False
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens, {self.layer}"
-
-    @property
-    def layer(self) -> str:
-        """The same without the number of tokens."""
         base, adapters = (str(dtype).removeprefix("torch.") for dtype in (self.base, self.adapters))
         marks = zip((", 4-bit", ", dropout", ", TF32"), self[7:5:-1] + self[8:], strict=True)
         others = "".join(mark for mark, is_so in marks if is_so)
-        return f"{self.columns} to {self.rows}, rank {self.rank}, {base} with {adapters}{others}"
+        sizes = f"{self.tokens} tokens, {self.columns} to {self.rows}, rank {self.rank}"
+        return f"{sizes}, {base} with {adapters}{others}"
 
 
 class Cost(NamedTuple):
@@ -134,73 +126,13 @@ def cheapest(shape: LoraShape) -> str:
     return min(candidates(shape), key=lambda order: cost(order, shape).seconds)
 
 
-class Paths:
-    """Chooses orders.
+def order_of(wanted: str, shape: LoraShape) -> str:
+    """The order for a shape; PEFT's if the one asked for is not defined with dropout.
 
     Args:
-        wanted: ``lora_paths`` as in ``StreamingPolicy``, but not ``"peft"``.
-
-    Attributes:
-        identity: Equal for those that take the same orders: of a table, its digest.
-
-    Raises:
-        PolicyError: If there is no table to read, or it is none.
+        wanted: ``lora_paths`` as in ``StreamingPolicy``.
+        shape: Of the layer and its input.
     """
-
-    def __init__(self, wanted: str) -> None:
-        self.wanted = wanted
-        self._table: dict[str, dict[int, str]] = {}
-        self.identity = wanted
-        if wanted.startswith(MEASURED_PATHS):
-            self._table = read_table(wanted.removeprefix(MEASURED_PATHS))
-            entries = json.dumps(self._table, sort_keys=True).encode()
-            self.identity = MEASURED_PATHS + xxh3_128(entries).hexdigest()
-
-    @classmethod
-    def of(cls, wanted: str) -> "Paths | None":
-        """None if PEFT's order is wanted."""
-        return None if wanted == PEFT else cls(wanted)
-
-    def order(self, shape: LoraShape) -> str:
-        """The order for a shape; PEFT's if the one asked for is not defined with dropout.
-
-        Raises:
-            PolicyError: If the table has no layer like it.
-        """
-        if self.wanted == "flops":
-            return cheapest(shape)
-        if self.wanted in LORA_ORDERS:
-            return PEFT if shape.has_dropout and merges(self.wanted) else self.wanted
-        known = self._table.get(shape.layer)
-        if not known:
-            raise PolicyError(
-                f"lora_paths: expected a table with a layer of {shape.layer}, found none in "
-                f"{self.wanted!r}; run poros tune-paths for this model and these adapters"
-            )
-        # The most tokens that were measured and are no more than these.
-        below = [tokens for tokens in known if tokens <= shape.tokens]
-        order = known[max(below, default=min(known))]
-        return order if order in candidates(shape) else PEFT
-
-
-def read_table(path: str) -> dict[str, dict[int, str]]:
-    """Orders by layer and number of tokens, as ``poros tune-paths`` has written them.
-
-    Raises:
-        PolicyError: If there is no such file, or it holds something else.
-    """
-    table: dict[str, dict[int, str]] = {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        if found["format"] != TABLE_FORMAT:
-            raise ValueError(f"format {found['format']!r}")
-        for row in found["rows"]:
-            order = LORA_ORDERS[LORA_ORDERS.index(row["order"])]
-            table.setdefault(str(row["layer"]), {})[int(row["tokens"])] = order
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PolicyError(
-            f"lora_paths: expected a table that poros tune-paths has written at {path!r}, found "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return table
+    if wanted == "flops":
+        return cheapest(shape)
+    return PEFT if shape.has_dropout and merges(wanted) else wanted

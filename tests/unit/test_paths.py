@@ -10,7 +10,7 @@ from poros.config import LORA_ORDERS
 from poros.errors import RematerializationError
 from poros.kernels.lora import Added, add_lora
 from poros.kernels.ordered import InOrder, multiply_in_order
-from poros.kernels.paths import LoraShape, Paths, candidates, cheapest, cost
+from poros.kernels.paths import LoraShape, candidates, cheapest, cost, order_of
 from poros.kernels.product import product_of
 from tests.support import same_bits
 from tests.unit.lora_case import SIZES, Case, excess
@@ -60,7 +60,7 @@ def test_a_narrow_base_never_merges_unless_asked(base: torch.dtype, adapters: to
         given = shape(n, i, i, r, base=base, adapters=adapters)
         assert candidates(given) == ["peft", "f1:b1", "f1:b2", "f1:b3"]
         assert cheapest(given) in candidates(given)
-    assert Paths("f2:b5").order(given) == "f2:b5"
+    assert order_of("f2:b5", given) == "f2:b5"
 
 
 # ------------------------------------------------------------------ against float64

@@ -70,7 +70,7 @@ class StreamingPolicy:
             equal to those of a resident run with ``poros.use_adapter_kernels``. ``"exact"`` takes
             only operators with the bits of PEFT's modules, so PEFT computes DoRA. ``"peft"`` keeps
             PEFT's modules everywhere. ``"grouped"`` computes LoRA of q, k and v in one operator,
-            and all of a gated feed-forward in another, with fewer and larger products (see
+            and of gate and up in another, with fewer and larger products (see
             ``poros.kernels.grouped``): its bits are within rounding of PEFT's, and equal to those
             of a resident run with ``poros.use_adapter_kernels(model, "grouped")``. It is for LoRA
             alone; modules that it does not know run as with ``"fused"``.

@@ -14,9 +14,9 @@ and in backward
     dx = dy_1 W_1 + dy_2 W_2 + ... + dh [A_1; A_2; ...]    each added in place
 
 So no tensor of the size of a result is there besides the result, and nothing but products reads or
-writes one. A decoder layer has three nodes of autograd: for q, k and v, for o, and for the whole
-gated feed-forward, ``down(activation(gate(x)) * up(x))``. What they keep for backward are x, h, A
-and B in the dtype of the products, and of the feed-forward gate and up.
+writes one. A decoder layer has a node of autograd for q, k and v, one for o, one for gate and up,
+and one for down. What they keep for backward are x, h, A and B in the dtype of the products, and
+of the input of down gate and up (``poros.kernels.swiglu``).
 
 Note: Dropout
     Each projection draws a mask of its own, in PEFT's order. Then their inputs differ: the products
@@ -51,12 +51,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poros.kernels.autocast import autocast_as, autocast_dtype
+from poros.kernels.autocast import autocast_as
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
-from poros.kernels.swiglu import Activation, RecomputeInfo, parts_of, swiglu_backward
+from poros.kernels.swiglu import parts_of
 
 Optional = torch.Tensor | None
 
@@ -75,10 +75,6 @@ class Projection(NamedTuple):
     dtype: torch.dtype
     """In which A and B multiply."""
 
-    def result_dtype(self, input: torch.dtype) -> torch.dtype:
-        """That of the result for an input of this dtype."""
-        return sum_dtype(input, self.dtype, self.how)
-
 
 def project(
     projections: Sequence[Projection],
@@ -96,8 +92,8 @@ def project(
         leaves_out: Whether the values of the only result are computed only if somebody reads them.
 
     Returns:
-        For each a result of shape (..., rows), memory of its own, in ``result_dtype``. A
-        ``LazyTensor`` if it is left out.
+        For each a result of shape (..., rows), memory of its own, in the dtype of the input or, if
+        ``how`` says so, of the adapters. A ``LazyTensor`` if it is left out.
 
     Streams:
         Queued on the current stream. Draws the random numbers that dropout draws. Of an input that
@@ -109,35 +105,6 @@ def project(
     call = _Call(_Group.of(projections), owner, leaves_out)
     found: Any = _Project.apply(call, input, *_matrices(projections))
     return tuple(found)
-
-
-def gated_layer(
-    gate: Projection,
-    up: Projection,
-    down: Projection,
-    input: torch.Tensor,
-    activation: Activation,
-    owner: object = None,
-    leaves_out: bool = False,
-) -> torch.Tensor:
-    """``down(activation(gate(input)) * up(input))`` as one autograd node.
-
-    Args:
-        gate: Its result has the dtype of that of ``up``.
-        up: Of the same shape.
-        down: For inputs of the shape and dtype of these results.
-        input: As of ``project``, and likewise the next and the last ones.
-        activation: A function of its argument alone, as of ``poros.kernels.swiglu``.
-        owner: Of ``down``.
-        leaves_out: Whether its result may be left out.
-
-    Exactness:
-        The bits of two calls of ``project`` with ``swiglu`` in between, forward and gradients.
-    """
-    making = RecomputeInfo(activation, autocast_dtype(input.device))
-    call = _GatedCall(_Group.of([gate, up]), making, _Group.of([down]), owner, leaves_out)
-    result: torch.Tensor = _Gated.apply(call, input, *_matrices([gate, up, down]))
-    return result
 
 
 def _matrices(projections: Sequence[Projection]) -> list[Optional]:
@@ -360,18 +327,6 @@ class _Call(NamedTuple):
     leaves_out: bool
 
 
-class _GatedCall(NamedTuple):
-    """The same of a feed-forward."""
-
-    group: _Group
-    making: RecomputeInfo
-    """The activation behind it."""
-    down: _Group
-    """The group behind that."""
-    owner: object
-    leaves_out: bool
-
-
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, input: torch.Tensor, *matrices: Any) -> Any:
@@ -385,9 +340,14 @@ class _Project(torch.autograd.Function):
         needs = ctx.needs_input_grad
         ctx.wants = _Wants.of(input.dtype if needs[1] else None, matrices, needs[2:])
         ctx.set_materialize_grads(False)
-        if call.leaves_out:
-            return (_left_out(group, input, sources, kept, matrices, lambda: input),)
-        return tuple(group.results(input, kept, matrices))
+        if not call.leaves_out:
+            return tuple(group.results(input, kept, matrices))
+        source = partial(_itself, input) if parts is None else partial(parts.making.again, *sources)
+        shape = (*input.shape[:-1], group.products[0].num_rows)
+        dtype = sum_dtype(input.dtype, group.dtype, group.hows[0])
+        read = [*sources, kept.hidden, *kept.all_b]
+        form = partial(_only_result, group, source, kept, matrices)
+        return (LazyTensor(shape, dtype, input.device, form, read),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Optional) -> tuple[Optional, ...]:
@@ -403,80 +363,11 @@ class _Project(torch.autograd.Function):
         return (None, None if of_input is None else of_input.view(ctx.shape), *others)
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _GatedCall, input: torch.Tensor, *matrices: Any) -> torch.Tensor:
-        group, making, down = call.group, call.making, call.down
-        kept = group.begin(input, matrices[:6])
-        gate, up = group.results(input, kept, matrices[:6])
-        product = making.again(gate, up)
-        behind = down.begin(product, matrices[6:])
-        ctx.save_for_backward(input, gate, up, *kept.flat(), *behind.flat())
-        ctx.group, ctx.down = group.without_weights(), down.without_weights()
-        ctx.making, ctx.owner, ctx.shape = making, call.owner, input.shape
-        needs = ctx.needs_input_grad
-        ctx.wants = _Wants.of(input.dtype if needs[1] else None, matrices[:6], needs[2:8])
-        ctx.wants_down = _Wants.of(
-            product.dtype if any(needs[1:8]) else None, matrices[6:], needs[8:]
-        )
-        ctx.set_materialize_grads(False)
-        if call.leaves_out:
-            return _left_out(
-                *(down, product, (gate, up), behind, matrices[6:]), lambda: making.again(gate, up)
-            )
-        (result,) = down.results(product, behind, matrices[6:])
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Optional) -> tuple[Optional, ...]:
-        if gradients[0] is None:
-            return (None,) * 11
-        with autocast_as(None, gradients[0].device):
-            return _gated_backward(ctx, gradients)
-
-
-def _gated_backward(ctx: Any, gradients: Sequence[Optional]) -> tuple[Optional, ...]:
-    input, gate, up, *flat = saved_tensors(ctx)
-    kept, behind = _Kept.of(flat[:-5], 2), _Kept.of(flat[-5:], 1)
-    making: RecomputeInfo = ctx.making
-    of_product, of_down = ctx.down.backward(
-        list(gradients), partial(making.again, gate, up), behind, ctx.wants_down
-    )
-    if of_product is None:
-        return (*(None,) * 8, *of_down)
-    both = list(swiglu_backward(of_product.view(gate.shape), gate, up, making))
-    # Unless the graph stays, so that they are gone before a weight is there.
-    ctx.maybe_clear_saved_tensors()
-    del of_product, gate, up
-    of_input, others = ctx.group.backward(both, partial(_itself, input), kept, ctx.wants)
-    of_input = None if of_input is None else of_input.view(ctx.shape)
-    return (None, of_input, *others, *of_down)
-
-
-def _left_out(
-    group: _Group,
-    input: torch.Tensor,
-    sources: Sequence[torch.Tensor],
-    kept: _Kept,
-    matrices: Sequence[Any],
-    again: Callable[[], torch.Tensor],
-) -> LazyTensor:
-    """The result of a group of one, computed of what ``again`` gives if somebody reads it.
-
-    Args:
-        group: The group.
-        input: Like what ``again`` gives.
-        sources: What that comes from.
-        kept: Of the group.
-        matrices: Likewise.
-        again: Gives the input.
-    """
-    shape = (*input.shape[:-1], group.products[0].num_rows)
-    dtype = sum_dtype(input.dtype, group.dtype, group.hows[0])
-    read = [*sources, kept.hidden, *kept.all_b]
-    return LazyTensor(
-        shape, dtype, input.device, lambda: group.results(again(), kept, matrices)[0], read
-    )
+def _only_result(
+    group: _Group, source: Callable[[], torch.Tensor], kept: _Kept, matrices: Sequence[Any]
+) -> torch.Tensor:
+    """The result of a group of one, of the input that ``source`` gives."""
+    return group.results(source(), kept, matrices)[0]
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Grouped adapters: finite differences, elementwise error bounds, and a whole beside its parts."""
+"""Grouped adapters: finite differences, elementwise error bounds, and a result left out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers.activations import GELUTanh
 
-from poros.kernels.grouped import gated_layer, project
-from poros.kernels.swiglu import swiglu
+from poros.kernels.grouped import project
+from poros.kernels.lazy_tensor import LazyTensor
+from poros.kernels.swiglu import forget_parts, swiglu
 from tests.support import same_bits
 from tests.unit.grouped_case import (
     BF16,
@@ -67,7 +68,7 @@ def test_gradients_are_those_of_finite_differences(number: int, has_bias: bool) 
 @pytest.mark.parametrize("activation", [nn.SiLU(), GELUTanh()], ids=["silu", "gelu"])
 @pytest.mark.parametrize(("dtype", "adapters"), [(FP32, FP32), (BF16, BF16), (BF16, FP32)])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_a_gated_layer_has_the_bits_of_its_parts(
+def test_what_is_left_out_is_computed_of_gate_and_up(
     dropout: float, dtype: torch.dtype, adapters: torch.dtype, activation: nn.Module
 ) -> None:
     case = Case.random(dtype, adapters=adapters, rows=(64, 64))
@@ -77,23 +78,15 @@ def test_a_gated_layer_has_the_bits_of_its_parts(
     behind = behind._replace(all_a=[leaves[5]], all_b=[leaves[6]])
     gate, up = case.projections(dropout)
     (down,) = behind.projections(dropout)
-
-    def parts(input: torch.Tensor) -> torch.Tensor:
-        product = swiglu(*project([gate, up], input), activation)
-        return project([down], product)[0]
-
-    def whole(input: torch.Tensor) -> torch.Tensor:
-        return gated_layer(gate, up, down, input, activation)
-
-    def left_out(input: torch.Tensor) -> torch.Tensor:
-        made = gated_layer(gate, up, down, input, activation, leaves_out=True)
-        return made + 0  # reads it
-
     found = []
-    for function in (parts, whole, left_out):
+    for leaves_out in (False, True):
         torch.manual_seed(3)
-        result = function(case.input)
+        product = swiglu(*project([gate, up], case.input), activation)
+        (result,) = project([down], product, leaves_out=leaves_out)
+        assert isinstance(result, LazyTensor) == leaves_out
+        forget_parts(product)
+        del product
+        result = result + 0  # reads it
         gradients = torch.autograd.grad(result, leaves, behind.arriving[0])
         found.append([result.detach(), *gradients, torch.get_rng_state()])
-    for others in found[1:]:
-        assert all(map(same_bits, found[0], others))
+    assert all(map(same_bits, *found))

@@ -28,10 +28,11 @@ from poros.kernels.nf4 import (
     MOVING,
     Format,
     Parts,
+    is_params4bit,
     part_name,
+    state_of,
     streams,
 )
-from poros.kernels.quantized import is_params4bit, state_of
 from poros.loaders.header import shown
 from poros.loaders.quant_state import require_codes
 from poros.loaders.quantize import Quantizer, require_finite

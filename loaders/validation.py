@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from poros.errors import quoted
-from poros.kernels.quantized import state_of
+from poros.kernels.nf4 import state_of
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from poros.kernels.hooks import has_hooks
+from poros.kernels.forwards import has_hooks
 from poros.stream.args import PLAIN, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
 

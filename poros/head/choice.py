@@ -12,7 +12,7 @@ from torch import nn
 
 from poros.head.embedding import adapted_modules, stays_on_host
 from poros.head.host_matrix import HostMatrix
-from poros.kernels.quantized import is_plain
+from poros.kernels.nf4 import is_plain
 
 logger = logging.getLogger(__name__)
 

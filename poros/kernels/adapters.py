@@ -18,19 +18,17 @@ import torch
 from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
-from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
-from poros.kernels.forwards import PatchedForward, has_own_forward, replace
+from poros.kernels.dora import Dora, SquaresOfRows, dora_linear
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
 from poros.kernels.grouped import Projection, project
-from poros.kernels.hooks import has_hooks
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_lora, add_lora_ref
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import PEFT, LoraShape, merges, order_of
-from poros.kernels.product import Product, product_of
+from poros.kernels.product import Product, frozen_of, product_of
 from poros.kernels.sharing import Shared, SharingForward, sharing
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
-_COMPILED = "compiled layers"
 
 
 class KernelStats:
@@ -97,12 +95,6 @@ class KernelStats:
     def leaves_out(self, forward: "_Forward") -> bool:
         """Whether the result of that module need not be computed now."""
         return self.left_out is not None and forward.is_last and not forward.is_read
-
-    def note_compiled(self, modules: Iterable[nn.Module]) -> None:
-        """A compiled layer is called, in which PEFT's own modules run."""
-        adding = [each for each in modules if _is_known(each) and _lora_names(each)]
-        if adding:
-            self.unfused[_COMPILED] += len(adding)
 
     def as_peft(self, reason: str) -> None:
         """A call takes PEFT's order of products, whatever was wanted."""
@@ -182,10 +174,6 @@ class _Forward(PatchedForward):
         return type(self), (self._module(), self._tally, self._is_4bit)
 
     def run(self, module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            self._note_compiled()
-            compiled: torch.Tensor = self.own(module, input, *args, **kwargs)
-            return compiled
         lora: _Lora | str = "arguments besides the input"
         if not args and not kwargs:
             lora = _lora_of(module, input, self._tally)
@@ -306,12 +294,6 @@ class _Forward(PatchedForward):
             return product, order
         return None, PEFT
 
-    @torch.compiler.assume_constant_result
-    def _note_compiled(self) -> bool:
-        """Once for each graph: a counter that the graph sees makes each step one of its own."""
-        self._tally.note_compiled([self._module()])
-        return True
-
     def _run_dora(
         self, module: Any, input: torch.Tensor, lora: _Lora, magnitude: torch.Tensor
     ) -> torch.Tensor:
@@ -423,14 +405,6 @@ def _is_known(module: nn.Module) -> bool:
     return type(module) in (Linear, Linear4bit) and has_own_forward(type(module))
 
 
-def _lora_names(module: Any) -> list[str]:
-    """The adapters that add to the result of ``module``'s linear module."""
-    if module.disable_adapters or module.merged:
-        return []
-    all_a = module._modules[_CONTAINERS[0]]._modules
-    return [name for name in module.active_adapters if name in all_a]
-
-
 def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | str:
     """What ``module`` adds to the result of its linear module.
 
@@ -440,7 +414,9 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     # At each call of each projection: looked up in dictionaries, since modules take a call for it.
     parts = module._modules
     all_a, all_b, all_dropout = (parts[key]._modules for key in _CONTAINERS)
-    active = _lora_names(module)
+    if module.disable_adapters or module.merged:
+        return ""
+    active = [name for name in module.active_adapters if name in all_a]
     if not active:
         return ""
     if len(active) > 1:

@@ -102,23 +102,24 @@ def project(
     Exactness:
         Equal bits for equal calls. Not those of PEFT's modules: see the bound above.
     """
-    call = _Call(_Group.of(projections), owner, leaves_out)
-    found: Any = _Project.apply(call, input, *_matrices(projections))
-    return tuple(found)
-
-
-def _matrices(projections: Sequence[Projection]) -> list[Optional]:
-    """Aliases of A, B and bias of each in turn.
-
-    An alias has a node of its own, and what was made last is differentiated first: B before A, and
-    the last projection first, as in PEFT. Without them chance would order the parameters.
-    """
+    group = _Group(
+        [each.product for each in projections],
+        [each.how for each in projections],
+        [each.a.shape[0] for each in projections],
+        projections[0].dtype,
+        owner,
+        leaves_out,
+    )
+    # Aliases have nodes of their own, and what was made last is differentiated first: B before A,
+    # and the last projection first, as in PEFT. Without them chance would order the parameters.
     with torch._C.DisableTorchFunctionSubclass():
-        return [
+        matrices = [
             None if tensor is None else tensor[...]
             for each in projections
             for tensor in (each.a, each.b, each.bias)
         ]
+    found: Any = _Project.apply(group, input, *matrices)
+    return tuple(found)
 
 
 class _Kept(NamedTuple):
@@ -144,26 +145,6 @@ class _Kept(NamedTuple):
         return cls(flat[0], flat[1], *lists)
 
 
-class _Wants(NamedTuple):
-    """The dtypes of the gradients of a group; None for what needs none."""
-
-    input: torch.dtype | None
-    all_a: Sequence[torch.dtype | None]
-    all_b: Sequence[torch.dtype | None]
-    all_bias: Sequence[torch.dtype | None]
-
-    @classmethod
-    def of(
-        cls, input: torch.dtype | None, matrices: Sequence[Optional], needs: Sequence[bool]
-    ) -> "_Wants":
-        """Of A, B and bias of each projection in turn."""
-        dtypes = [
-            each.dtype if each is not None and needed else None
-            for each, needed in zip(matrices, needs, strict=True)
-        ]
-        return cls(input, dtypes[::3], dtypes[1::3], dtypes[2::3])
-
-
 class _Group(NamedTuple):
     """Projections of one input, without A and B."""
 
@@ -172,18 +153,8 @@ class _Group(NamedTuple):
     ranks: list[int]
     dtype: torch.dtype
     """In which A and B multiply."""
-
-    @classmethod
-    def of(cls, projections: Sequence[Projection]) -> "_Group":
-        return cls(
-            [each.product for each in projections],
-            [each.how for each in projections],
-            [each.a.shape[0] for each in projections],
-            projections[0].dtype,
-        )
-
-    def without_weights(self) -> "_Group":
-        return self._replace(products=[each._replace(weight=None) for each in self.products])
+    owner: object
+    leaves_out: bool
 
     @property
     def has_dropout(self) -> bool:
@@ -198,7 +169,7 @@ class _Group(NamedTuple):
         all_a = [each.detach() for each in matrices[::3]]
         all_b = [each.detach().to(self.dtype) for each in matrices[1::3]]
         stacked = (all_a[0] if len(all_a) == 1 else torch.cat(all_a)).to(self.dtype)
-        masks = _nothing(all_a)
+        masks: list[Optional] = [None] * len(all_a)
         if self.has_dropout:
             hidden = stacked.new_empty(input.numel() // input.shape[-1], len(stacked))
             parts = zip(self.columns(hidden), stacked.split(self.ranks), self.hows, strict=True)
@@ -235,7 +206,8 @@ class _Group(NamedTuple):
         gradients: list[Optional],
         source: Callable[[], torch.Tensor],
         kept: _Kept,
-        wants: _Wants,
+        of_input: torch.dtype | None,
+        wants: Sequence[torch.dtype | None],
     ) -> tuple[Optional, list[Optional]]:
         """The gradients of the input, of shape (tokens, columns), and of A, B and bias in turn.
 
@@ -243,9 +215,11 @@ class _Group(NamedTuple):
             gradients: Of the results; None where there is none. Each is dropped after its last use.
             source: Gives the input.
             kept: Of the forward.
-            wants: Which are wanted.
+            of_input: The dtype of the gradient of the input; None if that is not wanted.
+            wants: Likewise of A, B and bias of each projection in turn.
         """
-        of_a, of_b, of_bias = (_nothing(gradients) for _ in range(3))
+        all_a, all_b, all_bias = wants[::3], wants[1::3], wants[2::3]
+        of_a, of_b, of_bias = ([None] * len(gradients) for _ in range(3))
         arrives = [gradient is not None for gradient in gradients]
         of_hidden = torch.empty_like(kept.hidden)
         parts = zip(self.columns(kept.hidden), self.columns(of_hidden), strict=True)
@@ -255,34 +229,38 @@ class _Group(NamedTuple):
                 into.zero_()
                 continue
             rows = _rows(gradient.to(self.dtype))
-            if wants.all_bias[place]:
-                of_bias[place] = rows.sum(0).mul_(scaling).to(wants.all_bias[place])
-            if wants.all_b[place]:
+            if all_bias[place]:
+                of_bias[place] = rows.sum(0).mul_(scaling).to(all_bias[place])
+            if all_b[place]:
                 # With beta=0 what is there is not read.
                 of_one = torch.empty_like(b).addmm_(rows.t(), hidden, beta=0, alpha=scaling)
-                of_b[place] = of_one.to(wants.all_b[place])
+                of_b[place] = of_one.to(all_b[place])
             into.addmm_(rows, b, beta=0, alpha=scaling)
             del gradient, rows
-        if any(wants.all_a):
-            found = self._of_a(of_hidden, source(), kept, wants)
+        if any(all_a):
+            found = self._of_a(of_hidden, source(), kept, all_a)
             of_a = [each if has else None for each, has in zip(found, arrives, strict=True)]
-        of_input = self._of_input(gradients, of_hidden, kept, wants) if wants.input else None
+        sum_ = self._of_input(gradients, of_hidden, kept, of_input) if of_input else None
         each = zip(of_a, of_b, of_bias, strict=True)
-        return of_input, [gradient for three in each for gradient in three]
+        return sum_, [gradient for three in each for gradient in three]
 
     def _of_a(
-        self, of_hidden: torch.Tensor, input: torch.Tensor, kept: _Kept, wants: _Wants
+        self,
+        of_hidden: torch.Tensor,
+        input: torch.Tensor,
+        kept: _Kept,
+        wants: Sequence[torch.dtype | None],
     ) -> list[Optional]:
         """The gradients of all A that are wanted."""
         if not self.has_dropout:
             together = of_hidden.t().mm(_rows(input.to(self.dtype)))
             # Once for all; there is no dtype between that would round.
-            first = next(each for each in wants.all_a if each is not None)
-            parts = zip(together.to(first).split(self.ranks), wants.all_a, strict=True)
+            first = next(each for each in wants if each is not None)
+            parts = zip(together.to(first).split(self.ranks), wants, strict=True)
             return [None if dtype is None else part.to(dtype) for part, dtype in parts]
         found: list[Optional] = []
         for place, part in enumerate(self.columns(of_hidden)):
-            dtype, how, mask = wants.all_a[place], self.hows[place], kept.masks[place]
+            dtype, how, mask = wants[place], self.hows[place], kept.masks[place]
             if dtype is None:
                 found.append(None)
                 continue
@@ -292,14 +270,14 @@ class _Group(NamedTuple):
         return found
 
     def _of_input(
-        self, gradients: list[Optional], of_hidden: torch.Tensor, kept: _Kept, wants: _Wants
+        self, gradients: list[Optional], of_hidden: torch.Tensor, kept: _Kept, dtype: torch.dtype
     ) -> Optional:
-        """The gradient of the input; drops those of the results one by one."""
+        """The gradient of the input in ``dtype``; drops those of the results one by one."""
         sum_: Optional = None
         for place, product in enumerate(self.products):
             gradient, gradients[place] = gradients[place], None
             if gradient is not None:
-                rows = _rows(gradient.to(wants.input))
+                rows = _rows(gradient.to(dtype))
                 dense = product._replace(weight=kept.weights[place]).dense(rows.dtype)
                 sum_ = rows.mm(dense) if sum_ is None else sum_.addmm_(rows, dense)
                 del gradient, rows, dense  # before the next one is there
@@ -319,28 +297,20 @@ class _Group(NamedTuple):
         return sum_
 
 
-class _Call(NamedTuple):
-    """What a node is given besides tensors."""
-
-    group: _Group
-    owner: object
-    leaves_out: bool
-
-
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, input: torch.Tensor, *matrices: Any) -> Any:
-        group = call.group
+    def forward(ctx: Any, group: _Group, input: torch.Tensor, *matrices: Any) -> Any:
         kept = group.begin(input, matrices)
         parts = parts_of(input)
         ctx.making = None if parts is None else parts.making
         sources = (input,) if parts is None else (parts.gate, parts.up)
         ctx.save_for_backward(*kept.flat(), *sources)
-        ctx.group, ctx.owner, ctx.shape = group.without_weights(), call.owner, input.shape
-        needs = ctx.needs_input_grad
-        ctx.wants = _Wants.of(input.dtype if needs[1] else None, matrices, needs[2:])
+        # Weights are kept by autograd alone.
+        ctx.group = group._replace(products=[each._replace(weight=None) for each in group.products])
+        ctx.owner, ctx.shape, ctx.dtype = group.owner, input.shape, input.dtype
+        ctx.dtypes = [None if each is None else each.dtype for each in matrices]
         ctx.set_materialize_grads(False)
-        if not call.leaves_out:
+        if not group.leaves_out:
             return tuple(group.results(input, kept, matrices))
         source = partial(_itself, input) if parts is None else partial(parts.making.again, *sources)
         shape = (*input.shape[:-1], group.products[0].num_rows)
@@ -358,9 +328,12 @@ class _Project(torch.autograd.Function):
         if ctx.making is not None:
             source = partial(ctx.making.again, flat.pop(), last)
         kept = _Kept.of(flat, len(gradients))
+        needs = zip(ctx.dtypes, ctx.needs_input_grad[2:], strict=True)
+        wants = [dtype if is_needed else None for dtype, is_needed in needs]
+        of_input = ctx.dtype if ctx.needs_input_grad[1] else None
         with autocast_as(None, last.device):
-            of_input, others = ctx.group.backward(list(gradients), source, kept, ctx.wants)
-        return (None, None if of_input is None else of_input.view(ctx.shape), *others)
+            found, others = ctx.group.backward(list(gradients), source, kept, of_input, wants)
+        return (None, None if found is None else found.view(ctx.shape), *others)
 
 
 def _only_result(
@@ -372,10 +345,6 @@ def _only_result(
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _nothing(like: Sequence[Any]) -> list[Optional]:
-    return [None] * len(like)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,7 @@ from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from poros.kernels.adapters import KernelStats
-from poros.kernels.forwards import PatchedForward, has_own_forward, replace
-from poros.kernels.hooks import has_hooks
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
 from poros.kernels.sharing import sharing_within
 from poros.kernels.swiglu import forget_parts, swiglu
 
@@ -75,7 +74,6 @@ class _Forward(PatchedForward):
         if (
             len(args) != 1
             or kwargs
-            or torch.compiler.is_compiling()
             or type(activation) not in _ACTIVATIONS
             or not has_own_forward(type(activation))
             or getattr(activation, "inplace", False)

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from poros.kernels.autocast import autocast_dtype
-from poros.kernels.forwards import PatchedForward
-from poros.kernels.hooks import has_hooks
+from poros.kernels.forwards import PatchedForward, has_hooks
 
 _NAMES = ("q_proj", "k_proj", "v_proj")
 """Of what shares an input in an attention module, in the order of the calls."""
@@ -106,8 +105,6 @@ class SharingForward(PatchedForward):
         return type(self), (self._module(), self._sharer)
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.own(module, *args, **kwargs)
         with sharing_within(self._sharer, sharing(module)):
             return self.own(module, *args, **kwargs)
 

@@ -25,8 +25,7 @@ from poros.host.store import HostStore, attached_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
-from poros.kernels.nf4 import Part
-from poros.kernels.quantized import is_4bit
+from poros.kernels.nf4 import Part, is_4bit
 from poros.kernels.use import patch
 from poros.model.added_adapters import Initialisation, require_proven
 from poros.model.guards import Guards

@@ -202,9 +202,7 @@ def test_squares_are_within_their_bound(
     """A sum of n squares, each rounded: n u of itself."""
     dense = tensors(shape, 1, dtype)[0]
     exact = dense.double().square().sum(1)
-    budgets = [64, 2**14, 2**26]
-    found = [gpu.square_of_rows(dense), *(square_of_rows_ref(dense, each) for each in budgets)]
-    for each in found:
+    for each in (gpu.square_of_rows(dense), square_of_rows_ref(dense)):
         assert each.dtype == FP32
         assert bool(((each.double() - exact).abs() <= 1.01 * shape[1] * U * exact).all())
     if shape[1] > 1:

@@ -20,7 +20,7 @@ import poros
 from poros.gates import tiny
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
-from poros.kernels.quantized import state_of
+from poros.kernels.nf4 import state_of
 from tools.fuzz import actions, optimizers
 from tools.fuzz.hooks import Hooked, Thrown
 from tools.fuzz.models import layers_of

@@ -15,12 +15,6 @@ Note: Arithmetic
     model are, so the loss is not that one's to the bit; in bfloat16 it is nearer to the exact one.
     How wide a slice is depends on shapes alone, so that the same batch gives the same bits wherever
     the head lies and however much memory there is.
-
-Note: Smoothing and z-loss
-    A smoothed label (Szegedy et al. 2016, arXiv:1512.00567, section 7) needs the mean of a token's
-    logits, and for its gradient the mean of the head's rows; both are sums over slices. The z-loss
-    (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 5) adds the square of the logarithm of
-    the softmax's denominator, which scales the expected row. Without them no bit is another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.head.online import Regularizer, SlicedLossState, Step, logits_of, product, whole_rows
+from poros.head.online import SlicedLossState, Step, logits_of, product, whole_rows
 from poros.kernels.online_softmax import places
 
 _MOST_LOGITS = 2**23
@@ -69,7 +63,6 @@ def sliced_cross_entropy(
     added: torch.Tensor | None = None,
     steps: Sequence[Step] = (),
     ignore_index: int = -100,
-    regularizer: Regularizer = Regularizer(),  # noqa: B008
 ) -> torch.Tensor:
     """Sum over tokens the cross entropy of ``steps(hidden @ head.T + bias)``.
 
@@ -85,7 +78,6 @@ def sliced_cross_entropy(
             it requires one.
         steps: What becomes of the logits before the softmax, in order.
         ignore_index: Tokens with this label count nothing.
-        regularizer: See "Smoothing and z-loss".
 
     Returns:
         A float32 scalar; 0 if no token has a label.
@@ -110,9 +102,7 @@ def sliced_cross_entropy(
     _require_in_range(labels, num_rows, ignore_index)
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
-    given = _LossConfig(
-        *(labels, read, width, tuple(steps), ignore_index, wants_gradient, regularizer, num_rows)
-    )
+    given = _LossConfig(labels, read, width, tuple(steps), ignore_index, wants_gradient)
     known: Callable[[LossInputs], SlicedLossState | None] | None = getattr(read, "known", None)
     if known is not None:
         is_trained = any(each is not None and each.requires_grad for each in (weight, bias, added))
@@ -131,17 +121,12 @@ class _LossConfig(NamedTuple):
     ignore_index: int
     wants_gradient: bool
     """Of the hidden states."""
-    regularizer: Regularizer
-    num_rows: int
-    """Of the head."""
     known: "SlicedLossState | None" = None
     """What all slices together give, if that was computed ahead."""
 
     def online(self, hidden: torch.Tensor) -> "SlicedLossState":
         """Make the state before the first slice."""
-        return SlicedLossState(
-            hidden, self.labels, self.wants_gradient, self.regularizer, self.num_rows
-        )
+        return SlicedLossState(hidden, self.labels, self.wants_gradient)
 
     @property
     def is_counted(self) -> torch.Tensor:
@@ -231,14 +216,8 @@ def _gradient_of_head(
         of_part = None if bias is None else bias[part]
         logits, slope = logits_of(hidden, rows, of_part, given.steps, True)
         powers = logits.sub_(scale[:, None]).exp_()
-        smoothing, z_loss = given.regularizer
-        if z_loss:
-            powers.mul_(1 + 2 * z_loss * scale[:, None])
         is_here, place = places(given.labels, first, len(rows))
-        share = (smoothing - 1) * is_here[:, None].to(powers.dtype)
-        powers.scatter_add_(1, place[:, None], share)
-        if smoothing:
-            powers.sub_(smoothing / given.num_rows)
+        powers.scatter_add_(1, place[:, None], -is_here[:, None].to(powers.dtype))
         powers.mul_(slope).mul_(gradient).masked_fill_(~given.is_counted[:, None], 0.0)
         if by_bias is not None:
             by_bias[part] = powers.sum(dim=0)

@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits
-from poros.kernels.sums import sum_of_rows
 from poros.utils.profiling import labelled
 
 
@@ -17,35 +16,13 @@ class Step(NamedTuple):
     number: float = 1.0
 
 
-class Regularizer(NamedTuple):
-    """A term that is added to the cross entropy of each token."""
-
-    smoothing: float = 0.0
-    """The share of the label that is spread evenly over the vocabulary."""
-    z_loss: float = 0.0
-    """The weight of the squared logarithm of the sum of exponentials of a token's logits."""
-
-
 class SlicedLossState:
     """The state of each token after some slices. See "One pass"."""
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        labels: torch.Tensor,
-        wants_gradient: bool,
-        regularizer: Regularizer,
-        num_rows: int,
-    ) -> None:
+    def __init__(self, hidden: torch.Tensor, labels: torch.Tensor, wants_gradient: bool) -> None:
         self._hidden = hidden
         num_columns = hidden.shape[1] if wants_gradient else 0
         self._running = OnlineSoftmaxState.of(labels, num_columns, hidden.dtype)
-        self._regularizer = regularizer
-        self._num_rows = num_rows
-        self._sum_of_logits: torch.Tensor | float = 0.0
-        """Of each token, over the vocabulary; if labels are smoothed."""
-        self._sum_of_rows: torch.Tensor | None = None
-        """Of the head, each times its logit's derivative; for each token if those differ."""
 
     def add(
         self,
@@ -61,38 +38,14 @@ class SlicedLossState:
             rows = whole_rows(first, rows, added, self._hidden.dtype)
             part = None if bias is None else bias[first : first + len(rows)]
             logits, slope = logits_of(self._hidden, rows, part, steps, running.wants_rows)
-            if self._regularizer.smoothing:
-                self._sum_up(logits, slope, rows)
             weights = add_logits(running, first, logits, slope, rows)
             del logits, slope
             if weights is not None:
                 _add_product(running.rows, weights, rows)
 
-    def _sum_up(
-        self, logits: torch.Tensor, slope: torch.Tensor | float, rows: torch.Tensor
-    ) -> None:
-        self._sum_of_logits = logits.sum(dim=1) + self._sum_of_logits
-        if not self._running.wants_rows:
-            return
-        if isinstance(slope, torch.Tensor):
-            if self._sum_of_rows is None:
-                self._sum_of_rows = torch.zeros_like(self._running.rows)
-            _add_product(self._sum_of_rows, slope.to(rows.dtype), rows)
-        else:
-            of_slice = sum_of_rows(rows, torch.float32) * slope
-            self._sum_of_rows = (
-                of_slice if self._sum_of_rows is None else self._sum_of_rows + of_slice
-            )
-
     def losses(self) -> torch.Tensor:
         """Return the loss of each token, as if its label counted."""
-        smoothing, z_loss = self._regularizer
-        scale, of_label = self.scale(), self._running.of_label
-        if smoothing:
-            even = self._sum_of_logits * (smoothing / self._num_rows)
-            of_label = (1 - smoothing) * of_label + even
-        losses = scale - of_label
-        return losses + z_loss * scale.square() if z_loss else losses
+        return self.scale() - self._running.of_label
 
     def scale(self) -> torch.Tensor:
         """Return the log-sum-exp of each token's logits."""
@@ -101,14 +54,8 @@ class SlicedLossState:
     def gradient(self) -> torch.Tensor:
         """Return the gradient of each token's hidden state, in float32. Consumes the sums."""
         running = self._running
-        smoothing, z_loss = self._regularizer
         rows = running.rows.div_(running.total[:, None])
-        if z_loss:
-            rows.mul_(1 + 2 * z_loss * self.scale()[:, None])
-        rows.addcmul_(running.label_rows, running.slope[:, None], value=smoothing - 1.0)
-        if self._sum_of_rows is not None:
-            rows.sub_(self._sum_of_rows * (smoothing / self._num_rows))
-        return rows
+        return rows.addcmul_(running.label_rows, running.slope[:, None], value=-1.0)
 
 
 def whole_rows(

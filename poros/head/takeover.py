@@ -20,7 +20,6 @@ from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits, Origin
 from poros.head.loss import Slices, sliced_cross_entropy
-from poros.head.online import Regularizer
 from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
@@ -163,7 +162,6 @@ def sliced_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
-    regularizer: Regularizer = Regularizer(),  # noqa: B008
     is_at_once: bool = False,
 ) -> torch.Tensor:
     """Compute the loss of a causal language model in slices of its head.
@@ -175,7 +173,6 @@ def sliced_loss(
         ignore_index: Tokens with this label count nothing.
         shift_labels: What the labels are for each token, of the shape of ``labels``; None takes the
             label behind it.
-        regularizer: See ``poros.head.loss``.
         is_at_once: As for ``Origin.intact``.
 
     Raises:
@@ -199,7 +196,6 @@ def sliced_loss(
             added=added,
             steps=logits.steps,
             ignore_index=ignore_index,
-            regularizer=regularizer,
         )
     if num_items_in_batch is None:
         return total / (shift_labels != ignore_index).sum()

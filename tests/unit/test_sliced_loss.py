@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import poros.head.loss
 from poros.errors import UnsupportedModelError
 from poros.head.loss import Slices, sliced_cross_entropy
-from poros.head.online import Regularizer, Step
+from poros.head.online import Step
 from tests.exact.arms import narrow_slices
 
 N, V, H = 23, 1000, 48
@@ -261,44 +261,3 @@ def test_a_head_that_is_written_to_before_backward_is_noticed() -> None:
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-REGULARIZERS = [Regularizer(0.1), Regularizer(z_loss=0.01), Regularizer(0.3, 0.02)]
-
-
-def regularized(
-    logits: torch.Tensor, labels: torch.Tensor, regularizer: Regularizer
-) -> torch.Tensor:
-    """By PyTorch's own operators, from whole logits."""
-    smoothing, z_loss = regularizer
-    loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-    counts = labels != -100
-    return (loss + z_loss * torch.logsumexp(logits, 1).square())[counts].sum()
-
-
-@pytest.mark.parametrize("regularizer", REGULARIZERS, ids=str)
-@pytest.mark.parametrize("kind", STEPS)
-def test_smoothed_labels_and_z_loss(kind: str, regularizer: Regularizer) -> None:
-    """Loss and all gradients, against float64; and each term is large beside what is allowed."""
-    given, steps = case(torch.float32), STEPS[kind]
-    own = [each.clone().requires_grad_() for each in (given.hidden, given.head, given.bias)]
-    hidden, weight, bias = own
-    loss = sliced_cross_entropy(
-        *(hidden, given.labels, rows_of(weight.detach()), V),
-        weight=weight,
-        bias=bias,
-        steps=steps,
-        regularizer=regularizer,
-    )
-    exact = [each.detach().double().requires_grad_() for each in own]
-    logits = transformed(exact[0] @ exact[1].T + exact[2], steps)
-    expected = regularized(logits, given.labels, regularizer)
-    assert float(abs(loss.double() - expected)) <= 1e-5 * float(expected)
-    plain = regularized(logits, given.labels, Regularizer())
-    assert float(abs(plain - expected)) > 1e-4 * float(expected)
-    wanted = torch.autograd.grad(expected, exact, retain_graph=True)
-    without = torch.autograd.grad(plain, exact)
-    for found, true, other in zip(torch.autograd.grad(loss, own), wanted, without, strict=True):
-        largest = float(true.abs().max())
-        off = float((found.double() - true).abs().max())
-        assert off <= 1e-5 * largest < 1e-3 * largest < float((other - true).abs().max())

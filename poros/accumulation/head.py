@@ -63,7 +63,7 @@ class SharedHead:
                 for first, rows in self._reader(width):
                     for micro_batch, asked, online in notes:
                         with micro_batch.code.inside(), torch.no_grad():
-                            online.add(first, rows, asked.bias, asked.added, asked.given.steps)
+                            online.add(first, rows, asked.bias, asked.given.steps)
 
     def __call__(self, asked: LossInputs) -> SlicedLossState | None:
         """In place of reading the head: what it gives, or None if it has to be read."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.head.online import SlicedLossState, Step, logits_of, product, whole_rows
+from poros.head.online import SlicedLossState, Step, as_operand, logits_of, product
 from poros.kernels.online_softmax import places
 
 _MOST_LOGITS = 2**23
@@ -60,7 +60,6 @@ def sliced_cross_entropy(
     *,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    added: torch.Tensor | None = None,
     steps: Sequence[Step] = (),
     ignore_index: int = -100,
 ) -> torch.Tensor:
@@ -73,9 +72,6 @@ def sliced_cross_entropy(
         num_rows: Of the head.
         weight: Of shape (num_rows, columns): the head, if it gets a gradient; ``read`` reads it.
         bias: Of shape (num_rows,). Gets a gradient if it requires one.
-        added: Of shape (num_rows, rank): further columns of the head, beside those that ``read``
-            gives, as LoRA has them; the last columns of ``hidden`` are theirs. Gets a gradient if
-            it requires one.
         steps: What becomes of the logits before the softmax, in order.
         ignore_index: Tokens with this label count nothing.
 
@@ -105,9 +101,9 @@ def sliced_cross_entropy(
     given = _LossConfig(labels, read, width, tuple(steps), ignore_index, wants_gradient)
     known: Callable[[LossInputs], SlicedLossState | None] | None = getattr(read, "known", None)
     if known is not None:
-        is_trained = any(each is not None and each.requires_grad for each in (weight, bias, added))
-        given = given._replace(known=known(LossInputs(hidden, bias, added, is_trained, given)))
-    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, added, given)
+        is_trained = any(each is not None and each.requires_grad for each in (weight, bias))
+        given = given._replace(known=known(LossInputs(hidden, bias, is_trained, given)))
+    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, given)
     return loss
 
 
@@ -138,9 +134,8 @@ class LossInputs(NamedTuple):
 
     hidden: torch.Tensor
     bias: torch.Tensor | None
-    added: torch.Tensor | None
     is_trained: bool
-    """Whether the head, or what is added to it, gets a gradient."""
+    """Whether the head gets a gradient."""
     given: _LossConfig
 
     def without_graph(self) -> "LossInputs":
@@ -148,7 +143,6 @@ class LossInputs(NamedTuple):
         return self._replace(
             hidden=self.hidden.detach(),
             bias=None if self.bias is None else self.bias.detach(),
-            added=None if self.added is None else self.added.detach(),
         )
 
 
@@ -159,18 +153,17 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        added: torch.Tensor | None,
         given: _LossConfig,
     ) -> torch.Tensor:
         found = given.known
         if found is None:
             found = given.online(hidden)
             for first, rows in given.read(given.width):
-                found.add(first, rows, bias, added, given.steps)
+                found.add(first, rows, bias, given.steps)
         by_hidden = found.gradient() if given.wants_gradient else None
         # What the gradient of the head follows from, if it gets one.
-        is_trained = any(ctx.needs_input_grad[1:4])
-        again = (hidden, weight, bias, added, found.scale()) if is_trained else ()
+        is_trained = any(ctx.needs_input_grad[1:3])
+        again = (hidden, weight, bias, found.scale()) if is_trained else ()
         ctx.save_for_backward(by_hidden, *again)
         ctx.given, ctx.dtype = given._replace(known=None), hidden.dtype
         return found.losses().masked_fill(~given.is_counted, 0.0).sum()
@@ -183,7 +176,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 "True; gradients of gradients need loss='reference'"
             )
         by_hidden, *again = ctx.saved_tensors
-        by_head: tuple[torch.Tensor | None, ...] = (None, None, None)
+        by_head: tuple[torch.Tensor | None, ...] = (None, None)
         if again:
             by_head = _gradient_of_head(ctx.given, gradients[0], *again)
         scaled = None
@@ -202,16 +195,13 @@ def _gradient_of_head(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    added: torch.Tensor | None,
     scale: torch.Tensor,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Compute the gradient of the head's tensors; recomputes the logits."""
     by_weight = None if weight is None else torch.empty_like(weight)
     by_bias = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
-    by_added = None if added is None or not added.requires_grad else torch.empty_like(added)
     for first, rows in given.read(given.width):
-        num_columns = rows.shape[1]
-        rows = whole_rows(first, rows, added, hidden.dtype)
+        rows = as_operand(rows, hidden.dtype)
         part = slice(first, first + len(rows))
         of_part = None if bias is None else bias[part]
         logits, slope = logits_of(hidden, rows, of_part, given.steps, True)
@@ -221,12 +211,9 @@ def _gradient_of_head(
         powers.mul_(slope).mul_(gradient).masked_fill_(~given.is_counted[:, None], 0.0)
         if by_bias is not None:
             by_bias[part] = powers.sum(dim=0)
-        weights = powers.to(hidden.dtype).t()
         if by_weight is not None:
-            by_weight[part] = product(weights, hidden[:, :num_columns])
-        if by_added is not None:
-            by_added[part] = product(weights, hidden[:, num_columns:])
-    return by_weight, by_bias, by_added
+            by_weight[part] = product(powers.to(hidden.dtype).t(), hidden)
+    return by_weight, by_bias
 
 
 def _require_in_range(labels: torch.Tensor, num_rows: int, ignore_index: int) -> None:

@@ -29,13 +29,12 @@ class SlicedLossState:
         first: int,
         rows: torch.Tensor,
         bias: torch.Tensor | None,
-        added: torch.Tensor | None,
         steps: Sequence[Step],
     ) -> None:
         """Update the state with some rows of the head: see ``sliced_cross_entropy``."""
         with labelled("head", f"rows {first}"):
             running = self._running
-            rows = whole_rows(first, rows, added, self._hidden.dtype)
+            rows = as_operand(rows, self._hidden.dtype)
             part = None if bias is None else bias[first : first + len(rows)]
             logits, slope = logits_of(self._hidden, rows, part, steps, running.wants_rows)
             weights = add_logits(running, first, logits, slope, rows)
@@ -58,14 +57,9 @@ class SlicedLossState:
         return rows.addcmul_(running.label_rows, running.slope[:, None], value=-1.0)
 
 
-def whole_rows(
-    first: int, rows: torch.Tensor, added: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return rows of the head with all columns, contiguous, in the dtype of products."""
-    rows = rows.to(dtype)  # of another one under autocast
-    if added is None:
-        return rows.contiguous()
-    return torch.cat([rows, added[first : first + len(rows)].to(dtype)], dim=1)
+def as_operand(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows of the head, contiguous, in the dtype of products: another one under autocast."""
+    return rows.to(dtype).contiguous()
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,7 @@ def slice_loss(
 
     Args:
         base: A transformers causal language model.
-        heads: The modules of its head whose products are the logits, or are added to them: see
-            ``poros.head.choice.Head.products``.
+        heads: The modules of its head: see ``poros.head.choice.Head``.
         read: Gives the rows of the only head; those of their weights if None.
 
     Returns:
@@ -185,15 +184,14 @@ def sliced_loss(
     shift_labels = shift_labels.reshape(-1).to(weight.device)
     # A step on the way here may have taken no gradient.
     with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-        hidden, added = _operands(logits, is_at_once)
+        hidden = origin.intact(is_at_once)
         total = sliced_cross_entropy(
-            hidden,
+            hidden.reshape(-1, hidden.shape[-1]).to(origin.dtype),
             shift_labels,
             origin.source.rows_of(weight),
             len(weight),
             weight=weight if weight.requires_grad else None,
             bias=origin.bias,
-            added=added,
             steps=logits.steps,
             ignore_index=ignore_index,
         )
@@ -202,26 +200,6 @@ def sliced_loss(
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
-
-
-def _operands(logits: LazyLogits, is_at_once: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the hidden states of all tokens, and the head's columns beyond its weight.
-
-    LoRA on the head adds to ``h @ W.T`` the product ``(A h) @ B.T``, scaled: the states get the
-    columns ``A h``, the head the columns of the scaled B.
-    """
-    parts, columns = [], []
-    for each in (logits, *logits.added):
-        states = each.origin.intact(is_at_once)
-        parts.append(states.reshape(-1, states.shape[-1]).to(logits.origin.dtype))
-    for each in logits.added:
-        factor = 1.0
-        for kind, number in each.steps:
-            factor = factor * number if kind == "multiply" else factor / number
-        columns.append(each.origin.weight * factor)
-    if not columns:
-        return parts[0], None
-    return torch.cat(parts, dim=1), torch.cat(columns, dim=1)
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from poros.accumulation.micro_batch import MicroBatch
-from poros.head.loss import LossInputs
-from poros.head.online import SlicedLossState
+from poros.head.loss import LossInputs, SlicedLossState
 from poros.head.slices import SliceReader
 
 

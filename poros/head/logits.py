@@ -21,7 +21,7 @@ from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
-from poros.head.online import Step
+from poros.head.loss import Step
 from poros.kernels.sums import sums_of_bits
 from poros.stream.state import AutocastState
 from poros.stream.within import on_plain_tensors

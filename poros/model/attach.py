@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from poros.head.embedding import keep_on_host
-from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
+from poros.head.slices import KeptHead
 from poros.head.takeover import slice_loss
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attached_store

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
+from poros.head.slices import KeptHead
 from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats

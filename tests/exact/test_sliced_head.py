@@ -183,7 +183,7 @@ def test_what_was_tied_while_it_was_prepared_stays_tied() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    ["head.takeover._Loss", "head.kept.SliceReader", "model.attach.Attachment.move_to_device"],
+    ["head.takeover._Loss", "head.slices.SliceReader", "model.attach.Attachment.move_to_device"],
 )
 def test_a_failed_prepare_leaves_head_and_embedding_as_they_were(
     part: str, monkeypatch: pytest.MonkeyPatch

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 import poros.head.loss
 from poros.errors import UnsupportedModelError
-from poros.head.loss import Slices, sliced_cross_entropy
-from poros.head.online import Step
+from poros.head.loss import Slices, Step, sliced_cross_entropy
 from tests.exact.arms import narrow_slices
 
 N, V, H = 23, 1000, 48

@@ -22,7 +22,7 @@ from poros.kernels.dora import Dora, SquaresOfRows, dora_linear
 from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
 from poros.kernels.grouped import Projection, project
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.lora import Added, add_lora, add_lora_ref
+from poros.kernels.lora import Added, add_lora
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import PEFT, LoraShape, merges, order_of
 from poros.kernels.product import Product, frozen_of, product_of
@@ -218,10 +218,8 @@ class _Forward(PatchedForward):
             sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b, bias)
         elif product is not None:
             sum_ = add_lora(product, input, a, b, bias, how, self, leaves_out)
-        elif type(result) is torch.Tensor or type(result) is LazyTensor:
-            sum_ = add_lora(result, input, a, b, bias, how, self)
         else:
-            return add_lora_ref(result, input, a, b, bias, how)
+            sum_ = add_lora(result, input, a, b, bias, how, self)
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_

@@ -23,8 +23,7 @@ from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, r
 from poros.kernels.grouped import Projection, project
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_lora
-from poros.kernels.ordered import InOrder, multiply_in_order
-from poros.kernels.paths import PEFT, LoraShape, merges, order_of
+from poros.kernels.paths import PEFT, InOrder, LoraShape, merges, multiply_in_order, order_of
 from poros.kernels.product import Product, frozen_of, product_of
 from poros.kernels.sharing import Shared, SharingForward, sharing
 

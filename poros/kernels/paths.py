@@ -1,4 +1,4 @@
-"""In which order the products of a LoRA layer are formed, and what each order costs.
+"""The orders in which the products of a LoRA layer can be formed: their cost, and the node of one.
 
 RunLoRA (Cherniuk et al., Table 1 and Appendix A) has two forwards and five backwards, none of which
 keeps XA; ``docs/explanation/runlora.md`` has their formulas.
@@ -9,17 +9,29 @@ Note: The choice
     It depends on shapes, dtypes and the constants below alone, so that a forward, its
     recomputation, a replay and a resident model take the same order with every budget.
 
+Note: The node
+    It keeps input, A, B and the mask of dropout, but not XA; W + sAB is memory of its own, formed
+    in forward and again in backward. Where base and adapters have one dtype, products are added to
+    what is there. As PEFT holds them, ``weight`` is (rows, columns), A (rank, columns) and B (rows,
+    rank): the paper's matrices transposed.
+
 Note: Precision
     W + sAB has the dtype of the base. If that is narrower than float32, or its products are in
     TF32, small updates sAB are rounded away: f2, b4 and b5 run there only if asked for by name.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from poros.config import LORA_ORDERS
+from poros.kernels.autocast import autocast_as
+from poros.kernels.lazy_tensor import LazyTensor
+from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
+from poros.kernels.nodes import saved_tensors, times
+from poros.kernels.product import Product
+from poros.kernels.swiglu import parts_of
 
 PEFT = LORA_ORDERS[0]
 _FLOP_PER_S = {torch.float16: 989e12, torch.bfloat16: 989e12}
@@ -136,3 +148,138 @@ def order_of(wanted: str, shape: LoraShape) -> str:
     if wanted == "flops":
         return cheapest(shape)
     return PEFT if shape.has_dropout and merges(wanted) else wanted
+
+
+class InOrder(NamedTuple):
+    """What to compute. The node in the graph has ``owner`` too."""
+
+    order: str
+    """Such as ``"f2:b5"``. With dropout f1 and b1 to b3 are defined."""
+    product: Product
+    how: Added
+    owner: object = None
+    leaves_out: bool = False
+    """Whether the values of the sum are computed only if somebody reads them."""
+
+
+def multiply_in_order(
+    call: InOrder,
+    input: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """``poros.kernels.lora.add_lora``, with the products formed in another order.
+
+    Exactness:
+        Within rounding of ``add_lora``; the same order gives the same bits.
+
+    Source:
+        Cherniuk et al., Run LoRA Run, equations 1 to 3 and Appendix A.
+    """
+    sum_: torch.Tensor = _Ordered.apply(input, bias, b, a, call)
+    return sum_
+
+
+class _Ordered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        bias: torch.Tensor | None,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        call: InOrder,
+    ) -> torch.Tensor:
+        how, product = call.how, call.product
+        hidden = mask = None
+        if how.dropout:
+            dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
+            hidden = times(dropped.to(a.dtype), a)
+            del dropped
+        parts = parts_of(input)
+        ctx.making = None if parts is None else parts.making
+        sources = (input,) if parts is None else (parts.gate, parts.up)
+        ctx.save_for_backward(product.weight, b, a, mask, *sources)
+        ctx.call = call._replace(product=product._replace(weight=None))
+        ctx.owner, ctx.shape, ctx.dtype = call.owner, input.shape, input.dtype
+        ctx.set_materialize_grads(False)
+        dtype = sum_dtype(input.dtype, b.dtype, how)
+
+        def form() -> torch.Tensor:
+            if call.order[:2] == "f2":
+                result = times(input, _merged(call, a, b, input.dtype), product.bias)
+                if bias is not None:
+                    result = result + (bias * how.scaling).to(result.dtype)
+                return result.to(dtype)
+            result = product.of(input)
+            inner = times(input.to(how.dtype).to(a.dtype), a) if hidden is None else hidden
+            if bias is None and result.dtype == b.dtype and result.is_contiguous():
+                inner = inner.reshape(-1, b.shape[1])
+                result.view(-1, b.shape[0]).addmm_(inner, b.t(), alpha=how.scaling)
+                # Where the module's own result is a view, nobody could write to it in place.
+                return torch.ops.aten._unsafe_view(result, result.shape)
+            return add_scaled(result, times(inner, b, bias), how)
+
+        if not call.leaves_out:
+            return form()
+        read = [each for each in (input, hidden, b, a, bias) if each is not None]
+        return LazyTensor((*input.shape[:-1], product.num_rows), dtype, input.device, form, read)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 5
+        # A region around the backward alone would cast for some of its products, and not for all.
+        with autocast_as(None, gradient.device):
+            return _backward(ctx, gradient)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    weight, b, a, mask, *sources = saved_tensors(ctx)
+    call: InOrder = ctx.call._replace(product=ctx.call.product._replace(weight=weight))
+    how, scaling, order = call.how, call.how.scaling, call.order[3:]
+    wants_input, wants_bias, wants_b, wants_a, _ = ctx.needs_input_grad
+    is_merged = order in ("b4", "b5")
+    of_input = of_bias = of_b = of_a = of_hidden = outer = None
+    rows = gradient.to(a.dtype).reshape(-1, b.shape[0])
+    if wants_bias:
+        of_bias = rows.sum(0).mul_(scaling)
+    if (wants_a and order in ("b1", "b2", "b5")) or (wants_input and not is_merged):
+        of_hidden = rows.mm(b).mul_(scaling)
+    if wants_a or wants_b:
+        input = sources[0] if ctx.making is None else ctx.making.again(*sources)
+        seen = drop(input, mask, how.dropout, how.dtype, a.dtype).reshape(-1, a.shape[1])
+        del input
+        if order in ("b3", "b4") or (wants_b and order == "b2"):
+            outer = rows.t().mm(seen)  # X'dY of the paper, transposed
+        if wants_b:
+            inner = rows.t().mm(seen.mm(a.t())) if outer is None else outer.mm(a.t())
+            of_b = inner.mul_(scaling)
+        if wants_a and outer is not None and order != "b2":
+            of_a = b.t().mm(outer).mul_(scaling)
+        elif wants_a and of_hidden is not None:
+            of_a = of_hidden.t().mm(seen)
+        del seen, outer
+    del rows
+    if wants_input:
+        arriving = gradient.to(ctx.dtype).reshape(-1, b.shape[0])
+        if is_merged or of_hidden is None:
+            of_input = arriving.mm(_merged(call, a, b, ctx.dtype)).view(ctx.shape)
+        else:
+            of_input = call.product.gradient(arriving)
+            if mask is None and of_input.dtype == of_hidden.dtype:
+                of_input = of_input.addmm_(of_hidden, a).view(ctx.shape)
+            else:
+                of_lora = of_hidden.mm(a).view(ctx.shape)
+                of_lora = drop(of_lora, mask, how.dropout, how.dtype, ctx.dtype, is_gradient=True)
+                of_input = of_input.view(ctx.shape).add_(of_lora)
+    return of_input, of_bias, of_b, of_a, None
+
+
+def _merged(call: InOrder, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """W + sAB, rounded to ``dtype`` once: (rows, columns), memory of its own."""
+    wide = torch.promote_types(dtype, a.dtype)
+    weight = call.product.dense(dtype).to(wide)
+    return torch.addmm(weight, b.to(wide), a.to(wide), alpha=call.how.scaling).to(dtype)

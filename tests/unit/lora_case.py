@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from poros.kernels.lora import Added, add_lora
-from poros.kernels.ordered import InOrder, multiply_in_order
+from poros.kernels.paths import InOrder, multiply_in_order
 from poros.kernels.product import product_of
 
 FP32 = torch.float32

@@ -9,8 +9,15 @@ import torch
 from poros.config import LORA_ORDERS
 from poros.errors import RematerializationError
 from poros.kernels.lora import Added, add_lora
-from poros.kernels.ordered import InOrder, multiply_in_order
-from poros.kernels.paths import LoraShape, candidates, cheapest, cost, order_of
+from poros.kernels.paths import (
+    InOrder,
+    LoraShape,
+    candidates,
+    cheapest,
+    cost,
+    multiply_in_order,
+    order_of,
+)
 from poros.kernels.product import product_of
 from tests.support import same_bits
 from tests.unit.lora_case import SIZES, Case, excess

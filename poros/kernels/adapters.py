@@ -231,16 +231,17 @@ class _Forward(PatchedForward):
         found = None if shared is None else shared.take(module, input, lora)
         if found is None:
             given = input if autocast is None else input.to(autocast)
-            own = projection_of(module, given, lora)
+            own = _projection_of(module, given, lora)
             if own is None:
                 return None
             group: list[Projection] = [own]
             others: list[tuple[nn.Module, _Lora]] = []
             for other in () if shared is None else shared.behind(module):
-                theirs = _lora_of(other, input, tally) if adapter_forward(other) else ""
+                is_ours = isinstance(other.__dict__.get("forward"), _Forward)
+                theirs = _lora_of(other, input, tally) if is_ours else ""
                 if not isinstance(theirs, _Lora):
                     continue
-                one = projection_of(other, given, theirs)
+                one = _projection_of(other, given, theirs)
                 if one is not None and one.dtype == own.dtype:
                     group.append(one)
                     others.append((other, theirs))
@@ -320,36 +321,28 @@ class _Forward(PatchedForward):
         return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._squares, may_keep)
 
 
-def adapter_forward(module: nn.Module) -> "_Forward | None":
-    """The forward of ours of a LoRA module; None if it runs its own, or is something else."""
-    forward = module.__dict__.get("forward")
-    return forward if isinstance(forward, _Forward) else None
-
-
-def projection_of(module: Any, input: torch.Tensor, lora: _Lora | None = None) -> Projection | None:
+def _projection_of(module: Any, input: torch.Tensor, lora: _Lora) -> Projection | None:
     """What an adapted module computes as a part of a group (``poros.kernels.grouped``).
 
     Args:
-        module: It has an ``adapter_forward``.
+        module: It has a ``_Forward``.
         input: In the dtype of autocast, if that is on.
-        lora: What it adds; None looks it up.
+        lora: What it adds.
 
     Returns:
         None if it cannot be a part.
     """
-    forward, autocast = module.__dict__["forward"], autocast_dtype(input.device)
-    found = _lora_of(module, input, forward._tally) if lora is None else lora
-    if not isinstance(found, _Lora) or found.magnitude is not None:
+    if lora.magnitude is not None:
         return None
+    autocast, is_4bit = autocast_dtype(input.device), module.__dict__["forward"]._is_4bit
     product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
     # Autocast leaves float64 as it is.
-    if product is None or (autocast is not None and found.a.dtype == torch.float64):
+    if product is None or (autocast is not None and lora.a.dtype == torch.float64):
         return None
     casts = getattr(module, "cast_input_dtype_enabled", True)
-    seen = found.a.dtype if casts else input.dtype
-    is_4bit = forward._is_4bit
-    how = Added(found.scaling, found.dropout, seen, rounds=is_4bit, keeps_dtype=not is_4bit)
-    return Projection(product, found.a, found.b, found.bias, how, autocast or found.a.dtype)
+    seen = lora.a.dtype if casts else input.dtype
+    how = Added(lora.scaling, lora.dropout, seen, rounds=is_4bit, keeps_dtype=not is_4bit)
+    return Projection(product, lora.a, lora.b, lora.bias, how, autocast or lora.a.dtype)
 
 
 def note_last(results: Iterable[torch.Tensor]) -> None:

@@ -67,7 +67,7 @@ def row_norm(
 
     Streams:
         Queued on the current stream. Besides its inputs a GPU holds A A^T in float32 and sums that
-        are left in parts: ``row_norm_gpu.num_extra_bytes`` has their size.
+        are left in parts.
 
     Exactness:
         All arithmetic is float32, or float64 if ``dense`` is. On a GPU, products are of three parts

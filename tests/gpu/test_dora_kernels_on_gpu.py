@@ -264,7 +264,7 @@ def test_norm_a_hundred_times_the_same(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norm_allocates_what_it_says(shape: tuple[int, int], rank: int) -> None:
+def test_norm_makes_no_copy(shape: tuple[int, int], rank: int) -> None:
     dense = normal(*shape, dtype=BF16)
     a, b = adapters(shape, rank, FP32)
     square = square_of_rows(dense)
@@ -274,12 +274,11 @@ def test_norm_allocates_what_it_says(shape: tuple[int, int], rank: int) -> None:
     # What is asked for: what the allocator gives may be up to 1 MiB more, if it has that left over.
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     row_norm(dense, square, a, b, SCALING)
-    allowed = row_norm_gpu.num_extra_bytes(*shape, rank)
-    assert torch.cuda.memory_stats()["requested_bytes.all.peak"] - before <= allowed
+    found = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     # What is never made: A in parts, A times W, a copy of W. Below rank 16 sums in parts are more.
     if rank >= 64:
-        assert allowed <= 4 * (shape[0] * rank + rank * rank) + 4 * 2**20 + 2**17
-    assert allowed < 4 * shape[0] * shape[1]
+        assert found <= 4 * (shape[0] * rank + rank * rank) + 4 * 2**20 + 2**17
+    assert found < 4 * shape[0] * shape[1]
 
 
 # ------------------------------------------------------------------- CUDA graphs

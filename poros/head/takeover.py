@@ -133,6 +133,11 @@ class _Loss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        """Compute the loss.
+
+        Raises:
+            PreparedModelError: If the head, or what it was given, was written to meanwhile.
+        """
         if (
             not isinstance(logits, LazyLogits)
             or logits.is_computed
@@ -148,58 +153,30 @@ class _Loss:
                 **kwargs,
             )
             return loss
-        # By a model's forward, or by somebody who has its logits.
-        is_at_once = sys._getframe(1).f_code.co_name == "forward"
-        return sliced_loss(
-            *(logits, labels, num_items_in_batch, ignore_index, shift_labels), is_at_once=is_at_once
-        )
-
-
-def sliced_loss(
-    logits: LazyLogits,
-    labels: torch.Tensor,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
-    is_at_once: bool = False,
-) -> torch.Tensor:
-    """Compute the loss of a causal language model in slices of its head.
-
-    Args:
-        logits: Not computed.
-        labels: Of shape (rows, tokens).
-        num_items_in_batch: What to divide the sum by; None is the number of labels that count.
-        ignore_index: Tokens with this label count nothing.
-        shift_labels: What the labels are for each token, of the shape of ``labels``; None takes the
-            label behind it.
-        is_at_once: As for ``Origin.intact``.
-
-    Raises:
-        PreparedModelError: If the head, or what it was given, was written to meanwhile.
-    """
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    origin = logits.take_loss()
-    weight = origin.weight
-    shift_labels = shift_labels.reshape(-1).to(weight.device)
-    # A step on the way here may have taken no gradient.
-    with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-        hidden = origin.intact(is_at_once)
-        total = sliced_cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]).to(origin.dtype),
-            shift_labels,
-            origin.source.rows_of(weight),
-            len(weight),
-            weight=weight if weight.requires_grad else None,
-            bias=origin.bias,
-            steps=logits.steps,
-            ignore_index=ignore_index,
-        )
-    if num_items_in_batch is None:
-        return total / (shift_labels != ignore_index).sum()
-    if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        origin = logits.take_loss()
+        weight = origin.weight
+        shift_labels = shift_labels.reshape(-1).to(weight.device)
+        # A step on the way here may have taken no gradient.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
+            # By a model's forward, or by somebody who has its logits.
+            hidden = origin.intact(is_at_once=sys._getframe(1).f_code.co_name == "forward")
+            total = sliced_cross_entropy(
+                hidden.reshape(-1, hidden.shape[-1]).to(origin.dtype),
+                shift_labels,
+                origin.source.rows_of(weight),
+                len(weight),
+                weight=weight if weight.requires_grad else None,
+                bias=origin.bias,
+                steps=logits.steps,
+                ignore_index=ignore_index,
+            )
+        if num_items_in_batch is None:
+            return total / (shift_labels != ignore_index).sum()
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

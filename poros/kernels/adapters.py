@@ -242,7 +242,7 @@ class _Forward(PatchedForward):
                 if not isinstance(theirs, _Lora):
                     continue
                 one = _projection_of(other, given, theirs)
-                if one is not None and one.dtype == own.dtype:
+                if one is not None:
                     group.append(one)
                     others.append((other, theirs))
             leaves_out = not others and tally.leaves_out(self)
@@ -330,19 +330,16 @@ def _projection_of(module: Any, input: torch.Tensor, lora: _Lora) -> Projection 
         lora: What it adds.
 
     Returns:
-        None if it cannot be a part.
+        None if it cannot be a part: see "Which" there.
     """
-    if lora.magnitude is not None:
+    if lora.magnitude is not None or lora.bias is not None or lora.dropout:
         return None
-    autocast, is_4bit = autocast_dtype(input.device), module.__dict__["forward"]._is_4bit
-    product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
+    autocast = autocast_dtype(input.device)
     # Autocast leaves float64 as it is.
-    if product is None or (autocast is not None and lora.a.dtype == torch.float64):
+    if (lora.a.dtype != input.dtype) if autocast is None else (lora.a.dtype == torch.float64):
         return None
-    casts = getattr(module, "cast_input_dtype_enabled", True)
-    seen = lora.a.dtype if casts else input.dtype
-    how = Added(lora.scaling, lora.dropout, seen, rounds=is_4bit, keeps_dtype=not is_4bit)
-    return Projection(product, lora.a, lora.b, lora.bias, how, autocast or lora.a.dtype)
+    product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
+    return None if product is None else Projection(product, lora.a, lora.b, lora.scaling)
 
 
 def note_last(results: Iterable[torch.Tensor]) -> None:

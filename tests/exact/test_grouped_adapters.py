@@ -231,6 +231,7 @@ def test_its_bits_are_its_own(bases: Bases) -> None:
 )
 def test_the_gate_compares_with_a_resident_run_of_the_same_kernels(architecture: str) -> None:
     small: dict[str, Any] = {"num_steps": 2, "num_layers": 2, "hidden_size": 64, "dropout": 0.0}
+    small["autocast_dtype"] = BF16
     report = check_architecture(architecture, **GROUPED, **small)
     assert report.exact, report.error
 

@@ -140,7 +140,6 @@ class Recomputation:
 class _Lora(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
-    bias: torch.Tensor | None
     scaling: float
     dropout: float
     magnitude: torch.Tensor | None
@@ -182,7 +181,7 @@ class _Forward(PatchedForward):
             return own
         if lora.magnitude is not None:
             return self._run_dora(module, input, lora, lora.magnitude)
-        a, b, bias = lora[:3]
+        a, b = lora.a, lora.b
         # Of a 4-bit module PEFT leaves dtypes to autocast, and asks for that of a GPU wherever the
         # module runs.
         rounds = self._is_4bit and not torch.is_autocast_enabled("cuda")
@@ -210,15 +209,14 @@ class _Forward(PatchedForward):
         if dtype is not None:
             # In the order in which autocast makes them for linear: that of their gradients.
             a = _as_autocast(a, dtype)
-            bias = None if bias is None else _as_autocast(bias, dtype)
             b = _as_autocast(b, dtype)
         if product is not None and order != PEFT:
             call = InOrder(order, product, how, self, leaves_out)
-            sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b, bias)
+            sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b)
         elif product is not None:
-            sum_ = add_lora(product, input, a, b, bias, how, self, leaves_out)
+            sum_ = add_lora(product, input, a, b, how, self, leaves_out)
         else:
-            sum_ = add_lora(result, input, a, b, bias, how, self)
+            sum_ = add_lora(result, input, a, b, how, self)
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_
@@ -332,7 +330,7 @@ def _projection_of(module: Any, input: torch.Tensor, lora: _Lora) -> Projection 
     Returns:
         None if it cannot be a part: see "Which" there.
     """
-    if lora.magnitude is not None or lora.bias is not None or lora.dropout:
+    if lora.magnitude is not None or lora.dropout:
         return None
     autocast = autocast_dtype(input.device)
     # Autocast leaves float64 as it is.
@@ -428,19 +426,16 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     if has_hooks(parts["base_layer"], but_ours=True):
         return "hooks on the linear module"  # which may give anything
     p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
-    if first._parameters.get("bias") is not None or p >= 1 or getattr(dropout, "inplace", False):
-        return "a bias in A, or dropout of all, or in place"
-    a: Any = first._parameters.get("weight")
-    b: Any = second._parameters.get("weight")
-    bias: Any = second._parameters.get("bias")
-    tensors = (input, a, b) if bias is None else (input, a, b, bias)
+    of_first, of_second = first._parameters, second._parameters
+    if of_first.get("bias") is not None or of_second.get("bias") is not None:
+        return "a bias in the adapter"
+    if p >= 1 or getattr(dropout, "inplace", False):
+        return "dropout of all, or in place"
+    a: Any = of_first.get("weight")
+    b: Any = of_second.get("weight")
     # These operators cast by themselves: there casts may be watched, or kept.
     has_own_casts = magnitude is not None or tally.has_own_casts
-    if magnitude is not None:
-        if bias is not None:
-            return "DoRA with a bias"
-        tensors = (*tensors, magnitude)
-    for tensor in tensors:
+    for tensor in (input, a, b) if magnitude is None else (input, a, b, magnitude):
         kind = type(tensor)
         if (
             kind is not torch.Tensor
@@ -453,7 +448,7 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
             return "tensors on several devices, or not of floats"
         if not tensor.is_contiguous():
             return "tensors that are not contiguous"  # other products would be taken
-    if a.dtype != b.dtype or (bias is not None and bias.dtype != b.dtype):
+    if a.dtype != b.dtype:
         return "matrices of several dtypes"
     if input.dim() < 2 or input.numel() == 0:
         return "an empty input"
@@ -461,7 +456,7 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     if not isinstance(scaling, int | float):
         return "a scaling that is no number"
     why = None if has_own_casts else _why_own(input, a)
-    return _Lora(a, b, bias, scaling, p, magnitude) if why is None else why
+    return _Lora(a, b, scaling, p, magnitude) if why is None else why
 
 
 def _why_own(input: torch.Tensor, a: torch.Tensor) -> str | None:

@@ -19,10 +19,10 @@ and one for down. What they keep for backward are x, h, A and B in the dtype of 
 of the input of down gate and up (``poros.kernels.swiglu``).
 
 Note: Which
-    Those without dropout and without a bias of B, where A and B multiply in the dtype of the base:
-    under autocast, which casts them within the node (gradients have their own dtype), or where they
-    have that dtype. Others run as with ``"fused"``: masks are drawn for each projection, so the
-    inputs of products with A would differ, and sums in two dtypes are not made in place.
+    Those without dropout where A and B multiply in the dtype of the base: under autocast, which
+    casts them within the node (gradients have their own dtype), or where they have that dtype.
+    Others run as with ``"fused"``: masks are drawn for each projection, so the inputs of products
+    with A would differ, and sums in two dtypes are not made in place.
 
 Note: Bound
     Let u be the unit roundoff of the dtype, and gamma_n = nv / (1 - nv) with v that of the dtype in

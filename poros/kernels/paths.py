@@ -167,7 +167,6 @@ def multiply_in_order(
     input: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """``poros.kernels.lora.add_lora``, with the products formed in another order.
 
@@ -177,7 +176,7 @@ def multiply_in_order(
     Source:
         Cherniuk et al., Run LoRA Run, equations 1 to 3 and Appendix A.
     """
-    sum_: torch.Tensor = _Ordered.apply(input, bias, b, a, call)
+    sum_: torch.Tensor = _Ordered.apply(input, b, a, call)
     return sum_
 
 
@@ -186,7 +185,6 @@ class _Ordered(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: torch.Tensor,
-        bias: torch.Tensor | None,
         b: torch.Tensor,
         a: torch.Tensor,
         call: InOrder,
@@ -208,29 +206,26 @@ class _Ordered(torch.autograd.Function):
 
         def form() -> torch.Tensor:
             if call.order[:2] == "f2":
-                result = times(input, _merged(call, a, b, input.dtype), product.bias)
-                if bias is not None:
-                    result = result + (bias * how.scaling).to(result.dtype)
-                return result.to(dtype)
+                return times(input, _merged(call, a, b, input.dtype), product.bias).to(dtype)
             result = product.of(input)
             inner = times(input.to(how.dtype).to(a.dtype), a) if hidden is None else hidden
-            if bias is None and result.dtype == b.dtype and result.is_contiguous():
+            if result.dtype == b.dtype and result.is_contiguous():
                 inner = inner.reshape(-1, b.shape[1])
                 result.view(-1, b.shape[0]).addmm_(inner, b.t(), alpha=how.scaling)
                 # Where the module's own result is a view, nobody could write to it in place.
                 return torch.ops.aten._unsafe_view(result, result.shape)
-            return add_scaled(result, times(inner, b, bias), how)
+            return add_scaled(result, times(inner, b), how)
 
         if not call.leaves_out:
             return form()
-        read = [each for each in (input, hidden, b, a, bias) if each is not None]
+        read = [each for each in (input, hidden, b, a) if each is not None]
         return LazyTensor((*input.shape[:-1], product.num_rows), dtype, input.device, form, read)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return (None,) * 5
+            return (None,) * 4
         # A region around the backward alone would cast for some of its products, and not for all.
         with autocast_as(None, gradient.device):
             return _backward(ctx, gradient)
@@ -240,12 +235,10 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
     weight, b, a, mask, *sources = saved_tensors(ctx)
     call: InOrder = ctx.call._replace(product=ctx.call.product._replace(weight=weight))
     how, scaling, order = call.how, call.how.scaling, call.order[3:]
-    wants_input, wants_bias, wants_b, wants_a, _ = ctx.needs_input_grad
+    wants_input, wants_b, wants_a, _ = ctx.needs_input_grad
     is_merged = order in ("b4", "b5")
-    of_input = of_bias = of_b = of_a = of_hidden = outer = None
+    of_input = of_b = of_a = of_hidden = outer = None
     rows = gradient.to(a.dtype).reshape(-1, b.shape[0])
-    if wants_bias:
-        of_bias = rows.sum(0).mul_(scaling)
     if (wants_a and order in ("b1", "b2", "b5")) or (wants_input and not is_merged):
         of_hidden = rows.mm(b).mul_(scaling)
     if wants_a or wants_b:
@@ -275,7 +268,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
                 of_lora = of_hidden.mm(a).view(ctx.shape)
                 of_lora = drop(of_lora, mask, how.dropout, how.dtype, ctx.dtype, is_gradient=True)
                 of_input = of_input.view(ctx.shape).add_(of_lora)
-    return of_input, of_bias, of_b, of_a, None
+    return of_input, of_b, of_a, None
 
 
 def _merged(call: InOrder, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

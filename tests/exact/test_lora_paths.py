@@ -54,7 +54,7 @@ def test_streamed_equals_resident(
         return torch.autocast("cpu", dtype=BF16, enabled=is_autocast)
 
     options: Any = {"dtype": dtype, "quantize": quantize, "lora_dropout": dropout}
-    model = adapted(bases, **options, lora_bias=True)
+    model = adapted(bases, **options)
     plain = step(model, around)
     poros.use_adapter_kernels(model, lora_paths=paths)
     expected = step(model, around)
@@ -72,7 +72,7 @@ def test_streamed_equals_resident(
             if fact.is_floating_point():
                 error = (fact - plain.facts[name]).float().norm()
                 assert error <= 0.05 * plain.facts[name].float().norm() + 1e-6, name
-    model = adapted(bases, **options, lora_bias=True)
+    model = adapted(bases, **options)
     streamed(model, lora_paths=paths, **policy_of(paths))
     for _ in range(2):  # the first watches the casts
         assert differences(step(model, around), expected) == []

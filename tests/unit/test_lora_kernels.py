@@ -32,9 +32,7 @@ def added(
     return Added(scaling, dropout, dtype, rounds, keeps)
 
 
-def tensors(
-    dtype: torch.dtype, adapters: torch.dtype, bias: bool = False
-) -> list[torch.Tensor | None]:
+def tensors(dtype: torch.dtype, adapters: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -46,19 +44,18 @@ def tensors(
         normal(2, 7, COLUMNS, dtype=dtype),
         normal(RANK, COLUMNS, dtype=adapters),
         normal(ROWS, RANK, dtype=adapters),
-        normal(ROWS, dtype=adapters) if bias else None,
     ]
 
 
 def outcome(
-    run: Callable[..., torch.Tensor], given: list[torch.Tensor | None], how: Any
+    run: Callable[..., torch.Tensor], given: list[torch.Tensor], how: Any
 ) -> list[torch.Tensor]:
     """The sum, all gradients, and the random state behind it."""
     torch.manual_seed(3)
     sum_ = run(*given, how)
     state = torch.get_rng_state()
     arriving = torch.randn(sum_.shape, generator=torch.Generator().manual_seed(1)).to(sum_.dtype)
-    wanted = [each for each in given if each is not None and each.requires_grad]
+    wanted = [each for each in given if each.requires_grad]
     return [sum_.detach(), *torch.autograd.grad(sum_, wanted, arriving), state]
 
 
@@ -81,14 +78,13 @@ AUTOCAST = [
 CASES = [*product(DTYPES, AS_PEFT.values()), *AUTOCAST]
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize(("dtypes", "kind"), CASES)
 def test_equals_what_peft_computes(
-    dtypes: tuple[torch.dtype, ...], kind: dict[str, bool], dropout: float, bias: bool
+    dtypes: tuple[torch.dtype, ...], kind: dict[str, bool], dropout: float
 ) -> None:
     how = added(dtypes[2], dropout, **kind)
-    given = tensors(*dtypes[:2], bias)
+    given = tensors(*dtypes[:2])
     expected = outcome(add_lora_ref, given, how)
     assert differing(outcome(add_lora, given, how), expected) == []
     assert lora.sum_dtype(*dtypes[:2], how) == expected[0].dtype
@@ -115,10 +111,10 @@ def kept_num_bytes(run: Callable[[], torch.Tensor], known: list[torch.Tensor]) -
 
 
 def test_kept_is_the_input_itself() -> None:
-    given = [each for each in tensors(BF16, FP32) if each is not None]
+    given = tensors(BF16, FP32)
     num_tokens, how = 14, added(FP32)
-    fused = kept_num_bytes(lambda: add_lora(*given, None, how), given)
-    plain = kept_num_bytes(lambda: add_lora_ref(*given, None, how), given)
+    fused = kept_num_bytes(lambda: add_lora(*given, how), given)
+    plain = kept_num_bytes(lambda: add_lora_ref(*given, how), given)
     assert fused == num_tokens * RANK * 4
     assert plain == fused + num_tokens * COLUMNS * 4
 
@@ -138,7 +134,7 @@ def gate_and_up(dtype: torch.dtype) -> list[torch.Tensor]:
 def test_swiglu_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
     """Whichever part is frozen."""
     for frozen in ([], [0], [1]):
-        given: list[torch.Tensor | None] = []
+        given: list[torch.Tensor] = []
         for number, part in enumerate(gate_and_up(dtype)):
             given.append(part.requires_grad_(number not in frozen))
         both = [outcome(run, given, activation) for run in (swiglu, swiglu_ref)]
@@ -148,14 +144,14 @@ def test_swiglu_equals_what_models_compute(activation: nn.Module, dtype: torch.d
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 def test_behind_swiglu_the_product_is_made_again(dropout: float) -> None:
     gate, up = gate_and_up(BF16)
-    _, _, a, b, _ = tensors(BF16, FP32)
+    _, _, a, b = tensors(BF16, FP32)
     base = torch.randn(3, 5, ROWS, generator=torch.Generator().manual_seed(2)).bfloat16()
     how = added(FP32, dropout)
 
     def run(activate: Any, add: Any) -> Callable[..., torch.Tensor]:
-        return lambda gate, up, a, b, _: add(base, activate(gate, up, nn.SiLU()), a, b, None, how)
+        return lambda gate, up, a, b, _: add(base, activate(gate, up, nn.SiLU()), a, b, how)
 
-    given: list[torch.Tensor | None] = [gate, up, a, b]
+    given: list[torch.Tensor] = [gate, up, a, b]
     fused = outcome(run(swiglu, add_lora), given, how)
     assert differing(fused, outcome(run(swiglu_ref, add_lora_ref), given, how)) == []
     known = [gate, up, a, b]

@@ -100,16 +100,14 @@ def test_dropout_is_that_of_pefts_order(order: str) -> None:
     how = Added(0.5, 0.3, FP32, rounds=True, keeps_dtype=False)
     found = []
     for which in ("peft", order):
-        input, a, b, bias = (
-            each.clone().requires_grad_() for each in (case.input, case.a, case.b, case.bias)
-        )
+        input, a, b = (each.clone().requires_grad_() for each in (case.input, case.a, case.b))
         known = product_of(case.module, input, leaves_out=True)
         torch.manual_seed(3)
         if which == "peft":
-            sum_ = add_lora(known, input, a, b, bias, how)
+            sum_ = add_lora(known, input, a, b, how)
         else:
-            sum_ = multiply_in_order(InOrder(which, known, how), input, a, b, bias)
-        gradients = torch.autograd.grad(sum_, (input, a, b, bias), case.arriving)
+            sum_ = multiply_in_order(InOrder(which, known, how), input, a, b)
+        gradients = torch.autograd.grad(sum_, (input, a, b), case.arriving)
         found.append([sum_.detach(), *gradients, torch.get_rng_state()])
     for left, right in zip(*found, strict=True):
         assert torch.allclose(left.double(), right.double(), rtol=1e-4, atol=1e-4)
@@ -125,7 +123,7 @@ def test_a_weight_written_to_before_backward_is_an_error() -> None:
     known = product_of(case.module, case.input, leaves_out=False)
     assert known is not None
     how = Added(0.7, 0.0, FP32, rounds=True, keeps_dtype=False)
-    sum_ = add_lora(known, case.input.clone().requires_grad_(), case.a, case.b, None, how)
+    sum_ = add_lora(known, case.input.clone().requires_grad_(), case.a, case.b, how)
     case.module.weight.mul_(2)
     with pytest.raises(RematerializationError, match="written to in place"):
         sum_.sum().backward()

@@ -151,7 +151,7 @@ class _Project(torch.autograd.Function):
         if not group.leaves_out:
             return tuple(group.results(input, hidden, all_b))
 
-        source = input if parts is None else None  # or the closure would keep it
+        source: Any = input if parts is None else None  # or the closure would keep it
 
         def form() -> torch.Tensor:
             given = parts.making.again(parts.gate, parts.up) if parts is not None else source

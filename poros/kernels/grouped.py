@@ -145,12 +145,11 @@ class _Project(torch.autograd.Function):
         ctx.save_for_backward(hidden, stacked, *all_b, *weights, *sources)
         # If weights stream, autograd alone keeps them.
         ctx.group = group._replace(products=[each._replace(weight=None) for each in group.products])
-        ctx.owner, ctx.shape, ctx.dtype = group.owner, input.shape, input.dtype
+        ctx.owner, ctx.shape = group.owner, input.shape
         ctx.dtypes = [each.dtype for each in matrices]
         ctx.set_materialize_grads(False)
         if not group.leaves_out:
             return tuple(group.results(input, hidden, all_b))
-
         source: Any = input if parts is None else None  # or the closure would keep it
 
         def form() -> torch.Tensor:

@@ -145,7 +145,7 @@ def test_a_last_product_that_nobody_needs_is_left_out(
 ) -> None:
     architecture, change, num_expected = LEFT_OUT[case]
     # Projections with dropout, or with adapters of another dtype, are not grouped.
-    options = {"lora_dropout": 0.05} if kernels == "fused" else {"adapters": BF16}
+    options = {"lora_dropout": 0.05} if kernels == "fused" else {"adapters": torch.bfloat16}
     model = adapted(bases, architecture, quantize=quantize, **options)
     change(model)
     expected = step(model) if kernels == "fused" else with_kernels(model, kernels=kernels)

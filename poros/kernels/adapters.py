@@ -4,8 +4,7 @@ The adapters are read from PEFT's modules at each call, so activating, disabling
 and deleting them stays PEFT's business. Whatever the operators do not know runs as PEFT has it,
 module by module and call by call. LoRA gives the same bits either way; DoRA does not.
 
-Grouped adapters (``poros.kernels.grouped``) give other bits too; ``poros.kernels.sharing`` says how
-projections find each other.
+Grouped adapters give other bits too; ``poros.kernels.grouped`` says how projections find each other.
 """
 
 from collections import Counter
@@ -20,12 +19,11 @@ from torch import nn
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.dora import Dora, SquaresOfRows, dora_linear
 from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
-from poros.kernels.grouped import Projection, project
+from poros.kernels.grouped import Projection, Shared, SharingForward, project, sharing
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_lora
 from poros.kernels.paths import PEFT, InOrder, LoraShape, merges, multiply_in_order, order_of
 from poros.kernels.product import Product, frozen_of, product_of
-from poros.kernels.sharing import Shared, SharingForward, sharing
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
 

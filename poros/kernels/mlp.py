@@ -16,7 +16,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
-from poros.kernels.sharing import sharing_within
+from poros.kernels.grouped import sharing_within
 from poros.kernels.swiglu import forget_parts, swiglu
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)

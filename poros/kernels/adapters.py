@@ -4,7 +4,7 @@ The adapters are read from PEFT's modules at each call, so activating, disabling
 and deleting them stays PEFT's business. Whatever the operators do not know runs as PEFT has it,
 module by module and call by call. LoRA gives the same bits either way; DoRA does not.
 
-Grouped adapters give other bits too; ``poros.kernels.grouped`` says how projections find each other.
+Grouped adapters give other bits too; ``poros.kernels.grouped`` says how projections share inputs.
 """
 
 from collections import Counter

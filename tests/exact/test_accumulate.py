@@ -19,7 +19,7 @@ from poros.api import prepare_with
 from poros.errors import RematerializationError
 from poros.gates import tiny
 from poros.kernels import dense_layer, dequantize
-from poros.kernels.dense_layer import DenseLayer
+from poros.kernels.dequantize import DenseLayer
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase, count, walk
 from poros.stream.body import LayerBody

@@ -26,8 +26,7 @@ from transformers.utils.quantization_config import (
     QuantizationMethod,
 )
 
-from poros.kernels.nf4 import Format, own, parts_of, places
-from poros.kernels.quantized import is_params4bit
+from poros.kernels.nf4 import Format, is_params4bit, own, parts_of, places
 from poros.loaders.quant_state import require_state
 from poros.loaders.slab_writer import SlabWriter
 from poros.loaders.store_reader import StoreReader

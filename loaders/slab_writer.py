@@ -29,11 +29,13 @@ from poros.kernels.nf4 import (
     MOVING,
     Format,
     Parts,
+    is_4bit,
+    is_params4bit,
     own,
     part_name,
     part_tensors,
+    state_of,
 )
-from poros.kernels.quantized import is_4bit, is_params4bit, state_of
 from poros.loaders.header import shown
 from poros.loaders.quant_state import require_codes
 from poros.loaders.quantize import Quantizer, require_finite

@@ -15,8 +15,7 @@ from torch import nn
 from poros.errors import quoted
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
-from poros.kernels.nf4 import DTYPES, PARTS, Format, part_name, part_tensors
-from poros.kernels.quantized import state_of
+from poros.kernels.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
 from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from poros.kernels.hooks import has_hooks
+from poros.kernels.forwards import has_hooks
 from poros.stream.args import PLAIN, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
 from poros.stream.state import Surroundings

@@ -22,7 +22,6 @@ from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_pt_utils import LabelSmoother
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -32,7 +31,6 @@ from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
 from poros.finetune.packing import takes_cu_seqlens
-from poros.head.regularized import RegularizedLoss
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of
 from poros.recipes.recipe import FEWEST_UPDATES, MOST_ACCUMULATED, Recipe
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-_OURS = ("method", "lora_plus", "z_loss", "early_stopping_patience", "adapter_kernels")
+_OURS = ("method", "lora_plus", "early_stopping_patience", "adapter_kernels")
 """Settings of ``training`` that TRL does not know."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -225,10 +223,6 @@ def make_trainer(
             else:
                 collator = _collator(recipe, model, tokenizer.pad_token_id, row_length)
             trainer: Any = Sft(model, data_collator=collator, **options)
-            if training.label_smoothing_factor or training.z_loss:
-                smoothing = training.label_smoothing_factor
-                own = LabelSmoother(epsilon=smoothing) if smoothing else None
-                trainer.label_smoother = RegularizedLoss(own, training.z_loss or 0.0)
         elif training.method == "reward":
             trainer = Reward(model, **options)
         else:
@@ -309,7 +303,7 @@ def make_arguments(
         fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"
     fields |= recipe.as_dict()["training"]
     # TRL would replace the loss, and code of transformers for the whole process.
-    for own in (*_OURS, *hub.SETTINGS, "label_smoothing_factor", "use_liger_kernel"):
+    for own in (*_OURS, *hub.SETTINGS, "use_liger_kernel"):
         fields.pop(own, None)
     is_stopped_early = training.early_stopping_patience is not None
     if is_stopped_early:

@@ -30,7 +30,6 @@ from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import is_of_liger, unpatch, use_others
-from poros.kernels.paths import Paths
 from poros.kernels.use import patch
 from poros.model.inspect import find_layers
 from poros.model.vision import base_of
@@ -77,7 +76,6 @@ class CostModel:
             with_check: Whether layers run what the self-check compares with, too.
 
         Raises:
-            PolicyError: If a table that ``lora_paths`` names cannot be read, or lacks a layer.
             UnsupportedModelError: If the model cannot be run on the meta device.
         """
         shape = batch_size, seq_len, loss, adapter_kernels, lora_paths
@@ -107,7 +105,7 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
     """Compute the loss of ``model`` inside the body as the policy ``loss`` does."""
     base = base_of(model)
     head, _ = find_head(model, base, loss, False)
-    undo = None if head is None else slice_loss(base, head.products)
+    undo = None if head is None else slice_loss(base, head.modules)
     try:
         yield
     finally:
@@ -122,11 +120,7 @@ def adapter_kernels_as(
     """Run adapters in ``layers`` inside the body as a policy does, or as its reference does."""
     try:
         if kernels != "peft":
-            tally = KernelStats(
-                is_exact=kernels == "exact",
-                paths=Paths.of(lora_paths),
-                is_grouped=kernels == "grouped",
-            )
+            tally = KernelStats(kernels, lora_paths)
             for layer in layers:
                 patch(layer, torch.device("meta"), tally)
                 if is_check:

@@ -20,8 +20,7 @@ from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.kernels.nf4 import part_tensors
-from poros.kernels.quantized import is_4bit
+from poros.kernels.nf4 import is_4bit, part_tensors
 from poros.loaders.build import one_at_a_time
 from poros.loaders.options import bits_and_bytes
 from poros.loaders.settings import configuration, describe_error, model_class_of

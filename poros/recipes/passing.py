@@ -26,6 +26,7 @@ _TRAINING = {
     "torch_compile_backend torch_compile_mode",
     "training.use_liger_kernel (--liger) takes Liger's norms, feed-forwards and rotary embeddings; "
     "the loss is computed by Poros, in slices of the head": "liger_kernel_config",
+    "it takes the logits of a batch whole, from a forward of its own": "label_smoothing_factor",
     "a plan says before the run what fits: poros plan": "auto_find_batch_size",
     "it is for optimizers of whole matrices, and adapters have none": "optim_target_modules",
     "poros finetune trains on one GPU: start a script with accelerate": "deepspeed fsdp "

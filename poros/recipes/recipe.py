@@ -235,20 +235,6 @@ class TrainingPart:
         "Beta of DPO and KTO: how close the model stays to the base.",
         methods=("dpo", "kto"),
     )
-    label_smoothing_factor: float = _setting(
-        0.0,
-        real(0, 0.9),
-        "--label-smoothing",
-        "Label smoothing: share of the target that is spread over all tokens.",
-        methods=("sft",),
-    )
-    z_loss: float | None = _setting(
-        None,
-        real(0),
-        "--z-loss",
-        "z-loss: weight of the squared logarithm of the softmax's denominator.",
-        methods=("sft",),
-    )
     max_length: int = _setting(
         2048, whole(8, 2**24), "--max-length", "Most tokens of a row; longer rows are cut."
     )

@@ -16,7 +16,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError, RematerializationError
 from poros.kernels.adapters import KernelStats
-from poros.kernels.dense_layer import DenseLayer
+from poros.kernels.dequantize import DenseLayer
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
 from poros.stream.adapters import AdapterPlace, staying_places

@@ -18,8 +18,8 @@ from poros.accumulation.micro_batch import MicroBatch
 from poros.api import prepare_with
 from poros.errors import RematerializationError
 from poros.gates import tiny
-from poros.kernels import dense_layer, dequantize
-from poros.kernels.dense_layer import DenseLayer
+from poros.kernels import dequantize
+from poros.kernels.dequantize import DenseLayer
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase, count, walk
 from poros.stream.body import LayerBody
@@ -253,7 +253,7 @@ class Counted:
             weight.copy_(genuine(packed, state, weight.dtype))
 
         patch.setattr(dequantize, "dequantize_ref", single)
-        patch.setattr(dense_layer, "dequantize_into", shared)
+        patch.setattr(dequantize, "dequantize_into", shared)
 
 
 def test_each_weight_is_made_dense_once_a_group_and_pass(

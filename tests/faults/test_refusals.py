@@ -121,7 +121,7 @@ POLICIES: dict[str, tuple[dict[str, Any], str]] = {
         for field, values in {
             "offload_boundaries": ("yes", 1, 0.5),
             "keep_last": (-1, True, 1.5, "2"),
-            **dict.fromkeys(("loss", "stream_head", "dora_tier"), ("fast",)),
+            **dict.fromkeys(("loss", "stream_head"), ("fast",)),
             "vram_budget": ("8 apples", -1, 0, float("nan"), True, "GiB"),
         }.items()
         for value in values

@@ -12,7 +12,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 from poros.head.logits import LazyLogits, Origin
-from poros.head.online import Step
+from poros.head.loss import Step
 from poros.kernels.sums import sums_of_bits
 
 V, H = 40, 8

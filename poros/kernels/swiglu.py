@@ -18,6 +18,7 @@ from transformers.activations import SiLUActivation
 
 from poros.kernels.autocast import autocast_as, autocast_dtype
 from poros.kernels.nodes import saved_tensors
+from poros.utils.devices import runs_triton
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -119,8 +120,12 @@ def swiglu_backward(
     All of one shape; gate and up are of one dtype, and so are their gradients.
     """
     activation = making.activation
+    if _takes_kernel(activation, gradient, gate, up):
+        from poros.kernels import swiglu_gpu
+
+        return swiglu_gpu.silu_mul_backward(gradient, gate, up)
     if type(activation) in _SILU and gradient.dtype == gate.dtype == up.dtype:
-        # In place, so that no more is there than both gradients.
+        # In place, so that no more is there than with the kernel.
         of_up = torch.nn.functional.silu(gate).mul_(gradient)
         of_gate = gradient * up
         torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
@@ -142,8 +147,23 @@ def _own(activation: Activation) -> Activation:
 
 
 def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if _takes_kernel(activation, gate, up):
+        from poros.kernels import swiglu_gpu
+
+        return swiglu_gpu.silu_mul(gate, up)
     activated = _own(activation)(gate)
     return activated.mul_(up) if activated.dtype == up.dtype else activated * up
+
+
+def _takes_kernel(activation: Activation, *tensors: torch.Tensor) -> bool:
+    """Whether there is a kernel that computes all of it: of 16 bits, where all inputs are known."""
+    first = tensors[0]
+    return (
+        type(activation) in _SILU
+        and first.dtype in (torch.bfloat16, torch.float16)
+        and runs_triton(first.device)
+        and all(each.dtype == first.dtype and each.is_contiguous() for each in tensors)
+    )
 
 
 def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -151,3 +151,17 @@ def test_kernel_masked(gpu: Any, dtypes: tuple[torch.dtype, torch.dtype, torch.d
     finite = ~found.isnan()
     assert torch.equal(finite, ~expected.isnan()) and not finite.all()
     assert same_bits(found[finite], expected[finite])
+
+
+def test_kernels_of_silu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To one unit in the last place: the interpreter has neither CUDA's exponential nor fma."""
+    gpu = interpreted("poros.kernels.swiglu_gpu")
+    monkeypatch.setattr(gpu, "libdevice", gpu.tl)
+    gate, up, gradient = (values(FP16, num)[3:5000] for num in (5000, 5001, 5002))
+    leaves = [each.clone().requires_grad_() for each in (gate, up)]
+    product_ = swiglu_ref(*leaves, nn.SiLU())
+    expected = [product_.detach(), *torch.autograd.grad(product_, leaves, gradient)]
+    found = [gpu.silu_mul(gate, up), *gpu.silu_mul_backward(gradient, gate, up)]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-10, atol=2**-20)
+    assert not torch.equal(found[1], gradient)

@@ -67,18 +67,15 @@ def finetune(
 
 def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     from poros.finetune.data import read_data
-    from poros.finetune.resuming import inspect_run_dir
+    from poros.finetune.resuming import require_usable
 
+    require_usable(recipe)
     train, validation = read_data(recipe)
-    digests = {"train": train.digest}
-    if validation is not None:
-        digests["validation"] = validation.digest
-    run = inspect_run_dir(recipe, digests)
     import datasets
     from rich.console import Console
     from transformers import logging
 
-    from poros.finetune.run import Data, Interrupted, finetune
+    from poros.finetune.run import Interrupted, finetune
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()  # one for each short pass
@@ -86,8 +83,7 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
 
     console = Console()
     try:
-        data = Data(train, validation, digests)
-        adapter = finetune(recipe, data, run, console, is_dry=is_dry, num_shown=num_shown)
+        adapter = finetune(recipe, train, validation, console, is_dry=is_dry, num_shown=num_shown)
     except Interrupted as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(128 + stopped.signal) from stopped

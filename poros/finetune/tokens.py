@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that is not learnt."""
 _MOST_SHOWN = 30
-_COUNTS = ("length", "num_tokens", "num_learnt", "is_cut", "problem")
+_COUNTS = ("length", "num_tokens", "num_learnt", "is_cut", "problem", "images")
 """What is said of a row beside its columns."""
 
 
@@ -49,6 +49,7 @@ class Tokens:
             ``prompt_ids``, ``completion_ids`` and ``label``, of one number; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
         numbers: Of the rows of data that they were made of.
+        images: A digest of the images of each row; empty for a text.
         num_tokens: Of all rows, without padding.
         num_learnt: Tokens with a label.
         num_cut: Rows that were longer than allowed.
@@ -58,6 +59,7 @@ class Tokens:
     columns: "dict[str, list[array[int]]]" = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    images: list[bytes] = field(default_factory=list)
     num_tokens: int = 0
     num_learnt: int = 0
     num_cut: int = 0
@@ -86,6 +88,7 @@ class Tokens:
                 self.columns.setdefault(name, []).append(array("i", ids))
         self.lengths.append(made["length"])
         self.numbers.append(number)
+        self.images.append(made["images"])
         self.num_tokens += made["num_tokens"]
         self.num_learnt += made["num_learnt"]
 
@@ -240,6 +243,7 @@ class _Work:
         """Tokenize a row: its columns, and what is counted; or the problem with it."""
         made: dict[str, Any] = dict.fromkeys(self.columns, ())
         made |= {"length": 0, "num_tokens": 0, "num_learnt": 0, "is_cut": False, "problem": None}
+        made["images"] = b""
         try:
             if self._form.name == "preferences":
                 return made | self._pair(row)
@@ -258,8 +262,9 @@ class _Work:
 
     def _example(self, row: dict[str, Any]) -> dict[str, Any]:
         """Tokenize a row of SFT."""
+        images = b""
         if self._images is not None:
-            ids, mask = self._images.tokens(row)
+            ids, mask, images = self._images.tokens(row)
         elif self._form.name == "messages":
             ids, mask = self._conversation(row["messages"], row)
         elif self._form.name == "text":
@@ -285,6 +290,7 @@ class _Work:
             # The first token has nothing before it to be predicted from.
             "num_learnt": sum(mask[1:]),
             "is_cut": is_cut,
+            "images": images,
         }
 
     def _pair(self, row: dict[str, Any]) -> dict[str, Any]:

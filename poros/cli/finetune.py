@@ -13,7 +13,6 @@ import typer
 from poros.cli.merge import merge_with_bar
 from poros.cli.shared import field_and_value, quieten_libraries, readable_errors
 from poros.recipes.recipe import Recipe, settings
-from poros.recipes.values import TRUTH, Kind
 
 _RECIPES = (".yaml", ".yml")
 ADAPTERS = ("lora", "dora", "rslora")
@@ -135,7 +134,7 @@ def _what_to_do(adapter: Path, merged: str | None = None) -> list[str]:
 def _flags(given: dict[str, str | bool | None]) -> dict[str, str]:
     """Texts by dotted key, of the options that were given."""
     found = {}
-    for key, _ in settings():
+    for key in settings():
         value = given.get(key.replace(".", "__"))
         if value is not None:
             found[key] = str(value).lower() if isinstance(value, bool) else value
@@ -148,22 +147,23 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         _parameter("model", str | None, typer.Argument(help="Model, or a recipe (.yaml).")),
         _parameter("data", str | None, typer.Argument(help="Rows to train on.")),
     ]
-    for key, setting in settings():
+    for key, setting in settings().items():
         if not setting.flag.startswith("--"):
             continue
-        names: str = setting.flag
-        kind: Any = str | None
-        if setting.kind is not None and setting.kind.expects.split()[0] in TRUTH:
-            names, kind = f"{setting.flag}/--no-{setting.flag[2:]}", bool | None
-        shown = "" if setting.default in (None, False) else str(setting.default)
-        section = key.split(".")[0]
+        names = setting.flag
+        shown = "TEXT" if setting.kind is None else setting.kind.shown
+        is_switch = shown.startswith("BOOL")
+        if is_switch:
+            names += f"/--no-{setting.flag[2:]}"
+        default = "" if setting.default in (None, False) else str(setting.default)
         option = typer.Option(
             names,
             help=setting.about,
-            show_default=shown or False,
-            rich_help_panel=section,
-            metavar=_metavar(setting.kind) if kind == str | None else None,
+            show_default=default or False,
+            rich_help_panel=key.split(".")[0],
+            metavar=None if is_switch else shown,
         )
+        kind = bool | None if is_switch else str | None
         parameters.append(_parameter(key.replace(".", "__"), kind, option))
     switches = {
         "dpo": "The same as --method dpo.",
@@ -184,22 +184,6 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
-
-
-def _metavar(kind: Kind | None) -> str:
-    """The type of an option, or its choices, for the help."""
-    expects = "" if kind is None else kind.expects
-    if expects.startswith("one of "):
-        return expects.removeprefix("one of ").replace(", ", "|")
-    types = {
-        "a whole number": "INTEGER",
-        "a number": "NUMBER",
-        "a share of the rows": "NUMBER|FILE",
-        "a share": "NUMBER",
-        "a size": "SIZE",
-    }
-    found = next((shown for start, shown in types.items() if expects.startswith(start)), "TEXT")
-    return f"{found}|auto" if expects.endswith(" or auto") else found
 
 
 def _parameter(name: str, kind: Any, about: Any, default: Any = None) -> inspect.Parameter:

@@ -155,15 +155,13 @@ def _particular(name: str, method: str) -> Kind | None:
             "weights in a script)"
         )
         bad = [each for each in (*known, "flora") if any(part in each for part in _OPTIMIZERS)]
-        refusals = dict.fromkeys(bad, why)
-        refusals["adamw"] = "expected a name of transformers, found adamw; it is adamw_torch_fused"
-        return choice(*(each for each in known if each not in bad), refused=refusals)
+        return choice(*(each for each in known if each not in bad), refused=bad, why=why)
     if name == "init_lora_weights":
         why = (
             f"expected one of {', '.join(_INITS)}, found one of those which change the base, or "
             "read it; `poros merge` and `poros chat` take it as it is"
         )
-        one = choice(*_INITS, refused=dict.fromkeys(_OTHER_INITS, why))
+        one = choice(*_INITS, refused=_OTHER_INITS, why=why)
 
         def read(text: str) -> bool | str:
             found: str = one.of(text.lower())

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from poros.cli.merge import merge_with_bar
-from poros.cli.shared import field_and_value, quieten_libraries, readable_errors
+from poros.cli.shared import field_and_value, importing, quieten_libraries, readable_errors
 from poros.recipes.recipe import Recipe, settings
 
 _RECIPES = (".yaml", ".yml")
@@ -70,11 +70,12 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
 
     require_usable(recipe)
     train, validation = read_data(recipe)
-    import datasets
-    from rich.console import Console
-    from transformers import logging
+    with importing():
+        import datasets
+        from rich.console import Console
+        from transformers import logging
 
-    from poros.finetune.run import Interrupted, finetune
+        from poros.finetune.run import Interrupted, finetune
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()  # one for each short pass

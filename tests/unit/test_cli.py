@@ -14,8 +14,8 @@ import poros.api
 import poros.examples.demo
 from poros.cli.app import app
 from poros.cli.shared import BAD_INPUT
-from poros.examples.demo import run_demo
 from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.examples.demo import run_demo
 from poros.gates import tiny
 from poros.planning.cards import CARDS
 from tests.children import run_python

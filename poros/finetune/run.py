@@ -41,6 +41,7 @@ from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from peft import PeftConfig
     from rich.console import Console
     from transformers import (
         PreTrainedConfig,
@@ -103,7 +104,7 @@ def finetune(
         StoreWriteError: If a checkpoint or the adapter cannot be written; those before it are left.
         Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
 
-    With ``training.push_to_hub`` the adapter is sent there; see ``poros.finetune.hub``.
+    With ``training.push_to_hub`` the adapter is sent to the hub then.
     """
     device = _device(recipe)
     given = recipe
@@ -159,13 +160,13 @@ def finetune(
         notes.append(f"keys that nothing reads: {', '.join(train.unused)}")
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
-    plan = summary.planned(recipe, size, adapter_config(recipe), device)
+    adapters = adapter_config(recipe)
+    plan = summary.planned(recipe, size, adapters, device)
     summary.show(console, recipe, plan, size, rows, tokens, tokenizer, kernels, notes)
     if is_dry:
         return None
-    repository = hub.make_repository(recipe)
     with lock_run_dir(original, digests, computed_on, run) as run:
-        model = _model(recipe, device, run)
+        model = _model(recipe, device, run, adapters)
         processing = processor or tokenizer
         trainer = make_trainer(
             *(recipe, arguments, model, processing, dataset, evaluated),
@@ -173,8 +174,8 @@ def finetune(
             images=images,
         )
         adapter = _train(recipe, run, trainer, processing, size.num_steps)
-    if repository is not None:
-        hub.send(recipe, repository, adapter)
+    if recipe.training.more.get("push_to_hub"):
+        hub.send(recipe, adapter)
     return adapter
 
 
@@ -294,7 +295,7 @@ def _train(
     return run.adapter
 
 
-def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
+def _model(recipe: Recipe, device: torch.device, run: RunFolder, adapters: "PeftConfig") -> Any:
     """Load the base and attach a new adapter, prepared or resident."""
     from peft import get_peft_model
     from transformers import set_seed
@@ -318,7 +319,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     if recipe.training.use_liger_kernel is True:
         use_liger(base)
     set_seed(recipe.training.seed)  # of the adapter's first weights
-    model = get_peft_model(base, adapter_config(recipe))
+    model = get_peft_model(base, adapters)
     room: dict[str, Any] = {"vram_budget": memory.vram, "slots": memory.slots}
     if memory.resident:
         # With all blocks and matrices on the device nothing moves, and nothing is recomputed.

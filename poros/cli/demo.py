@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -35,7 +35,7 @@ def demo(
     quieten_libraries()
     from poros.examples.demo import run_demo
 
-    given = {} if steps is None else {"num_steps": steps}
+    given: dict[str, Any] = {} if steps is None else {"num_steps": steps}
     with readable_errors():
         out_dir = out or Path(tempfile.mkdtemp(prefix="poros-demo-"))
         report = run_demo(out_dir, **given, device=device)

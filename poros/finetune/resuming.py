@@ -80,7 +80,8 @@ class RunFolder:
     @property
     def accumulation(self) -> int | None:
         """Micro-batches of a step that the run was begun with; None for a new run."""
-        return self.begun and _flat(self.begun["recipe"]).get(_ACCUMULATION)
+        begun = self.begun
+        return None if begun is None else _flat(begun["recipe"]).get(_ACCUMULATION)
 
     @property
     def adapter(self) -> Path:
@@ -298,7 +299,7 @@ def lock_run_dir(
         asked, versions = recipe.as_dict(), {**library_versions(), **machine}
         new = {"format": _FORMAT, "digests": dict(digests), "versions": versions}
         if run.begun is None or _is_longer(_flat(run.begun["recipe"]), _flat(asked)):
-            write_json(run.path / _RUN, (run.begun or new) | {"recipe": asked})
+            write_json(run.path / _RUN, {**(run.begun or new), "recipe": asked})
         write_text(run.path / _RECIPE, recipe.as_yaml())
         for checkpoint, why in run.damaged:
             aside = set_aside(checkpoint).name

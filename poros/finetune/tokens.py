@@ -12,7 +12,7 @@ before the base is loaded.
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ _TOGETHER = 256
 class _Made(NamedTuple):
     """What becomes of a row."""
 
-    columns: dict[str, Sequence[int]]
+    columns: Mapping[str, Sequence[int]]
     length: int
     num_tokens: int
     num_learnt: int
@@ -246,7 +246,7 @@ class _Work:
         self._images = images
         self._form = form
         self._most = recipe.training.max_length
-        loss_on = recipe.data.loss_on
+        loss_on: str = recipe.data.loss_on
         if loss_on == "auto":
             loss_on = {"messages": "assistant", "completions": "completion"}.get(form.name, "all")
         elif loss_on == "completion" and form.name == "messages":

@@ -297,7 +297,7 @@ class Recipe:
         given = self.adapter.lora_alpha
         return 2.0 * self.adapter.r if given is None else given
 
-    def accumulating(self, number: int | str) -> "Recipe":
+    def accumulating(self, number: int | Literal["auto"]) -> "Recipe":
         """The recipe with another number of micro-batches a step."""
         training = replace(self.training, gradient_accumulation_steps=number)
         return replace(self, training=training)

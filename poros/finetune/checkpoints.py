@@ -82,22 +82,6 @@ def damage_of(checkpoint: Path) -> str | None:
     return None
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, with all that is in it, and return its new path."""
-    number, target = 1, checkpoint.with_name(f"{checkpoint.name}.broken")
-    while os.path.lexists(target):
-        number += 1
-        target = checkpoint.with_name(f"{checkpoint.name}.broken{number}")
-    with writing(target):
-        checkpoint.rename(target)
-    return target
-
-
-def is_set_aside(name: str) -> bool:
-    """Whether a name is one of ``set_aside``."""
-    return re.fullmatch(r"checkpoint-\d+\.broken\d*", name) is not None
-
-
 class StagedCheckpoints:
     """Mixin of a Trainer: a checkpoint gets its name once all of it is written.
 

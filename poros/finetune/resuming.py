@@ -10,7 +10,6 @@ adapter-N/       that of N steps, if the run was trained further
 
 import fcntl
 import json
-import logging
 import os
 import re
 import shutil
@@ -22,13 +21,11 @@ from typing import Any
 
 from poros.errors import RunFolderError, quoted, reason_of
 from poros.finetune import hub
-from poros.finetune.checkpoints import STAGE, damage_of, is_set_aside, numbered, set_aside
+from poros.finetune.checkpoints import STAGE, damage_of, numbered
 from poros.io.reading import open_regular
 from poros.io.writing import require_folder, write_json, write_text, writing
 from poros.recipes.recipe import Recipe
 from poros.utils.versions import library_versions
-
-logger = logging.getLogger(__name__)
 
 TOKENS, HELD_OUT = "rows of data.source as tokens", "rows of data.validation as tokens"
 """What digests of rows are called."""
@@ -63,9 +60,8 @@ class RunFolder:
 
     Attributes:
         path: Of the folder.
-        checkpoint: The newest whole one, to resume from; None for a new run.
+        checkpoint: The newest one, to resume from; None for a new run.
         step: Of that checkpoint.
-        damaged: Newer checkpoints that are damaged, and the damage of each.
         notes: What a user has to know before the run goes on.
         begun: What run.json says of the run that is gone on with; None for a new run.
     """
@@ -73,7 +69,6 @@ class RunFolder:
     path: Path
     checkpoint: Path | None = None
     step: int = 0
-    damaged: tuple[tuple[Path, str], ...] = ()
     notes: tuple[str, ...] = ()
     begun: Mapping[str, Any] | None = None
 
@@ -145,8 +140,8 @@ def inspect_run_dir(
         machine: What the run computes on, by name.
 
     Raises:
-        RunFolderError: As ``require_usable``; if rows have become other tokens, or no checkpoint is
-            whole.
+        RunFolderError: As ``require_usable``; if rows have become other tokens, or the newest
+            checkpoint is damaged.
     """
     path = Path(recipe.output.folder or "").expanduser()
     run = require_usable(recipe)
@@ -156,23 +151,17 @@ def inspect_run_dir(
         return RunFolder(path, notes=(again,) if names else ())
     before = {name: each for name, each in run["digests"].items() if name != _BASE}
     _require_same(path, before, digests)
-    notes = _notes(run, recipe, machine)
-    damaged: list[tuple[Path, str]] = []
+    notes = tuple(_notes(run, recipe, machine))
     for step, checkpoint in numbered(path, names):
         wrong = damage_of(checkpoint)
         if wrong is None:
-            notes += [f"{each.name} is not whole ({why})" for each, why in damaged]
-            return RunFolder(path, checkpoint, step, tuple(damaged), tuple(notes), run)
-        damaged.append((checkpoint, wrong))
-    aside = [f"{name}: set aside before" for name in sorted(names) if is_set_aside(name)]
-    if damaged or aside:
-        lines = "\n".join([f"{each.name}: {why}" for each, why in damaged] + aside)
+            return RunFolder(path, checkpoint, step, notes, run)
         raise RunFolderError(
-            f"{quoted(str(path), is_bare=True)}: expected a whole checkpoint to go on from, found "
-            f"none:\n{lines}\n{_OTHER}; or bring one back from a copy; or remove them, to begin "
-            "again"
+            f"{quoted(str(checkpoint), is_bare=True)}: expected a whole checkpoint, "
+            f"found that {wrong}; bring it back from a copy, or remove this folder, to go on from "
+            f"the one before it; or {_OTHER}"
         )
-    return RunFolder(path, notes=tuple(notes), begun=run)
+    return RunFolder(path, notes=notes, begun=run)
 
 
 def _notes(run: Mapping[str, Any], recipe: Recipe, machine: Mapping[str, str]) -> list[str]:
@@ -270,8 +259,8 @@ def lock_run_dir(
 ) -> Iterator[RunFolder]:
     """Lock the folder of a run while it trains.
 
-    Damaged checkpoints are renamed, and so is the adapter of a run that is trained further; what a
-    killed process has left is removed.
+    The adapter of a run that is trained further is renamed; what a killed process has left is
+    removed.
 
     Args:
         recipe: With its output folder and its accumulation.
@@ -301,10 +290,6 @@ def lock_run_dir(
         if run.begun is None or _is_longer(_flat(run.begun["recipe"]), _flat(asked)):
             write_json(run.path / _RUN, {**(run.begun or new), "recipe": asked})
         write_text(run.path / _RECIPE, recipe.as_yaml())
-        for checkpoint, why in run.damaged:
-            aside = set_aside(checkpoint).name
-            what = "poros: %s is not whole (%s); it is %s now, and the run goes on after step %d"
-            logger.warning(what, checkpoint.name, why, aside, run.step)
         with writing(run.path):
             for left in (STAGE, f"{_ADAPTER}.part"):
                 if (run.path / left).exists():

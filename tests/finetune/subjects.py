@@ -164,8 +164,7 @@ def _finetune(recipe: Recipe, *, is_dry: bool = False) -> tuple[Path | None, str
 
 def losses(run: Path) -> list[float]:
     """Of every step, as the Trainer has logged them."""
-    whole = (each for each in run.glob("checkpoint-*") if each.suffix != ".broken")
-    newest = max(whole, key=lambda each: int(each.name.split("-")[1]))
+    newest = max(run.glob("checkpoint-*"), key=lambda each: int(each.name.split("-")[1]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return [line["loss"] for line in history if "loss" in line]
 

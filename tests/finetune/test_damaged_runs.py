@@ -349,7 +349,7 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_written(
 def test_a_report_on_a_full_disk(disk: Path, copy: Path) -> None:
     target = disk / "page.html"
     target.write_text("the old page")
-    fill(disk / "filler", 8192)
+    fill(disk / "filler", 4096)
     found = poros_command("report", str(copy), "--out", str(target))
     assert found.exit_code == 2 and "page.html" in found.output and "No space" in found.output
     assert target.read_text() == "the old page"

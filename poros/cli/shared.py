@@ -46,7 +46,7 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
 @contextmanager
 def importing() -> Iterator[None]:
     """Look for no garbage in the body, which imports libraries and makes none: it takes a while."""
-    is_first = gc.isenabled() and "torch" not in sys.modules
+    is_first = gc.isenabled() and "transformers" not in sys.modules
     if is_first:
         gc.disable()
     try:

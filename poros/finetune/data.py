@@ -4,7 +4,6 @@ Rows come from one source or several: files, folders, data sets by name. All row
 written alike, and those of all sources become the same form. Nothing here imports torch.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,14 +35,14 @@ class Rows:
     Attributes:
         form: Of all of them.
         rows: What is used of each: the keys of the form, and tools.
-        places: What stands before the number of each row (``rows.jsonl:``), and the number.
+        places: Of each row: ``rows.jsonl:12``, or ``rows.parquet, row 12``.
         unused: Keys that nothing reads.
         read: How the rows of each source are written, and how many there are.
     """
 
     form: Form
     rows: list[dict[str, Any]] = field(default_factory=list)
-    places: list[tuple[str, int]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
     unused: tuple[str, ...] = ()
     read: tuple[tuple[str, int], ...] = ()
 
@@ -51,11 +50,6 @@ class Rows:
     def has_images(self) -> bool:
         """Whether one of them has an image."""
         return any(row.get("images") for row in self.rows)
-
-    def place(self, number: int) -> str:
-        """Return the place of a row: ``rows.jsonl:12``, or ``rows.parquet, row 12``."""
-        prefix, line = self.places[number]
-        return f"{prefix}{line}"
 
     def chosen(self, numbers: Sequence[int]) -> "Rows":
         """Select rows, in that order."""
@@ -112,8 +106,7 @@ class _Reader:
         before_problems = self._num_problems
         path = Path(source).expanduser()
         folder = path if path.is_dir() else path.parent  # that images are named from
-        for prefix, number, row in rows_of(source, key, data, self._note):
-            where = f"{prefix}{number}"
+        for where, row in rows_of(source, key, data, self._note):
             if not isinstance(row, dict):
                 shown = "a list" if isinstance(row, list) else quoted(row, limit=40)
                 self._note(where, f"expected an object in braces, found {shown}; write one a line")
@@ -134,7 +127,7 @@ class _Reader:
             if not wrong:
                 unused.update(row.keys() - {*form.format.keys, *form.format.others})
                 found.rows.append(used)
-                found.places.append((sys.intern(prefix), number))
+                found.places.append(where)
         if not found.rows and self._num_problems == before_problems:
             shown = quoted(source, is_bare=True)
             what = "expected rows, found none; write some, in .jsonl one JSON object a line"
@@ -156,7 +149,7 @@ class _Reader:
         for each in settled:
             if (each.form.name, each.form.is_chat) != (first.form.name, first.form.is_chat):
                 self._note(
-                    each.place(0),
+                    each.places[0],
                     f"expected rows of one form in all sources, found {said(each.form)} beside "
                     f"{said(first.form)}; write them all alike, or train on them in two runs",
                 )
@@ -210,7 +203,7 @@ def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     num_rows = len(rows.rows)
     if num_rows < 2:
         raise DataFormatError(
-            f"{rows.place(0)}: expected at least two rows to hold some out for validation, found "
+            f"{rows.places[0]}: expected at least two rows to hold some out for validation, found "
             "one; leave out data.validation (--validation)"
         )
     num_held_out = min(max(1, round(share * num_rows)), num_rows - 1)

@@ -22,8 +22,8 @@ from poros.loaders.names import is_local
 from poros.recipes.recipe import DataPart
 from poros.recipes.sources import Kind, files_of, kind_of, suffix_of
 
-Row = tuple[str, int, Any]
-"""What stands before the number of a row in its place (``rows.jsonl:``), the number, the row."""
+Row = tuple[str, Any]
+"""The place of a row (``rows.jsonl:12``), and the row."""
 Note = Callable[[str, str], None]
 """Takes a place and what is wrong there."""
 
@@ -99,7 +99,7 @@ def _objects(lines: Iterable[str], shown: str, note: Note) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            yield f"{shown}:", number, strict_json.parse(line)
+            yield f"{shown}:{number}", strict_json.parse(line)
         except json.JSONDecodeError as error:
             what = f"expected JSON, found: {error.msg}; {_json_remedy(line)}"
             note(f"{shown}:{number}:{error.colno}", what)
@@ -129,7 +129,7 @@ def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
         return
     rows = found["data"] if isinstance(found, dict) else found
     for number, row in enumerate(rows, start=1):
-        yield f"{shown}, row ", number, row
+        yield f"{shown}, row {number}", row
 
 
 def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iterator[Row]:
@@ -149,7 +149,7 @@ def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iter
                 what = f"expected {len(names)} cells, as many as the first line names, found others"
                 note(f"{shown}:{number}", f"{what}; put texts with separators in double quotes")
             else:
-                yield f"{shown}:", number, row
+                yield f"{shown}:{number}", row
             number = reader.line_num + 1
     except csv.Error as error:
         reason = quoted(str(error), is_bare=True)
@@ -186,7 +186,7 @@ def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row
                 raise ValueError("one data set without splits")
         for row in found:
             number += 1
-            yield f"{shown}, row ", number, _without_nulls(row)
+            yield f"{shown}, row {number}", _without_nulls(row)
     except Exception as error:  # of the network, the hub, the data set, and its builder
         wanted, remedy = _TABLES[kind]
         reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)

@@ -41,7 +41,6 @@ from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from peft import PeftConfig
     from rich.console import Console
     from transformers import (
         PreTrainedConfig,
@@ -130,9 +129,9 @@ def finetune(
         if not is_dry:
             return None
     row_length = _row_length(recipe, tokens)
-    digests = {TOKENS: token_digest(tokens)} | (
-        {HELD_OUT: token_digest(held_out)} if held_out else {}
-    )
+    digests = {TOKENS: token_digest(tokens)}
+    if held_out:
+        digests[HELD_OUT] = token_digest(held_out)
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
     run = inspect_run_dir(given, digests, computed_on)
     dataset = _dataset(recipe, tokens, row_length, rows if has_images else None)
@@ -160,13 +159,12 @@ def finetune(
         notes.append(f"keys that nothing reads: {', '.join(train.unused)}")
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
-    adapters = adapter_config(recipe)
-    plan = summary.planned(recipe, size, adapters, device)
+    plan = summary.planned(recipe, size, adapter_config(recipe), device)
     summary.show(console, recipe, plan, size, rows, tokens, tokenizer, kernels, notes)
     if is_dry:
         return None
     with lock_run_dir(original, digests, computed_on, run) as run:
-        model = _model(recipe, device, run, adapters)
+        model = _model(recipe, device, run)
         processing = processor or tokenizer
         trainer = make_trainer(
             *(recipe, arguments, model, processing, dataset, evaluated),
@@ -295,7 +293,7 @@ def _train(
     return run.adapter
 
 
-def _model(recipe: Recipe, device: torch.device, run: RunFolder, adapters: "PeftConfig") -> Any:
+def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     """Load the base and attach a new adapter, prepared or resident."""
     from peft import get_peft_model
     from transformers import set_seed
@@ -319,7 +317,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder, adapters: "Peft
     if recipe.training.use_liger_kernel is True:
         use_liger(base)
     set_seed(recipe.training.seed)  # of the adapter's first weights
-    model = get_peft_model(base, adapters)
+    model = get_peft_model(base, adapter_config(recipe))
     room: dict[str, Any] = {"vram_budget": memory.vram, "slots": memory.slots}
     if memory.resident:
         # With all blocks and matrices on the device nothing moves, and nothing is recomputed.

@@ -144,8 +144,7 @@ def show_rows(
 ) -> None:
     """Print the first rows as tokens make them, what is learnt in double brackets."""
     for row in range(min(number, len(tokens.lengths))):
-        place = rows.place(tokens.numbers[row])
-        head = f"{place}: {tokens.lengths[row]} tokens"
+        head = f"{rows.places[tokens.numbers[row]]}: {tokens.lengths[row]} tokens"
         console.print(head, markup=False, highlight=False, soft_wrap=True)
         for name, text in _marked(tokens, row, tokenizer, console.encoding):
             console.print(f"{name}: ", text, sep="", soft_wrap=True, highlight=False)

@@ -219,13 +219,13 @@ def tokenize(
             if isinstance(each, _Made):
                 tokens.add(each, number)
             elif len(wrong) < _MOST_SHOWN:
-                wrong.append(f"{rows.place(number)}: {each}")
+                wrong.append(f"{rows.places[number]}: {each}")
     if wrong:
         raise DataFormatError("\n".join(wrong))
     if not tokens.lengths:
         most = recipe.training.max_length
         raise DataFormatError(
-            f"{rows.place(0)}: expected rows with tokens to learn within {most}, found none in "
+            f"{rows.places[0]}: expected rows with tokens to learn within {most}, found none in "
             f"{len(rows.rows)}; raise training.max_length (--max-length)"
         )
     return tokens

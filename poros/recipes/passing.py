@@ -6,10 +6,12 @@ them imports the libraries, which takes seconds, so it waits until a recipe name
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Literal, get_type_hints
 
+from poros.errors import RecipeError, quoted
 from poros.recipes.recipe import METHODS
 from poros.recipes.values import Kind, choice, kind_of
 
@@ -113,6 +115,22 @@ def kinds(section: str, method: str) -> dict[str, Kind]:
             choices = each.metadata.get("choices") or ()
             found[each.name] = _particular(each.name, method) or kind_of(hints[each.name], choices)
     return found
+
+
+@contextmanager
+def refusals(section: str, library: str) -> Iterator[None]:
+    """Turn what a library refuses in the body into one error.
+
+    Raises:
+        RecipeError: With what it says.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise RecipeError(
+            f"{section}: expected settings that go together, found that {library} refuses them: "
+            f"{quoted(str(error), is_bare=True, limit=600)}; change one of them"
+        ) from error
 
 
 def remedy(section: str, name: str, method: str) -> str | None:

@@ -327,14 +327,7 @@ class Recipe:
         return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
-SECTIONS = {
-    "model": ModelPart,
-    "data": DataPart,
-    "adapter": AdapterPart,
-    "training": TrainingPart,
-    "memory": MemoryPart,
-    "output": OutputPart,
-}
+SECTIONS: dict[str, Any] = get_type_hints(Recipe)
 
 
 @dataclass(frozen=True)

@@ -253,9 +253,9 @@ def test_several_sources_one_after_the_other(model: Path, tmp_path: Path, expect
     found, _ = read_data(recipe)
     assert found.rows == CHATS
     assert [number for _, number in found.read] == [9, 5, 10]
-    assert found.place(2).endswith("a.jsonl:3")
-    assert found.place(9).endswith("b [*].parquet, row 1")
-    assert found.place(14).endswith("c.csv:2")
+    assert found.places[2].endswith("a.jsonl:3")
+    assert found.places[9].endswith("b [*].parquet, row 1")
+    assert found.places[14].endswith("c.csv:2")
     train, validation = read_data(mixed(tmp_path, model, source=sources, validation=0.25))
     assert validation is not None and len(validation.rows) == 6
     assert sorted(map(str, [*train.rows, *validation.rows])) == sorted(map(str, CHATS))

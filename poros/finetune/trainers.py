@@ -26,13 +26,12 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
-from poros.errors import RecipeError, quoted
 from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
 from poros.finetune.packing import takes_cu_seqlens
 from poros.model.stats import attention_of
-from poros.recipes.passing import config_of
+from poros.recipes.passing import config_of, refusals
 from poros.recipes.recipe import FEWEST_UPDATES, MOST_ACCUMULATED, Recipe
 
 if TYPE_CHECKING:
@@ -114,11 +113,15 @@ class Sft(_Own, BlockMajorMixin, SFTTrainer):
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
 
-class Dpo(_Own, BlockMajorMixin, DPOTrainer):
-    """TRL's trainer of preferences; the reference is the model without its adapter."""
+class _Prepared(_Own):
+    """The base of trainers whose rows TRL would tokenize."""
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         return dataset  # these are tokens already
+
+
+class Dpo(_Prepared, BlockMajorMixin, DPOTrainer):
+    """TRL's trainer of preferences; the reference is the model without its adapter."""
 
 
 class Kto(_Own, BlockMajorMixin, KTOTrainer):
@@ -137,11 +140,8 @@ class Kto(_Own, BlockMajorMixin, KTOTrainer):
         return dataset.map(finish, batched=True, batch_size=args.per_device_train_batch_size)
 
 
-class Reward(_Own, BlockMajorMixin, RewardTrainer):
+class Reward(_Prepared, BlockMajorMixin, RewardTrainer):
     """TRL's trainer of reward models."""
-
-    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        return dataset  # these are tokens already
 
 
 class _Lines(PrinterCallback):
@@ -216,7 +216,7 @@ def make_trainer(
         "eval_dataset": validation,
         "processing_class": tokenizer,
     }
-    with _own_dtypes(model, recipe.adapter.dtype), _refusals():
+    with _own_dtypes(model, recipe.adapter.dtype), refusals("training", "TRL"):
         if training.method == "sft":
             if images is not None:
                 collator: Any = images.padded
@@ -236,22 +236,6 @@ def make_trainer(
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Lines)
     return trainer
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn what TRL or transformers refuse in the body into one error.
-
-    Raises:
-        RecipeError: With what they say.
-    """
-    try:
-        yield
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        raise RecipeError(
-            "training: expected settings that go together, found that TRL refuses them: "
-            f"{quoted(str(error), is_bare=True, limit=600)}; change one of them"
-        ) from error
 
 
 def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
@@ -314,7 +298,7 @@ def make_arguments(
         # Rows are packed tokens by now.
         fields |= {"max_length": None, "packing": False, "pad_to_multiple_of": None}
         fields["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    with _refusals():
+    with refusals("training", "TRL"):
         arguments: TrainingArguments = config_of(training.method)(
             **fields
             | {

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ import poros.examples.demo
 from poros.cli.app import app
 from poros.cli.shared import BAD_INPUT
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.examples.demo import DemoSettings
-from poros.examples.demo_report import DemoReport
+from poros.examples.demo import run_demo
 from poros.gates import tiny
 from poros.planning.cards import CARDS
 from tests.children import run_python
@@ -156,7 +156,7 @@ def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> 
     policy = StreamingPolicy()
     assert options("check")["slots"].default == (policy.slots or MIN_SLOTS)
     assert options("check")["block_size"].default == policy.block_size
-    assert options("demo")["steps"].show_default == str(DemoSettings().num_steps)
+    assert options("demo")["steps"].show_default == str(run_demo.__kwdefaults__["num_steps"])
 
 
 def test_a_command_says_nothing_on_the_error_stream() -> None:
@@ -238,16 +238,11 @@ def test_the_demo_exits_by_its_result(
     """The demo itself is in test_demo.py; here only what the command makes of its report."""
     seen = []
 
-    class Report(DemoReport):
-        @property
-        def passed(self) -> bool:
-            return passed
+    def stand_in(out_dir: Path, *, num_steps: int, device: str | None) -> SimpleNamespace:
+        seen.append((out_dir, num_steps, device))
+        return SimpleNamespace(passed=passed)
 
-    def run_demo(out_dir: Path, *, settings: DemoSettings, device: str | None) -> DemoReport:
-        seen.append((out_dir, settings.num_steps, device))
-        return Report("cpu", {"checkpoint": out_dir})
-
-    monkeypatch.setattr(poros.examples.demo, "run_demo", run_demo)
+    monkeypatch.setattr(poros.examples.demo, "run_demo", stand_in)
     result = poros_command("demo", "--out", str(tmp_path), "--steps", "7", "--device", "cpu")
     assert result.exit_code == (0 if passed else 1)
     assert seen == [(tmp_path, 7, "cpu")]

@@ -131,16 +131,6 @@ def test_a_resident_model_may_leave_dora_to_peft(bases: Bases) -> None:
         poros.use_adapter_kernels(model, kernels="peft")
 
 
-def test_a_tier_that_is_forced_and_cannot_be_is_an_error(bases: Bases) -> None:
-    model = dora(bases)
-    poros.prepare(model, loss="reference", dora_tier="fused", device="cpu")
-    with pytest.raises(PolicyError, match="expected"):
-        step(model)
-    poros.restore(model)
-    poros.prepare(model, loss="reference", dora_tier="eager")
-    step(model)
-
-
 def test_control_ours_and_those_of_peft_are_not_the_same_bits(bases: Bases) -> None:
     model = dora(bases)
     assert differences(with_kernels(model), step(model))

@@ -95,8 +95,6 @@ autocast = partial(torch.autocast, "cpu", dtype=BF16)
     "options",
     [
         {"use_rslora": True},
-        {"lora_bias": True},
-        {"lora_bias": True, "lora_dropout": 0.05},
         {"adapters": BF16},
         {"adapters": BF16, "lora_dropout": 0.05},
         {"init_lora_weights": "olora"},
@@ -213,9 +211,17 @@ def of_another_shape(model: Model) -> None:
         )
 
 
+def with_biases(model: Model) -> None:
+    """As ``lora_bias=True`` has them."""
+    for module in model.modules():
+        for each in getattr(module, "lora_B", {}).values():
+            each.bias = nn.Parameter(torch.linspace(-1, 1, each.out_features))
+
+
 # What makes PEFT's modules run as they are, in which context, and why; or ours run all the same.
 PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "several": (several, "several active adapters", nullcontext),
+    "biases": (with_biases, "a bias in the adapter", nullcontext),
     "DoRA with hooks": (dora_with_hooks, "DoraLinearVariant", nullcontext),
     "hooks": (hooked, "hooks in the adapter", nullcontext),
     "another class": (of_another_class, "modules of other classes in the adapter", nullcontext),
@@ -274,9 +280,7 @@ def test_control_another_order_is_seen(bases: Bases, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         lora._AddLora,
         "apply",
-        lambda result, input, bias, b, a, *rest: genuine(
-            result, input, bias, b[...], a[...], *rest
-        ),
+        lambda result, input, b, a, *rest: genuine(result, input, b[...], a[...], *rest),
     )
     assert differences(adapted(bases)) == ["order"]
 

@@ -1,21 +1,17 @@
 """``lora_paths`` on models: streamed equals resident, what is refused, what is counted."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from typer.testing import CliRunner
 
 import poros
-from poros.cli.app import app
 from poros.config import LORA_ORDERS, StreamingPolicy
 from poros.errors import PolicyError, PreparedModelError
-from poros.kernels.paths import TABLE_FORMAT, LoraShape, Paths
+from poros.kernels.paths import LoraShape
 from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe
 from tests.exact.adapter_arms import SEVEN, Found, Model, adapted, differences, step
@@ -58,7 +54,7 @@ def test_streamed_equals_resident(
         return torch.autocast("cpu", dtype=BF16, enabled=is_autocast)
 
     options: Any = {"dtype": dtype, "quantize": quantize, "lora_dropout": dropout}
-    model = adapted(bases, **options, lora_bias=True)
+    model = adapted(bases, **options)
     plain = step(model, around)
     poros.use_adapter_kernels(model, lora_paths=paths)
     expected = step(model, around)
@@ -76,7 +72,7 @@ def test_streamed_equals_resident(
             if fact.is_floating_point():
                 error = (fact - plain.facts[name]).float().norm()
                 assert error <= 0.05 * plain.facts[name].float().norm() + 1e-6, name
-    model = adapted(bases, **options, lora_bias=True)
+    model = adapted(bases, **options)
     streamed(model, lora_paths=paths, **policy_of(paths))
     for _ in range(2):  # the first watches the casts
         assert differences(step(model, around), expected) == []
@@ -147,14 +143,12 @@ def shape(n: int = 4096, i: int = 768, o: int = 768, r: int = 64) -> LoraShape:
     return LoraShape(n, i, o, r, FP32, FP32)
 
 
-# ------------------------------------------------------------------ policies and tables
+# ------------------------------------------------------------------ policies
 
 
 @pytest.mark.parametrize(
     ("paths", "kernels"),
     [
-        ("measured", "fused"),
-        ("measured:", "fused"),
         ("f3:b1", "fused"),
         ("b5", "fused"),
         (None, "fused"),
@@ -168,39 +162,6 @@ def test_what_cannot_work_is_refused(paths: Any, kernels: str, bases: Bases) -> 
     if kernels != "peft":
         with pytest.raises(PolicyError, match="lora_paths: expected"):
             poros.use_adapter_kernels(adapted(bases), kernels, lora_paths=paths)
-
-
-def table(path: Path, **changes: Any) -> str:
-    layer = shape().layer
-    rows = [
-        {"layer": layer, "tokens": 128, "order": "f1:b1"},
-        {"layer": layer, "tokens": 1024, "order": "f2:b4"},
-    ]
-    path.write_text(json.dumps({"format": TABLE_FORMAT, "rows": rows} | changes))
-    return f"measured:{path}"
-
-
-def test_a_table_decides(tmp_path: Path) -> None:
-    paths = Paths(table(tmp_path / "table.json"))
-    found = [paths.order(shape(n=tokens)) for tokens in (1, 128, 1023, 1024, 9999)]
-    assert found == ["f1:b1", "f1:b1", "f1:b1", "f2:b4", "f2:b4"]
-    with pytest.raises(PolicyError, match="rank 65"):
-        paths.order(shape(r=65))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"format": "another"}, {"rows": [{"layer": "x", "tokens": 1, "order": "f9"}]}]
-)
-def test_another_file_is_refused_and_nothing_is_changed(
-    changes: dict[str, Any], tmp_path: Path, bases: Bases
-) -> None:
-    model = adapted(bases)
-    for paths in (table(tmp_path / "table.json", **changes), f"measured:{tmp_path / 'none.json'}"):
-        with pytest.raises(PolicyError, match="tune-paths"):
-            poros.prepare(model, slots=2, device="cpu", lora_paths=paths)
-        with pytest.raises(PolicyError, match="tune-paths"):
-            poros.use_adapter_kernels(model, lora_paths=paths)
-    assert poros.use_adapter_kernels(model) is model
 
 
 def test_stats_of_a_resident_model(bases: Bases) -> None:
@@ -245,41 +206,3 @@ def test_with_tf32_nothing_is_merged_unless_asked(bases: Bases) -> None:
         torch.set_float32_matmul_precision(before)
     assert all("float32 with float32" in each for each in shapes[0])
     assert all("TF32" in each for each in shapes[1]) and not any("TF32" in s for s in shapes[0])
-
-
-def test_tune_paths_writes_what_measured_reads(tmp_path: Path, bases: Bases) -> None:
-    model = adapted(bases)
-    folder, out = tmp_path / "model", tmp_path / "table.json"
-    model.get_base_model().config.save_pretrained(folder)
-    options = ["--rank", "8", "--passes", "1", "--device", "cpu", "--out", str(out)]
-    found = CliRunner().invoke(
-        app, ["tune-paths", str(folder), "--tokens", "48", "--tokens", "4", *options]
-    )
-    assert found.exit_code == 0, found.output
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["tokens"] for row in rows} == {4, 48}
-    assert all(row["ms"][row["order"]] == min(row["ms"].values()) for row in rows)
-    paths = f"measured:{out}"
-    poros.use_adapter_kernels(model, lora_paths=paths)
-    expected = step(model)
-    stats = poros.kernel_stats(model)["lora_paths"]
-    wanted = {f"{row['tokens']} tokens, {row['layer']}": row["order"] for row in rows}
-    assert stats["shapes"].items() <= wanted.items() and not stats["as_peft"]
-    model = streamed(adapted(bases), slots=2, lora_paths=paths)
-    assert differences(step(model), expected) == []
-
-
-# ------------------------------------------------------------------ checkpoints
-
-
-def test_tables_are_compared_by_content(tmp_path: Path, bases: Bases) -> None:
-    one, same = table(tmp_path / "one.json"), table(tmp_path / "same.json")
-    resident = poros.use_adapter_kernels(adapted(bases), lora_paths=one)
-    ready = streamed(adapted(bases), slots=2, lora_paths=one)
-    assert poros.use_adapter_kernels(resident, lora_paths=same) is resident
-    assert streamed(ready, slots=2, lora_paths=same) is ready
-    table(tmp_path / "one.json", rows=[])
-    with pytest.raises(PreparedModelError):
-        poros.use_adapter_kernels(resident, lora_paths=one)
-    with pytest.raises(PreparedModelError):
-        streamed(ready, slots=2, lora_paths=one)

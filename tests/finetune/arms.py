@@ -55,13 +55,6 @@ RECIPES: dict[str, Row] = {
             "training__max_steps": 3,
         },
     ),
-    "smoothed": (
-        "text",
-        {
-            **{"training__label_smoothing_factor": 0.1, "training__z_loss": 0.01},
-            "model__quantization": "none",
-        },
-    ),
     "bfloat16 adapter": adapter(dtype="bfloat16"),
     "bfloat16 adapter, bf16": (
         "text",
@@ -74,7 +67,14 @@ RECIPES: dict[str, Row] = {
     "schedule with arguments": training(**RESTARTS),
     "warm-up by steps": training(warmup_steps=2, lr_scheduler_type="constant_with_warmup"),
     "moments": training(adam_beta1=0.5, adam_beta2=0.9, adam_epsilon=1e-3),
-    "grouped adapters": training(adapter_kernels="grouped"),
+    # Under autocast, and without dropout: others are not grouped.
+    "grouped adapters": (
+        "text",
+        {
+            **{"training__adapter_kernels": "grouped", "training__bf16": True},
+            "adapter__lora_dropout": 0,
+        },
+    ),
     "weight decay": training(weight_decay=0.5),
     "clipping": training(max_grad_norm=0.01),
     "another optimizer": training(optim="adafactor"),

@@ -49,7 +49,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  desirable_weight: 2\n", 4, "unknown", "one of training.method: kto; remove",
     ),
     "list of another kind": (
-        "training:\n  method: dpo\n  loss_type: [sigmoid, mine]\n", 5, "list of one of", "leave",
+        "training:\n  method: dpo\n  loss_type: [sigmoid, mine]\n", 5, "found 'mine'", "leave",
     ),
     "field that Poros sets": ("training:\n  output_dir: a\n", 4, "passes on", "output.folder"),
     "field that would break": ("training:\n  torch_compile: true\n", 4, "layers come and", "go"),

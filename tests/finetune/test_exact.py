@@ -4,7 +4,6 @@ Settings that are passed on to TRL and PEFT act: without them the bits are other
 """
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from transformers import set_seed
 import poros
 from poros.finetune import run as runs
 from poros.finetune.adapters import adapter_config
-from poros.head.logits import LazyLogits
 from poros.recipes.recipe import Recipe
 from tests.covers import with_slow
 from tests.finetune.arms import FAST, RECIPES, arm, both
@@ -53,6 +51,9 @@ def test_streamed_equals_resident(
     assert "going on" not in found.said
     form, options = RECIPES[kind]
     assert (found.adapter == without(form).adapter) == (kind == "text")  # it acts
+    if kind == "grouped adapters":
+        fused = {"training__adapter_kernels": "fused", "memory__slots": 2}
+        assert arm(model, data, tmp_path / "fused", kind, **fused).adapter != found.adapter
     saved = json.loads((tmp_path / "streamed" / "adapter" / "adapter_config.json").read_text())
     of_peft = {name.removeprefix("adapter__"): value for name, value in options.items()}
     for name in of_peft.keys() & saved.keys() - {"target_modules", "exclude_modules"}:
@@ -128,32 +129,6 @@ def test_the_lengths_of_all_rows_are_known_to_batches_of_like_ones(
         arm(model, data, tmp_path / kind, kind, memory__slots=2, training__max_steps=1)
         assert len(given[-1]) == 200 and len(set(given[-1])) > 5
     assert len(given) == 2
-
-
-def test_smoothing_and_z_loss_read_no_logits(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: LazyLogits) -> None:
-        raise RuntimeError("expected nobody to read logits")
-
-    monkeypatch.setattr(LazyLogits, "computed", refuse)
-    once: Any = {"memory__slots": 2, "training__max_steps": 1}
-    losses = {
-        name: arm(model, data, tmp_path / name, "smoothed", **once, **weights).losses[0]
-        for name, weights in {
-            "none": {"training__label_smoothing_factor": 0, "training__z_loss": 0},
-            "smoothing": {"training__z_loss": 0},
-            "z": {"training__label_smoothing_factor": 0},
-            "both": {},
-        }.items()
-    }
-    assert len(set(losses.values())) == 4
-    parts = losses["smoothing"] + losses["z"] - losses["none"]
-    assert losses["both"] == pytest.approx(parts, rel=1e-5)
-    # Random logits: nearly all tokens are as likely, so z is the log of their number, squared.
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    z = (losses["z"] - losses["none"]) / 0.01
-    assert z == pytest.approx(math.log(vocab_size) ** 2, rel=0.1)
 
 
 @pytest.mark.parametrize("vision", with_slow(("keep", "drop"), ["keep"]))

@@ -6,7 +6,6 @@ blocks together or one after the other. A resident model trains once for each ki
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,9 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
 from poros.gates import tiny
-from poros.kernels import dense_layer
+from poros.kernels import dequantize
 from poros.replay.graphs import CudaRecorder
-from poros.self_check.switches import current_settings, set_settings
 from tests.comparing import compare_trajectories
 from tests.exact.trainer_arms import FULL, NUM_LAYERS, RESUME_AT, Arms, check_not_vacuous
 from tests.gpu.models import BF16, Model, model_of, same_runs, train, trained
@@ -148,14 +146,15 @@ CELLS = [
     ),
     Cell({"dtype": FP32}, {**TOGETHER, "autocast": True, "size": 8}, {}, replays=None),
     *(
+        # Adapters in float32 are grouped where they multiply in the dtype of the base.
         Cell(
-            {"dropout": dropout},
-            {**TOGETHER, "autocast": autocast},
+            {"dtype": dtype, "dropout": 0.0},
+            {**TOGETHER, "autocast": dtype is BF16},
             {"adapter_kernels": "grouped", **policy},
             "grouped",
         )
-        for policy, autocast, dropout in product(
-            ({}, {"slots": 4, "keep_last": 4}, {"offload_boundaries": True}), BOTH, DROPOUT
+        for policy, dtype in product(
+            ({}, {"slots": 4, "keep_last": 4}, {"offload_boundaries": True}), DTYPES
         )
     ),
 ]
@@ -189,6 +188,8 @@ def streamed(folder: Path, residents: Resident, cell: Cell) -> dict[str, Any]:
     if cell.policy.get("cuda_graphs"):
         assert stats["num_replayed_visits"] or eager
     is_alone = cell.model.get("architecture") in ALONE
+    if cell.resident == "grouped":
+        assert stats["num_grouped_adapters"] > 0
     goes_together = cell.steps.get("together", False) and not is_alone
     assert (stats["num_groups"] > 0) == goes_together
     if goes_together and "architecture" not in cell.model:
@@ -233,14 +234,14 @@ def test_shared_dense_weights(
 ) -> None:
     """Each weight is made dense once a pass and group, also by visits that are replayed."""
     num_fills = 0
-    genuine = dense_layer.dequantize_into
+    genuine = dequantize.dequantize_into
 
     def counted(*args: Any) -> None:
         nonlocal num_fills
         num_fills += 1
         genuine(*args)
 
-    monkeypatch.setattr(dense_layer, "dequantize_into", counted)
+    monkeypatch.setattr(dequantize, "dequantize_into", counted)
     policy = {"slots": 4, "keep_last": keep_last, "adapter_kernels": adapters}
     streamed(tmp_path, residents, Cell({}, TOGETHER, {**policy, "share_dense": True}))
     # Seven matrices. The first group's forwards are discarded where dropout was not known yet, and
@@ -266,10 +267,10 @@ TRAINERS: dict[str, tuple[Options, Options]] = {
 @pytest.fixture
 def settings() -> Iterator[None]:
     """Attention that repeats itself; what TrainingArguments(tf32=True) sets is put back."""
-    before = current_settings()
+    before = torch.backends.fp32_precision
     with sdpa_kernel(SDPBackend.MATH):
         yield
-    set_settings(before, ExitStack())  # never closed: they stay
+    torch.backends.fp32_precision = before
 
 
 @pytest.mark.parametrize("how", TRAINERS)

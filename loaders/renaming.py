@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from poros.errors import quoted
-from poros.kernels.quantized import state_of
+from poros.kernels.nf4 import state_of
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.model.vision import find_towers

@@ -284,14 +284,12 @@ class MicroBatch:
 
     def _hand_on(self) -> torch.Tensor:
         """What its code is handed for the result of a layer that is to run: it has no values."""
-        if self._blank is None and self._form is not None:
-            shape, dtype = self._form
+        if self._blank is None:
+            shape, dtype = self._form or (torch.Size(), torch.float32)
             self._blank = torch.empty(1, dtype=dtype, device=self._device).expand(shape)
-        handed: Any = torch.Tensor._make_subclass(
-            HiddenStates, self._blank, self._cuts[-1].is_awaited
-        )
+        handed = torch.Tensor._make_subclass(HiddenStates, self._blank, self._cuts[-1].is_awaited)
         handed.used = weakly(self._refuse_use)
-        return handed  # type: ignore[no-any-return]
+        return handed
 
     def _refuse_use(self) -> None:
         raise self.refuse("the model computes with hidden states between its layers")

@@ -324,7 +324,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
         number = base.config.get_text_config(decoder=True).num_hidden_layers
         room = {"slots": max(2, number), "keep_last": number}
         room |= {"stream_embedding": False, "stream_head": False}
-    kernels = recipe.training.adapter_kernels
+    kernels = recipe.adapter_kernels(device.type)
     return poros.prepare(model, **room, adapter_kernels=kernels, device=device)
 
 

@@ -83,7 +83,7 @@ def planned(
             optimizer=training.optim if training.optim in COUNTED else "adamw_torch",
             self_check=True,
             speeds=card and card.speeds(rows * size.row_length),
-            adapter_kernels=training.adapter_kernels,
+            adapter_kernels=recipe.adapter_kernels(device.type),
         )
     except (PolicyError, UnsupportedModelError) as error:
         return f"not planned: {error}"

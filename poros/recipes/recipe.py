@@ -185,10 +185,11 @@ class TrainingPart:
         "--liger",
         "Liger's norms, feed-forwards and rotary embeddings; auto: on a GPU, if they are there.",
     )
-    adapter_kernels: Annotated[str, choice(*ADAPTER_KERNELS)] = _setting(
-        "fused",
+    adapter_kernels: Annotated[str, choice("auto", *ADAPTER_KERNELS)] = _setting(
+        "auto",
         "--adapter-kernels",
-        "Kernels of the adapter; grouped: fewer products, within rounding of PEFT's.",
+        "Kernels of the adapter. grouped: fewer products, within rounding of PEFT's; auto: "
+        "grouped for LoRA without dropout in bfloat16 on a GPU, else fused.",
     )
     beta: Positive = _setting(
         0.1,
@@ -273,6 +274,15 @@ class Recipe:
         if self.training.bf16 == "auto":
             return device_type == "cuda" and self.model.dtype == "bfloat16"
         return bool(self.training.bf16)
+
+    def adapter_kernels(self, device_type: str) -> str:
+        """The kernels of the adapter, as ``poros.prepare`` takes them."""
+        if self.training.adapter_kernels != "auto":
+            return self.training.adapter_kernels
+        adapter = self.adapter
+        is_plain = not adapter.use_dora and not adapter.lora_dropout
+        is_grouped = is_plain and device_type == "cuda" and self.is_autocast(device_type)
+        return "grouped" if is_grouped else "fused"
 
     @property
     def is_packed(self) -> bool:

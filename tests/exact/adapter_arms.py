@@ -55,7 +55,8 @@ def fill(model: Model, dtype: torch.dtype = torch.float32) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             values = 0.1 * torch.randn(parameter.shape, generator=generator)
-            parameter.data = values.to(dtype)
+            # Magnitudes of DoRA are not the norms.
+            parameter.data = (values + 3 if "magnitude" in name else values).to(dtype)
 
 
 def with_kernels(model: Model, around: Callable[[], Any] = nullcontext, **choice: Any) -> Found:
@@ -64,6 +65,30 @@ def with_kernels(model: Model, around: Callable[[], Any] = nullcontext, **choice
     found = step(model, around)
     poros.restore(model)
     return found
+
+
+def at(act: Callable[[Any], object], *endings: str) -> Callable[[Model], None]:
+    """``act`` on each module whose name ends so."""
+
+    def change(model: Model) -> None:
+        for name, module in list(model.named_modules()):
+            if name.endswith(endings):
+                act(module)
+
+    return change
+
+
+def behind(hook: Callable[..., Any], *endings: str) -> Callable[[Model], None]:
+    """A forward hook on each module whose name ends so."""
+    return at(lambda module: module.register_forward_hook(hook), *endings)
+
+
+def before(hook: Callable[..., Any], *endings: str) -> Callable[[Model], None]:
+    return at(lambda module: module.register_forward_pre_hook(hook), *endings)
+
+
+def nothing(model: Model) -> None:
+    pass
 
 
 def mlps(model: Model) -> list[Any]:

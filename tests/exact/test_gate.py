@@ -271,14 +271,17 @@ def test_check_model_dir_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
         check_model_dir(tmp_path, prepare=same)
 
 
-def test_dora_is_compared_with_a_resident_run_that_takes_our_kernels() -> None:
-    small = {"adapter": "dora", "num_steps": 2, "num_layers": 2, "hidden_size": 64}
-    for kernels in ("fused", "peft"):
-        report = check_architecture("qwen2", adapter_kernels=kernels, **small)
+@pytest.mark.parametrize("kernels", ["fused", "grouped"])
+def test_it_compares_with_a_resident_run_of_the_same_kernels(kernels: str) -> None:
+    """Of DoRA, and of LoRA in groups, whose bits are not PEFT's."""
+    small: dict[str, Any] = {"num_steps": 2, "num_layers": 2, "hidden_size": 64}
+    small["adapter"] = "dora" if kernels == "fused" else "lora"
+    for each in (kernels, "peft"):
+        report = check_architecture("qwen2", adapter_kernels=each, **small)
         assert report.exact, report.error
 
     def without_ours(model: Any, **policy: Any) -> Any:
         return poros.prepare(model, **{**policy, "adapter_kernels": "peft", "slots": 2})
 
-    report = check_architecture("qwen2", prepare=without_ours, **small)
+    report = check_architecture("qwen2", prepare=without_ours, adapter_kernels=kernels, **small)
     assert not report.exact and report.num_differences > 0 and report.resident_repeats

@@ -92,24 +92,23 @@ def test_under_strict_a_recording_with_other_bits_is_an_error(
     assert captures.num_replays == 0
 
 
-@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("way", ["recomputed", "kept", "together"])
 def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
-    policy: dict[str, Any], bases: Bases, monkeypatch: pytest.MonkeyPatch
+    way: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Together, several backwards of a layer come before what proves the first can be recorded."""
     make_unsteady(monkeypatch)
-    # Together, several backwards of a layer come before what proves the first can be recorded.
-    for is_grouped in (False, True):
-        model = few(bases, lora_dropout=0.1)
-        captures, recorder = recorded(model, self_check="off", **policy)
-        for _ in range(8):
-            if is_grouped:
-                poros.accumulate(model, [batch() for _ in range(3)])
-            else:
-                loss_of(model).backward()
-        assert not any("other bits" in reason for reason in captures.eager)
-        assert captures.num_replays >= 2 * 2 * 2 * (3 if is_grouped else 1)
-        # Of each of two layers: a forward, a backward, and the steady one that proves it.
-        assert recorder.num_recorded == 2 * 3
+    model = few(bases, lora_dropout=0.1)
+    captures, recorder = recorded(model, self_check="off", **(KEPT if way == "kept" else {}))
+    for _ in range(8):
+        if way == "together":
+            poros.accumulate(model, [batch() for _ in range(3)])
+        else:
+            loss_of(model).backward()
+    assert not any("other bits" in reason for reason in captures.eager)
+    assert captures.num_replays >= 2 * 2 * 2
+    # Of each of two layers: a forward, a backward, and the steady one that proves it.
+    assert recorder.num_recorded == 2 * 3
 
 
 def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(

@@ -147,6 +147,16 @@ def kept_by_kernels(part: str) -> Program:
     return program
 
 
+def older_hook(model: Model) -> object:
+    handle = layers_of(model)[1].mlp.act_fn.register_backward_hook(
+        lambda module, given, found: tuple(each if each is None else 1.5 * each for each in given)
+    )
+    try:
+        return P.STEP(model)
+    finally:
+        handle.remove()
+
+
 def python_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * (1 + random.random())
 
@@ -378,30 +388,6 @@ def failing(where: str, error: type[BaseException]) -> Program:
 
 
 A_MATRIX = "base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight"
-
-
-def evaluated_between(model: Model) -> object:
-    loss = P.loss_of(model)
-    with torch.no_grad():
-        P.loss_of(model, 1)
-    loss.backward()
-    return loss
-
-
-def setting_between(model: Model) -> object:
-    loss = P.loss_of(model)
-    torch.backends.mkldnn.enabled = False
-    try:
-        loss.backward()
-    finally:
-        torch.backends.mkldnn.enabled = True
-    return loss
-
-
-def with_cache(model: Model) -> object:
-    out = model(**batches()[0], use_cache=True)
-    out.loss.backward()
-    return out.loss
 
 
 def inspected(model: Model) -> object:

@@ -70,28 +70,10 @@ STEP = one_step()
 STEP_UNDER_AUTOCAST = one_step(forward=bf16)
 
 
-def freeze_one(model: Model) -> None:
-    """Frozen between forward and backward, the gradient still arrives."""
-    layers_of(model)[0].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
-
-
-def evaluate_then_train(model: Model) -> None:
-    """A forward in evaluation mode has no dropout, whatever the mode is at its backward."""
-    model.eval()
-    loss = loss_of(model)
-    model.train()
-    loss.backward()
-
-
 def step_and_flags(model: Model) -> object:
     """Flags are after backward what they were before."""
     one_step(between=lambda each: each.eval())(model)
     return [each.training for each in model.modules()]
-
-
-def late_input_require_grads(model: Model) -> object:
-    model.get_base_model().enable_input_require_grads()
-    return STEP(model)
 
 
 # Backwards.
@@ -196,19 +178,6 @@ def hidden_states_alone(model: Model) -> object:
     out = model(**batches()[1], output_hidden_states=True)
     out.loss.backward()
     return [(each, each.requires_grad) for each in out.hidden_states]
-
-
-def given_embeddings(model: Model, *, penalty: bool = False, frozen: bool = False) -> object:
-    """Embeddings that a user makes, and that require gradients."""
-    if frozen:
-        model.eval().requires_grad_(False)
-    data = batches()[0]
-    embeddings = model.get_input_embeddings()(data.pop("input_ids"))
-    embeddings = embeddings.detach().requires_grad_()
-    loss = model(**data, inputs_embeds=embeddings).loss
-    (loss + embeddings.square().mean() if penalty else loss).backward()
-    assert embeddings.grad is not None and embeddings.grad.any()
-    return embeddings.grad
 
 
 def read_an_encoder(model: Model) -> object:

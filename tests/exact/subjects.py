@@ -25,12 +25,6 @@ FP32_DENSE = small(dropout=0.0, dtype=torch.float32, quantize=False)
 DENSE = small(quantize=False)
 
 
-PROJECTIONS = [
-    *(f"self_attn.{each}" for each in ("q_proj", "k_proj", "v_proj", "o_proj")),
-    *(f"mlp.{each}" for each in ("gate_proj", "up_proj", "down_proj")),
-]
-
-
 def adapters_on(
     *targets: str, quantize: bool = True, dropout: float = 0.0, **options: Any
 ) -> Subject:
@@ -49,10 +43,6 @@ def on_layers(layers: list[int], **options: Any) -> Subject:
     """Adapters in some layers only."""
     options |= {"dropout": 0.05, "layers_to_transform": layers}
     return adapters_on("q_proj", "down_proj", **options)
-
-
-def dense_lora(**options: Any) -> Subject:
-    return lambda bases: adapted.lora(**options)()
 
 
 def two_adapters(bases: Bases) -> Model:
@@ -84,22 +74,6 @@ def reading(auto_class: str, architecture: str = "qwen2", **options: Any) -> Sub
         return get_peft_model(base, config)
 
     return make
-
-
-def tied_within(bases: Bases) -> Model:
-    """One matrix for two adapters of a layer."""
-    model = bases.build(dropout=0.0)
-    mlp = layers_of(model)[0].mlp
-    mlp.gate_proj.lora_A["default"].weight = mlp.up_proj.lora_A["default"].weight
-    return model
-
-
-def tied_across(bases: Bases) -> Model:
-    """One matrix for adapters of two layers."""
-    model = bases.build(dropout=0.0)
-    first, last = layers_of(model)[0].mlp, layers_of(model)[2].mlp
-    last.up_proj.lora_A["default"].weight = first.up_proj.lora_A["default"].weight
-    return model
 
 
 def shared_within(bases: Bases) -> Model:

@@ -25,7 +25,6 @@ from poros.kernels.autocast import cached_cast
 from poros.stream.body import ModelContext
 from poros.stream.boundary import is_streamed
 from tests.exact import hazards as H
-from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact import provocations as V
 from tests.exact import regions as R
@@ -87,11 +86,6 @@ def rows() -> Iterator[Row]:
     for name, change in V.CHANGES.items():
         raised = V.behind(change), REMAT, V.SAYS_WHERE
         yield Row(name, *raised, S.two_adapters, is_accepted=False, after=V.train_the_second)
-    inside = [which for which in hooks.HOOKS if which not in hooks.OUTSIDE]
-    changes_of = {"added": V.hooks_added, "removed": V.hooks_removed}
-    for is_slow, (which, how) in crossed(inside, changes_of):
-        raised = changes_of[how](which), REMAT, r"layers\.2: .*hooks", S.PLAIN, False
-        yield Row(f"hooks {how}: {which}", *raised, is_slow=is_slow)
     for is_slow, (what, index) in crossed(V.INPUTS, (0, 2)):
         raised = V.edited_input(what, index), REMAT, r"layers\.\d.*edited in place", S.PLAIN, False
         yield Row(f"edit of {what} of layer {index}", *raised, is_slow=is_slow)

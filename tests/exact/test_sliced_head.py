@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
-from poros.api import prepare_with
-from poros.config import StreamingPolicy
 from poros.errors import ParityError, PreparedModelError
 from poros.gates import tiny
 from poros.head.host_matrix import HostMatrix
@@ -47,7 +45,6 @@ from tests.exact.heads import (
     with_two,
 )
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
-from tools.adversary import AdversarialStreams, SlotHazard
 
 SHAPE = {"seq_len": 16, "batch_size": 2}
 pytestmark = pytest.mark.usefixtures("narrow")
@@ -405,44 +402,6 @@ def test_the_first_step_notices(
     unchecked = with_sliced_loss(build(), self_check="off").train()
     damage(unchecked, monkeypatch)
     assert not torch.equal(outputs(unchecked).loss, expected), "control: it would have trained on"
-
-
-def no_wait_for_the_copy(patch: pytest.MonkeyPatch) -> None:
-    genuine = SliceReader.__call__
-
-    def call(self: SliceReader, width: int) -> Any:
-        self._streams.wait = lambda event: None  # type: ignore[method-assign]
-        return genuine(self, width)
-
-    patch.setattr(SliceReader, "__call__", call)
-
-
-def copies_that_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
-    genuine = SliceReader._bring
-
-    def bring(self: SliceReader, first: int, width: int, released: Any) -> Any:
-        start = getattr(self, "start", None) or self._streams.record()
-        self.start = start  # type: ignore[attr-defined]
-        return genuine(self, first, width, [start] * len(released))
-
-    patch.setattr(SliceReader, "_bring", bring)
-
-
-@pytest.mark.parametrize("fault", [None, no_wait_for_the_copy, copies_that_wait_for_nothing])
-def test_a_missing_wait_is_a_hazard(
-    fault: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if fault is not None:
-        fault(monkeypatch)
-    streams = AdversarialStreams()
-    policy = StreamingPolicy(slots=2, device="cpu", self_check="off", **ON_HOST)
-    with streams.watch():
-        model = prepare_with(build(), policy, streams=streams)
-        if fault is None:
-            run(model)
-        else:
-            with pytest.raises(SlotHazard):
-                run(model)
 
 
 def cast(model: Model) -> None:

@@ -78,8 +78,6 @@ class Arms:
         device: Where both arms run.
         num_steps: Of a run.
         auto_class: As in ``poros.load``; with a head for one class.
-        checkpoint: Another than a small one of qwen2.
-        processing: Another class that processes rows than ``tokenizer()``.
     """
 
     def __init__(
@@ -94,8 +92,6 @@ class Arms:
         device: str = "cpu",
         num_steps: int = NUM_STEPS,
         auto_class: str | None = None,
-        checkpoint: Path | None = None,
-        processing: Any = None,
     ) -> None:
         self.folder = folder
         self.trainer_class = trainer_class
@@ -109,12 +105,7 @@ class Arms:
         self.trainer: Any = None
         """The trainer of the latest run."""
         self.eval_rows: list[dict[str, str]] | None = None
-        self.collator: Any = None
-        """Another than the trainer's own."""
-        self.processing = processing or tokenizer()
-        self.checkpoint = checkpoint or folder / "base"
-        if checkpoint is not None:
-            return
+        self.processing = tokenizer()
         config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
         if auto_class is not None:
             config.num_labels = 1
@@ -122,7 +113,7 @@ class Arms:
 
     def base(self) -> Any:
         return tiny.load_base(
-            self.checkpoint,
+            self.folder / "base",
             dtype=self.dtype,
             quantize=self.quantize,
             device=self.device,
@@ -142,7 +133,7 @@ class Arms:
         self, prepare: Prepare | None = None, *, attach_in_trainer: bool = False, **options: Any
     ) -> Trajectory:
         """One training run; the adapter is made by the caller, or by the trainer."""
-        extra: dict[str, Any] = {} if self.collator is None else {"data_collator": self.collator}
+        extra: dict[str, Any] = {}
         if attach_in_trainer:
             model = self.base()
             extra["peft_config"] = self.adapter()

@@ -73,13 +73,6 @@ def with_hook(hook: Callable[..., Any], path: str = "mlp") -> Program:
     return program
 
 
-def trainable_from_outside(model: Model) -> object:
-    scale = torch.nn.Parameter(torch.ones(()))
-    with_hook(lambda m, args, output: output * scale)(model)
-    assert scale.grad is not None
-    return scale.grad
-
-
 def own_generator(model: Model) -> object:
     generator = torch.Generator().manual_seed(3)
 
@@ -163,10 +156,6 @@ def python_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
 
 def numpy_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * (1 + float(np.random.rand()))
-
-
-def torch_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output + torch.randn_like(output)
 
 
 def another_forward(*, gradients: bool) -> Program:

@@ -6,7 +6,6 @@ import torch
 from peft import LoraConfig, VBLoRAConfig, get_peft_model
 from transformers import BartConfig, BartForCausalLM
 
-from tests import adapted
 from tests.exact.arms import Bases, Model, Subject
 from tests.snapshots import layers_of
 
@@ -81,12 +80,6 @@ def shared_within(bases: Bases) -> Model:
     model = NO_DROPOUT(bases)
     mlp = layers_of(model)[1].mlp
     mlp.gate_proj.lora_A, mlp.gate_proj.lora_B = mlp.up_proj.lora_A, mlp.up_proj.lora_B
-    return model
-
-
-def called_twice(bases: Bases) -> Model:
-    model = FP32_DENSE(bases)
-    layers_of(model)[1].mlp.up_proj = adapted.Twice(layers_of(model)[1].mlp.up_proj)
     return model
 
 

@@ -74,13 +74,6 @@ MEETINGS = {  # of gradients of adapters, within a region or not
     "a penalty outside of accelerate": R.penalty_by_accelerate,
     "a penalty, no cache": R.with_penalty(R.penalty, R.uncached),
 }
-ARRIVING = {
-    **{name: S.small(name) for name in ("gemma3", "gemma4", "mixtral", "phi3", "prophetnet")},
-    "vblora": S.vblora,
-    "called twice": S.called_twice,
-}
-"""Gradients arrive in an order of its own in each. Not replayed are those in which the values of
-a tensor decide what is computed, and those that share states between layers."""
 READERS = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
 READING = (
     ("AutoModelForSequenceClassification", P.prefer),
@@ -180,7 +173,6 @@ def adapters() -> Iterator[Row]:
         yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train_once)
     yield Row("adapters of DoRA on v", S.adapters_on("v_proj", use_dora=True), P.train_once)
     yield Row("PEFT's own modules", S.adapters_on("q_proj", "v_proj"), P.train_once, PEFT)
-    yield Row("adapters frozen by hand", S.partly_frozen, P.STEP)
     for name, program in {
         "train": P.train_once,
         "no cache": P.one_step(forward=R.uncached),
@@ -189,12 +181,6 @@ def adapters() -> Iterator[Row]:
     }.items():
         yield Row(f"one adapter for two projections, {name}", S.shared_within, program)
     yield Row("two parameters that are added", S.shifted, P.gradients_of_their_own)
-    for name, subject in ARRIVING.items():
-        replays = name in ("gemma3", "phi3", "called twice")
-        is_used_often = name in ("vblora", "prophetnet", "called twice")
-        program = P.sums if is_used_often else P.STEP
-        policy = CHECKED if name == "vblora" else {}
-        yield Row(f"when gradients arrive: {name}", subject, program, policy, replays)
     yield Row("vblora", S.vblora, P.train_once, CHECKED, replays=False)
     for name, program in MEETINGS.items():
         # Where casts are there before the layers are, it is not seen when gradients arrive.
@@ -218,7 +204,6 @@ def hooked() -> Iterator[Row]:
     for name, hook in {
         "Python's": H.python_random,
         "NumPy's": H.numpy_random,
-        "PyTorch's": H.torch_random,
     }.items():
         program = H.with_hook(hook, "input_layernorm")
         yield Row(f"{name} generator in a hook", S.PLAIN, program, UNCHECKED)
@@ -227,7 +212,6 @@ def hooked() -> Iterator[Row]:
     inner = H.forward_without_gradients, H.forward_and_backward
     yield Row("a forward inside a backward", S.PLAIN, H.in_backward(inner[0]))
     yield Row("a step inside a backward", S.PLAIN, H.in_backward(inner[1]))
-    yield Row("trainable from outside", S.NO_DROPOUT, H.trainable_from_outside)
     subject = S.adapters_on("q_proj", "v_proj", quantize=False)
     places = ("within", "an inner loss", "beside", "beside, alone")
     for is_slow, (how, where) in crossed(("attribute", "closure"), places):

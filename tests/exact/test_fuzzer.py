@@ -42,7 +42,7 @@ from tools.fuzz.program import (
     Term,
     features,
 )
-from tools.fuzz.shrink import shrink, simpler
+from tools.fuzz.shrink import shrink
 
 NUM_DRAWN = 3
 
@@ -183,26 +183,6 @@ def test_each_sort_of_failure_is_reported(
     fault(monkeypatch)
     verdict = judge(program)
     assert verdict.end == "failed" and verdict.kind.startswith(kind), verdict
-
-
-@pytest.mark.slow
-def test_a_silent_difference_is_found_by_drawing(
-    judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And shrunk to a program of which nothing can be left out."""
-    no_replay(monkeypatch)
-    found = None
-    for program in campaign.draw(0, 60):
-        if not program.subject.dropout:
-            continue
-        verdict = judge(program)
-        if verdict.end == "failed" and "gradient" in verdict.kind:
-            found = campaign.shrunk_failure(program, verdict, judge, campaign.Tally())
-            break
-    assert found is not None
-    smallest, verdict = found
-    assert verdict.end == "failed"
-    assert all(judge(each).end != "failed" for each in simpler(smallest))
 
 
 def test_what_raises_resident_has_to_raise_prepared(

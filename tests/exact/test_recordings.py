@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import poros
 from poros.errors import ParityError, PolicyError
+from poros.io.digests import checksum
 from poros.model import recorded as chosen
 from poros.model.sizing import ResidencyPlan
 from poros.replay.captures import NEW
@@ -293,3 +294,17 @@ def test_what_is_known_of_calls_stays_known_in_other_rooms(keep_last: int, bases
     assert recorder.num_recorded == 2 * 2 * 3, "each once more, at once"
     # One of each runs beside what is compared with it; none is there to be learnt from.
     assert eager[5] == eager[4] and eager[9] == eager[5] + 2 * 2 == eager[-1] - 2 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_a_checksum_tells_what_regular_edits_do(dtype: torch.dtype) -> None:
+    """Signs, a single bit, neighbours exchanged, rows in another order."""
+    values = (torch.randn(16, 8, generator=torch.Generator().manual_seed(0)) * 20).to(dtype)
+    other = torch.ones(3, dtype=torch.bfloat16)
+    flipped, swapped = values.clone(), values.clone()
+    flipped.view(torch.uint8)[0, 0] ^= 1
+    swapped[0, :2] = values[0, :2].flip(0)
+    edited = [-values, values.flip(0), flipped, swapped, values * 2]
+    found = {int(checksum([each, other])) for each in (values, *edited)}
+    assert len(found) == 1 + len(edited)
+    assert int(checksum([values.clone(), other])) in found

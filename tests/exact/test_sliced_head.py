@@ -404,53 +404,42 @@ def test_the_first_step_notices(
     assert not torch.equal(outputs(unchecked).loss, expected), "control: it would have trained on"
 
 
-def cast(model: Model) -> None:
-    model.get_output_embeddings().float()
+def another_weight() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(512, 64, dtype=torch.bfloat16), requires_grad=False)
 
 
-def made_trainable(model: Model) -> None:
-    head_of(model).requires_grad_(True)
+def in_place(edit: Callable[[torch.Tensor], object]) -> Callable[[Model], None]:
+    def change(model: Model) -> None:
+        with torch.no_grad():
+            edit(head_of(model))
+
+    return change
 
 
-def given_another_weight(model: Model) -> None:
-    head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(torch.zeros(head.weight.shape, dtype=torch.bfloat16))
-
-
-def given_other_data(model: Model) -> None:
-    head_of(model).data = torch.ones(512, 64, dtype=torch.bfloat16)
-
-
-def swapped(model: Model) -> None:
-    other = torch.nn.Parameter(torch.ones(512, 64, dtype=torch.bfloat16), requires_grad=False)
-    torch.utils.swap_tensors(head_of(model), other)
-
-
-def written_in_a_row(model: Model) -> None:
-    with torch.no_grad():
-        head_of(model)[3] = 1.0
-
-
-def written(model: Model) -> None:
-    with torch.no_grad():
-        head_of(model).mul_(2)
-
-
-CHANGES = [cast, made_trainable, given_other_data, written, written_in_a_row]
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "cast": lambda model: model.get_output_embeddings().float(),
+    "made trainable": lambda model: head_of(model).requires_grad_(True),
+    "other data": lambda model: setattr(head_of(model), "data", another_weight().data),
+    "written": in_place(lambda weight: weight.mul_(2)),
+    "written in a row": in_place(lambda weight: weight[3].fill_(1.0)),
+}
+OF_ONES_OWN: dict[str, Callable[[Model], object]] = {
+    "another weight": lambda m: setattr(m.get_output_embeddings(), "weight", another_weight()),
+    "swapped": lambda model: torch.utils.swap_tensors(head_of(model), another_weight()),
+}
 
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("change", [*CHANGES, given_another_weight, swapped])
+@pytest.mark.parametrize("which", [*CHANGES, *OF_ONES_OWN])
 @pytest.mark.parametrize("loss", ["chunked", "reference"])
-def test_a_head_in_host_memory_that_is_changed_is_refused(
-    loss: str, change: Callable[[Model], None]
-) -> None:
+def test_a_head_in_host_memory_that_is_changed_is_refused(loss: str, which: str) -> None:
     """Before anything is computed with it; but a weight of one's own is a weight of one's own."""
+    change = {**CHANGES, **OF_ONES_OWN}[which]
     model = with_sliced_loss(build(), loss=loss)
-    if change in (given_another_weight, swapped) and loss == "reference":
+    if which in OF_ONES_OWN and loss == "reference":
         own = build()
-        change(model)
-        change(own)
+        for each in (model, own):
+            change(each)
         assert torch.equal(outputs(model).logits, outputs(own).logits)
         return
     with pytest.raises(PreparedModelError, match="weight"):

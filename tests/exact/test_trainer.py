@@ -120,15 +120,14 @@ def test_a_whole_run_is_bitwise_equal(
     assert arms.log_history("streamed") == logs
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
 def test_saved_adapters_are_byte_equal(
-    arms: Arms, resident: Trajectory, streamed: Trajectory
+    arms: Arms, resident: Trajectory, streamed: Trajectory, name: str
 ) -> None:
     for step in (RESUME_AT, NUM_STEPS):
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
-            expected, found = (
-                (arms.checkpoint(arm, step) / name).read_bytes() for arm in ("resident", "streamed")
-            )
-            assert len(expected) > 100 and found == expected, name
+        paths = [arms.checkpoint(arm, step) / name for arm in ("resident", "streamed")]
+        expected, found = (path.read_bytes() for path in paths)
+        assert len(expected) > 100 and found == expected
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(arms: Arms, streamed: Trajectory) -> None:

@@ -9,7 +9,6 @@ import torch
 
 import poros
 from poros.gates import tiny
-from poros.head.host_matrix import HostMatrix
 from poros.slots.schedule import Phase, count, walk
 from poros.stream.boundary import is_streamed
 from tests.covers import with_slow
@@ -22,9 +21,6 @@ from tests.exact.arms import (
     Program,
     Residents,
     facts_of,
-    narrow_slices,
-    observe,
-    slice_resident_loss,
     streamed,
 )
 from tests.snapshots import batches, bf16, bits_of, changes, layers_of
@@ -115,34 +111,6 @@ GENERATION: dict[str, tuple[Program, dict[str, Any]]] = {
 def test_evaluation_and_generation_are_exact(name: str, mode: str, residents: Residents) -> None:
     subject = ARCHITECTURES[name]
     assert residents.compare(subject, WITH_TRAINING[mode], self_check="strict") == {}
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss", ["reference", "chunked"])
-@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
-def test_they_are_with_the_head_in_host_memory(
-    name: str, loss: str, mode: str, residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gemma's head is its embedding's matrix."""
-
-    def program(model: Model) -> object:
-        found = []
-        for _ in range(2):
-            with MODES[mode]():
-                found.append([outputs(model.eval()), generated(model)])
-            found.append([P.train_once(model)])
-        return found
-
-    narrow_slices(monkeypatch)
-    resident = S.small(name)(residents.bases)
-    if loss == "chunked":
-        slice_resident_loss(resident)
-    expected = observe(resident, program)
-    policy = {"loss": loss, "stream_head": True, "stream_embedding": True}
-    model = streamed(S.small(name)(residents.bases), **policy)
-    assert isinstance(model.get_output_embeddings().weight, HostMatrix)
-    assert changes(expected, observe(model, program)) == {}
 
 
 @pytest.mark.cover("values")

@@ -75,24 +75,6 @@ def test_labels_for_some_positions_only() -> None:
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("with_gradient", [False, True])
-def test_a_step_without_gradient_on_the_way_to_the_loss(with_gradient: bool) -> None:
-    """A loss of logits that were cast under no_grad trains nothing, as in a plain model."""
-    found = []
-    for model in (build().train(), with_sliced_loss(build()).train()):
-        base = model.get_base_model()
-        own = base.loss_function
-
-        def loss(logits: torch.Tensor, own: Any = own, **given: Any) -> torch.Tensor:
-            with torch.set_grad_enabled(with_gradient):
-                logits = logits.float()
-            return own(logits=logits, **given)
-
-        base.loss_function = loss
-        found.append(outputs(model).loss.requires_grad)
-    assert found == [with_gradient, with_gradient]
-
-
 WATCHES: dict[str, Any] = {
     "hook": lambda output: output.logits.register_hook(lambda gradient: gradient * 0),
     "retain_grad": lambda output: output.logits.retain_grad(),
@@ -108,18 +90,6 @@ def test_the_gradient_of_logits_that_the_loss_goes_around_is_refused(name: str) 
     with pytest.raises(PreparedModelError, match="expected no use of their gradient"):
         WATCHES[name](outputs(model))
     WATCHES["hook"](outputs(model, labels=None))  # no loss was taken of these
-
-
-def test_loss_and_logits_in_one_sum() -> None:
-    """A penalty on the logits beside the loss."""
-
-    def gradients(model: Model) -> list[object]:
-        output = outputs(model.train())
-        (output.loss + 1e-2 * output.logits.float().logsumexp(-1).square().mean()).backward()
-        return [digest(p.grad) for p in model.parameters() if p.grad is not None]
-
-    expected = gradients(slice_resident_loss(build()))
-    assert len(expected) > 10 and gradients(with_sliced_loss(build())) == expected
 
 
 class WithMetrics(Trainer):  # type: ignore[misc]

@@ -281,25 +281,6 @@ def test_a_failed_backward_does_not_change_random_state_or_flags(
     assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
 
 
-def test_a_buffer_that_the_layers_own_forward_replaces(bases: Bases) -> None:
-    def count(module: Any, args: Any, output: Any) -> None:
-        module.calls = module.calls + 1
-
-    model = S.NO_DROPOUT(bases)
-    norm = V.layer(model, 1).input_layernorm
-    norm.register_buffer("calls", torch.zeros(()))
-    handle = norm.register_forward_hook(count)
-    model(**batches()[0])
-    assert norm.calls == 1
-    streamed(model)
-    with pytest.raises(PreparedModelError, match=r"calls: .*replaced"):
-        model(**batches()[0])
-    handle.remove()
-    poros.restore(model)
-    # An ordinary tensor of the device: what the hook wrote before the error stays.
-    assert norm.calls == 2
-
-
 def test_a_region_that_ends_with_the_model_makes_no_casts(bases: Bases, monkeypatch: Patch) -> None:
     """They would be kept until the region ends."""
     made: list[Any] = []

@@ -144,20 +144,10 @@ def layer_outside_of_the_model(model: Model) -> object:
 # Losses on what passes between the layers.
 
 
-def loss_on_states(*wanted: int, loss: bool = False) -> Program:
-    """On hidden states of these numbers, and on the logits if ``loss``."""
-
-    def program(model: Model) -> object:
-        out = model(**batches()[1], output_hidden_states=True)
-        states = [out.hidden_states[number] for number in wanted]
-        terms = [out.loss] * loss + [each.float() for each in states]
-        total = torch.stack([each.square().mean() for each in terms]).sum()
-        total.backward()
-        assert len(out.hidden_states) == len(layers_of(model)) + 1
-        assert all(bool(each.abs().sum() > 0) for each in out.hidden_states)
-        return [(each, each.requires_grad) for each in out.hidden_states]
-
-    return program
+def loss_on_the_last_state(model: Model) -> object:
+    out = model(**batches()[1], output_hidden_states=True)
+    out.hidden_states[-1].float().square().mean().backward()
+    return [(each, each.requires_grad) for each in out.hidden_states]
 
 
 def loss_on_outputs(model: Model) -> None:
@@ -230,20 +220,6 @@ def _steps(model: Model, loss_of_step: Callable[[int], torch.Tensor], accumulati
 
 def _rows(number: int) -> dict[str, torch.Tensor]:
     return {key: each for key, each in batches()[number % 2].items() if key != "labels"}
-
-
-def prefer(model: Model) -> object:
-    """The loss of a reward model, of pairs: the first row of each batch is the chosen one."""
-    model.train()
-
-    def loss(number: int) -> torch.Tensor:
-        chosen, rejected = model(**_rows(number)).logits.squeeze(-1).chunk(2)
-        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-
-    found = _steps(model, loss, accumulation=2)
-    heads = [name for name in trained(model) if "score" in name]
-    assert len(heads) == 1 and "modules_to_save" in heads[0]
-    return found
 
 
 def classify(model: Model) -> object:

@@ -1,13 +1,10 @@
 """Programs that a prepared model computes with the bits of a resident one, in the same order."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from tests.covers import cover
 from tests.exact import hazards as H
 from tests.exact import programs as P
 from tests.exact import provocations as V
@@ -24,18 +21,8 @@ class Row(NamedTuple):
     policy: dict[str, Any] = {}  # noqa: RUF012
     replays: bool = True
     """Whether visits of some layers may be replayed."""
-    is_slow: bool = False
-    """Left out of `make test`, in which other rows have all that comes together here."""
     num_times: int = 0
     """The first shows what is to be recorded, the second proves it, the third replays it."""
-
-
-def crossed(*axes: Any) -> Iterator[tuple[bool, Any]]:
-    """All combinations of values; whether a row of it is slow: few in turn have every value."""
-    points = list(product(*axes))
-    kept = cover(points, 1)
-    for place, point in enumerate(points):
-        yield place not in kept, point
 
 
 PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
@@ -44,23 +31,11 @@ CHECKED: dict[str, Any] = {"self_check": "strict"}
 UNCHECKED: dict[str, Any] = {"self_check": "off"}
 """The self-check itself runs hooks, restores PyTorch's random states alone, and takes gradients as
 reentrant checkpoints refuse."""
-PRECISIONS = {"bf16": S.PLAIN, "fp32": S.small(dtype=torch.float32, quantize=False)}
-STATES = {
-    "the last state": P.loss_on_states(3),
-    "everything": P.loss_on_states(0, 1, 2, 3, loss=True),
-}
 KINDS: dict[str, dict[str, Any]] = {
     "head saved": {"modules_to_save": ["lm_head"]},
     "dora, norms saved": {"use_dora": True, "modules_to_save": ["input_layernorm"]},
 }
 SHARED = S.small("gemma4_shared_kv", num_layers=4)
-FAMILIES = {
-    "gemma4_shared_kv": SHARED,
-    **{name: S.small(name, num_layers=4) for name in ("gemma4", "mixtral", "qwen3_moe")},
-}
-ROUTED = {name: S.small(name) for name in ("mixtral", "qwen3_moe")}
-CONTEXTS = {"nothing": nullcontext, "autocast": bf16}
-BACKENDS = {"nothing": nullcontext, "math only": P.only_math}
 MEETINGS = {  # of gradients of adapters, within a region or not
     "float16": R.half,
     "without a cache": R.without_a_cache,
@@ -74,12 +49,6 @@ MEETINGS = {  # of gradients of adapters, within a region or not
     "a penalty outside of accelerate": R.penalty_by_accelerate,
     "a penalty, no cache": R.with_penalty(R.penalty, R.uncached),
 }
-READERS = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
-READING = (
-    ("AutoModelForSequenceClassification", P.prefer),
-    ("AutoModelForSequenceClassification", P.classify),
-    ("AutoModel", P.contrast),
-)
 MATH_STEP = P.one_step(forward=P.only_math)
 
 
@@ -106,29 +75,20 @@ def losses() -> Iterator[Row]:
     A state that feeds the next layer and a loss has a gradient of three terms: a resident run adds
     the loss's, the residual path's, then the norm's.
     """
-    for name, program in STATES.items():
-        yield Row(f"a loss on {name}", S.PLAIN, program, replays=False)
+    yield Row("a loss on the last state", S.PLAIN, P.loss_on_the_last_state, replays=False)
     yield Row("losses on what layers give", S.PLAIN, P.loss_on_outputs)
     yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
-    for name, subject in FAMILIES.items():
-        # Which have nothing that the other two have not.
-        is_slow = name in ("gemma4", "qwen3_moe")
-        row = Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
-        yield row._replace(is_slow=is_slow)
+    yield Row("hidden states of gemma4", SHARED, P.hidden_states_alone, replays=False)
     yield Row("shared keys and values", SHARED, P.train_once, replays=False)
-    for name, subject in ROUTED.items():
-        yield Row(f"router logits of {name}", subject, P.routers_alone, replays=False)
-    programs = {
-        "": H.attentions(alone=False),
-        " alone": H.attentions(alone=True),
-        ", no gradients": H.attentions_without_gradients,
-    }
-    eager = {
-        name: S.small(name, attn_implementation="eager") for name in ("gemma4", "mixtral", "qwen2")
-    }
-    for is_slow, (name, how) in crossed(eager, programs):
-        row = Row(f"attentions of {name}{how}", eager[name], programs[how], replays=False)
-        yield row._replace(is_slow=is_slow)
+    for name in ("mixtral", "qwen3_moe"):
+        yield Row(f"router logits of {name}", S.small(name), P.routers_alone, replays=False)
+    for name, program in {
+        "gemma4": H.attentions(alone=False),
+        "mixtral": H.attentions(alone=True),
+        "qwen2": H.attentions_without_gradients,
+    }.items():
+        subject = S.small(name, attn_implementation="eager")
+        yield Row(f"attentions of {name}", subject, program, replays=False)
     yield Row("states of an encoder", S.decoder, P.read_an_encoder)
     below = S.adapter_below_the_layers, P.train_below_the_layers
     yield Row("an adapter below the layers", *below, replays=False)
@@ -144,20 +104,17 @@ def losses() -> Iterator[Row]:
 def surroundings() -> Iterator[Row]:
     """What surrounds a forward is replayed at its recomputation."""
     yield Row("flags behind a step", S.PLAIN, P.step_and_flags)
-    for precision, subject in PRECISIONS.items():
-        yield Row(f"autocast around backward, {precision}", subject, P.one_step(backward=bf16))
-    for is_slow, (precision, name) in crossed(PRECISIONS, CONTEXTS):
-        program = P.one_step(forward=bf16, backward=CONTEXTS[name])
-        row = Row(f"autocast, {name} around backward, {precision}", PRECISIONS[precision], program)
-        yield row._replace(is_slow=is_slow)
-    # With dropout there is one backend only.
-    subjects = {"bf16": S.NO_DROPOUT, "fp32": S.FP32_NO_DROPOUT}
-    for is_slow, (precision, name) in crossed(subjects, BACKENDS):
-        program = P.one_step(forward=P.only_math, backward=BACKENDS[name])
-        row = Row(
-            f"math attention, {name} around backward, {precision}", subjects[precision], program
-        )
-        yield row._replace(is_slow=is_slow)
+    full = S.small(dtype=torch.float32, quantize=False)
+    for name, subject, step in (
+        # With dropout there is one backend only.
+        ("math attention", S.FP32_NO_DROPOUT, MATH_STEP),
+        ("math attention twice", S.NO_DROPOUT, P.one_step(P.only_math, P.only_math)),
+        ("autocast around backward", S.PLAIN, P.one_step(backward=bf16)),
+        ("autocast around backward, float32", full, P.one_step(backward=bf16)),
+        ("autocast around both", S.PLAIN, P.one_step(bf16, bf16)),
+        ("autocast, float32", full, P.STEP_UNDER_AUTOCAST),
+    ):
+        yield Row(name, subject, step)
     for reentrant in (True, False):
         name = f"a module checkpointed, {'reentrant' if reentrant else 'not reentrant'}"
         policy = UNCHECKED if reentrant else {}
@@ -189,12 +146,13 @@ def adapters() -> Iterator[Row]:
 
 
 def readers() -> Iterator[Row]:
-    """Without the head of a language model: reward models, classifiers, embedding models."""
-    for is_slow, (name, (auto_class, program)) in crossed(READERS, READING):
-        row = Row(f"{program.__name__}, {name}", S.reading(auto_class, name), program)
-        # Of the others a run has four forwards, which are enough to replay some.
-        is_slow |= name in ("mistral", "gemma3")
-        yield row._replace(is_slow=is_slow, num_times=3 if program is P.classify else 2)
+    """Without the head of a language model. Reward models: ``test_trl``."""
+    score = "AutoModelForSequenceClassification"
+    yield Row("a classifier", S.reading(score), P.classify, num_times=3)
+    yield Row("a classifier, llama", S.reading(score, "llama"), P.classify, num_times=3)
+    # A run has four forwards, which are enough to replay some.
+    yield Row("embeddings", S.reading("AutoModel", "qwen3"), P.contrast, num_times=2)
+    yield Row("embeddings of gemma3", S.reading("AutoModel", "gemma3"), P.contrast, num_times=2)
 
 
 def hooked() -> Iterator[Row]:
@@ -214,9 +172,10 @@ def hooked() -> Iterator[Row]:
     yield Row("a step inside a backward", S.PLAIN, H.in_backward(inner[1]))
     subject = S.adapters_on("q_proj", "v_proj", quantize=False)
     places = ("within", "an inner loss", "beside", "beside, alone")
-    for is_slow, (how, where) in crossed(("attribute", "closure"), places):
+    for place, where in enumerate(places):
+        how = ("attribute", "closure")[place % 2]
         program = H.function_of_others(how, where)
-        yield Row(f"a function of others, {how}, {where}", subject, program, is_slow=is_slow)
+        yield Row(f"a function of others, {how}, {where}", subject, program)
     subject = S.adapters_on("q_proj", "v_proj")
     yield Row("bitsandbytes beside a layer", subject, H.bitsandbytes_beside)
 

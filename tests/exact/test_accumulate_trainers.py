@@ -15,7 +15,6 @@ import poros.accumulation.loop as block_major
 from poros.errors import UnsupportedModelError
 from poros.head.logits import LazyLogits
 from tests.comparing import compare_trajectories
-from tests.covers import with_slow
 from tests.exact.arms import Bases
 from tests.exact.together import (
     Batch,
@@ -103,22 +102,12 @@ def scale_weights(model: Model) -> None:
             each.mul_(0.99)
 
 
-def freeze(model: Model) -> None:
-    for each in trained(model)[:2]:
-        each.requires_grad_(False)
-
-
 def settings(model: Model) -> None:
     torch.use_deterministic_algorithms(True)
 
 
 def leave(model: Model) -> None:
     """Ends the first epoch within a step."""
-
-
-def count(trainer: Any, inputs: Batch) -> None:
-    trainer.calls += 1
-    inputs["labels"][:, : trainer.calls % 5] = -100
 
 
 def write(trainer: Any, inputs: Batch) -> None:
@@ -136,18 +125,13 @@ def late_penalty(trainer: Any, model: Model) -> Any:
 
 TRAINERS: dict[str, tuple[Kind, Any]] = {
     "clamps, behind": (stepping(clamp, is_behind=True), None),
-    "clamps, before": (stepping(clamp), None),
-    "clamps, called back": (called_back(clamp), None),
-    "noise, behind": (stepping(add_noise, is_behind=True), None),
     "noise, before": (stepping(add_noise), "drawn between"),
     "drops, called back": (called_back(torch.nn.Module.zero_grad), None),
     "steps, behind": (stepping(step, is_behind=True), "edits parameters"),
     "weights, called back": (called_back(scale_weights), "edited, frozen"),
-    "freezes, called back": (called_back(freeze), "edited, frozen"),
     "evaluation mode, called back": (called_back(torch.nn.Module.eval), None),
     "settings, called back": (called_back(settings), None),
     "leaves within a step": (called_back(leave), None),
-    "counts": (with_loss(count), None),
     "writes": (with_loss(write), None),
     "edits, and a penalty later": (
         *(with_loss(edit, late_penalty), (UnsupportedModelError, "uses parameters of")),
@@ -155,10 +139,7 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
 }
 
 
-SLOW = ("clamps, before", "clamps, called back", "noise, behind", "freezes, called back", "counts")
-
-
-@pytest.mark.parametrize("which", with_slow(TRAINERS, SLOW))
+@pytest.mark.parametrize("which", TRAINERS)
 def test_trainers_that_act(which: str, bases: Bases, tmp_path: Path) -> None:
     make, end = TRAINERS[which]
     model = TWO_SLOTS(dense(bases))
@@ -186,7 +167,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"bf16": False, "gradient_accumulation_steps": 2},
         **{"max_grad_norm": 0.1, "logging_steps": 1},
     },
-    "one": {"gradient_accumulation_steps": 1},
     "labels smoothed": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 3},
     # The epoch of 8 batches of 2 rows ends with a group of three. Weights of this optimizer are
     # others in an evaluation, and edited as the next step begins.
@@ -196,7 +176,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("which", with_slow(OPTIONS, ("one",)))
+@pytest.mark.parametrize("which", OPTIONS)
 def test_the_trainer(which: str, tmp_path: Path) -> None:
     arms = Arms.make(tmp_path, torch.float32)
     options = {**SHORT, **OPTIONS[which]}
@@ -205,7 +185,7 @@ def test_the_trainer(which: str, tmp_path: Path) -> None:
     logs = [arms.log_history(name, NUM_STEPS) for name in ("resident", "grouped")]
     assert compare_trajectories(expected, found) == [] and logs[0] == logs[1]
     # The first micro-batch goes alone.
-    num_missing = {1: NUM_STEPS, 2: 1}.get(options["gradient_accumulation_steps"], 0)
+    num_missing = options["gradient_accumulation_steps"] == 2
     assert num_groups(arms.model) == NUM_STEPS - num_missing and reasons(arms.model) == []
     if which != "labels smoothed":
         return
@@ -233,20 +213,10 @@ class WithZLoss(poros.PorosTrainer):  # type: ignore[misc]
         super().__init__(*args, z_loss=0.01, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "trainer, smoothing",
-    [
-        pytest.param(poros.PorosTrainer, 0.1, id="smoothed", marks=pytest.mark.slow),
-        pytest.param(WithZLoss, 0.0, id="z-loss", marks=pytest.mark.slow),
-        pytest.param(WithZLoss, 0.1, id="both"),
-    ],
-)
-def test_smoothing_and_z_loss_in_slices(
-    trainer: type[Trainer], smoothing: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smoothing_and_z_loss_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped, one after the other and from the host: one result; and nobody reads logits."""
-    options: Any = {**SHORT, "max_steps": 2, "label_smoothing_factor": smoothing}
-    options |= {"trainer_class": trainer, "gradient_accumulation_steps": 3}
+    options: Any = {**SHORT, "max_steps": 2, "label_smoothing_factor": 0.1}
+    options |= {"trainer_class": WithZLoss, "gradient_accumulation_steps": 3}
     arms = Arms.make(tmp_path, torch.float32)
     whole = arms.run("whole", TWO_SLOTS, **options)
 

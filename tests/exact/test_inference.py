@@ -11,7 +11,6 @@ import poros
 from poros.gates import tiny
 from poros.slots.schedule import Phase, count, walk
 from poros.stream.boundary import is_streamed
-from tests.covers import with_slow
 from tests.exact import programs as P
 from tests.exact import subjects as S
 from tests.exact.arms import (
@@ -98,16 +97,14 @@ GENERATION: dict[str, tuple[Program, dict[str, Any]]] = {
     "beams": (partial(generated, num_beams=2), {}),
     "samples": (partial(generated, do_sample=True, top_k=0), {}),
     "beams, head on the host": (partial(generated, num_beams=2), ON_HOST),
-    "samples, head on the host": (partial(generated, do_sample=True, top_k=0), ON_HOST),
     "a static cache": (partial(generated, cache_implementation="static"), {}),
-    "several samples": (partial(generated, num_return_sequences=2, do_sample=True), {}),
 }
 """With their logits whole, as they are read; with the head in host memory or not."""
 
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", with_slow(ARCHITECTURES, ("llama", "mistral", "qwen3")))
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_evaluation_and_generation_are_exact(name: str, mode: str, residents: Residents) -> None:
     subject = ARCHITECTURES[name]
     assert residents.compare(subject, WITH_TRAINING[mode], self_check="strict") == {}
@@ -121,9 +118,7 @@ def test_evaluation_under_autocast_is_exact(subject: Any, mode: str, residents: 
     assert residents.compare(subject, program) == {}
 
 
-@pytest.mark.parametrize(
-    "name", with_slow(GENERATION, ("several samples", "samples, head on the host"))
-)
+@pytest.mark.parametrize("name", GENERATION)
 def test_other_ways_to_generate_are_exact(name: str, residents: Residents) -> None:
     program, policy = GENERATION[name]
     assert residents.compare(S.PLAIN, program, block_size=2, **policy) == {}

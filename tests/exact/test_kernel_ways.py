@@ -1,7 +1,7 @@
 """Adapter kernels with bits of their own, in each way that layers run: those of a resident model.
 
 It takes the same kernels, by ``poros.use_adapter_kernels``. Which model and which adapters: in
-``test_grouped_adapters``, ``test_lora_paths`` and ``test_dora``.
+``test_kernels``.
 """
 
 from collections.abc import Callable

@@ -44,14 +44,15 @@ def recorded_soon(monkeypatch: Patch) -> None:
 
 
 def rows(is_checked: bool) -> Any:
-    def is_slow(row: Row) -> bool:
-        # The check of a decoder's layers copies a cache of two parts.
-        is_other = row.replays == is_checked and not (is_checked and row.subject is S.decoder)
-        return row.is_slow or is_other
-
-    marks = [[pytest.mark.slow] * is_slow(row) for row in ROWS]
-    each = zip(ROWS, marks, strict=True)
-    return pytest.mark.parametrize("row", [pytest.param(x, id=x.name, marks=m) for x, m in each])
+    # The check of a decoder's layers copies a cache of two parts.
+    slow = [
+        row.replays == is_checked and not (is_checked and row.subject is S.decoder) for row in ROWS
+    ]
+    each = [
+        pytest.param(row, id=row.name, marks=[pytest.mark.slow] * is_slow)
+        for row, is_slow in zip(ROWS, slow, strict=True)
+    ]
+    return pytest.mark.parametrize("row", each)
 
 
 @rows(is_checked=True)

@@ -41,7 +41,6 @@ from tests.exact.arms import (
     poisoned,
     streamed,
 )
-from tests.exact.table import crossed
 from tests.snapshots import batches, bf16, changes, layers_of
 
 Patch = pytest.MonkeyPatch
@@ -63,7 +62,6 @@ class Row:
     """By a resident model."""
     after: Program = P.STEP
     kernels: str = "exact"
-    is_slow: bool = False
 
     def program(self, model: Model) -> object:
         steps = self.provocation(model)
@@ -86,19 +84,17 @@ def rows() -> Iterator[Row]:
     for name, change in V.CHANGES.items():
         raised = V.behind(change), REMAT, V.SAYS_WHERE
         yield Row(name, *raised, S.two_adapters, is_accepted=False, after=V.train_the_second)
-    for is_slow, (what, index) in crossed(V.INPUTS, (0, 2)):
+    for place, what in enumerate(V.INPUTS):
+        index = 2 * (place % 2)
         raised = V.edited_input(what, index), REMAT, r"layers\.\d.*edited in place", S.PLAIN, False
-        yield Row(f"edit of {what} of layer {index}", *raised, is_slow=is_slow)
+        yield Row(f"edit of {what} of layer {index}", *raised)
     for start in V.SECOND_ORDER:
         provocation, errors = V.second_order(start), (RuntimeError, PorosError)
         match = "twice|gradients of gradients"
         # Fused attention gives none of its own.
         yield Row(f"second order of {start}", provocation, errors, match, S.PLAIN, False)
-    merges = {"merge": V.merge, "merge of a module": V.merged_module}
-    for is_slow, (how, name) in crossed(merges, ("4 bits", "dense")):
-        subject = S.PLAIN if name == "4 bits" else S.DENSE
-        errors = (PREPARED,) if how == "merge" else (PREPARED, REMAT)
-        yield Row(f"{how}, {name}", merges[how], errors, "", subject, False, is_slow=is_slow)
+    yield Row("merge", V.merge, PREPARED, "", S.PLAIN, False)
+    yield Row("merge of a module", V.merged_module, (PREPARED, REMAT), "", S.DENSE, False)
     inside = V.backward_inside_disable_adapter
     yield Row("backward inside disable_adapter", inside, REMAT, "adapters", S.PLAIN, False)
     yield Row("vanishing hook", V.vanishing_hook, REMAT, r"layers\.1: .*hooks")
@@ -137,12 +133,9 @@ def rows() -> Iterator[Row]:
     yield Row("torch.func.grad", functional, UNSUPPORTED, "torch.func.grad", is_accepted=False)
 
 
-ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.is_slow) for row in rows()]
-
-
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("way", ["as is", "behind replayed visits"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 def test_it_is_refused_and_then_all_is_well(row: Row, way: str, residents: Residents) -> None:
     policy = {"adapter_kernels": row.kernels}
     if way == "as is":

@@ -69,7 +69,6 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "another adapter": lambda model: model.set_adapter("second"),
     "another in one module": lambda model: layer(model, 1).self_attn.q_proj.set_adapter("second"),
     "none in one module": lambda model: layer(model, 0).mlp.down_proj.enable_adapters(False),
-    "no adapters": lambda model: model.base_model.disable_adapter_layers(),
     "scaling": lambda model: layer(model, 2).self_attn.v_proj.scaling.update(default=4.0),
     "adapter deleted": lambda model: model.delete_adapter("default"),
     "adapter added": lambda model: model.add_adapter(
@@ -88,16 +87,11 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "dropout replaced": lambda model: layer(model, 1).mlp.up_proj.lora_dropout.update(
         {"default": nn.Dropout(0.5)}
     ),
-    "rate of dropout": assign("1.mlp.up_proj.lora_dropout.default.p", lambda _: 0.5),
-    "dropout of attention": assign("2.self_attn.attention_dropout", lambda _: 0.5),
     "scale of attention": assign("0.self_attn.scaling", doubled),
     "epsilon": assign("0.input_layernorm.variance_epsilon", lambda _: 1e-3),
     "activation": assign("1.mlp.act_fn.forward", lambda _: torch.relu),
     "new attribute": assign("0.mlp.is_observed", lambda _: True),
     "last attribute": assign("0.post_attention_layernorm.is_observed", lambda _: True),
-    "forward hook": lambda model: layer(model, 1).mlp.register_forward_hook(
-        lambda module, args, output: 2 * output
-    ),
 }
 SAYS_WHERE = r"(?=[\s\S]*layers\.)[\s\S]*(between|expected)"
 
@@ -232,13 +226,6 @@ def trainable_base_weight(model: Model) -> Iterator[None]:
         P.STEP(model)
     finally:
         weight.requires_grad_(False)
-
-
-def merge(model: Model) -> Iterator[None]:
-    loss = P.loss_of(model)
-    yield
-    model.merge_adapter()
-    loss.backward()
 
 
 def merged_module(model: Model) -> Iterator[None]:

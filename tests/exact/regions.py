@@ -88,11 +88,6 @@ def behind_an_evaluation(model: Model) -> None:
     loss.backward()
 
 
-def on_the_host(model: Model) -> None:
-    with torch.autograd.graph.save_on_cpu():
-        region(model)
-
-
 # Adapters under autocast whose gradients meet others.
 
 

@@ -80,10 +80,7 @@ def evaluating(model: Model, number: int) -> None:
 
 
 # Layers of gemma4 share a mapping, and router logits are recorded: they run one after the other.
-ALONE = {
-    "gemma4": "layers share tensors",
-    "mixtral": "outputs of layers are recorded",
-}
+ALONE = {"gemma4": "layers share tensors", "mixtral": "outputs of layers are recorded"}
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
 PROGRAMS = {
     # Of dtypes, dropout and forms of the base each comes, with others.

@@ -14,17 +14,7 @@ from poros.errors import RematerializationError, UnsupportedModelError
 from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
-from tests.exact.together import (
-    Call,
-    Control,
-    Loop,
-    Program,
-    dense,
-    ends,
-    layers,
-    program,
-    train,
-)
+from tests.exact.together import Call, Control, Loop, Program, dense, ends, layers, program, train
 from tests.support import prepare_plain
 
 Model = Any
@@ -136,8 +126,7 @@ def vocabulary(bases: Bases, is_tied: bool) -> Model:
 SEVERAL = "a trained parameter with several places"
 AROUND = {
     "draws in the backwards of layers": program(
-        in_layers(lambda given, output: Noise.apply(output)),
-        "in the backwards of layers",
+        in_layers(lambda given, output: Noise.apply(output)), "in the backwards of layers"
     ),
     "draws that depend on data": program(
         in_layers(drawing_by_data), "does not depend on shapes", lengths=(8,), sizes=(3,) * 4

@@ -171,7 +171,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # The epoch of 8 batches of 2 rows ends with a group of three. Weights of this optimizer are
     # others in an evaluation, and edited as the next step begins.
     "five, the last incomplete, schedule-free": {
-        **{"gradient_accumulation_steps": 5, "optim": "schedule_free_adamw"},
+        **{"gradient_accumulation_steps": 5, "optim": "schedule_free_adamw"}
     },
 }
 

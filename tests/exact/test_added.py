@@ -8,21 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import (
-    IA3Config,
-    LoraConfig,
-    MontecloraConfig,
-    VeloraConfig,
-    get_peft_model,
-)
+from peft import IA3Config, LoraConfig, MontecloraConfig, VeloraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 
 import poros
-from poros.errors import (
-    PreparedModelError,
-    RematerializationError,
-    UnvalidatedArchitectureError,
-)
+from poros.errors import PreparedModelError, RematerializationError, UnvalidatedArchitectureError
 from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
 from tests.snapshots import (
@@ -199,9 +189,7 @@ def test_frozen_ones_that_exchange_their_names_are_watched() -> None:
         loss.backward()
 
 
-def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, model = build(), prepare_plain(build())
     mlp: Any = type(layers_of(model)[0].mlp)
     own = mlp.forward

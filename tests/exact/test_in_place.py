@@ -102,10 +102,7 @@ SPOILT: dict[str, tuple[Callable[[Model], None], bool]] = {
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("case", SPOILT)
 def test_what_backward_needs_is_not_written_to_unseen(
-    case: str,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    use_dora: bool,
-    bases: Bases,
+    case: str, dtypes: tuple[torch.dtype, torch.dtype], use_dora: bool, bases: Bases
 ) -> None:
     (change, is_copied), (dtype, adapters) = SPOILT[case], dtypes
     model = adapted(bases, dtype=dtype, quantize=False, adapters=adapters, use_dora=use_dora)

@@ -13,15 +13,7 @@ from poros.slots.schedule import Phase, count, walk
 from poros.stream.boundary import is_streamed
 from tests.exact import programs as P
 from tests.exact import subjects as S
-from tests.exact.arms import (
-    ON_HOST,
-    Bases,
-    Model,
-    Program,
-    Residents,
-    facts_of,
-    streamed,
-)
+from tests.exact.arms import ON_HOST, Bases, Model, Program, Residents, facts_of, streamed
 from tests.snapshots import batches, bf16, bits_of, changes, layers_of
 
 NUM_NEW_TOKENS = 4

@@ -203,9 +203,7 @@ def test_what_programs_do_to_modules_has_the_bits_of_peft(case: str, bases: Base
 
 def test_control_a_wrong_operator_is_seen(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        lora,
-        "add_scaled",
-        lambda result, added, how: result + added.to(result.dtype) * how.scaling,
+        lora, "add_scaled", lambda result, added, how: result + added.to(result.dtype) * how.scaling
     )
     assert "loss" in changed_by_fused(adapted(bases, lora_alpha=5))
 

@@ -93,7 +93,6 @@ def rows() -> Iterator[Row]:
         match = "twice|gradients of gradients"
         # Fused attention gives none of its own.
         yield Row(f"second order of {start}", provocation, errors, match, S.PLAIN, False)
-    yield Row("merge", V.merge, PREPARED, "", S.PLAIN, False)
     yield Row("merge of a module", V.merged_module, (PREPARED, REMAT), "", S.DENSE, False)
     inside = V.backward_inside_disable_adapter
     yield Row("backward inside disable_adapter", inside, REMAT, "adapters", S.PLAIN, False)
@@ -122,7 +121,6 @@ def rows() -> Iterator[Row]:
         yield Row(name, provocation, SlotStateError, "one layer to run at a time", S.PLAIN)
     for name, program in {
         "saved tensors copied": P.one_step(forward=P.copies_of_saved),
-        "saved on the host": R.on_the_host,
         "the whole model checkpointed": H.whole_model_checkpointed,
     }.items():
         yield Row(name, V.run(program), UNSUPPORTED, "saved-tensor hooks", S.PLAIN)

@@ -15,7 +15,10 @@ import pytest
 
 from poros.replay.uses import Uses
 from tests.covers import cover
+from tests.support import same_bits
 from tools.fuzz import campaign
+from tools.fuzz.arm import Record, run_arm
+from tools.fuzz.models import Models
 from tools.fuzz.optimizers import weights
 from tools.fuzz.program import (
     Action,
@@ -57,10 +60,7 @@ FOUND: dict[str, Program] = {
     "a hook comes as its layer is recorded": Program(
         subject=Subject(num_layers=2),
         policy=Policy(keep_last=2, recorded=True),
-        steps=(
-            *[Step()] * 3,
-            Step(before=(Hook(does="add_tensor", layer=1, part="mlp"),)),
-        ),
+        steps=(*[Step()] * 3, Step(before=(Hook(does="add_tensor", layer=1, part="mlp"),))),
     ),
     "an adapter of a kept layer gets other data between forward and backward": Program(
         subject=Subject(num_layers=2),
@@ -111,8 +111,7 @@ FOUND: dict[str, Program] = {
         )
     ),
     "checkpointing, and no adapter that is trained": Program(
-        before=(Enable(what="checkpointing"),),
-        steps=(Step(before=(Adapter(verb="disable"),)),),
+        before=(Enable(what="checkpointing"),), steps=(Step(before=(Adapter(verb="disable"),)),)
     ),
     "a hook that fails in a layer, the optimizer in backward": Program(
         before=(Hook(kind="tensor", does="raise", part="self_attn.q_proj.lora_B.default"),),
@@ -252,6 +251,9 @@ def surroundings() -> Iterator[tuple[str, Row]]:
         "scaled adapters": Adapter("scale"),
     }.items():
         yield f"{name} in between", row(between=(between,), subject=DROPOUT, end=REFUSED)
+    merged = row(between=(Adapter("merge"),), end="PreparedModelError")
+    yield "adapters merged in between", merged
+    yield "saved on the host", row(context="save_on_cpu", end="UnsupportedModelError")
 
 
 def adapters() -> Iterator[tuple[str, Row]]:
@@ -480,3 +482,22 @@ def test_control_a_fault_differs(
     policy = replace(program.policy, **policy)
     verdict = judge(replace(program, policy=policy, steps=program.steps * num_times))
     assert verdict.end == "failed" and verdict.kind.startswith("silent difference"), verdict
+
+
+def resident(program: Program, models: Models) -> Record:
+    return run_arm(program, models.make(program.subject), None)
+
+
+def test_control_hooks_change_what_is_computed() -> None:
+    models = Models()
+    plain = resident(Program(), models).entries
+    for kind in HOOKS:
+        found = resident(ROWS[f"a hook: {kind}"].program, models).entries
+        assert any(not same_bits(one[1], other[1]) for one, other in zip(plain, found, strict=True))
+
+
+@pytest.mark.slow
+def test_control_what_rows_do_can_be_done_in_their_models() -> None:
+    models = Models()
+    for name, (program, _) in ROWS.items():
+        assert not resident(program, models).done, name

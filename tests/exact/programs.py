@@ -245,26 +245,3 @@ def contrast(model: Model) -> object:
         return torch.nn.functional.cross_entropy(similarities, torch.arange(len(similarities)))
 
     return _steps(model, loss, accumulation=1)
-
-
-# Hooks on parameters.
-
-
-def double_and_count(model: Model) -> object:
-    """Each hook runs once, also behind the accumulation."""
-    before: dict[str, int] = {}
-    after: dict[str, int] = {}
-
-    def double(gradient: torch.Tensor, name: str) -> torch.Tensor:
-        before[name] = before.get(name, 0) + 1
-        return gradient * 2
-
-    def count(_: torch.Tensor, name: str) -> None:
-        after[name] = after.get(name, 0) + 1
-
-    for name, each in trained(model).items():
-        each.register_hook(lambda gradient, name=name: double(gradient, name))
-        each.register_post_accumulate_grad_hook(lambda p, name=name: count(p, name))
-    found = STEP(model)
-    assert before == after == dict.fromkeys(trained(model), 1)
-    return found

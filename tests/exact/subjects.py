@@ -111,14 +111,6 @@ def shifted(bases: Bases) -> Model:
     return model
 
 
-def with_hooks_on_a_layer(bases: Bases) -> Model:
-    model = bases.build()
-    layer = layers_of(model)[1]
-    layer.register_forward_hook(lambda module, args, output: output * 1.5)
-    layer.register_full_backward_hook(lambda module, gin, gout: (gin[0] * 0.5, *gin[1:]))
-    return model
-
-
 def inputs_require_gradients(bases: Bases) -> Model:
     model = bases.build()
     model.get_base_model().enable_input_require_grads()

@@ -156,8 +156,6 @@ def readers() -> Iterator[Row]:
 
 
 def hooked() -> Iterator[Row]:
-    yield Row("hooks on parameters", S.PLAIN, P.double_and_count)
-    yield Row("hooks on a layer", S.with_hooks_on_a_layer, P.STEP)
     yield Row("an older hook on backward", S.PLAIN, H.older_hook, replays=False)
     for name, hook in {"Python's": H.python_random, "NumPy's": H.numpy_random}.items():
         program = H.with_hook(hook, "input_layernorm")

@@ -82,8 +82,6 @@ DIFFERENT: dict[str, tuple[Subject, Program, Subject, Program]] = {
     "autocast in bf16": (S.PLAIN, P.STEP, S.PLAIN, P.STEP_UNDER_AUTOCAST),
     "attention backends": (S.FP32_NO_DROPOUT, P.STEP, S.FP32_NO_DROPOUT, MATH_STEP),
     "dropout": (S.small(dropout=0.5), P.STEP, S.small(dropout=0.4), P.STEP),
-    "hooks on parameters": (S.PLAIN, P.STEP, S.PLAIN, P.double_and_count),
-    "hooks on a layer": (S.PLAIN, P.STEP, S.with_hooks_on_a_layer, P.STEP),
     "an older hook on backward": (S.PLAIN, P.STEP, S.PLAIN, H.older_hook),
 }
 

@@ -325,6 +325,9 @@ def hooks() -> Iterator[tuple[str, Row]]:
         "of the gradient of a layer": Hook("backward_pre", "scale", layer=1),
         "on parameters": Hook("parameter", "scale", layer=-1),
         "behind the accumulation": Hook("post_accumulate", "scale", layer=-1),
+        # Which would be another if one ran twice.
+        "sum on parameters": Hook("parameter", "sum", layer=-1),
+        "sum behind the accumulation": Hook("post_accumulate", "sum", layer=-1),
     }.items():
         yield f"a hook: {name}", row(hook)
     notes = [Hook(kind, layer=1, part="mlp", tag=tag) for tag, kind in enumerate(KINDS)]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tests.exact.arms import Bases
 from tests.support import same_bits
 
 Model = Any
+autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -89,6 +91,13 @@ def before(hook: Callable[..., Any], *endings: str) -> Callable[[Model], None]:
 
 def nothing(model: Model) -> None:
     pass
+
+
+def several(model: Model) -> None:
+    """A second adapter, which acts beside the first."""
+    model.add_adapter("other", LoraConfig(r=4, target_modules=SEVEN))
+    fill(model)
+    model.base_model.set_adapter(["default", "other"])
 
 
 def mlps(model: Model) -> list[Any]:

@@ -352,12 +352,12 @@ def retained_and_partial(model: Model) -> object:
     return found
 
 
-def failing(where: str, error: type[BaseException]) -> Program:
-    """An exception in the middle, and a step behind it."""
+def interrupted(where: str) -> Program:
+    """Ctrl-C in the middle, and a step behind it."""
 
     def program(model: Model) -> object:
         def fail(*_: Any) -> None:
-            raise error
+            raise KeyboardInterrupt
 
         module = layers_of(model)[1].mlp
         if where == "forward":
@@ -366,7 +366,7 @@ def failing(where: str, error: type[BaseException]) -> Program:
             handle = module.register_full_backward_hook(fail)
         else:
             handle = P.trained(model)[where].register_hook(fail)
-        with pytest.raises(error):
+        with pytest.raises(KeyboardInterrupt):
             P.loss_of(model).backward()
         handle.remove()
         model.zero_grad()

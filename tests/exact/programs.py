@@ -199,15 +199,14 @@ def train_below_the_layers(model: Model) -> object:
 # Models without the head of a language model.
 
 
-def _steps(model: Model, loss_of_step: Callable[[int], torch.Tensor], accumulation: int) -> object:
+def _steps(model: Model, loss_of_step: Callable[[int], torch.Tensor]) -> object:
     """Two steps of an optimizer: losses, gradients and weights of each."""
     found: list[object] = []
     optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
     for step in range(2):
-        for part in range(accumulation):
-            loss = loss_of_step(step * accumulation + part)
-            loss.backward()
-            found.append(loss.detach().clone())
+        loss = loss_of_step(step)
+        loss.backward()
+        found.append(loss.detach().clone())
         gradients = gradients_now(model)
         assert gradients.keys() == trained(model).keys()
         assert all(bool(each.any()) for each in gradients.values())
@@ -227,7 +226,7 @@ def classify(model: Model) -> object:
     model.train()
     # Of the dtype of the logits: the loss of older releases of PyTorch takes no others.
     labels = torch.tensor([0.5, -1.0], dtype=next(model.parameters()).dtype)
-    return _steps(model, lambda number: model(**_rows(number), labels=labels).loss, accumulation=1)
+    return _steps(model, lambda number: model(**_rows(number), labels=labels).loss)
 
 
 def contrast(model: Model) -> object:
@@ -244,4 +243,4 @@ def contrast(model: Model) -> object:
         similarities = embedded(number) @ embedded(number + 1).T / 0.1
         return torch.nn.functional.cross_entropy(similarities, torch.arange(len(similarities)))
 
-    return _steps(model, loss, accumulation=1)
+    return _steps(model, loss)

@@ -10,6 +10,7 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.replay.captures import Captures
+from tests.exact import together
 from tests.exact.adapter_arms import adapted
 from tests.exact.together import trained
 from tools.tape import TapeRecorder
@@ -19,7 +20,6 @@ KEPT = {"slots": 2, "keep_last": 2}
 """A policy under which both layers keep their graph."""
 few = partial(adapted, target_modules=["q_proj", "down_proj"])
 """With two adapters a layer: what is recorded is the layer."""
-autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 
 def recorded(model: Model, **policy: Any) -> tuple[Any, TapeRecorder]:
@@ -44,6 +44,16 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[TapeRecorder, list[Any]], 
         return recording
 
     patch.setattr(TapeRecorder, "record", record)
+
+
+def train(
+    model: Model, num_steps: int = 9, accumulation: int = 1, change: Any = None, **options: Any
+) -> list[Any]:
+    """Losses, gradients and adapters of each step; lengths alternate; dropout draws on."""
+    if change is not None:
+        options["between"] = change
+    sizes = (accumulation,) * num_steps
+    return together.train(model, False, sizes=sizes, lengths=(12, 20), **options)
 
 
 def gradients(model: Model) -> list[Any]:

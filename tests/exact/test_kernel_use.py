@@ -32,14 +32,15 @@ from tests.exact.adapter_arms import (
     SEVEN,
     Model,
     adapted,
+    autocast,
     differences,
     fill,
     mlps,
+    several,
     step,
     with_kernels,
 )
 from tests.exact.arms import Bases, slice_resident_loss
-from tests.exact.test_kernels import autocast, several
 from tests.support import same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -21,26 +21,15 @@ from poros.replay.captures import ARGUMENTS, NEW
 from poros.replay.forms import Form, HeldGraphs
 from poros.replay.graphs import Fixed
 from poros.stream.rng import RngStash
-from tests.exact import together
-from tests.exact.adapter_arms import behind, differences, mlps, step, with_kernels
+from tests.exact.adapter_arms import autocast, behind, differences, mlps, step, with_kernels
 from tests.exact.arms import Bases
-from tests.exact.recorded import KEPT, autocast, few, gradients, loss_of, recorded
+from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, train
 from tests.exact.together import same, trained
 
 Model = Any
 Facts = list[Any]
 LATE = 5
 """The step from which on something is otherwise; by then visits are replayed."""
-
-
-def train(
-    model: Model, num_steps: int = 9, accumulation: int = 1, change: Any = None, **options: Any
-) -> Facts:
-    """Losses, gradients and adapters of each step; lengths alternate; dropout draws on."""
-    if change is not None:
-        options["between"] = change
-    sizes = (accumulation,) * num_steps
-    return together.train(model, False, sizes=sizes, lengths=(12, 20), **options)
 
 
 # What changes between two steps.

@@ -26,11 +26,12 @@ from tests.exact.adapter_arms import (
     Model,
     adapted,
     at,
+    autocast,
     before,
     behind,
     differences,
-    fill,
     nothing,
+    several,
     step,
     with_kernels,
 )
@@ -38,7 +39,6 @@ from tests.exact.arms import Bases
 from tests.support import same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
-autocast = partial(torch.autocast, "cpu", dtype=BF16)
 without_a_cache = partial(autocast, cache_enabled=False)
 TARGETS = {
     "seven": (SEVEN, "all-linear"),
@@ -98,12 +98,6 @@ def test_fused_kernels_change_no_bit(
     assert changed_by_fused(model, around) == []
     num_adapted = sum(hasattr(module, "lora_A") for module in model.modules())
     assert of_fused(model, around) == (num_adapted, {}) and num_adapted >= 2
-
-
-def several(model: Model) -> None:
-    model.add_adapter("other", LoraConfig(r=4, target_modules=SEVEN))
-    fill(model)
-    model.base_model.set_adapter(["default", "other"])
 
 
 def louder(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,8 @@ TARGETS = {
 }
 """And those of phi3."""
 OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"lora_dropout": 0.05},
+    *({"targets": each, "lora_dropout": 0.05} for each in TARGETS),
+    {"targets": "mlp"},
     {"use_rslora": True},
     {"lora_bias": True},
     {"lora_bias": True, "lora_dropout": 0.05},
@@ -78,13 +78,11 @@ def of_fused(model: Model, around: Callable[[], Any]) -> tuple[int, dict[str, in
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "gemma3", "phi3"])
 def test_fused_kernels_change_no_bit(
     architecture: str,
     options: dict[str, Any],
-    targets: str,
     dtype: torch.dtype,
     around: Any,
     quantize: bool,
@@ -92,9 +90,10 @@ def test_fused_kernels_change_no_bit(
 ) -> None:
     if "init_lora_weights" in options and quantize:
         options = {}  # it writes to the base
-    names = TARGETS[targets][architecture == "phi3"]
-    run = {"dtype": dtype, "quantize": quantize, "target_modules": names}
-    model = adapted(bases, architecture, **run, **options)
+    targets = TARGETS[options.get("targets", "seven")][architecture == "phi3"]
+    run = {"dtype": dtype, "quantize": quantize, **options, "target_modules": targets}
+    run.pop("targets", None)
+    model = adapted(bases, architecture, **run)
     assert changed_by_fused(model, around) == []
     num_adapted = sum(hasattr(module, "lora_A") for module in model.modules())
     assert of_fused(model, around) == (num_adapted, {}) and num_adapted >= 2

@@ -157,11 +157,6 @@ class Program:
         self.activate()
         self.model.train()
 
-    @staticmethod
-    def call(model: Model, batch: dict[str, Any]) -> Any:
-        """Of the model; programs may take another."""
-        return model(**batch)
-
     def activate(self) -> None:
         """The adapters of the cell, and what of them is frozen."""
         both = ["default", "second"] if self.cell.adapter == "second frozen" else ["default"]

@@ -25,7 +25,7 @@ COMMA := ,
 
 # What one runs between edits: exactness, refusals, slots and streams, layouts, house rules.
 QUICK := exact/test_cells faults/test_refusals faults/test_missing_waits faults/test_restore \
-	unit/test_manager unit/test_walk unit/test_visits unit/test_host unit/test_bytes \
+	unit/test_slots unit/test_visits unit/test_host unit/test_bytes \
 	unit/test_layout unit/test_layer_index unit/test_compare unit/test_registry \
 	unit/test_adversary unit/test_imports unit/test_logging unit/test_covers
 

@@ -23,7 +23,12 @@ import torch
 
 from benchmarks.models import config_of, random_model, with_lora
 from poros.kernels.adapters import KernelStats
-from poros.kernels.compose import Tier, compose, compose_backward
+from poros.kernels.compose import (
+    compose,
+    compose_backward,
+    compose_backward_ref,
+    compose_ref,
+)
 from poros.kernels.forwards import unpatch
 from poros.kernels.row_norm import row_norm, row_norm_ref, square_of_rows, square_of_rows_ref
 from poros.kernels.use import patch
@@ -117,20 +122,20 @@ def composition(rows: int, tokens: int, device: torch.device, passes: int) -> No
         return result + added.to(result.dtype)
 
     graph = peft(*leaves)
-    _, inner = compose(result, None, lora, g, _SCALING, wants_inner=True, tier="eager")
+    _, inner = compose_ref(result, None, lora, g, _SCALING, wants_inner=True)
 
-    def forward(tier: Tier, wants_inner: bool) -> Arm:
-        return lambda: compose(result, None, lora, g, _SCALING, wants_inner=wants_inner, tier=tier)
+    def forward(run: Callable[..., Any], wants_inner: bool) -> Arm:
+        return lambda: run(result, None, lora, g, _SCALING, wants_inner=wants_inner)
 
-    def backward(tier: Tier) -> Arm:
+    def backward(run: Callable[..., Any]) -> Arm:
         dtypes = {"result_dtype": result.dtype, "lora_dtype": lora.dtype}
-        return lambda: compose_backward(
-            gradient, g, _SCALING, inner, has_base=False, tier=tier, **dtypes
-        )
+        return lambda: run(gradient, g, _SCALING, inner, has_base=False, **dtypes)
 
     number = result.numel()
     of_forward, of_inner, of_backward = (2 + 4 + 2) * number, 2 * number, (2 + 2 + 2 + 4) * number
-    tiers: list[Tier] = ["eager"] if device.type == "cpu" else ["eager", "fused"]
+    ways = {"eager": (compose_ref, compose_backward_ref)}
+    if device.type != "cpu":
+        ways["fused"] = compose, compose_backward
     arms: dict[str, tuple[Arm, int]] = {
         "PEFT forward": (lambda: peft(result, lora, g), of_forward),
         "PEFT backward": (
@@ -138,10 +143,10 @@ def composition(rows: int, tokens: int, device: torch.device, passes: int) -> No
             of_backward,
         ),
     }
-    for tier in tiers:
-        arms[f"{tier} forward"] = forward(tier, False), of_forward
-        arms[f"{tier} forward, inner"] = forward(tier, True), of_forward + of_inner
-        arms[f"{tier} backward"] = backward(tier), of_backward
+    for name, (of_sum, of_gradient) in ways.items():
+        arms[f"{name} forward"] = forward(of_sum, False), of_forward
+        arms[f"{name} forward, inner"] = forward(of_sum, True), of_forward + of_inner
+        arms[f"{name} backward"] = backward(of_gradient), of_backward
     measure({"rows": rows, "tokens": tokens}, arms, device, passes)
 
 
@@ -196,19 +201,14 @@ def model(options: Any, rank: int, tokens: int) -> None:
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), last.flatten())
         return torch.autograd.grad(loss, trained)
 
-    def with_ours(tier: Tier) -> Arm:
-        def run() -> Any:
-            patch(adapted, torch.device("cuda"), KernelStats(dora_tier=tier))
-            try:
-                return gradients()
-            finally:
-                unpatch(adapted.modules())
+    def with_ours() -> Any:
+        patch(adapted, torch.device("cuda"), KernelStats())
+        try:
+            return gradients()
+        finally:
+            unpatch(adapted.modules())
 
-        return run
-
-    arms: dict[str, tuple[Arm, int]] = {"PEFT": (gradients, 0)}
-    tiers: list[Tier] = ["eager", "fused"]
-    arms |= {f"ours, {tier}": (with_ours(tier), 0) for tier in tiers}
+    arms: dict[str, tuple[Arm, int]] = {"PEFT": (gradients, 0), "ours": (with_ours, 0)}
     facts = {"model": name, "layers": layers, "rank": rank, "tokens": tokens, "dropout": dropout}
     facts["adapters"] = options.adapters
     measure(facts, arms, torch.device("cuda"), options.passes)

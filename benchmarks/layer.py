@@ -20,10 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.models import TARGETS, config_of
 from poros.config import ADAPTER_KERNELS
-from poros.planning.as_fused import FusedKernels
 from poros.planning.cost_model import (
     Call,
     CostModel,
+    FusedKernels,
     LiveBytes,
     Walk,
     adapter_kernels_as,

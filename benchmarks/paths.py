@@ -42,7 +42,6 @@ from torch import nn
 from benchmarks.models import config_of, random_model
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
-from poros.kernels.paths import Paths
 from poros.kernels.use import patch
 from poros.model.stats import adapter_counts
 
@@ -265,7 +264,7 @@ def with_arm(
     layer: nn.Module, paths: str | None, row: dict[str, Any], run: Callable[[Any], None]
 ) -> None:
     """Run an arm once."""
-    tally = None if paths is None else KernelStats(paths=Paths.of(paths))
+    tally = None if paths is None else KernelStats(lora_paths=paths)
     if tally is not None:
         patch(layer, next(layer.parameters()).device, tally)
     try:

@@ -14,7 +14,7 @@ import torch
 from poros.errors import UnsupportedModelError, quoted
 from poros.gates import tiny
 from poros.gates.arms import Prepare, poros_prepare, run_parity
-from poros.gates.kinds import Kind, attach, kind_of
+from poros.gates.kinds import attach, kind_of
 from poros.gates.reference import TrainingSpec
 from poros.gates.report import ParityReport, plain, render
 from poros.loaders.header import shown
@@ -85,28 +85,16 @@ def check_architecture(
     spec = TrainingSpec(
         num_steps=num_steps, accumulation=accumulation, autocast_dtype=autocast_dtype, seed=seed
     )
-    return _run(
-        partial(tiny.make_model, name, **build),  # type: ignore[arg-type]
-        tiny.make_batches(num_steps * accumulation, num_tokens=num_tokens, seed=seed),
-        spec,
-        _with_policy(prepare, device, policy),
-        row,
-        subject=name if adapter == "lora" else f"{name} with {adapter}",
-        settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
-    )
+    make_model = partial(tiny.make_model, name, **build)  # type: ignore[arg-type]
+    batches = tiny.make_batches(num_steps * accumulation, num_tokens=num_tokens, seed=seed)
+    settings = {**build, "num_tokens": num_tokens}
+    return _run(make_model, batches, spec, prepare, policy, name, settings)
 
 
 def check_model_dir(
     path: str | Path,
     *,
     num_steps: int = 3,
-    accumulation: int = 1,
-    num_tokens: int = 64,
-    rank: int = 16,
-    dropout: float = 0.05,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | None = None,
-    seed: int = 0,
     adapter: str = "lora",
     prepare: Prepare | None = None,
     **policy: Any,
@@ -114,19 +102,13 @@ def check_model_dir(
     """Run the parity gate on a checkpoint of the user, with random tokens from its vocabulary.
 
     The model is loaded as NF4 with double quantization (dense for adapters that need that), gets
-    LoRA or other adapters on every linear layer of its blocks, and must fit on the device once, for
-    the resident arm.
+    LoRA of rank 16 or other adapters on every linear layer of its blocks, and must fit on the
+    device once, for the resident arm: the GPU if there is one, else the CPU. Each step has one row
+    of 64 tokens.
 
     Args:
         path: Folder with ``config.json`` and safetensors; nothing is downloaded.
         num_steps: Optimizer steps.
-        accumulation: Micro-batches per step, each of one row.
-        num_tokens: Tokens per row.
-        rank: Of adapters that have one.
-        dropout: Of the adapters; the model's own dropouts stay as its configuration says.
-        dtype: Of everything that is not NF4.
-        device: Where both arms train; None is the GPU if there is one, else the CPU.
-        seed: Of adapters, data and training.
         adapter: As in ``check_architecture``.
         prepare: As in ``check_architecture``.
         **policy: Fields of ``StreamingPolicy``.
@@ -139,22 +121,19 @@ def check_model_dir(
     from poros.loaders.settings import configuration
     from poros.loaders.source import find_config
 
-    path = Path(path)
-    device = device or default_device().type
-    row = kind_of(adapter)
-    autocast_dtype = None if row.without_autocast or dtype is torch.float32 else dtype
-    quantization = "nf4" if row.on_4bit else None
+    path, device, row = Path(path), default_device().type, kind_of(adapter)
     if not (path / "config.json").is_file():
         raise UnsupportedModelError(
             "expected a checkpoint folder with a config.json, found none at "
             f"{shown(path)}; to check an architecture instead of a checkpoint, use "
             "`poros check --architecture NAME`"
         )
+    build = {"rank": 16, "dropout": 0.05, "seed": 0}
 
     def make_model() -> torch.nn.Module:
-        loaded = load(path, quantization=quantization, dtype=dtype, device=device)
+        loaded = load(path, quantization="nf4" if row.on_4bit else None, device=device)
         base = tiny.without_repacking(loaded).to(device)
-        return attach(base, adapter, rank=rank, dropout=dropout, seed=seed)
+        return attach(base, adapter, **build)  # type: ignore[arg-type]
 
     config = configuration(*find_config(path), {})
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
@@ -163,51 +142,35 @@ def check_model_dir(
             f"{shown(path / 'config.json')}: expected vocab_size as a positive whole number, found "
             f"{quoted(vocab_size)}; check the file"
         )
-    batches = tiny.make_batches(
-        num_steps * accumulation,
-        batch_size=1,
-        num_tokens=num_tokens,
-        vocab_size=vocab_size,
-        seed=seed,
-    )
-    build = {"adapter": adapter, "rank": rank, "dropout": dropout, "seed": seed}
-    build |= {"device": device, "dtype": dtype}
-    spec = TrainingSpec(
-        num_steps=num_steps,
-        accumulation=accumulation,
-        lr=1e-4,
-        autocast_dtype=autocast_dtype,
-        seed=seed,
-    )
-    return _run(
-        make_model,
-        batches,
-        spec,
-        _with_policy(prepare, device, policy),
-        row,
-        subject=str(path) if adapter == "lora" else f"{path} with {adapter}",
-        settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
-    )
+    batches = tiny.make_batches(num_steps, batch_size=1, num_tokens=64, vocab_size=vocab_size)
+    autocast_dtype = None if row.without_autocast else torch.bfloat16
+    spec = TrainingSpec(num_steps=num_steps, lr=1e-4, autocast_dtype=autocast_dtype)
+    settings = {**build, "adapter": adapter, "device": device}
+    return _run(make_model, batches, spec, prepare, policy, str(path), settings)
 
 
 def _run(
     make_model: Callable[[], torch.nn.Module],
     batches: Sequence[Mapping[str, torch.Tensor]],
     spec: TrainingSpec,
-    prepare: partial[Any],
-    kind: Kind,
-    **described: Any,
+    prepare: Prepare | None,
+    policy: Mapping[str, Any],
+    name: str,
+    settings: Mapping[str, Any],
 ) -> ParityReport:
     """``run_parity`` with our kernels in the resident arm too, where their bits are not PEFT's."""
     from poros.api import use_adapter_kernels
 
-    kernels = prepare.keywords["adapter_kernels"]
-    has_own_bits = kernels == "grouped" or (kind.has_own_bits and kernels == "fused")
-    as_resident = partial(use_adapter_kernels, kernels=kernels) if has_own_bits else None
-    return run_parity(make_model, batches, spec, prepare, as_resident=as_resident, **described)
-
-
-def _with_policy(prepare: Prepare | None, device: str, policy: Mapping[str, Any]) -> partial[Any]:
     # Named, because the default device of a policy may not be that of the resident arm.
-    options = {"device": device, **AS_COMPARED, **policy}
-    return partial(prepare or poros_prepare(), **options)
+    options = {"device": settings["device"], **AS_COMPARED, **policy}
+    kernels, adapter = options["adapter_kernels"], settings["adapter"]
+    is_ours = kernels == "grouped" or (kind_of(adapter).has_own_bits and kernels == "fused")
+    return run_parity(
+        make_model,
+        batches,
+        spec,
+        partial(prepare or poros_prepare(), **options),
+        as_resident=partial(use_adapter_kernels, kernels=kernels) if is_ours else None,
+        subject=name if adapter == "lora" else f"{name} with {adapter}",
+        settings=plain({**settings, "policy": policy}),
+    )

@@ -10,7 +10,6 @@ Everything recorded is copied to the CPU. A trajectory holds, for each step, fiv
 adapter parameters: at rank 16 on a 7B model (40 million fp32 parameters) about 0.8 GB a step.
 """
 
-import hashlib
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,8 @@ import torch
 
 from poros.self_check.compare import Difference, differing_or_absent, hash_tensor, hash_tensors
 
-Digests = dict[str, tuple[str, int]]
+Digests = dict[str, str]
+"""SHA-256, in hex, by the name of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ def compare_steps(expected: Trajectory, found: Trajectory) -> Iterator[Compariso
 
 
 def start_digests(model: torch.nn.Module) -> Digests:
-    """Return SHA-256 and element count of all that a run starts from, by name.
+    """Hash all that a run starts from.
 
     The state dict has the packed weights, their scales and the adapters; buffers that are not saved
     (rotary frequencies) are added. Tensors are hashed one at a time, so no second copy of the model
@@ -208,16 +208,10 @@ def start_digests(model: torch.nn.Module) -> Digests:
     """
     tensors = {**dict(model.named_buffers()), **model.state_dict()}
     return {
-        name: (hash_tensor(tensor), tensor.numel())
+        name: hash_tensor(tensor)
         for name, tensor in tensors.items()
         if isinstance(tensor, torch.Tensor)
     }
-
-
-def hash_digests(digests: Digests) -> str:
-    """Return one SHA-256, in hex, over the digests of ``start_digests``."""
-    lines = "".join(f"{name} {digest}\n" for name, (digest, _) in digests.items())
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def adapter_state(

@@ -1,7 +1,6 @@
 """What a parity check found, as a record for machines and as a table for people."""
 
 import platform
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,8 +15,6 @@ from poros.utils.versions import library_versions
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-START_BYTES = "start bytes"
 
 # A run that goes wrong early differs everywhere; the first differences are the ones that tell why.
 _MAX_DIFFERENCES = 50
@@ -59,8 +56,7 @@ class ParityReport:
             is tried only after a difference: False means that this machine does not repeat its own
             results, so the difference need not come from streaming.
         stats: Counters of the streamed arm's runtime after its run.
-        hashes: SHA-256 of the starting bytes and of each trajectory.
-        wall_ms: Wall time of each arm's training, recording included.
+        environment: What bits can depend on.
     """
 
     subject: str
@@ -72,14 +68,12 @@ class ParityReport:
     traceback: str | None = None
     resident_repeats: bool | None = None
     stats: dict[str, Any] = field(default_factory=dict)
-    hashes: dict[str, str] = field(default_factory=dict)
-    wall_ms: dict[str, float] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
         """True when the comparison is complete and not one bit differs."""
-        return self.error is None and not self.num_differences and len(self.tallies) > 1
+        return self.error is None and not self.num_differences and bool(self.tallies)
 
     def add(self, quantity: str, num_elements: int, difference: Difference | None) -> None:
         """Count one compared tensor of a quantity."""
@@ -129,17 +123,14 @@ class ParityReport:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return what bits can depend on: versions, device, thread count, instruction set."""
+    """Return what bits can depend on: versions, device, instruction set, thread count."""
     on_cuda = device.type == "cuda"
     libraries = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
     return {
         "versions": {"python": platform.python_version(), **library_versions(*libraries)},
-        "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if on_cuda else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cuda": torch.version.cuda if on_cuda else None,
         "num_threads": torch.get_num_threads(),
-        "platform": sys.platform,
     }
 
 
@@ -195,12 +186,3 @@ def render(report: ParityReport, console: "Console | None" = None) -> None:
         console.print(line(f"streamed: {counters}"), highlight=False)
     style = "bold green" if report.exact else "bold red"
     console.print(line(report.verdict()), style=style, highlight=False)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

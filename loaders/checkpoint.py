@@ -9,7 +9,7 @@ opened than configuration, index and the shards that the index names.
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from poros.io.digests import num_threads, sha256
 from poros.loaders.header import DTYPE_NAMES, TensorEntry, defect, shown
 from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard
-from poros.loaders.source import CONFIG, Place, Source, find_source
+from poros.loaders.source import CONFIG, Source, find_source
 
 AHEAD_NUM_BYTES = 128 * 2**20
 """How far ahead ``slices`` reads."""
@@ -62,13 +62,15 @@ class Checkpoint:
         self._is_closed = threading.Event()
         self._reader: ThreadPoolExecutor | None = None
         self._asked: dict[str, Future[torch.Tensor]] = {}
+        self._order: list[str] = []
+        self._ahead_num_bytes = self._begun = 0
         self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
 
     @classmethod
     def open(
         cls,
         source: str | os.PathLike[str],
-        place: Place | None = None,
+        hub: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
     ) -> "Checkpoint":
         """Find and check a checkpoint; no tensor is read.
@@ -77,7 +79,8 @@ class Checkpoint:
             source: A folder with ``config.json`` and ``model.safetensors`` or its index and shards
                 (links are followed, as in a hub cache), one ``.safetensors`` file with
                 ``config.json`` beside it, or the name of a hub repository.
-            place: Where in the folder or repository, and which revision; None is its top.
+            hub: Of ``huggingface_hub.snapshot_download``: ``revision``, ``cache_dir``, ``token``,
+                ``local_files_only``, ``force_download``.
             limits: On what its files may ask for; None are the defaults.
 
         Raises:
@@ -85,7 +88,7 @@ class Checkpoint:
             UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
-        located = find_source(source, place, limits)
+        located = find_source(source, hub, limits)
         shards = [Shard.open(file) for file in located.files]
         _check_shards(located, shards)
         return cls(located, shards)
@@ -107,7 +110,7 @@ class Checkpoint:
     def fetch(self, name: str) -> torch.Tensor:
         """Read the tensor into new memory; a failing disk raises here.
 
-        What ``prefetch`` asked for is there already, or is waited for.
+        What was begun ahead is there already, or is waited for.
 
         Raises:
             CheckpointFormatError: If there is no such tensor, its file has changed since ``open``,
@@ -116,49 +119,53 @@ class Checkpoint:
             ValueError: If the checkpoint is closed.
         """
         entry = self.entry(name)
-        shard = self._shard(name)
+        self._require_open()
+        shard = self._shard_of[name]
         asked = self._asked.pop(name, None)
         tensor = asked.result() if asked is not None else shard.read(name, entry)
         shard.check_unchanged()
         return tensor
 
     def slices(
-        self,
-        names: Sequence[str] | None = None,
-        *,
-        on_read: Callable[[str], None] = lambda name: None,
-        ahead_num_bytes: int = AHEAD_NUM_BYTES,
+        self, names: Sequence[str] | None = None, *, ahead_num_bytes: int = AHEAD_NUM_BYTES
     ) -> dict[str, "CheckpointSlice"]:
         """Return slices that are read later, to pass to transformers as a ``state_dict``.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
         ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before
-        layer 10), and while one is used the next ``ahead_num_bytes`` are being read.
+        layer 10), and while one is used the next ``ahead_num_bytes`` are being read, each once.
 
         Args:
             names: Of the tensors; None is all of them.
-            on_read: Called with the name of each tensor once it has been read.
             ahead_num_bytes: How far to read ahead.
         """
-        names = self.names if names is None else names
-        ahead = _ReadAhead(self, names, ahead_num_bytes)
-        return {name: CheckpointSlice(self, name, ahead, on_read) for name in names}
+        self._order = sorted(self.names if names is None else names, key=_natural)
+        self._ahead_num_bytes = ahead_num_bytes
+        places = {name: place for place, name in enumerate(self._order)}
+        self._begun = 0  # place in the order up to which reads have begun
+        return {name: CheckpointSlice(self, name, place) for name, place in places.items()}
 
-    def prefetch(self, name: str) -> None:
-        """Start reading a tensor in a thread, after those prefetched before, and return.
+    def take(self, name: str, place: int) -> torch.Tensor:
+        """``fetch`` the tensor of a slice, and begin to read those that follow in the order.
 
-        Threads begin with the first call and end with ``close``. ``fetch`` reports their errors.
+        Threads begin with the first call and end with ``close``.
         """
-        entry = self.entry(name)
-        shard = self._shard(name)
-        if not entry.num_bytes:
-            return
+        left = self._ahead_num_bytes
         with self._lock:  # transformers may take slices in several threads
             self._require_open()
             if self._reader is None:
                 self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
-            if name not in self._asked:
-                self._asked[name] = self._reader.submit(shard.read, name, entry)
+            for index in range(place + 1, len(self._order)):
+                following = self._order[index]
+                entry = self._entries[following]
+                if left <= 0:
+                    break
+                left -= entry.num_bytes
+                if index >= self._begun and entry.num_bytes:
+                    read = self._shard_of[following].read
+                    self._asked[following] = self._reader.submit(read, following, entry)
+                self._begun = max(self._begun, index + 1)
+        return self.fetch(name)
 
     def fingerprint(self) -> str:
         """Hash the content: the configuration and, shard by shard, size and every byte.
@@ -241,27 +248,15 @@ class Checkpoint:
                 f"expected an open checkpoint, found {self.path} closed; open it again"
             )
 
-    def _shard(self, name: str) -> Shard:
-        self._require_open()
-        self.entry(name)  # names the tensor if it is unknown
-        return self._shard_of[name]
-
 
 class CheckpointSlice:
     """One tensor that is read when it is indexed, in the form of safetensors' slices."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        ahead: "_ReadAhead",
-        on_read: Callable[[str], None],
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: str, place: int) -> None:
         """Used by ``Checkpoint.slices``."""
         self._checkpoint = checkpoint
         self._name = name
-        self._ahead = ahead
-        self._on_read = on_read
+        self._place = place
 
     def get_shape(self) -> list[int]:
         """As in safetensors."""
@@ -289,33 +284,7 @@ class CheckpointSlice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor and index it; ``[...]`` is all of it. Raises as ``fetch`` does."""
-        self._ahead.take(self._name)
-        tensor = self._checkpoint.fetch(self._name)[index]
-        self._on_read(self._name)
-        return tensor
-
-
-class _ReadAhead:
-    """Asks for the tensors that follow the one taken, in natural order, each once."""
-
-    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], num_bytes: int) -> None:
-        self._checkpoint = checkpoint
-        self._num_bytes = num_bytes
-        self._order = sorted(names, key=_natural)
-        self._place = {name: place for place, name in enumerate(self._order)}
-        self._asked = 0  # place in the order up to which pages have been asked for
-
-    def take(self, name: str) -> None:
-        """Note that ``name`` is used now, and ask for what follows it."""
-        place = self._place[name] + 1
-        left = self._num_bytes
-        while place < len(self._order) and left > 0:
-            following = self._order[place]
-            left -= self._checkpoint.entry(following).num_bytes
-            if place >= self._asked:
-                self._checkpoint.prefetch(following)
-                self._asked = place + 1
-            place += 1
+        return self._checkpoint.take(self._name, self._place)[index]
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -26,8 +26,7 @@ from transformers.utils.quantization_config import (
     QuantizationMethod,
 )
 
-from poros.kernels.nf4 import Format, own, parts_of, places
-from poros.kernels.quantized import is_params4bit
+from poros.kernels.nf4 import Format, is_params4bit, own, parts_of, places
 from poros.loaders.quant_state import require_state
 from poros.loaders.slab_writer import SlabWriter
 from poros.loaders.store_reader import StoreReader
@@ -68,17 +67,12 @@ def reading_into(
         CheckpointFormatError, HostMemoryError, UnsupportedModelError: The writer's, as they are.
     """
     method = f"poros-{id(writer):x}"
-    kind: Any
+    kind: Any = _Dense if config is None else _Quantizing
     if isinstance(writer, StoreReader):
-        kind = _Dense if config is None else _Quantizing
         kind = type(kind.__name__, (_Fetching, kind), {})
-    elif config is None:
-        kind = _Dense
-    else:
-        kind = _Prequantized if is_quantized else _Quantizing
 
     def make(settings: QuantizationConfigMixin, **_: Any) -> HfQuantizer:
-        quantizer: HfQuantizer = kind(writer, settings)
+        quantizer: HfQuantizer = kind(writer, settings, is_quantized)
         return quantizer
 
     quantization = config or QuantizationConfigMixin(quant_method=method)
@@ -119,7 +113,7 @@ def clean(model: Any) -> None:
 
 
 class _Receiving:
-    """The base of the three quantization methods."""
+    """The base of the quantization methods."""
 
     _writer: SlabWriter
     _dtype: torch.dtype
@@ -146,8 +140,10 @@ class _Receiving:
 class _Dense(_Receiving, HfQuantizer):
     """No quantization: tensors of the layers are written to their places."""
 
-    def __init__(self, writer: SlabWriter, config: QuantizationConfigMixin) -> None:
-        super().__init__(config, pre_quantized=False)
+    def __init__(
+        self, writer: SlabWriter, config: QuantizationConfigMixin, is_quantized: bool
+    ) -> None:
+        super().__init__(config, pre_quantized=is_quantized)
         self._writer = writer
 
     def preprocess_model(self, model: Any, dtype: Any = None, **_: Any) -> None:
@@ -169,12 +165,13 @@ class _Dense(_Receiving, HfQuantizer):
 
 
 class _Quantizing(_Receiving, Bnb4BitHfQuantizer):
-    """4-bit weights are quantized to their places, dense ones are written to theirs."""
+    """4-bit weights are quantized to their places, dense ones are written to theirs.
 
-    _is_pre_quantized = False
+    Those that the checkpoint has in 4 bit already are written as they are.
+    """
 
-    def __init__(self, writer: SlabWriter, config: BitsAndBytesConfig) -> None:
-        super().__init__(config, pre_quantized=self._is_pre_quantized)
+    def __init__(self, writer: SlabWriter, config: BitsAndBytesConfig, is_quantized: bool) -> None:
+        super().__init__(config, pre_quantized=is_quantized)
         config.quant_method = QuantizationMethod.BITS_AND_BYTES
         self._writer = writer
 
@@ -190,12 +187,6 @@ class _Quantizing(_Receiving, Bnb4BitHfQuantizer):
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         needed = super().param_needs_quantization(model, param_name, **kwargs)
         return bool(needed) or self._is_placed(model, param_name)
-
-
-class _Prequantized(_Quantizing):
-    """4-bit weights of the checkpoint are written to their places as they are."""
-
-    _is_pre_quantized = True
 
     def get_weight_conversions(self) -> list[Any]:
         conversions: list[Any] = super().get_weight_conversions()
@@ -259,8 +250,9 @@ class _Write(_Operation):
             return self._writer.write(name, tensor) if self._writer.has_place(name) else tensor
         if issubclass(module.source_cls, Conv1D):
             tensor = tensor.T
-        packed, state = self._writer.quantize(name, tensor, planned.shape)
-        return _loaded(Format.of(planned), packed, state, module)
+        format = Format.of(planned)
+        packed, state = self._writer.quantize(name, tensor, format, planned.shape)
+        return _loaded(format, packed, state, module)
 
 
 class _Fetch(_Operation):

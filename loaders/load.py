@@ -30,11 +30,10 @@ from poros.loaders.options import (
     Unset,
     device_name,
     dtype_name,
-    format_of,
     quantizing_device,
 )
 from poros.loaders.quantize import Quantizer
-from poros.loaders.renaming import without_towers
+from poros.loaders.renaming import require_floats, require_whole_experts, without_towers
 from poros.loaders.settings import (
     AUTO_CLASSES,
     configuration,
@@ -46,11 +45,9 @@ from poros.loaders.slab_writer import Allocate, SlabWriter
 from poros.loaders.source import CONFIG, GENERATION, commit_of
 from poros.loaders.store import PLACE, OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents, small_files
-from poros.loaders.validation import require_floats, require_whole_experts
-from poros.model.inspect import find_layers, require_language_model
+from poros.model.inspect import require_language_model
 from poros.model.origin import Origin, put_origin
 from poros.model.saving import watch_saving
-from poros.model.vision import drop_towers
 from poros.utils.formatting import size
 from poros.utils.logging_setup import show_info_by_default
 from poros.utils.versions import library_versions
@@ -74,9 +71,8 @@ def load(
     device: torch.device | str | None = None,
     store: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
-    vision: str | Unset = UNSET,
-    auto_class: type | str | Unset = UNSET,
-    allow_nonfinite: bool = False,
+    vision: str | None = None,
+    auto_class: type | str | None = None,
     limits: Limits | None = None,
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
@@ -110,12 +106,11 @@ def load(
             and classifiers, whose head is drawn from the CPU's random state if the checkpoint has
             none; ``AutoModel`` for hidden states alone, as embedding models need. The default is a
             language model, or what the store was made for.
-        allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
         limits: Limits on the sizes in files; None takes the defaults.
         **from_pretrained_kwargs: Arguments of ``from_pretrained``: ``revision``, ``cache_dir``,
-            ``token``, ``local_files_only``, ``force_download``, ``subfolder``, ``variant``,
-            ``config``, ``generation_config``, ``key_mapping``, ``attn_implementation`` and other
-            fields of the configuration. Arguments that cannot be honoured are refused.
+            ``token``, ``local_files_only``, ``force_download``, ``config``,
+            ``attn_implementation`` and other fields of the configuration. Arguments that cannot be
+            honoured are refused.
 
     Returns:
         The model in evaluation mode, as ``from_pretrained`` returns it. One that was opened from a
@@ -157,19 +152,17 @@ def load(
                     "store: expected none with a source that is one, found "
                     f"{quoted(os.fspath(store))}"
                 )
-            return _open(source, budget, options, bounds, True, allow_nonfinite)
+            return _open(source, budget, options, bounds, is_source=True)
         if store is None and budget is not None:
             raise PolicyError(
                 "host_budget: expected a store on disk for the layers beyond it, found none; pass "
                 "store=, a folder on a fast disk"
             )
-        loader = _CheckpointLoader(
-            source, options, quantizing_device(device), allow_nonfinite, bounds
-        )
+        loader = _CheckpointLoader(source, options, quantizing_device(device), bounds)
         if store is None:
             return loader.into_memory()
         origin = loader.into_store_unless_there(store)
-        model = _open(store, budget, options, bounds, False, allow_nonfinite)
+        model = _open(store, budget, options, bounds, is_source=False)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     put_origin(model, origin)
     return model
@@ -203,7 +196,7 @@ def _resolve(checkpoint: Checkpoint, options: LoadOptions, limits: Limits) -> _R
     config = configuration(path, texts, options.fields, given=options.config, limits=limits)
     stored = stored_quantization(path, config)
     _refuse_classifier(config, options, path)
-    model_class, config = model_class_of(config, options.about_class)
+    model_class, config = model_class_of(config, options.auto_class)
     require_language_model(model_class.__name__, config)
     if options.dtype == "auto":
         options = options.of_dtype(getattr(config, "dtype", None) or checkpoint.float_dtype())
@@ -220,18 +213,15 @@ def _refuse_classifier(config: "PreTrainedConfig", options: LoadOptions, path: P
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if options.about_class is None and known and known.__name__ in (config.architectures or ()):
+    if options.auto_class is None and known and known.__name__ in (config.architectures or ()):
         raise UnsupportedModelError(
             f"{shown(path / CONFIG)}: expected a language model, found architectures of "
             f"{known.__name__}; pass auto_class=AutoModelForSequenceClassification"
         )
 
 
-def _set_generation(
-    model: "PreTrainedModel", generation: "GenerationConfig", options: LoadOptions
-) -> None:
-    """Set the generation settings, unless the call has given some."""
-    if model.can_generate() and "generation_config" not in options.handed_on:
+def _set_generation(model: "PreTrainedModel", generation: "GenerationConfig") -> None:
+    if model.can_generate():
         model.generation_config = generation
 
 
@@ -243,12 +233,11 @@ class _CheckpointLoader:
         source: "str | os.PathLike[str]",
         options: LoadOptions,
         device: torch.device,
-        allow_nonfinite: bool,
         limits: Limits,
     ) -> None:
         self._source = source
         self._options = options
-        self._quantizer = Quantizer(device, allow_nonfinite=allow_nonfinite)
+        self._quantizer = Quantizer(device)
         self._limits = limits
 
     def into_memory(self) -> "PreTrainedModel":
@@ -305,9 +294,8 @@ class _CheckpointLoader:
                 "quantization": used and used.to_dict(),
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
                 "dtype": dtype_name(resolved.dtype),
-                "allow_nonfinite": self._quantizer.allow_nonfinite,
-                "vision": self._options.about_vision,
-                "auto_class": self._options.about_class,
+                "vision": self._options.vision or "keep",
+                "auto_class": self._options.auto_class,
                 "num_labels": getattr(resolved.config, "num_labels", None),
                 **names,
                 "versions": library_versions("torch", "transformers", "bitsandbytes"),
@@ -330,15 +318,14 @@ class _CheckpointLoader:
         return _in_store(origin, about, directory)
 
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint.open(self._source, self._options.place, self._limits)
+        return Checkpoint.open(self._source, self._options.hub, self._limits)
 
     def _origin(self, checkpoint: Checkpoint) -> Origin:
         """Say where the checkpoint lies; nothing is hashed."""
-        place, source = self._options.place, os.fspath(self._source)
+        source = os.fspath(self._source)
         if os.path.lexists(source):
-            return Origin(os.path.join(os.path.abspath(source), place.subfolder).rstrip(os.sep))
-        asked = place.hub.get("revision")
-        return Origin(source, commit_of(checkpoint.path, place) or asked)
+            return Origin(os.path.abspath(source))
+        return Origin(source, commit_of(checkpoint.path) or self._options.hub.get("revision"))
 
     def _read(
         self, checkpoint: Checkpoint, resolved: _Resolved, allocate: "Allocate | None" = None
@@ -347,39 +334,25 @@ class _CheckpointLoader:
 
         require_whole_experts(checkpoint)
         used = copy.deepcopy(resolved.quantization)
-        names, leave_out = None, _nothing
-        if self._options.drops_vision:
-            key_mapping = self._options.handed_on.get("key_mapping")
+        names, is_dropping = None, self._options.vision == "drop"
+        if is_dropping:
             with one_at_a_time():
-                names = without_towers(
-                    resolved.model_class, resolved.config, checkpoint.names, key_mapping
-                )
-            leave_out = drop_towers
+                names = without_towers(resolved.model_class, resolved.config, checkpoint.names)
         slab_writer = SlabWriter(
-            checkpoint.path,
-            find_layers,
-            self._quantizer,
-            format_of(used),
-            allocate,
-            leave_out,
+            checkpoint.path, self._quantizer, allocate, drops_towers=is_dropping
         )
-        taken: set[str] = set()
-        slices = checkpoint.slices(names, on_read=taken.add)
+        slices = checkpoint.slices(names)
         with (
             one_at_a_time(),
             reading_into(slab_writer, used, is_quantized=resolved.is_quantized) as quantization,
         ):
-            arguments = {
-                "config": resolved.config,
-                "dtype": resolved.dtype,
-                **self._options.handed_on,
-            }
+            arguments = {"config": resolved.config, "dtype": resolved.dtype}
             model = fill(resolved.model_class, slab_writer, quantization, slices, arguments)
         clean(model)
-        require_floats(checkpoint, taken, model)
+        require_floats(checkpoint, model)
         slab_writer.finish(model)
         checkpoint.check_unchanged()
-        _set_generation(model, resolved.generation, self._options)
+        _set_generation(model, resolved.generation)
         return model, slab_writer, used
 
 
@@ -388,8 +361,8 @@ def _open(
     budget: int | None,
     options: LoadOptions,
     limits: Limits,
+    *,
     is_source: bool,
-    allow_nonfinite: bool,
 ) -> "PreTrainedModel":
     """Open a store as a model: its first layers in new memory, the others in the file."""
     from poros.loaders.hf_quantizer import clean, reading_into
@@ -399,18 +372,12 @@ def _open(
         if is_source:
             options.require_store(about, quoted(os.fspath(directory)), is_source=True)
         dtype, used = _made(opened)
-        if about["allow_nonfinite"] and not allow_nonfinite:
-            raise PolicyError(
-                "allow_nonfinite: expected a store of finite weights, found "
-                f"{quoted(os.fspath(directory))}, which was written with allow_nonfinite=True; "
-                "pass it here too, or write the store again"
-            )
         texts = {
             name: opened.text(name)
             for name in (CONFIG, GENERATION)
             if name in opened.manifest.files
         }
-        auto_class = _auto_class(opened)
+        auto_class = about["auto_class"]
         fields = dict(options.fields)
         if auto_class == "AutoModelForSequenceClassification" and options.config is None:
             fields.setdefault("num_labels", about.get("num_labels"))  # of its head
@@ -419,24 +386,20 @@ def _open(
         model_class, config = model_class_of(config, auto_class)
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
-        leave_out = drop_towers if about.get("vision") == "drop" else _nothing
-        reader = StoreReader(opened, host, find_layers, format_of(used), leave_out)
+        reader = StoreReader(opened, host)
         placeholders = {name: torch.empty(0, dtype=dtype) for name in reader.names()}
         with one_at_a_time(), quiet(), reading_into(reader, used) as quantization:
-            arguments = {"config": config, "dtype": dtype, **options.handed_on}
+            arguments = {"config": config, "dtype": dtype}
             model = fill(model_class, reader, quantization, placeholders, arguments)
         clean(model)
         if used is not None:
             model.hf_quantizer.pre_quantized = about["is_prequantized"]
         reader.finish(model)
-        _set_generation(model, generation, options)
-    model.name_or_path = model.config.name_or_path = os.fspath(directory)
-    origin = opened.origin
-    if origin is not None:
-        # What PEFT takes for the base of an adapter. The tokenizer, which others look for by the
-        # name in the configuration, lies in the store.
-        model.name_or_path = origin.source
-        put_origin(model, origin)
+        _set_generation(model, generation)
+    # The former is what PEFT takes for the base of an adapter. The tokenizer, which others look for
+    # by the name in the configuration, lies in the store.
+    model.name_or_path, model.config.name_or_path = opened.origin.source, os.fspath(directory)
+    put_origin(model, opened.origin)
     attach_store(model, host)
     if isinstance(host, DiskStore):
         watch_saving(model, host)
@@ -455,22 +418,6 @@ def _in_store(
     )
 
 
-def _nothing(model: Any) -> None:
-    """Leave out nothing."""
-
-
-def _auto_class(opened: OpenStore) -> str | None:
-    """Return the class that chooses the model's class; stores of earlier releases have none."""
-    found = opened.manifest.about.get("auto_class")
-    if found is not None and found not in AUTO_CLASSES:
-        raise defect(
-            opened.path,
-            f"expected one of {', '.join(AUTO_CLASSES)} as its auto_class, found {quoted(found)}",
-            remedy="write the store again",
-        )
-    return found
-
-
 def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
     """Return the dtype and the quantization of a store."""
     from transformers import BitsAndBytesConfig
@@ -480,9 +427,10 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
         dtype = getattr(torch, about["dtype"])
         used = about["quantization"] and BitsAndBytesConfig.from_dict(about["quantization"])
         is_told = dtype in DTYPES and isinstance(about["is_prequantized"], bool)
-        is_told = is_told and isinstance(about["allow_nonfinite"], bool)
         if not is_told or CONFIG not in opened.manifest.files:
             raise ValueError("no dtype or no configuration")
+        if about["auto_class"] not in (None, *AUTO_CLASSES):
+            raise ValueError(f"auto_class {about['auto_class']!r}")
         if used is not None and used.bnb_4bit_quant_type not in QUANT_TYPES:
             raise ValueError(f"bnb_4bit_quant_type {used.bnb_4bit_quant_type!r}")
     except Exception as error:
@@ -507,6 +455,7 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
     opened.read_into(resident)
     if first == len(layouts):
         return resident
+    opened.verify_slabs(first)
     logger.warning(
         "poros: %d of %d layers stay on the disk, in %s: training reads %s from there in each "
         "forward and again in each backward pass",
@@ -520,6 +469,5 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
         opened.slabs,
         opened.data_offset,
         layouts,
-        opened.manifest.slab_digests,
         opened.identity,
     )

@@ -21,7 +21,7 @@ from poros.loaders.header import DTYPE_NAMES, DTYPES, Header, TensorEntry, defec
 
 SLABS, REST = "slabs.safetensors", "rest.safetensors"
 
-FORMAT, VERSION = "poros store", "4"
+FORMAT, VERSION = "poros store", "5"
 
 REMEDY = "write the store again (poros load CHECKPOINT --out DIR)"
 

@@ -16,7 +16,6 @@ import torch
 from poros.errors import PolicyError, quoted
 from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization
 from poros.loaders.settings import AUTO_CLASSES
-from poros.loaders.source import Place
 from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes that a model can be loaded in."""
 
 _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
-# Of from_pretrained, neither of the hub nor of the configuration: handed on as they are.
-_HANDED_ON = ("generation_config", "key_mapping")
 
 _BY_QUANTIZATION = "pass quantization='nf4' or a 4-bit BitsAndBytesConfig as quantization"
 _SEE = "leave it out, and see device, store and host_budget"
@@ -71,16 +68,15 @@ class LoadOptions:
     quantization: Any
     dtype: "torch.dtype | str | Unset"
     device: torch.device | str | None
-    place: Place
+    hub: Mapping[str, Any]
+    """Of ``huggingface_hub.snapshot_download``."""
     config: "PreTrainedConfig | None"
-    vision: str | Unset = UNSET
+    vision: str | None = None
     """``"keep"`` or ``"drop"``."""
-    auto_class: str | Unset = UNSET
+    auto_class: str | None = None
     """A name of ``AUTO_CLASSES``."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the configuration to change."""
-    handed_on: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``from_pretrained``."""
 
     @classmethod
     def of(
@@ -89,8 +85,8 @@ class LoadOptions:
         dtype: Any,
         device: torch.device | str | None,
         others: Mapping[str, Any],
-        vision: Any = UNSET,
-        auto_class: Any = UNSET,
+        vision: Any = None,
+        auto_class: Any = None,
     ) -> "LoadOptions":
         """Parse the arguments of ``poros.load``.
 
@@ -98,7 +94,7 @@ class LoadOptions:
             PolicyError: If one cannot be honoured.
         """
         left = dict(others)
-        if vision not in (UNSET, "keep", "drop"):
+        if vision not in (None, "keep", "drop"):
             raise PolicyError(f"vision: expected 'keep' or 'drop', found {quoted(vision)}")
         if "quantization_config" in left:
             if quantization is not UNSET:
@@ -108,18 +104,9 @@ class LoadOptions:
             quantization = left.pop("quantization_config")
         _refuse(left)
         hub = {key: left.pop(key) for key in _HUB if key in left}
-        place = Place(
-            _text("subfolder", left.pop("subfolder", None)) or "",
-            _text("variant", left.pop("variant", None)),
-            hub,
-        )
         config = left.pop("config", None)
-        handed_on = {key: left.pop(key) for key in _HANDED_ON if left.get(key) is not None}
-        _require_generation_config(handed_on.get("generation_config"))
         chosen = _auto_class(auto_class)
-        options = cls(
-            *(quantization, _dtype(dtype), device, place, config, vision, chosen, left, handed_on)
-        )
+        options = cls(quantization, _dtype(dtype), device, hub, config, vision, chosen, left)
         if quantization is not UNSET:
             options.wanted(torch.bfloat16)  # refused here if it makes no sense
         return options
@@ -137,25 +124,10 @@ class LoadOptions:
         """The dtype to load in, unless it is "auto"."""
         return self.dtype if isinstance(self.dtype, torch.dtype) else torch.bfloat16
 
-    @property
-    def drops_vision(self) -> bool:
-        """Whether vision towers are left out."""
-        return self.vision == "drop"
-
-    @property
-    def about_vision(self) -> str | None:
-        """The same as a store records it."""
-        return "drop" if self.drops_vision else None
-
-    @property
-    def about_class(self) -> str | None:
-        """The name of the class that chooses, if it was given."""
-        return None if isinstance(self.auto_class, Unset) else self.auto_class
-
     def wanted(self, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
         """The quantization for a dense checkpoint."""
         quantization = "nf4" if self.quantization is UNSET else self.quantization
-        return _bits_and_bytes(quantization, dtype)
+        return bits_and_bytes(quantization, dtype)
 
     def require_format(self, stored: "BitsAndBytesConfig | None", where: str) -> None:
         """Refuse another quantization than a checkpoint has already, if one was asked for.
@@ -189,18 +161,16 @@ class LoadOptions:
         Raises:
             PolicyError: If one contradicts.
         """
-        if is_source:
-            self._refuse_for_a_folder(where)
         is_given = not about.get("is_prequantized")
         dtype = dtype_name(self.chosen_dtype)
         has_dtype = isinstance(self.dtype, torch.dtype)
         if is_source and not has_dtype:
             dtype = str(about.get("dtype"))
         expected: dict[str, Any] = {}
-        if self.vision is not UNSET or not is_source:
-            expected["vision"] = self.about_vision
-        if self.auto_class is not UNSET or not is_source:
-            expected["auto_class"] = self.about_class
+        if self.vision is not None or not is_source:
+            expected["vision"] = self.vision or "keep"
+        if self.auto_class is not None or not is_source:
+            expected["auto_class"] = self.auto_class
         if has_dtype or not is_source:
             expected["dtype"] = dtype
         if is_given and (self.quantization is not UNSET or not is_source):
@@ -228,27 +198,16 @@ class LoadOptions:
         Raises:
             PolicyError: If there is one that asks for something else.
         """
-        if os.path.lexists(source):
-            self._refuse_hub(f"a hub repository; {quoted(os.fspath(source))} is a local path")
-
-    def _refuse_for_a_folder(self, where: str) -> None:
-        self._refuse_hub(f"a hub repository; {where} is a store")
-        for name, value in (("subfolder", self.place.subfolder), ("variant", self.place.variant)):
-            if value:
-                raise PolicyError(
-                    f"{name}: expected none with a store, which is opened as it is, found "
-                    f"{quoted(value)}; leave it out"
-                )
-
-    def _refuse_hub(self, of: str) -> None:
-        hub = self.place.hub
+        if not os.path.lexists(source):
+            return
         for name, is_set in (
-            ("revision", hub.get("revision") not in (None, "main")),
-            ("force_download", bool(hub.get("force_download"))),
+            ("revision", self.hub.get("revision") not in (None, "main")),
+            ("force_download", bool(self.hub.get("force_download"))),
         ):
             if is_set:
                 raise PolicyError(
-                    f"{name}: expected it with {of}, found {quoted(hub[name])}; leave it out"
+                    f"{name}: expected it with a hub repository; {quoted(os.fspath(source))} is a "
+                    f"local path, found {quoted(self.hub[name])}; leave it out"
                 )
 
 
@@ -294,12 +253,6 @@ def _refuse(options: dict[str, Any]) -> None:
         )
 
 
-def _text(name: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise PolicyError(f"{name}: expected a text, found {quoted(value)}")
-    return value or None
-
-
 def _dtype(value: Any) -> "torch.dtype | str | Unset":
     if value is UNSET or value == "auto":
         return "auto" if value == "auto" else UNSET
@@ -310,9 +263,9 @@ def _dtype(value: Any) -> "torch.dtype | str | Unset":
     raise PolicyError(f"dtype: expected {names} or 'auto', found {quoted(value)}")
 
 
-def _auto_class(value: Any) -> str | Unset:
-    if value is UNSET or value is None:
-        return UNSET
+def _auto_class(value: Any) -> str | None:
+    if value is None:
+        return None
     name = getattr(value, "__name__", value)
     if not isinstance(name, str) or name not in AUTO_CLASSES:
         raise PolicyError(
@@ -322,18 +275,12 @@ def _auto_class(value: Any) -> str | Unset:
     return name
 
 
-def _require_generation_config(value: Any) -> None:
-    if value is None:
-        return
-    from transformers import GenerationConfig
+def bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
+    """Return the 4-bit configuration that ``quantization`` asks for; None for dense weights.
 
-    if not isinstance(value, GenerationConfig):
-        raise PolicyError(
-            f"generation_config: expected a GenerationConfig of transformers, found {quoted(value)}"
-        )
-
-
-def _bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
+    Raises:
+        PolicyError: If it is something else.
+    """
     if quantization is None:
         return None
     from transformers import BitsAndBytesConfig

@@ -65,7 +65,6 @@ class Quantizer:
         device: Where to quantize. Bytes are those of bitsandbytes on that device.
         chunk_num_bytes: Size of a piece, rounded down to whole blocks but at least one block. None
             is 512 KiB on a CPU and 16 MiB on a GPU.
-        allow_nonfinite: Quantize NaN and infinities like any other value instead of refusing.
 
         streams: Stage through these even on a CPU (for tests). None is the device's own.
 
@@ -78,11 +77,9 @@ class Quantizer:
         device: torch.device,
         *,
         chunk_num_bytes: int | None = None,
-        allow_nonfinite: bool = False,
         streams: StreamContext | None = None,
     ) -> None:
         self.device = device
-        self.allow_nonfinite = allow_nonfinite
         self._chunk_num_bytes = chunk_num_bytes or _CHUNK_NUM_BYTES[device.type]
         self._is_staged = streams is not None or device.type != "cpu"
         self._streams = streams or streams_for(device)
@@ -119,7 +116,7 @@ class Quantizer:
             same device; on a CPU with the same number of threads, which the mean depends on.
 
         Raises:
-            CheckpointFormatError: If the tensor holds NaN or infinity and that is not allowed.
+            CheckpointFormatError: If the tensor holds NaN or infinity.
         """
         import bitsandbytes.functional as bnb
 
@@ -170,7 +167,7 @@ class Quantizer:
                 staged = self._stage(flat, index + 1, chunk)
             target = packed_bytes[start // 2 :][: values.numel()]
             self._bring_back(values.view(-1), target, index)
-        if extremes and not self.allow_nonfinite:
+        if extremes:
             require_finite(torch.stack(extremes), where)
         return scales
 
@@ -247,6 +244,6 @@ def require_finite(tensor: torch.Tensor, name: str) -> None:
     if not bool(torch.isfinite(low)) or not bool(torch.isfinite(high)):
         raise CheckpointFormatError(
             f"{name}: expected finite weights, found values from {low.item()} to {high.item()}; "
-            "the checkpoint is damaged or was saved from a diverged run. Pass "
-            "allow_nonfinite=True to load it nevertheless"
+            "the checkpoint is damaged or was saved from a diverged run; fetch it again, or load "
+            "another"
         )

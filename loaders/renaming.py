@@ -1,8 +1,26 @@
-"""Maps a checkpoint's tensor names to a model's, by transformers' rules."""
+"""Maps a checkpoint's tensor names to a model's, and checks what transformers assumes of them.
+
+It stacks experts in the order of their numbers without looking for gaps, and casts whatever it
+finds to the dtype to load in: both give a model, and not the one that was saved.
+"""
 
 import copy
-from collections.abc import Iterable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import torch
+
+from poros.errors import quoted
+from poros.kernels.nf4 import state_of
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.header import defect
+from poros.model.vision import find_towers
+from poros.stream.adapters import named_tensors
+
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
+_STATE = ".quant_state."
 
 
 class OwnName(NamedTuple):
@@ -13,9 +31,7 @@ class OwnName(NamedTuple):
     """Whether the model's tensor is made of this one and others, or is a piece of it."""
 
 
-def own_names(
-    model: Any, names: Iterable[str], key_mapping: Mapping[str, str] | None = None
-) -> "dict[str, OwnName]":
+def own_names(model: Any, names: Iterable[str]) -> "dict[str, OwnName]":
     """Map each tensor of a checkpoint to its name in ``model``, as ``from_pretrained`` does.
 
     What the model does not have keeps the name that the rules give it.
@@ -23,7 +39,6 @@ def own_names(
     Args:
         model: A transformers model, on any device.
         names: Of the checkpoint.
-        key_mapping: As given to ``from_pretrained``.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -32,8 +47,7 @@ def own_names(
         rename_source_key,
     )
 
-    mapping = dict(key_mapping) if key_mapping is not None else None
-    rules = get_model_conversion_mapping(model, mapping)
+    rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     # A module with an adapter holds its weight one level below.
@@ -48,16 +62,64 @@ def own_names(
     return found
 
 
-def without_towers(
-    model_class: Any, config: Any, names: Iterable[str], key_mapping: Mapping[str, str] | None
-) -> list[str]:
+def without_towers(model_class: Any, config: Any, names: Iterable[str]) -> list[str]:
     """List the tensors that a model without its towers needs."""
-    import torch
-
-    from poros.model.vision import find_towers
-
     with torch.device("meta"):
         model = model_class._from_config(copy.deepcopy(config))
     towers = tuple(f"{name}." for name in find_towers(model))
-    own = own_names(model, names, key_mapping)
+    own = own_names(model, names)
     return [name for name in own if not own[name].name.startswith(towers)]
+
+
+def require_whole_experts(checkpoint: Checkpoint) -> None:
+    """Refuse experts whose numbers do not count from 0: stacked, each would be another's.
+
+    Raises:
+        CheckpointFormatError: If a number is missing or left over; the message names a tensor.
+    """
+    experts: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in checkpoint.names:
+        match = _EXPERT.fullmatch(name)
+        if match:
+            experts[match[1], match[3]].append(match[2])
+    for (prefix, suffix), numbers in experts.items():
+        expected = {str(number) for number in range(len(numbers))}
+        surplus = sorted(set(numbers) - expected)
+        if surplus:
+            missing = sorted(expected - set(numbers), key=int)
+            raise defect(
+                checkpoint.path,
+                f"expected {len(numbers)} experts numbered from 0, found none of number "
+                f"{quoted(missing[0], is_bare=True)}",
+                tensor=f"{prefix}.{surplus[0]}.{suffix}",
+                remedy="check that no expert was left out or renamed",
+            )
+
+
+def require_floats(checkpoint: Checkpoint, model: Any) -> None:
+    """Refuse whole numbers that were cast to floating point, such as weights of 8 bits.
+
+    Args:
+        checkpoint: Where the tensors are from.
+        model: As it is loaded.
+
+    Raises:
+        CheckpointFormatError: If one of its tensors was made of whole numbers, and is none.
+    """
+    packed = {name.partition(_STATE)[0] for name in checkpoint.names if _STATE in name}
+    whole = [
+        name for name in checkpoint.names if not checkpoint.entry(name).dtype.is_floating_point
+    ]
+    tensors = dict(named_tensors(model))
+    for name, own in own_names(model, whole).items():
+        tensor = tensors.get(own.name)
+        if tensor is None or name in packed:
+            continue
+        if tensor.is_floating_point() or state_of(tensor) is not None:
+            raise defect(
+                checkpoint.entry(name).file,
+                "expected weights in floating point for this configuration, found "
+                f"{checkpoint.entry(name).dtype}",
+                tensor=name,
+                remedy="load the checkpoint that it was made from, which is not quantized",
+            )

@@ -1,16 +1,17 @@
 """Places the tensors of a model that is being loaded: those of layers into slabs.
 
-The plan is made on the model without memory that transformers has built, before anything is read:
-for each decoder layer the parts that move, in the order in which ``poros.prepare`` lists them, with
-the dtypes they will have. Then each tensor is taken as it comes, converted and renamed, and written
+The plan is made on a copy of the model without memory that transformers has built, before anything
+is read: for each decoder layer the parts that ``poros.prepare`` will find to move, with the dtypes
+they will have. Then each tensor is taken as it comes, converted and renamed, and written
 to its place; the few that come another way (norms that stay float32, buffers computed from the
 configuration) are moved to theirs at the end.
 
 Nothing here knows how transformers reads a checkpoint; see ``poros.loaders.hf_quantizer`` for that.
 """
 
+import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError, quoted
-from poros.host.layout import BlockLayout, TensorSpec, is_small
+from poros.host.layout import BlockLayout, TensorSpec
 from poros.host.limits import require_host_memory
 from poros.host.slab import HostSlab
 from poros.host.store import HostStore
@@ -28,17 +29,21 @@ from poros.kernels.nf4 import (
     MOVING,
     Format,
     Parts,
+    is_4bit,
+    is_params4bit,
+    own,
     part_name,
-    streams,
+    part_tensors,
+    state_of,
 )
-from poros.kernels.quantized import is_params4bit, state_of
 from poros.loaders.header import shown
 from poros.loaders.quant_state import require_codes
 from poros.loaders.quantize import Quantizer, require_finite
+from poros.model.inspect import find_frozen, find_layers
+from poros.model.vision import drop_towers
 from poros.stream.adapters import named_tensors
 
 Allocate = Callable[[Sequence[BlockLayout]], HostStore]
-FindLayers = Callable[[nn.Module], tuple[str, Sequence[nn.Module]]]
 
 
 class SlabWriter:
@@ -46,11 +51,9 @@ class SlabWriter:
 
     Args:
         path: Of what is loaded, for messages.
-        find_layers: Finds the decoder layers: the name of their list, and the layers.
         quantizer: Quantizes 4-bit weights.
-        format: Of 4-bit weights; None if nothing is quantized.
         allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
-        leave_out: Takes away from the model, while it has no memory, what is not to be loaded.
+        drops_towers: Leave the towers of a multimodal model away, while it has no memory.
 
     Attributes:
         store: One slab per decoder layer; None before ``plan``.
@@ -61,21 +64,18 @@ class SlabWriter:
     def __init__(
         self,
         path: Path,
-        find_layers: FindLayers,
         quantizer: Quantizer,
-        format: Format | None,
         allocate: Allocate | None = None,
-        leave_out: Callable[[nn.Module], None] = lambda model: None,
+        *,
+        drops_towers: bool = False,
     ) -> None:
         self.path = path
-        self.format = format
         self.store: HostStore | None = None
         self.fallbacks: list[str] = []
         self.num_bytes = 0
         self.layers_name = ""
         self._allocate = allocate
-        self._leave_out = leave_out
-        self._find_layers = find_layers
+        self._drops_towers = drops_towers
         self._quantizer = quantizer
         self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -95,12 +95,8 @@ class SlabWriter:
             UnsupportedModelError: If it has no decoder layers that can be streamed.
             HostMemoryError: If the model would not fit in host memory.
         """
-        self._leave_out(model)
-        everything = [
-            part for name, tensor in named_tensors(model) for part in self._parts(name, tensor)
-        ]
-        self.num_bytes = _num_bytes(everything)
-        self.layers_name, layers = self._find_layers(model)
+        if self._drops_towers:
+            drop_towers(model)
         self._shapes = {name: tensor.shape for name, tensor in named_tensors(model)}
         self._is_float = {
             name for name, tensor in named_tensors(model) if tensor.is_floating_point()
@@ -108,18 +104,24 @@ class SlabWriter:
         self._is_4bit = {name for name, tensor in named_tensors(model) if is_params4bit(tensor)}
         loaded = model.state_dict().keys()
         self._checked = self._shapes.keys() - loaded
-        layouts = []
-        for index, layer in enumerate(layers):
-            parts: list[tuple[str, torch.Tensor]] = []
-            for name, tensor, is_buffer in _own_tensors(
-                model, f"{self.layers_name}.{index}", layer
-            ):
-                if name in loaded:
-                    tensor = tensor.to(_own_dtype(name, own_dtypes) or tensor.dtype)
-                parts += self._streamed_parts(name, tensor, is_buffer)
-            layouts.append(BlockLayout.pack(parts))
+        planned = copy.deepcopy(model).requires_grad_(False)
+        for name, tensor in named_tensors(planned):
+            if name in loaded and not is_params4bit(tensor):
+                tensor.data = tensor.data.to(_own_dtype(name, own_dtypes) or tensor.dtype)
+        quantize_on_meta(planned)
+        self.layers_name, layers = find_layers(planned)
+        blocks, _ = find_frozen(planned, self.layers_name, layers, block_size=1)
+        layouts = [
+            BlockLayout.pack((part.name, part.get()) for tensor in block for part in tensor.parts())
+            for block in blocks
+        ]
         in_layers = {spec.name for layout in layouts for spec in layout.tensors}
-        outside = _num_bytes(part for part in everything if part[0] not in in_layers)
+        outside = sum(
+            part.numel() * part.element_size()
+            for name, tensor in named_tensors(planned)
+            for key, part in part_tensors(name, tensor).items()
+            if key not in in_layers
+        )
         self.num_bytes = outside + sum(layout.num_bytes for layout in layouts)
         what = f"the weights of {shown(self.path)}"
         require_host_memory(self.num_bytes if self._allocate is None else outside, what)
@@ -151,12 +153,15 @@ class SlabWriter:
         self._require_finite(name, tensor)
         return _copied(tensor, slab.tensor(spec))
 
-    def quantize(self, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> Any:
+    def quantize(
+        self, name: str, tensor: torch.Tensor, format: Format, shape: Sequence[int]
+    ) -> Any:
         """Quantize a weight into its place, or into memory of its own outside the layers.
 
         Args:
             name: Of the parameter.
             tensor: (N, K), in the dtype to load in.
+            format: What to quantize to.
             shape: What the module expects.
 
         Returns:
@@ -165,7 +170,6 @@ class SlabWriter:
         Raises:
             CheckpointFormatError: If it has another shape or dtype, or is not finite.
         """
-        format = self._require_format()
         self._require_shape(name, tensor.shape, torch.Size(shape))
         if tensor.dtype not in DTYPES.values():
             raise CheckpointFormatError(
@@ -266,22 +270,6 @@ class SlabWriter:
             "belong together"
         )
 
-    def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors to store for a planned one: itself, or its packed form and scales."""
-        if not is_params4bit(tensor):
-            return [(name, tensor)]
-        form = self._require_format().form(tensor.shape).items()
-        return [(part_name(name, part), like) for part, like in form if part in MOVING]
-
-    def _streamed_parts(
-        self, name: str, tensor: torch.Tensor, is_buffer: bool
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Return the parts that go into a slab ("What is small stays" in ``poros.host.layout``)."""
-        if not is_params4bit(tensor):
-            return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
-        form = self._require_format().form(tensor.shape).items()
-        return [(part_name(name, part), like) for part, like in form if streams(part, like)]
-
     def _target(self, name: str, like: torch.Tensor) -> torch.Tensor:
         if name in self._places:
             slab, spec = self._places[name]
@@ -300,16 +288,11 @@ class SlabWriter:
         slab, spec = self._places[name]
         return slab.holds(tensor, spec) or spec.num_bytes == 0
 
-    def _require_format(self) -> Format:
-        if self.format is None:
-            raise ValueError("expected a 4-bit format, found that nothing is to be quantized")
-        return self.format
-
     def _where(self, name: str) -> str:
         return f"{shown(self.path)}: {quoted(name, is_bare=True)}"
 
     def _require_finite(self, name: str, tensor: torch.Tensor) -> None:
-        if not self._quantizer.allow_nonfinite and name not in self._checked:
+        if name not in self._checked:
             require_finite(tensor, self._where(name))
             self._checked.add(name)
 
@@ -321,37 +304,24 @@ class SlabWriter:
             )
 
 
-def _num_bytes(parts: Iterable[tuple[str, torch.Tensor]]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in parts)
-
-
 def _copied(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return target.copy_(tensor)
 
 
-def _own_tensors(
-    model: nn.Module, prefix: str, layer: nn.Module
-) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Name and tensor of what only this layer holds, in the order of its modules.
+def quantize_on_meta(model: nn.Module) -> None:
+    """Give 4-bit modules whose weights have no memory the weights that quantizing would give."""
+    from bitsandbytes.nn import Linear4bit
 
-    And whether it is a buffer.
-    """
-    inside = {id(module) for module in layer.modules()}
-    elsewhere = {
-        id(tensor)
-        for module in model.modules()
-        if id(module) not in inside
-        for owner in (module._parameters, module._buffers)
-        for tensor in owner.values()
-    }
-    seen: set[int] = set()
-    for module_name, module in layer.named_modules(prefix=prefix):
-        for owner in (module._parameters, module._buffers):
-            for key, tensor in owner.items():
-                if tensor is not None and id(tensor) not in elsewhere | seen:
-                    seen.add(id(tensor))
-                    yield f"{module_name}.{key}", tensor, owner is module._buffers
+    for module in model.modules():
+        weight: Any = module._parameters.get("weight")
+        if not isinstance(module, Linear4bit) or is_4bit(weight):
+            continue
+        format = Format.of(weight)
+        form = format.form(weight.shape)
+        state = format.state(form, weight.shape, module.compute_dtype or weight.dtype)
+        packed = module._parameters["weight"] = format.weight(form["packed"], state, module)
+        own(module, packed)
 
 
 def _own_dtype(name: str, own_dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:

@@ -6,7 +6,7 @@ because a hub cache consists of them; what an index names must lie in its folder
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,29 +40,12 @@ class Source:
     """None for a single file."""
     weight_map: dict[str, str]
     """Of the index: the file that holds each tensor."""
-    variant: str | None = None
-    is_named: bool = False
-    """Whether the one file was asked for by its name."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a checkpoint in its folder or repository, and options of the hub.
-
-    Args:
-        subfolder: Of the folder or repository; "" is itself.
-        variant: Stands in the names of the weights: ``model.fp16.safetensors``.
-        hub: Of ``huggingface_hub.snapshot_download``: ``revision``, ``cache_dir``, ``token``,
-            ``local_files_only``, ``force_download``.
-    """
-
-    subfolder: str = ""
-    variant: str | None = None
-    hub: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_source(
-    source: str | os.PathLike[str], place: Place | None = None, limits: Limits | None = None
+    source: str | os.PathLike[str],
+    hub: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
 ) -> Source:
     """Find the files of a checkpoint and read its configuration and index; see ``Checkpoint.open``.
 
@@ -70,7 +53,7 @@ def find_source(
         CheckpointFormatError: If there is no checkpoint, or configuration or index are broken.
         UnsupportedModelError: If it is an adapter, or has one beside it.
     """
-    place, limits = place or Place(), limits or Limits()
+    limits = limits or Limits()
     path = _existing(source)
     name = None
     if path is not None and not path.is_dir():
@@ -84,24 +67,21 @@ def find_source(
             )
         path, name = path.parent, path.name
     elif path is None:
-        path = _from_hub(os.fspath(source), place, limits)
+        path = _from_hub(os.fspath(source), hub or {}, limits)
     if name is None:
-        _refuse_adapter(path, place, limits)
-        path = path / place.subfolder
-        _refuse_adapter(path, place, limits)
+        _refuse_adapter(path, limits)
     if name is None and not os.path.lexists(path / CONFIG) and path.is_dir():
         _refuse_other_formats(_others(path), path)
     texts = {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
     if os.path.lexists(path / GENERATION):
         texts[GENERATION] = limits.read(path / GENERATION, "config_num_bytes")
     config = parse_json(texts[CONFIG], path / CONFIG, strict=False)
-    is_named = name is not None
-    name = name or _weights_name(path, config, place.variant)
-    if not _is_index(name):
-        return Source(path, config, texts, [path / name], None, {}, place.variant, is_named)
+    name = name or _weights_name(path, config)
+    if not name.endswith(".json"):
+        return Source(path, config, texts, [path / name], None, {})
     weight_map = _read_index(path / name, limits)
     files = [path / shard for shard in sorted(set(weight_map.values()))]
-    return Source(path, config, texts, files, path / name, weight_map, place.variant)
+    return Source(path, config, texts, files, path / name, weight_map)
 
 
 def find_config(
@@ -120,7 +100,7 @@ def find_config(
     if not path.is_dir():
         path = path.parent
     if not os.path.lexists(path / CONFIG):
-        _refuse_adapter(path, Place(), limits)
+        _refuse_adapter(path, limits)
     return path, {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
 
 
@@ -150,10 +130,8 @@ def fetch(repository: str, patterns: Sequence[str], **hub: Any) -> Path:
         ) from error
 
 
-def commit_of(path: Path, place: Place) -> str | None:
+def commit_of(path: Path) -> str | None:
     """Return the commit of a checkpoint in the hub's cache, as the names of its folders say."""
-    if place.subfolder:
-        path = path.parents[len(PurePosixPath(place.subfolder).parts) - 1]
     return path.name if path.parent.name == "snapshots" else None
 
 
@@ -171,15 +149,14 @@ def _existing(source: str | os.PathLike[str]) -> Path | None:
         ) from error
 
 
-def _refuse_adapter(path: Path, place: Place, limits: Limits) -> None:
+def _refuse_adapter(path: Path, limits: Limits) -> None:
     """Refuse a folder with an adapter, which ``from_pretrained`` would attach."""
     file = path / ADAPTER
     if not os.path.lexists(file):
         return
     adapter = parse_json(limits.read(file, "config_num_bytes"), file, strict=False)
     base = quoted(adapter.get("base_model_name_or_path"))
-    inside = path / place.subfolder
-    if os.path.lexists(inside / CONFIG) and _has_weights(inside, place.variant):
+    if (path / CONFIG).exists() and any((path / name).exists() for name in (SINGLE, INDEX)):
         raise UnsupportedModelError(
             f"{shown(file)}: expected the base model alone, found an adapter beside it (of the "
             f"base {base}), which from_pretrained would attach. Move it to a folder of its own, "
@@ -193,23 +170,7 @@ def _refuse_adapter(path: Path, place: Place, limits: Limits) -> None:
     )
 
 
-def _has_weights(path: Path, variant: str | None) -> bool:
-    return any(os.path.lexists(path / _varied(name, variant)) for name in (SINGLE, INDEX))
-
-
-def _varied(name: str, variant: str | None) -> str:
-    """Return the name of a weights file with the variant in it, as in transformers."""
-    if variant is None:
-        return name
-    stem, _, end = name.rpartition(".")
-    return f"{stem}.{variant}.{end}"
-
-
-def _is_index(name: str) -> bool:
-    return name.endswith(".json")
-
-
-def _weights_name(path: Path, config: dict[str, Any], variant: str | None) -> str:
+def _weights_name(path: Path, config: dict[str, Any]) -> str:
     """Choose the weights file or the index, in the order of transformers."""
     explicit = config.get("transformers_weights")
     if explicit is not None:
@@ -221,16 +182,14 @@ def _weights_name(path: Path, config: dict[str, Any], variant: str | None) -> st
             )
         _refuse_escape(explicit, path / CONFIG)
         return explicit
-    names = [_varied(name, variant) for name in (SINGLE, INDEX)]
-    for name in names:
+    for name in (SINGLE, INDEX):
         if os.path.lexists(path / name):
             return name
     others = _others(path)
     _refuse_other_formats(others, path)
     raise defect(
         path,
-        f"expected {quoted(names[0], is_bare=True)} or {quoted(names[1], is_bare=True)}, found "
-        f"{quoted([other.name for other in others])}",
+        f"expected {SINGLE} or {INDEX}, found {quoted([other.name for other in others])}",
         remedy="pass the folder that holds them, or the one .safetensors file to read",
     )
 
@@ -301,20 +260,16 @@ def _refuse_escape(name: str, file: Path) -> None:
         )
 
 
-def _from_hub(repository: str, place: Place, limits: Limits) -> Path:
+def _from_hub(repository: str, hub: Mapping[str, Any], limits: Limits) -> Path:
     """Fetch a repository into the hub's cache, as far as it is not there, and return its folder.
 
     The shards are fetched by the names in the index: repositories hold other copies of the same
     weights under names of their own.
     """
-    inside = f"{place.subfolder}/" if place.subfolder else ""
-    single, index = (_varied(name, place.variant) for name in (SINGLE, INDEX))
-    names = [CONFIG, GENERATION, ADAPTER, single, index, *AUXILIARY_FILES]
-    path = fetch(repository, [ADAPTER, *(inside + name for name in names)], **place.hub)
-    folder = path / place.subfolder
-    if not (folder / single).exists() and (folder / index).exists():
-        shards = sorted(set(_read_index(folder / index, limits).values()))
-        path = fetch(repository, [inside + name for name in shards], **place.hub)
+    names = (CONFIG, GENERATION, ADAPTER, SINGLE, INDEX, *AUXILIARY_FILES)
+    path = fetch(repository, names, **hub)
+    if not (path / SINGLE).exists() and (path / INDEX).exists():
+        path = fetch(repository, sorted(set(_read_index(path / INDEX, limits).values())), **hub)
     return path
 
 

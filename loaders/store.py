@@ -13,9 +13,8 @@ They are a file of their own because a header comes first, and digests are known
 mapped from their file while they are quantized.
 
 Note: Nothing is used that was not checked
-    Whatever is read is hashed and compared with the manifest.
-    Slabs that stay in the file are hashed when they are first read (``poros.host.disk``). A file
-    that the manifest does not name is not looked at.
+    Whatever is read is hashed and compared with the manifest, and so are slabs that stay in the
+    file (``poros.host.disk``). A file that the manifest does not name is not looked at.
 """
 
 import os
@@ -58,7 +57,7 @@ from poros.loaders.shard import new_bytes
 from poros.model.origin import Origin
 
 PLACE = "source_place"
-"""The key of where the checkpoint lay. Stores of earlier releases lack it."""
+"""The key of where the checkpoint lay."""
 
 
 @dataclass(frozen=True)
@@ -149,18 +148,16 @@ class OpenStore:
         read_checked(self._files[0], self.slabs, runs)
 
     @property
-    def origin(self) -> Origin | None:
-        """The checkpoint that it was made from; None if an earlier release has written it.
+    def origin(self) -> Origin:
+        """The checkpoint that it was made from.
 
         Raises:
             CheckpointFormatError: If the manifest says nothing that makes sense.
         """
         about = self.manifest.about
-        if PLACE not in about:
-            return None
-        place = about[PLACE] if isinstance(about[PLACE], dict) else {}
+        place = about.get(PLACE)
         told = {
-            **place,
+            **(place if isinstance(place, dict) else {}),
             "fingerprint": about.get("source"),
             "seen": about.get("source_seen"),
             "store": str(self.path),
@@ -184,8 +181,12 @@ class OpenStore:
             CheckpointFormatError: At the first slab or file that differs, by name.
         """
         self.rest()
-        for index, layout in enumerate(self.layouts):
-            self.read_into(HostStore.allocate([layout]), index)
+        self.verify_slabs()
+
+    def verify_slabs(self, first: int = 0) -> None:
+        """``verify`` for the slabs from ``first`` on alone, one after the other."""
+        for index in range(first, len(self.layouts)):
+            self.read_into(HostStore.allocate(self.layouts[index : index + 1]), index)
 
     def close(self) -> None:
         """Release the files. Idempotent."""

@@ -5,7 +5,7 @@ and of each 4-bit weight the few constants that stay on the device. Buffers that
 computes from the configuration are computed again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import nn
 from poros.errors import quoted
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
-from poros.kernels.nf4 import DTYPES, PARTS, Format, part_name, part_tensors
-from poros.kernels.quantized import state_of
+from poros.kernels.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
 from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
@@ -24,7 +23,7 @@ from poros.loaders.limits import Limits
 from poros.loaders.manifest import REMEDY
 from poros.loaders.options import dtype_name
 from poros.loaders.quantize import Quantizer
-from poros.loaders.slab_writer import FindLayers, SlabWriter
+from poros.loaders.slab_writer import SlabWriter
 from poros.loaders.store import OpenStore
 
 
@@ -66,26 +65,18 @@ class StoreReader(SlabWriter):
     Args:
         opened: The store.
         host: Its slabs.
-        find_layers: As in ``SlabWriter``.
-        format: Of 4-bit weights; None if nothing is quantized.
-        leave_out: As in ``SlabWriter``.
     """
 
     def __init__(
         self,
         opened: OpenStore,
         host: HostStore,
-        find_layers: FindLayers,
-        format: Format | None,
-        leave_out: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
         super().__init__(
             opened.path,
-            find_layers,
-            Quantizer(torch.device("cpu"), allow_nonfinite=True),  # quantizes nothing
-            format,
+            Quantizer(torch.device("cpu")),  # quantizes nothing
             allocate=self._given,
-            leave_out=leave_out,
+            drops_towers=opened.manifest.about.get("vision") == "drop",
         )
         self._opened = opened
         self._host = host
@@ -123,7 +114,7 @@ class StoreReader(SlabWriter):
         dtype, blocksize = self._weights[name]
         names = sorted(PARTS[f"{name}.offset" in self._rest])
         parts = {part: self._part(part_name(name, part)) for part in names}
-        format = replace(self._require_format(), blocksize=blocksize)
+        format = replace(Format.of(planned), blocksize=blocksize)
         state = format.state(parts, planned.shape, dtype)
         self.require_packed(name, parts, state, planned.shape)
         return parts["packed"], state
@@ -136,6 +127,9 @@ class StoreReader(SlabWriter):
         target = self._target(name, tensor)
         as_bytes = [side.reshape(-1).view(torch.uint8) for side in (tensor, target)]
         return target if torch.equal(*as_bytes) else target.copy_(tensor)
+
+    def _require_finite(self, name: str, tensor: torch.Tensor) -> None:
+        """What is hashed was checked when it was written."""
 
     def _part(self, name: str) -> torch.Tensor:
         # What did not fit its planned place lies with the rest.

@@ -12,7 +12,6 @@ from poros.cuda_streams import streams_for
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
 from poros.kernels.adapters import KernelStats, tally_of
 from poros.kernels.forwards import unpatch
-from poros.kernels.paths import Paths
 from poros.kernels.use import are_used, patch
 from poros.model.adapter_kinds import require_groupable
 from poros.model.inspect import Inventory, find_layers, take_inventory
@@ -99,11 +98,7 @@ def prepare_with(
     show_info_by_default()
     existing = find_runtime(model)
     if existing is not None:
-        is_equal = existing.policy.override(lora_paths=policy.lora_paths) == policy
-        is_grouped = policy.adapter_kernels == "grouped"
-        wanted = KernelStats(paths=Paths.of(policy.lora_paths), is_grouped=is_grouped)
-        found = existing.tally or KernelStats()
-        if is_equal and wanted.lora_paths == found.lora_paths:
+        if existing.policy == policy:
             return model
         raise PreparedModelError(
             f"expected a model that is not prepared, found one prepared with {existing.policy}; "
@@ -262,19 +257,17 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
             'itself unless adapter_kernels="peft"'
         )
     require_lora_paths(lora_paths, kernels)
-    tally = KernelStats(
-        is_exact=kernels == "exact",
-        paths=Paths.of(lora_paths),
-        is_grouped=kernels == "grouped",
-    )
+    tally = KernelStats(kernels, lora_paths)
     before = tally_of(model)
-    if before is not None and before.lora_paths != tally.lora_paths:
-        raise PreparedModelError(
-            f"expected a model without adapter kernels, or with lora_paths={tally.lora_paths!r}, "
-            f"found one with {before.lora_paths!r}; call poros.restore(model) first"
-        )
-    if before is not None and before.is_exact == tally.is_exact:
-        tally = before  # one count for all of them
+    if before is not None:
+        found = before.kernels, before.lora_paths
+        if found[1] != lora_paths or before.is_grouped != tally.is_grouped:
+            raise PreparedModelError(
+                "expected a model without adapter kernels, or with the same, found one with "
+                f"kernels={found[0]!r} and lora_paths={found[1]!r}; call poros.restore(model) first"
+            )
+        if found[0] == kernels:
+            tally = before  # one count for all of them
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     layers_name, layers = find_layers(model)
     if tally.is_grouped:

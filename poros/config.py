@@ -17,8 +17,6 @@ SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
 ADAPTER_KERNELS = ("fused", "exact", "grouped", "peft")
 LORA_ORDERS = ("peft", *(f"f{first}:b{second}" for first in (1, 2) for second in range(1, 6)))
-MEASURED_PATHS = "measured:"
-DORA_TIERS = (None, "fused", "eager")
 _UNITS = {"": 1.0, "b": 1.0} | {
     f"{letter}{end}": float(base) ** power
     for power, letter in enumerate("kmgt", start=1)
@@ -32,7 +30,7 @@ class StreamingPolicy:
     """How the frozen base streams through the device.
 
     Only ``loss``, ``lora_paths``, ``adapter_kernels="grouped"`` and, with DoRA, ``adapter_kernels``
-    and ``dora_tier`` can change the bits of a run.
+    can change the bits of a run.
 
     Args:
         block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.
@@ -58,8 +56,8 @@ class StreamingPolicy:
             logits of a batch never exist as a whole (see ``poros.head.loss``). It gives other bits,
             which in bfloat16 are nearer to the exact loss; everything else stays exact against a
             resident run with this loss. It needs a head that is a linear module, trained or not,
-            with LoRA or without, and the loss of transformers for causal language models; otherwise
-            a log line says that the reference loss is used.
+            without adapters, and the loss of transformers for causal language models; otherwise a
+            log line says that the reference loss is used.
         stream_head: Keep the head in host memory and copy it in slices for a chunked loss, if it is
             frozen and not adapted; rows of an embedding that shares its matrix are then copied one
             by one. None does so from 16 MiB on if the loss is chunked; once every block has a slot,
@@ -72,20 +70,16 @@ class StreamingPolicy:
             equal to those of a resident run with ``poros.use_adapter_kernels``. ``"exact"`` takes
             only operators with the bits of PEFT's modules, so PEFT computes DoRA. ``"peft"`` keeps
             PEFT's modules everywhere. ``"grouped"`` computes LoRA of q, k and v in one operator,
-            and all of a gated feed-forward in another, with fewer and larger products (see
+            and of gate and up in another, with fewer and larger products (see
             ``poros.kernels.grouped``): its bits are within rounding of PEFT's, and equal to those
             of a resident run with ``poros.use_adapter_kernels(model, "grouped")``. It is for LoRA
             alone; modules that it does not know run as with ``"fused"``.
         lora_paths: The order of LoRA's matrix products (see ``poros.kernels.paths``). ``"peft"`` is
             PEFT's order, with its bits. ``"flops"`` takes for each shape the order that costs least
-            by a fixed formula, ``"measured:TABLE.json"`` the order that was fastest when ``poros
-            tune-paths`` wrote that table; a name such as ``"f2:b5"`` takes that order everywhere.
+            by a fixed formula; a name such as ``"f2:b5"`` takes that order everywhere.
             All but ``"peft"`` are within rounding of PEFT's modules and bit for bit equal to
             ``poros.use_adapter_kernels`` with the same ``lora_paths``; they need
-            ``adapter_kernels="fused"``. A Trainer's checkpoint resumes only with its own order.
-        dora_tier: Kernels that compose DoRA: ``"fused"`` has one kernel for forward and one for
-            backward, ``"eager"`` takes PyTorch's operators. None takes the kernels wherever they
-            run.
+            ``adapter_kernels="fused"``.
         cuda_graphs: Record the forward and backward of layers as CUDA graphs and replay them, where
             that gives the same bits (see ``poros.replay.captures``): the host then starts a layer
             by one call instead of hundreds. This takes the memory of one layer's computation once
@@ -119,7 +113,6 @@ class StreamingPolicy:
     stream_head: bool | None = None
     adapter_kernels: str = "fused"
     lora_paths: str = "peft"
-    dora_tier: str | None = None
     cuda_graphs: bool | None = None
     share_dense: bool | None = None
     device: str | None = None
@@ -147,11 +140,6 @@ class StreamingPolicy:
                 f"{self.adapter_kernels!r}"
             )
         require_lora_paths(self.lora_paths, self.adapter_kernels)
-        if self.dora_tier not in DORA_TIERS:
-            raise PolicyError(
-                f"dora_tier: expected one of {', '.join(map(str, DORA_TIERS))}, found "
-                f"{self.dora_tier!r}"
-            )
         if self.self_check not in SELF_CHECKS:
             raise PolicyError(
                 f"self_check: expected one of {', '.join(SELF_CHECKS)}, found {self.self_check!r}"
@@ -170,11 +158,9 @@ class StreamingPolicy:
 
 def require_lora_paths(paths: object, kernels: str) -> None:
     """Raise ``PolicyError`` unless adapters can run with these ``lora_paths`` and kernels."""
-    is_table = isinstance(paths, str) and paths.removeprefix(MEASURED_PATHS) not in ("", paths)
-    if not (is_table or paths == "flops" or paths in LORA_ORDERS):
+    if paths != "flops" and paths not in LORA_ORDERS:
         raise PolicyError(
-            'lora_paths: expected "flops", "measured:TABLE" with a table that poros tune-paths has '
-            f"written, or one of {', '.join(LORA_ORDERS)}, found {paths!r}"
+            f"lora_paths: expected flops, or one of {', '.join(LORA_ORDERS)}, found {paths!r}"
         )
     if paths != LORA_ORDERS[0] and kernels != "fused":
         raise PolicyError(

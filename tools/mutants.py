@@ -49,7 +49,7 @@ STEP = tuple(
 HOUSE = ("poros/kernels", "poros/head", "loaders", "poros/planning")
 """Folders; their kernels for a GPU (``*_gpu.py``) aside, which no test on a CPU runs as a whole."""
 CORES = ("step", "house")
-QUICK = ("refused", "programs", "manager")
+QUICK = ("refused", "programs", "slots")
 """Test files that run first, by name, wherever they are."""
 OTHERS = ("exact/test_*.py", "faults/test_*.py", "unit/test_*.py")
 OF_HOUSE = ("loading/test_*.py", "planning/test_*.py")

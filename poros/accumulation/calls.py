@@ -1,22 +1,22 @@
 """Whether calls of layers can go together with those of other micro-batches, and why not."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from poros.kernels.hooks import has_hooks
+from poros.kernels.forwards import has_hooks
 from poros.stream.args import PLAIN, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
+from poros.stream.state import Surroundings
 
 ADVICE = (
     "Call backward for each micro-batch, without poros.accumulate or block-major trainers, or "
     "report it: such a loss was not seen at the first micro-batch of its kind"
 )
-_MOST_NODES = 64
-"""Of autograd, between two layers."""
 
 
 class NotGrouped(BaseException):
@@ -38,12 +38,43 @@ def watchers() -> Watchers:
     )
 
 
+class HiddenStates(torch.Tensor):
+    """What a layer has returned, in the hands of the model's code, which passes it on.
+
+    Any use of it but a look at its form is noted by ``used``.
+    """
+
+    used: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _OF_FORM:
+            for each in pytree.tree_leaves((args, kwargs)):
+                if isinstance(each, cls):
+                    each.used()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+_OF_FORM = {
+    *map(_getter, ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")),
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.is_floating_point),
+}
+
+
 class Calls:
     """The calls of layers by one run of a model's code, each required to be as it must be.
 
-    Each layer is called once, in order, with gradients enabled, and is handed what the layer before
-    it has returned, or what was computed from that alone; nothing that layers are given can be
-    changed but by editing a tensor; nobody hooks into a layer, or watches operators.
+    Each layer is called once, in order, with gradients enabled, and is handed the very tensor that
+    the layer before it has returned, all in one state of autocast and of kernel choices; nothing
+    that layers are given can be changed but by editing a tensor; nobody hooks into a layer, or
+    watches operators.
 
     Args:
         layers: Of the model, in order.
@@ -51,7 +82,7 @@ class Calls:
 
     Attributes:
         num_calls: So far.
-        behind: The node of what the layer before has returned.
+        latest: What the layer before has returned.
     """
 
     def __init__(self, layers: Sequence[LayerBody], around: Watchers) -> None:
@@ -59,7 +90,8 @@ class Calls:
         self._layers = layers
         self._around = around
         self._objects: tuple[Any, ...] = ()
-        self.behind: Any = None
+        self._surroundings: Surroundings | None = None
+        self.latest: torch.Tensor | None = None
 
     def require(
         self, layer: LayerBody, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,20 +114,18 @@ class Calls:
         if watchers() != self._around:
             raise NotGrouped("somebody watches operators or packs saved tensors within the loss")
         self._require_arguments(args, kwargs, given)
-        if index and not _leads_only_to(given.grad_fn, self.behind):
-            raise NotGrouped("the model computes hidden states from others than the latest")
+        if index and given is not self.latest:
+            raise NotGrouped("the model computes with hidden states between its layers")
+        surroundings = Surroundings.capture(layer.device)
+        if index and surroundings != self._surroundings:
+            raise NotGrouped("the model changes autocast or settings between its layers")
+        self._surroundings = surroundings
         return given
 
-    def note(self, result: Any) -> None:
-        """The layer has returned this.
-
-        Raises:
-            NotGrouped: If it has returned more than hidden states.
-        """
-        if not isinstance(result, torch.Tensor):
-            raise NotGrouped("layers return more than hidden states")
+    def note(self, handed: torch.Tensor | None) -> None:
+        """The layer was called, and its caller is ``handed`` that."""
         self.num_calls += 1
-        self.behind = result.grad_fn
+        self.latest = handed
 
     def _require_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], given: torch.Tensor
@@ -120,18 +150,11 @@ def _is_fixed(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, Cache, *PLAIN))
 
 
-def _leads_only_to(node: Any, target: Any) -> bool:
-    """Whether the graph from ``node`` on consists of few nodes, and ends at ``target`` alone."""
-    todo, seen = [node], set[Any]()
-    while todo:
-        each = todo.pop()
-        if each is None or each is target or each in seen:
-            continue
-        if hasattr(each, "variable") or len(seen) == _MOST_NODES:
-            return False
-        seen.add(each)
-        todo += [following for following, _ in each.next_functions]
-    return True
+def require_hidden_states(result: Any) -> torch.Tensor:
+    """The ``result`` of a layer; raises ``NotGrouped`` if it has returned more than a tensor."""
+    if not isinstance(result, torch.Tensor):
+        raise NotGrouped("layers return more than hidden states")
+    return result
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

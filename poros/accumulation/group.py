@@ -1,8 +1,9 @@
 """Micro-batches that go through the layers together: a block is loaded once for all of them.
 
-The code of each runs up to behind the first layer; then for each layer, each goes on to behind it;
-then each in its turn computes norm, head and loss, and their backward; then for each layer, from
-the last to the first, the backwards of all micro-batches. A gradient is summed over micro-batches
+The code of each runs up to behind the first layer, then on to the last one, and its calls of layers
+are noted; then the layers run, each for all micro-batches; then each in its turn computes norm,
+head and loss, and their backward; then for each layer, from the last to the first, the backwards of
+all micro-batches. A gradient is summed over micro-batches
 in the order in which a run of one after the other sums it, by the same node of autograd, so the
 bits are the same, and hooks on parameters see the same gradients.
 
@@ -141,13 +142,36 @@ class Group:
         self._watch.begin()
 
     def _through_layers(self) -> None:
+        """Have their code call the layers behind the first, and run these."""
+        for number, batch in enumerate(self._batches):
+            self._go_on(batch)
+            if batch.code.is_over:
+                self._end_at(number)
+                break
         for index in range(1, len(self._layers)):
-            with self._layers[index].in_a_row(has_code=True):
-                for number, batch in enumerate(self._batches):
-                    self._go_on(batch)
-                    if batch.code.is_over:
-                        self._end_at(number)
-                        break
+            failed = self._run_layer(index)
+            if failed is not None:
+                batch = self._batches[failed]
+                self._go_on(batch)  # its code gets the error of its layer
+                if not batch.code.is_over:
+                    raise batch.refuse("an error of a layer that its code catches")
+                self._end_at(failed)
+
+    def _run_layer(self, index: int) -> int | None:
+        """Run a layer for all of them, up to the one, if any, for which it raises: its number."""
+        if not self._batches:
+            return None
+        first = self._batches[0].code
+        with first.inside(), self._layers[index].in_a_row():
+            for number, batch in enumerate(self._batches):
+                with batch.code.inside_of(first):
+                    try:
+                        batch.run_layer(index)
+                    except Exception:
+                        if batch.error is not None:
+                            raise
+                        return number
+        return None
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to behind the first layer."""
@@ -160,10 +184,12 @@ class Group:
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
-                batch = MicroBatch(self._layers, around, conditions, run, edges, enter)
+                batch = MicroBatch(
+                    *(self._layers, around, conditions, run, edges, enter),
+                    has_graph=self._ranks.is_ddp,
+                )
                 with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
                     self._go_on(batch)
-                self._require_unedited()
                 if number and before.changed():
                     raise UnsupportedModelError(
                         "expected a loss that calls the model before its backward, as the first "
@@ -180,6 +206,7 @@ class Group:
                     return
         finally:
             self._runtime.num_grouped = 1
+            self._require_unedited()
 
     def _plan_behind(self, batch: MicroBatch) -> bool:
         """Have the random state that this one will leave; whether it is known."""
@@ -335,7 +362,6 @@ class Group:
                 "expected gradients to be exchanged with the last micro-batch of a step alone, "
                 f"found that they are to be with each. Use no_sync. {ADVICE}"
             )
-        self._require_unedited()
         batch.begin_at(Start.capture(self._device))
         self._turn = self._tail = batch
         self._before, self._has_last = Gradients(self._trained), is_last
@@ -431,6 +457,7 @@ class Group:
         self._backward()
 
     def _backward(self) -> None:
+        self._require_unedited()
         done, self._num_back = self._batches[self._num_back : self.num_done], self.num_done
         ways = self._ranks.ways(len(done), is_last=self._has_last and not self._tail)
         state = RngStash.capture(self._device)

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from poros.accumulation.micro_batch import MicroBatch
-from poros.head.loss import LossInputs
-from poros.head.online import SlicedLossState
+from poros.head.loss import LossInputs, SlicedLossState
 from poros.head.slices import SliceReader
 
 
@@ -58,12 +57,13 @@ class SharedHead:
         for note in self._notes:
             by_width[note.asked.given.width].append(note)
         self._notes = []
-        with torch.no_grad():
-            for width, notes in by_width.items():
+        for width, notes in by_width.items():
+            outer = notes[0].micro_batch.code
+            with outer.inside(), torch.no_grad():
                 for first, rows in self._reader(width):
                     for micro_batch, asked, online in notes:
-                        with micro_batch.code.inside(), torch.no_grad():
-                            online.add(first, rows, asked.bias, asked.added, asked.given.steps)
+                        with micro_batch.code.inside_of(outer), torch.no_grad():
+                            online.add(first, rows, asked.bias, asked.given.steps)
 
     def __call__(self, asked: LossInputs) -> SlicedLossState | None:
         """In place of reading the head: what it gives, or None if it has to be read."""

@@ -1,25 +1,36 @@
-"""One micro-batch, whose code parks behind each layer until its turn comes again.
+"""One micro-batch, whose code parks behind the first layer, and at the last until all have run.
 
 The code of its loss runs once, in the order in which its author wrote it, with the values and in
-the surroundings of a plain run; in between, other micro-batches are at the same layer.
+the surroundings of a plain run. Its calls of the layers in between are noted: it is handed tensors
+without values, which it can only pass on. So the layers run one after the other for all
+micro-batches, with nobody's code between them.
 
 Note: Cuts
     The graph is cut before the first layer, behind each layer and so before each of the others.
     What is handed on comes out of a node that keeps the gradient that arrives there. It is no leaf:
     autocast would cast a leaf once for all its uses, and sum their gradients in the low precision.
+    A layer whose visits are replayed has no graph at all: see ``poros.replay.remat.ReplayedVisit``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from poros.accumulation.calls import ADVICE, Calls, NotGrouped, Watchers, key_of
+from poros.accumulation.calls import (
+    ADVICE,
+    Calls,
+    HiddenStates,
+    NotGrouped,
+    Watchers,
+    key_of,
+    require_hidden_states,
+)
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.nodes import nodes_from, weakly
+from poros.replay.remat import ReplayedVisit
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start, is_same_state
@@ -44,6 +55,7 @@ class Cut:
 
     Args:
         value: Behind the graph that has made it.
+        visit: That has made it without a graph, if one has.
 
     Attributes:
         edge: Of the graph that has made it; None if nothing in that is trained.
@@ -52,9 +64,10 @@ class Cut:
         is_open: Whether a gradient may arrive now.
     """
 
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, value: torch.Tensor, visit: ReplayedVisit | None = None) -> None:
         # Not the value itself: it may wait for its backward on the host.
         self.edge = get_gradient_edge(value) if value.requires_grad else None
+        self._visit = visit
         self.gradient: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
         self.is_open = False
@@ -67,20 +80,36 @@ class Cut:
             trained: Parameters before the cut: whoever asks for their gradients alone is refused.
         """
         value = self._values.pop()
-        if self.edge is None:
+        if not self.is_awaited:
             return value
         self.anchor = torch.empty(0, device=value.device, requires_grad=True)
         taken: torch.Tensor = _Taken.apply(self.anchor, [value], self, *trained)
         return taken
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anything before the cut is trained."""
+        return self.edge is not None or self._visit is not None
+
     def hand_on(
-        self, differentiate: Differentiate, below: Iterable[torch.Tensor], end: Any
+        self,
+        differentiate: Differentiate,
+        below: Iterable[torch.Tensor],
+        before: "Cut | None" = None,
     ) -> None:
-        """Take the gradients of the graph before the cut, up to the leaf ``end``."""
-        edge, gradient = self.edge, self.gradient
-        self.edge = self.gradient = None
-        if edge is not None and gradient is not None:
-            differentiate(edge, gradient, end, below)
+        """Take the gradients of what is before this cut, up to the one ``before``."""
+        edge, visit, gradient = self.edge, self._visit, self.gradient
+        self.edge = self._visit = self.gradient = None
+        if gradient is None:
+            return
+        if visit is not None and before is not None:
+            before.gradient = visit.backward(gradient)
+        elif edge is not None and before is not None:
+            before.is_open = True
+            differentiate(edge, gradient, before.anchor, below)
+            before.is_open = False
+        elif edge is not None:
+            differentiate(edge, gradient, None, below)
 
 
 class _Taken(torch.autograd.Function):
@@ -102,7 +131,7 @@ class _Taken(torch.autograd.Function):
                 "expected a loss whose backward trains all parameters, found one that takes "
                 f"gradients of single parameters itself. {ADVICE}"
             )
-        if not ctx.cut.is_open or ctx.cut.gradient is not None or ctx.cut.edge is None:
+        if not ctx.cut.is_open or ctx.cut.gradient is not None or not ctx.cut.is_awaited:
             raise UnsupportedModelError(
                 "expected one backward for each micro-batch, which goes through the last layer's "
                 "result, found another one, or one through the result of a layer before, or of "
@@ -122,6 +151,7 @@ class MicroBatch:
         run: Calls the model once with gradients, and takes the loss's gradients. Runs once.
         trained: Parameters of the layers, given to the last ``Cut.take``.
         enter: Called before the first layer runs; may raise ``NotGrouped``.
+        has_graph: Whether visits that are replayed are nodes of a graph all the same.
 
     Attributes:
         start: The random states at which its code begins.
@@ -143,6 +173,8 @@ class MicroBatch:
         run: Callable[[], Any],
         trained: Sequence[torch.Tensor],
         enter: Callable[[], None],
+        *,
+        has_graph: bool,
     ) -> None:
         self.start = Start.capture(layers[0].device)
         self.code = ParkedCode(run, layers[0].device)
@@ -164,6 +196,14 @@ class MicroBatch:
         self._state = self.start
         """Where it goes on from."""
         self._cuts: list[Cut] = []
+        self._noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        """Arguments of the layers behind the first, for layers that have not run."""
+        self._form: tuple[torch.Size, torch.dtype] | None = None
+        """Of its hidden states."""
+        self._blank: torch.Tensor | None = None
+        self._has_graph = has_graph
+        self._error: Exception | None = None
+        """Of a layer that has run."""
         self._source: torch.Tensor | None = None
 
     @staticmethod
@@ -176,10 +216,10 @@ class MicroBatch:
     @property
     def num_done(self) -> int:
         """Layers that have run."""
-        return self._calls.num_calls
+        return max(len(self._cuts) - 1, 0)
 
     def resume(self) -> None:
-        """Go on up to behind the next layer, from its own random state."""
+        """Go on up to behind the first layer, then to the last, then to the head."""
         number, is_first = self.num_done, self._state is self.start
         (self._state if is_first else self._state.pytorch).restore()
         try:
@@ -192,6 +232,67 @@ class MicroBatch:
             )
         if self.num_done > number:
             self.bounds += [state] * ((self.num_done == 1) + (self.num_done == len(self._layers)))
+
+    def run_layer(self, index: int) -> None:
+        """Run a layer that its code has called, in the state that this has left.
+
+        Raises:
+            Exception: Whatever the layer raises; its code gets that as it goes on.
+        """
+        layer, (args, kwargs) = self._layers[index], self._noted[index - 1]
+        self._noted[index - 1] = ((), {})
+        given = self._cuts[index].take()
+        args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
+        kwargs = {
+            key: given if isinstance(each, HiddenStates) else each for key, each in kwargs.items()
+        }
+        self._state.pytorch.restore()
+        try:
+            self._run(layer, args, kwargs, self._condition(layer))
+        except NotGrouped as reason:
+            raise self.refuse(str(reason)) from reason
+        except Exception as error:
+            self._error = error
+            raise
+        state = RngStash.capture(self._device)
+        self._state = self._state._replace(pytorch=state)
+        if index == len(self._layers) - 1:
+            self.bounds.append(state)
+
+    def _run(
+        self,
+        layer: StreamedLayer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: Condition,
+    ) -> torch.Tensor:
+        """Run a layer, and cut the graph behind it; what it has returned."""
+        with layer.context.grouped(self._is_confined, self._has_graph) as visits:
+            result = layer.forward_now(args, kwargs, condition)
+        if self._is_confined:
+            torch.clear_autocast_cache()
+        try:
+            result = require_hidden_states(result)
+            form = result.shape, result.dtype
+            if self._form not in (None, form):
+                raise NotGrouped("hidden states that change their form between layers")
+        except NotGrouped as reason:
+            raise self.refuse(str(reason)) from reason
+        self._form = form
+        self._cuts.append(Cut(result, *visits))
+        return result
+
+    def _hand_on(self) -> torch.Tensor:
+        """What its code is handed for the result of a layer that is to run: it has no values."""
+        if self._blank is None:
+            shape, dtype = self._form or (torch.Size(), torch.float32)
+            self._blank = torch.empty(1, dtype=dtype, device=self._device).expand(shape)
+        handed = torch.Tensor._make_subclass(HiddenStates, self._blank, self._cuts[-1].is_awaited)
+        handed.used = weakly(self._refuse_use)
+        return handed
+
+    def _refuse_use(self) -> None:
+        raise self.refuse("the model computes with hidden states between its layers")
 
     def finish(self) -> None:
         """Go on to the end."""
@@ -212,16 +313,19 @@ class MicroBatch:
 
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a layer by its code."""
-        is_first = self.num_done == 0
+        is_first = not self._calls.num_calls
         try:
             given = self._calls.require(layer, args, kwargs)
             if is_first:
                 self._enter()
-            condition = self._condition(layer)
-            if is_first:
+                condition = self._condition(layer)
                 if self.reason is not None:
                     raise self.reason
                 args, kwargs = self._begin(given, args, kwargs)
+            elif not self._conditions[layer.index].still_reads_so():
+                raise NotGrouped("layers that the loss changes while it runs")
+            elif not RngStash.capture(self._device).equals(self._state.pytorch):
+                raise NotGrouped("random numbers are drawn between layers")
         except NotGrouped as reason:
             if not is_first:
                 raise self.refuse(str(reason)) from reason
@@ -229,21 +333,20 @@ class MicroBatch:
             if self.make_room is not None:
                 self.make_room()
             return layer.forward_now(args, kwargs)
-        # The other rows are the group's: of the first layer, much code runs between calls.
-        row = layer.in_a_row(has_code=True) if is_first else nullcontext()
-        with row, layer.context.confined(self._is_confined):
-            result = layer.forward_now(args, kwargs, condition)
-        try:
-            self._calls.note(result)
-        except NotGrouped as reason:
-            raise self.refuse(str(reason)) from reason
-        self._cuts.append(Cut(result))
-        del result
-        self.code.park()
-        is_last = self.num_done == len(self._layers)
-        taken = self._cuts[-1].take(self._trained if is_last else ())
-        self._calls.behind = taken.grad_fn
-        return taken
+        if is_first:
+            # The other rows are the group's: of the first layer, much code runs between calls.
+            with layer.in_a_row(has_code=True):
+                self._run(layer, args, kwargs, condition)
+        else:
+            self._noted.append((args, kwargs))
+        is_last = layer is self._layers[-1]
+        handed = None if is_last else self._hand_on()
+        self._calls.note(handed)
+        if is_first or is_last:
+            self.code.park()
+        if self._error is not None:
+            raise self._error
+        return self._cuts[-1].take(self._trained) if is_last else handed
 
     def _begin(
         self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,7 +416,7 @@ class MicroBatch:
     @property
     def is_awaited(self) -> bool:
         """Whether anything in the layers is trained."""
-        return self._cuts[-1].edge is not None
+        return self._cuts[-1].is_awaited
 
     @property
     def has_arrived(self) -> bool:
@@ -333,11 +436,9 @@ class MicroBatch:
         # Not through its contents, which would end the row that its visits are in.
         module = self._layers[index].module()
         below, before = module.parameters() if module else (), self._cuts[index]
-        before.is_open = True
-        self._cuts[index + 1].hand_on(differentiate, below, before.anchor)
-        before.is_open = False
+        self._cuts[index + 1].hand_on(differentiate, below, before)
 
     def backward_below(self, differentiate: Differentiate) -> None:
         """Take the gradients of what the model's code computes before its layers."""
         below, self._source, self._is_going_below = self.leaves_below(), None, True
-        self._cuts[0].hand_on(differentiate, below, None)
+        self._cuts[0].hand_on(differentiate, below)

@@ -16,7 +16,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from poros.accumulation.calls import Calls, NotGrouped, key_of, watchers
+from poros.accumulation.calls import (
+    Calls,
+    HiddenStates,
+    NotGrouped,
+    key_of,
+    require_hidden_states,
+    watchers,
+)
 from poros.accumulation.draws import Drawn
 from poros.accumulation.gradients import Watch
 from poros.accumulation.modules import CONTAINERS, Modules, Outside, is_like
@@ -65,6 +72,9 @@ class Observer:
         self._names = Names(code)
         self._calls = Calls(self._layers, watchers())
         self._conditions: list[Condition] = []
+        self._handed: list[torch.Tensor] = []
+        """What the model's code was handed of its layers but the last."""
+        self._end_of_layer: Start | None = None
         self._states: list[Start] = []
         """As it begins, at the first layer, behind it, and behind the last."""
         self._backward_states: list[RngStash] = []
@@ -99,7 +109,9 @@ class Observer:
             context.in_place = None
             if self._reader is not None:
                 self._reader.in_place = None
-            self._calls.behind, self._below = None, []
+            self._calls.latest, self._below = None, []
+            self._note_uses(False)
+            self._handed = []
         self._conclude()
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
@@ -124,6 +136,8 @@ class Observer:
             condition = layer.condition().note()
             if condition.has_hooks:
                 raise NotGrouped("hooks inside of layers")
+            if self._end_of_layer and not self._end_of_layer.equals(Start.capture(self._device)):
+                raise NotGrouped("random numbers are drawn between layers")
             self._conditions.append(condition)
         except NotGrouped as reason:
             self.refuse(str(reason))
@@ -131,21 +145,39 @@ class Observer:
         if index == 0 and given.requires_grad:
             nodes = nodes_from([given.grad_fn])
             self._below = [node.variable for node in nodes if hasattr(node, "variable")]
+        self._note_uses(False)
         found = layer.forward_now(args, kwargs)
         try:
-            self._calls.note(found)
+            found = require_hidden_states(found)
+            if index and _form(found) != _form(given):
+                raise NotGrouped("hidden states that change their form between layers")
         except NotGrouped as reason:
             self.refuse(str(reason))
             return found
+        self._calls.note(found)
+        self._end_of_layer = Start.capture(self._device)
         if index == 0:
-            self._states.append(Start.capture(self._device))
+            self._states.append(self._end_of_layer)
         if self._calls.num_calls == len(self._layers):
-            self._states.append(Start.capture(self._device))
+            self._states.append(self._end_of_layer)
             if found.requires_grad:
                 found.register_hook(weakly(self._arrived))
             self._watch.begin()
             self._names.begin()
+        elif type(found) is torch.Tensor:
+            found.__dict__["used"] = weakly(self._note_use)
+            self._handed.append(found)
+        self._note_uses(True)
         return found
+
+    def _note_uses(self, is_on: bool) -> None:
+        """From now on, uses of what layers have returned are noted, or no more."""
+        for each in self._handed:
+            each.__class__ = HiddenStates if is_on else torch.Tensor
+
+    def _note_use(self) -> None:
+        """The model's code uses what a layer but the last has returned."""
+        self.refuse("the model computes with hidden states between its layers")
 
     def _came_to_head(self, asked: LossInputs) -> None:
         if self._num_heads == 0 and len(self._states) == 4:
@@ -181,9 +213,11 @@ class Observer:
         if not all(map(_is_arrived_at, self._inside)):
             self.refuse("the loss takes gradients of single parameters itself")
         self._backward_states.append(RngStash.capture(self._device))
+        self._note_uses(False)
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
+        self._note_uses(True)
         if not RngStash.capture(self._device).equals(self._backward_states[-1]):
             self.refuse("random numbers are drawn in the backwards of layers")
 
@@ -225,6 +259,10 @@ class Observer:
         is_same = self._mark == self._modules.mark(self._trained)
         if not is_same or not self._modules.are_trained(self._trained):
             self.refuse("parameters are edited, frozen or thawed between micro-batches")
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _is_arrived_at(parameter: torch.Tensor) -> bool:

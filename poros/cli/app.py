@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli import chat, check, demo, finetune, load, merge, plan, report, tune_paths
+from poros.cli import chat, check, demo, finetune, load, merge, plan, report
 
 app = typer.Typer(
     help="Fine-tune adapters exactly on models that do not fit on the GPU.",
@@ -39,7 +39,7 @@ def _options(
 
 _COMMANDS = (
     *(finetune.finetune, plan.plan, report.report, chat.chat),
-    *(merge.merge, load.load, check.check, demo.demo, tune_paths.tune_paths),
+    *(merge.merge, load.load, check.check, demo.demo),
 )
 for _command in _COMMANDS:
     app.command()(_command)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli.shared import quieten_libraries, readable_errors
+from poros.cli.shared import importing, quieten_libraries, readable_errors
 
 _OPTIONS = {"vram_budget": "--vram"}
 
@@ -36,9 +36,10 @@ def chat(
     """
     quieten_libraries()
     with readable_errors(_OPTIONS):
-        from poros.cli.conversation import Chat, questions
-        from poros.merging.base import base_to_load
-        from poros.merging.saved_adapter import SavedAdapter, adapter_folder
+        with importing():
+            from poros.cli.conversation import Chat, questions
+            from poros.merging.base import base_to_load
+            from poros.merging.saved_adapter import SavedAdapter, adapter_folder
 
         saved = SavedAdapter(adapter_folder(adapter))
         source, revision = (base, None) if base is not None else base_to_load(saved)

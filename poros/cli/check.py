@@ -5,7 +5,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
+from poros.cli.shared import NOT_HELD, importing, quieten_libraries, readable_errors
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import UnsupportedModelError, quoted
 from poros.io.writing import require_file
@@ -75,8 +75,9 @@ def check(
             require_file(out, "--out")
 
     quieten_libraries()
-    from poros.gates import parity
-    from poros.gates.report import render
+    with importing():
+        from poros.gates import parity
+        from poros.gates.report import render
 
     given = {"num_steps": steps, "adapter": adapter}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,7 +23,7 @@ def demo(
         typer.Option(help="Device: cpu or cuda.", show_default="cuda if available"),
     ] = None,
 ) -> None:
-    """Load, check and fine-tune a small model on real text, offline, and compare the runs.
+    """Fine-tune a small model on real text, offline, streamed and resident, and compare the bits.
 
     It takes a few minutes.
 
@@ -33,16 +33,10 @@ def demo(
         if out is not None:
             require_empty_folder(out, "--out")
     quieten_libraries()
-    from dataclasses import replace
+    from poros.examples.demo import run_demo
 
-    from poros.examples.demo import DemoSettings, run_demo
-    from poros.examples.demo_report import render
-
-    settings = DemoSettings()
-    if steps is not None:
-        settings = replace(settings, num_steps=steps)
+    given: dict[str, Any] = {} if steps is None else {"num_steps": steps}
     with readable_errors():
         out_dir = out or Path(tempfile.mkdtemp(prefix="poros-demo-"))
-        report = run_demo(out_dir, settings=settings, device=device)
-    render(report)
+        report = run_demo(out_dir, **given, device=device)
     raise typer.Exit(0 if report.passed else NOT_HELD)

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from poros.cli.merge import merge_with_bar
-from poros.cli.shared import field_and_value, quieten_libraries, readable_errors
+from poros.cli.shared import field_and_value, importing, quieten_libraries, readable_errors
 from poros.recipes.recipe import Recipe, settings
-from poros.recipes.values import TRUTH, Kind
 
 _RECIPES = (".yaml", ".yml")
 ADAPTERS = ("lora", "dora", "rslora")
@@ -67,18 +66,16 @@ def finetune(
 
 def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     from poros.finetune.data import read_data
-    from poros.finetune.resuming import inspect_run_dir
+    from poros.finetune.resuming import require_usable
 
+    require_usable(recipe)
     train, validation = read_data(recipe)
-    digests = {"train": train.digest}
-    if validation is not None:
-        digests["validation"] = validation.digest
-    run = inspect_run_dir(recipe, digests)
-    import datasets
-    from rich.console import Console
-    from transformers import logging
+    with importing():
+        import datasets
+        from rich.console import Console
+        from transformers import logging
 
-    from poros.finetune.run import Data, Interrupted, finetune
+        from poros.finetune.run import Interrupted, finetune
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()  # one for each short pass
@@ -86,8 +83,7 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
 
     console = Console()
     try:
-        data = Data(train, validation, digests)
-        adapter = finetune(recipe, data, run, console, is_dry=is_dry, num_shown=num_shown)
+        adapter = finetune(recipe, train, validation, console, is_dry=is_dry, num_shown=num_shown)
     except Interrupted as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(128 + stopped.signal) from stopped
@@ -139,7 +135,7 @@ def _what_to_do(adapter: Path, merged: str | None = None) -> list[str]:
 def _flags(given: dict[str, str | bool | None]) -> dict[str, str]:
     """Texts by dotted key, of the options that were given."""
     found = {}
-    for key, _ in settings():
+    for key in settings():
         value = given.get(key.replace(".", "__"))
         if value is not None:
             found[key] = str(value).lower() if isinstance(value, bool) else value
@@ -152,22 +148,23 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         _parameter("model", str | None, typer.Argument(help="Model, or a recipe (.yaml).")),
         _parameter("data", str | None, typer.Argument(help="Rows to train on.")),
     ]
-    for key, setting in settings():
+    for key, setting in settings().items():
         if not setting.flag.startswith("--"):
             continue
-        names: str = setting.flag
-        kind: Any = str | None
-        if setting.kind is not None and setting.kind.expects.split()[0] in TRUTH:
-            names, kind = f"{setting.flag}/--no-{setting.flag[2:]}", bool | None
-        shown = "" if setting.default in (None, False) else str(setting.default)
-        section = key.split(".")[0]
+        names = setting.flag
+        shown = "TEXT" if setting.kind is None else setting.kind.shown
+        is_switch = shown.startswith("BOOL")
+        if is_switch:
+            names += f"/--no-{setting.flag[2:]}"
+        default = "" if setting.default in (None, False) else str(setting.default)
         option = typer.Option(
             names,
             help=setting.about,
-            show_default=shown or False,
-            rich_help_panel=section,
-            metavar=_metavar(setting.kind) if kind == str | None else None,
+            show_default=default or False,
+            rich_help_panel=key.split(".")[0],
+            metavar=None if is_switch else shown,
         )
+        kind = bool | None if is_switch else str | None
         parameters.append(_parameter(key.replace(".", "__"), kind, option))
     switches = {
         "dpo": "The same as --method dpo.",
@@ -188,22 +185,6 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
-
-
-def _metavar(kind: Kind | None) -> str:
-    """The type of an option, or its choices, for the help."""
-    expects = "" if kind is None else kind.expects
-    if expects.startswith("one of "):
-        return expects.removeprefix("one of ").replace(", ", "|")
-    types = {
-        "a whole number": "INTEGER",
-        "a number": "NUMBER",
-        "a share of the rows": "NUMBER|FILE",
-        "a share": "NUMBER",
-        "a size": "SIZE",
-    }
-    found = next((shown for start, shown in types.items() if expects.startswith(start)), "TEXT")
-    return f"{found}|auto" if expects.endswith(" or auto") else found
 
 
 def _parameter(name: str, kind: Any, about: Any, default: Any = None) -> inspect.Parameter:

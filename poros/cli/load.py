@@ -8,6 +8,7 @@ import typer
 from poros.cli.shared import (
     DtypeName,
     dtype_name,
+    importing,
     quieten_libraries,
     readable_errors,
 )
@@ -77,7 +78,8 @@ def load(
                 shown = quoted(source, is_bare=True)
                 typer.echo(f"{shown}: {len(store.layouts)} layers, every byte is as written")
             return
-        from poros.loaders.load import load as load_model
+        with importing():
+            from poros.loaders.load import load as load_model
 
         if quantization == "none":
             given["quantization"] = None

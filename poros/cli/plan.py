@@ -21,11 +21,10 @@ from poros.cli.shared import (
 from poros.config import parse_num_bytes
 from poros.loaders.names import require_source
 from poros.planning.cards import CARDS, Card, card_of, find_card
-from poros.planning.optimizers import optimizer_cost
-from poros.planning.request import PlanRequest, require_positive
+from poros.planning.request import PlanRequest, optimizer_cost, require_positive
 
 if TYPE_CHECKING:
-    from poros.planning.fit_report import Device, Host
+    from poros.planning.report import Device
 
 _OPTIONS = {
     "source": "MODEL",
@@ -63,10 +62,6 @@ def plan(
     ram: Annotated[
         str | None,
         typer.Option(help="Host memory, such as 64G.", show_default="this machine's"),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens to train on, to forecast the time of all of them."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Micro-batch size: rows per micro-batch.")] = 1,
     rank: Annotated[int, typer.Option(help="LoRA rank, on every linear layer of the blocks.")] = 16,
@@ -123,9 +118,9 @@ def plan(
         atexit.register(gc.freeze)
     # Imports and plans take seconds. Without a terminal, the status shows nothing.
     with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
-        from poros.planning.fit_search import report_fit
-        from poros.planning.fit_text import format_report
+        from poros.host.limits import host_memory
         from poros.planning.planner import Planner
+        from poros.planning.report import format_report, report_fit
 
         planner = Planner(
             model,
@@ -134,7 +129,7 @@ def plan(
             vision=vision,
         )
         request, place = _place(request, chosen)
-        report = report_fit(planner, request, place, _host(host_num_bytes), tokens)
+        report = report_fit(planner, request, place, host_num_bytes or host_memory())
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:
@@ -157,7 +152,7 @@ def _place(request: PlanRequest, card: Card | None) -> "tuple[PlanRequest, Devic
         request: Has a budget if ``--vram`` or ``--card`` gave one.
         card: The named card, if any.
     """
-    from poros.planning.fit_report import Device
+    from poros.planning.report import Device
 
     title = None
     if card is None and request.budget is None:
@@ -191,14 +186,3 @@ def _gpu_here() -> tuple[int | None, str | None, Card | None]:
 def _size(request: PlanRequest) -> str:
     budget = request.policy.vram_budget
     return budget if isinstance(budget, str) else f"{(request.budget or 0) / 2**30:.1f} GiB"
-
-
-def _host(num_bytes: int | None) -> "Host":
-    """Return the given host memory, or this machine's."""
-    from poros.host.limits import host_memory, host_memory_left
-    from poros.planning.fit_report import Host
-
-    if num_bytes is not None:
-        return Host(num_bytes)
-    left = host_memory_left()
-    return Host(host_memory(), None if left is None else left.num_bytes)

@@ -11,6 +11,7 @@ from poros.loaders.settings import configuration, describe_error
 from poros.loaders.source import find_config
 from poros.model.targets import excluded_modules, with_own
 from poros.planning.meta_model import meta_model, with_adapters
+from poros.recipes.passing import refusals
 from poros.recipes.recipe import Recipe
 from poros.recipes.values import is_name
 
@@ -37,13 +38,8 @@ def adapter_config(recipe: Recipe) -> "PeftConfig":
         fields["target_modules"] = [targets]  # PEFT takes a text for a pattern of whole names
     if not is_pattern:  # which says itself whether it takes towers
         fields["exclude_modules"] = _excluded(recipe.model.source, fields.get("exclude_modules"))
-    try:
+    with refusals("adapter", "PEFT"):
         return LoraConfig(**fields)
-    except (ValueError, TypeError) as error:
-        raise RecipeError(
-            "adapter: expected settings that go together, found that PEFT refuses them: "
-            f"{quoted(str(error), is_bare=True, limit=400)}; change one of them"
-        ) from error
 
 
 def require_targets(recipe: Recipe, base: Any) -> None:

@@ -72,35 +72,14 @@ def damage_of(checkpoint: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return f"{quoted(file.name, is_bare=True)} is missing"
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise RunFolderError(
+            f"{quoted(str(file), is_bare=True)}: expected to read it, found: "
+            f"{quoted(reason_of(error), is_bare=True)}; nothing was moved or removed: mend the "
+            "disk or the permissions, and start the same command again"
+        ) from error
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         return f"{quoted(file.name, is_bare=True)}: {quoted(str(error), is_bare=True, limit=80)}"
     return None
-
-
-def unreadable(path: Path, error: Exception) -> RunFolderError:
-    """Make the error for a run's folder that cannot be read."""
-    return RunFolderError(
-        f"{quoted(str(path), is_bare=True)}: expected to read it, found: "
-        f"{quoted(reason_of(error), is_bare=True)}; nothing was moved or removed: mend the disk or "
-        "the permissions, and start the same command again"
-    )
-
-
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, with all that is in it, and return its new path."""
-    number, target = 1, checkpoint.with_name(f"{checkpoint.name}.broken")
-    while os.path.lexists(target):
-        number += 1
-        target = checkpoint.with_name(f"{checkpoint.name}.broken{number}")
-    with writing(target):
-        checkpoint.rename(target)
-    return target
-
-
-def is_set_aside(name: str) -> bool:
-    """Whether a name is one of ``set_aside``."""
-    return re.fullmatch(r"checkpoint-\d+\.broken\d*", name) is not None
 
 
 class StagedCheckpoints:

@@ -4,14 +4,12 @@ Rows come from one source or several: files, folders, data sets by name. All row
 written alike, and those of all sources become the same form. Nothing here imports torch.
 """
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import file_digest
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from poros.errors import DataFormatError, quoted, reason_of
+from poros.errors import DataFormatError, quoted
 from poros.finetune.files import rows_of
 from poros.finetune.forms import (
     FORMATS,
@@ -25,7 +23,6 @@ from poros.finetune.forms import (
     problems,
     said,
 )
-from poros.io.reading import open_regular
 from poros.recipes.recipe import Recipe
 
 _MOST_SHOWN = 30
@@ -38,16 +35,14 @@ class Rows:
     Attributes:
         form: Of all of them.
         rows: What is used of each: the keys of the form, and tools.
-        places: What stands before the number of each row (``rows.jsonl:``), and the number.
-        digest: Of what they were read from.
+        places: Of each row: ``rows.jsonl:12``, or ``rows.parquet, row 12``.
         unused: Keys that nothing reads.
         read: How the rows of each source are written, and how many there are.
     """
 
     form: Form
     rows: list[dict[str, Any]] = field(default_factory=list)
-    places: list[tuple[str, int]] = field(default_factory=list)
-    digest: str = ""
+    places: list[str] = field(default_factory=list)
     unused: tuple[str, ...] = ()
     read: tuple[tuple[str, int], ...] = ()
 
@@ -55,11 +50,6 @@ class Rows:
     def has_images(self) -> bool:
         """Whether one of them has an image."""
         return any(row.get("images") for row in self.rows)
-
-    def place(self, number: int) -> str:
-        """Return the place of a row: ``rows.jsonl:12``, or ``rows.parquet, row 12``."""
-        prefix, line = self.places[number]
-        return f"{prefix}{line}"
 
     def chosen(self, numbers: Sequence[int]) -> "Rows":
         """Select rows, in that order."""
@@ -109,20 +99,14 @@ class _Reader:
 
     def read(self, source: str, key: str) -> Rows:
         """Read a source; its first row with a form decides the form of all."""
-        from xxhash import xxh3_128
-
-        digest = xxh3_128()
         data, method = self._recipe.data, self._recipe.training.method
-        if data.config or data.split:
-            digest.update(repr((data.config, data.split)).encode())
         found = Rows(Form(TEXT, is_chat=False))
         form: Form | None = None
         unused: set[str] = set()
         before_problems = self._num_problems
         path = Path(source).expanduser()
         folder = path if path.is_dir() else path.parent  # that images are named from
-        for prefix, number, row in rows_of(source, key, data, digest, self._note):
-            where = f"{prefix}{number}"
+        for where, row in rows_of(source, key, data, self._note):
             if not isinstance(row, dict):
                 shown = "a list" if isinstance(row, list) else quoted(row, limit=40)
                 self._note(where, f"expected an object in braces, found {shown}; write one a line")
@@ -138,19 +122,17 @@ class _Reader:
             used = {} if wrong else normalised(row, form)
             if "images" in used:
                 used["images"] = [str(folder / path) for path in used["images"]]
-                wrong += _digest_images(used["images"], digest)
             for each in wrong:
                 self._note(where, each)
             if not wrong:
                 unused.update(row.keys() - {*form.format.keys, *form.format.others})
                 found.rows.append(used)
-                found.places.append((sys.intern(prefix), number))
+                found.places.append(where)
         if not found.rows and self._num_problems == before_problems:
             shown = quoted(source, is_bare=True)
             what = "expected rows, found none; write some, in .jsonl one JSON object a line"
             self._note(f"{shown}:1", what)
         found.form = form or found.form
-        found.digest = digest.hexdigest()
         found.unused = tuple(sorted(quoted(name, is_bare=True, limit=40) for name in unused))
         found.read = ((found.form.format.title, len(found.rows)),)
         return found
@@ -167,7 +149,7 @@ class _Reader:
         for each in settled:
             if (each.form.name, each.form.is_chat) != (first.form.name, first.form.is_chat):
                 self._note(
-                    each.place(0),
+                    each.places[0],
                     f"expected rows of one form in all sources, found {said(each.form)} beside "
                     f"{said(first.form)}; write them all alike, or train on them in two runs",
                 )
@@ -210,19 +192,6 @@ class _Reader:
             )
 
 
-def _digest_images(paths: Sequence[str], digest: Any) -> Iterator[str]:
-    """Add the bytes of images to a digest; yield what is wrong with their files."""
-    for path in paths:
-        try:
-            with open_regular(Path(path)) as stream:
-                file_digest(cast(Any, stream), lambda: digest)
-        except (OSError, ValueError) as error:
-            yield (
-                f"images: expected a file to read, found {quoted(path)}: "
-                f"{quoted(reason_of(error), is_bare=True)}; paths begin at the folder of the rows"
-            )
-
-
 def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     """Hold out a share of the rows.
 
@@ -234,7 +203,7 @@ def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     num_rows = len(rows.rows)
     if num_rows < 2:
         raise DataFormatError(
-            f"{rows.place(0)}: expected at least two rows to hold some out for validation, found "
+            f"{rows.places[0]}: expected at least two rows to hold some out for validation, found "
             "one; leave out data.validation (--validation)"
         )
     num_held_out = min(max(1, round(share * num_rows)), num_rows - 1)
@@ -246,15 +215,10 @@ def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
 
 def _joined(parts: Sequence[Rows]) -> Rows:
     """Put the rows of several sources one behind the other."""
-    from xxhash import xxh3_128
-
-    if len(parts) == 1:
-        return parts[0]
     found = Rows(parts[0].form)
     for part in parts:
         found.rows += part.rows
         found.places += part.places
         found.read += part.read
     found.unused = tuple(sorted({name for part in parts for name in part.unused}))
-    found.digest = xxh3_128("".join(part.digest for part in parts).encode()).hexdigest()
     return found

@@ -11,9 +11,8 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from hashlib import file_digest
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from poros.errors import quoted, reason_of
 from poros.finetune.forms import FORMATS
@@ -23,13 +22,12 @@ from poros.loaders.names import is_local
 from poros.recipes.recipe import DataPart
 from poros.recipes.sources import Kind, files_of, kind_of, suffix_of
 
-Row = tuple[str, int, Any]
-"""What stands before the number of a row in its place (``rows.jsonl:``), the number, the row."""
+Row = tuple[str, Any]
+"""The place of a row (``rows.jsonl:12``), and the row."""
 Note = Callable[[str, str], None]
 """Takes a place and what is wrong there."""
 
 _OPENING = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
-_READ = frozenset(key for each in FORMATS for key in (*each.keys, *each.others))
 # What datasets reads, and what to do where it cannot.
 _TABLES = {
     Kind.FILES: ("a Parquet file", "write it anew"),
@@ -41,39 +39,30 @@ _TABLES = {
 }
 
 
-def rows_of(source: str, key: str, data: DataPart, digest: Any, note: Note) -> Iterator[Row]:
+def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
     """Yield the rows of a source.
 
     Args:
         source: A path, or a name on the hub.
         key: Of the recipe, that names it.
         data: With the configuration and the split of a data set.
-        digest: Gets the bytes of all files; of a data set by name, what is read of its rows.
         note: Gets what cannot be read; the rows behind it follow as far as that is possible.
     """
     kind = kind_of(source, is_split=bool(data.split or data.config))
-    if kind is Kind.NAMED:
-        yield from _tables(source, kind, data, digest, note)
+    if kind is not Kind.FILES:
+        yield from _tables(source, kind, data, note)
         return
-    path = Path(source).expanduser()
-    files = files_of(path) if kind is Kind.FILES else sorted(path.rglob("*"))
-    for file in files:
+    for file in files_of(Path(source).expanduser()):
         shown = quoted(str(file), is_bare=True)
         try:
-            if file.is_dir():
-                continue
-            with open_regular(file) as stream:
-                file_digest(cast(Any, stream), lambda: digest)
-            if kind is Kind.FILES and suffix_of(file) == ".parquet":
-                yield from _tables(str(file), kind, data, digest, note)
-            elif kind is Kind.FILES:
+            if suffix_of(file) == ".parquet":
+                yield from _tables(str(file), kind, data, note)
+            else:
                 yield from _texts(file, shown, note)
         except (OSError, ValueError) as error:
             reason = quoted(reason_of(error), is_bare=True)
             what = f"{key}: expected a file to read, found: {reason}; check its permissions"
             note(f"{shown}:1", what)
-    if kind is Kind.SAVED:
-        yield from _tables(source, kind, data, digest, note)
 
 
 def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
@@ -110,7 +99,7 @@ def _objects(lines: Iterable[str], shown: str, note: Note) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            yield f"{shown}:", number, strict_json.parse(line)
+            yield f"{shown}:{number}", strict_json.parse(line)
         except json.JSONDecodeError as error:
             what = f"expected JSON, found: {error.msg}; {_json_remedy(line)}"
             note(f"{shown}:{number}:{error.colno}", what)
@@ -140,7 +129,7 @@ def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
         return
     rows = found["data"] if isinstance(found, dict) else found
     for number, row in enumerate(rows, start=1):
-        yield f"{shown}, row ", number, row
+        yield f"{shown}, row {number}", row
 
 
 def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iterator[Row]:
@@ -160,7 +149,7 @@ def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iter
                 what = f"expected {len(names)} cells, as many as the first line names, found others"
                 note(f"{shown}:{number}", f"{what}; put texts with separators in double quotes")
             else:
-                yield f"{shown}:", number, row
+                yield f"{shown}:{number}", row
             number = reader.line_num + 1
     except csv.Error as error:
         reason = quoted(str(error), is_bare=True)
@@ -170,7 +159,7 @@ def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iter
         csv.field_size_limit(before)
 
 
-def _tables(source: str, kind: Kind, data: DataPart, digest: Any, note: Note) -> Iterator[Row]:
+def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row]:
     """Yield the rows that ``datasets`` reads; what Arrow has filled up with nulls is left out."""
     from datasets import load_dataset, load_from_disk, logging
 
@@ -197,10 +186,7 @@ def _tables(source: str, kind: Kind, data: DataPart, digest: Any, note: Note) ->
                 raise ValueError("one data set without splits")
         for row in found:
             number += 1
-            if kind is Kind.NAMED:
-                read = {name: value for name, value in row.items() if name in _READ}
-                digest.update(json.dumps(read, default=str).encode())
-            yield f"{shown}, row ", number, _without_nulls(row)
+            yield f"{shown}, row {number}", _without_nulls(row)
     except Exception as error:  # of the network, the hub, the data set, and its builder
         wanted, remedy = _TABLES[kind]
         reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)

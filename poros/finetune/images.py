@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from poros.errors import DataFormatError, RecipeError, quoted
+from poros.errors import DataFormatError, RecipeError, quoted, reason_of
+from poros.io.digests import digest
+from poros.io.reading import open_regular
 from poros.loaders.settings import describe_error, refuse_code
 from poros.loaders.source import find_config
 from poros.loaders.tokenizer import read_tokenizer
@@ -102,18 +104,28 @@ class ImageCollator:
             **options,
         )
 
-    def tokens(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Return the tokens of a row, uncut, and whether each is learnt.
+    def tokens(self, row: dict[str, Any]) -> tuple[list[int], list[int], bytes]:
+        """Return the tokens of a row, uncut, whether each is learnt, and a digest of its images.
 
         Raises:
-            DataFormatError: If cutting it would cut an image, or it has tools.
+            DataFormatError: If cutting it would cut an image, one is no file, or it has tools.
         """
         if row.get("tools"):
             raise DataFormatError(
                 "tools: expected none in rows with images, which TRL does not render, found some; "
                 "remove them"
             )
-        images = _open_images(row.get("images", []))
+        images = []
+        for path in row.get("images", []):
+            try:
+                with open_regular(Path(path)):
+                    images += _open_images([path])
+            except (OSError, ValueError) as error:
+                raise DataFormatError(
+                    f"images: expected a file to read, found {quoted(path)}: "
+                    f"{quoted(reason_of(error), is_bare=True)}; paths begin at the folder of the "
+                    "rows"
+                ) from error
         batch = self._alone([{"messages": row["messages"], "images": images}])
         ids, labels = (batch[name][0].tolist() for name in ("input_ids", "labels"))
         if getattr(self._processor, "image_token_id", None) in ids[self._most :]:
@@ -122,7 +134,8 @@ class ImageCollator:
                 "tokens, with an image behind; raise training.max_length (--max-length), or "
                 "remove the row"
             )
-        return ids, [int(label != -100) for label in labels]
+        pixels = b"".join(digest(batch[name].contiguous()) for name in sorted(batch))
+        return ids, [int(label != -100) for label in labels], pixels
 
 
 def image_dataset(rows: Sequence[dict[str, Any]]) -> "Dataset":

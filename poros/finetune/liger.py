@@ -53,8 +53,8 @@ _FEED_FORWARDS: dict[str, tuple[type, ...]] = {
 """The activations that they compute."""
 _SET_BY_LIGER = ("forward", "extra_repr", "_get_name")
 
-Replaced = dict[tuple[int, str], Any]
-"""Functions of Liger's, by the id of the dictionary that held them and by their name in it."""
+Replaced = dict[int, Any]
+"""Functions of Liger's, by the id of those that they have replaced."""
 
 
 def choose_liger(
@@ -162,7 +162,7 @@ def _modules_put_back() -> Iterator[Replaced]:
                 if new is not value and is_of_liger(new):
                     place[name] = value
                     if inspect.isfunction(new):
-                        replaced[id(place), name] = new
+                        replaced[id(value)] = new
 
 
 def _kept(module: nn.Module) -> str | None:
@@ -186,11 +186,8 @@ def _with_functions(module: nn.Module, replaced: Replaced) -> str | None:
     if not isinstance(own, FunctionType) or "forward" in module.__dict__:
         return None
     place = own.__globals__
-    new = {
-        name: replaced[id(place), name]
-        for name in own.__code__.co_names
-        if (id(place), name) in replaced
-    }
+    called = {name: place.get(name) for name in own.__code__.co_names}
+    new = {name: replaced[id(each)] for name, each in called.items() if id(each) in replaced}
     if not new:
         return None
     forward = FunctionType(

@@ -2,7 +2,7 @@
 
 run.json         what the run was started with: recipe, digests, versions
 recipe.yaml      the recipe once more, for people and for `poros finetune`
-events.jsonl     what was logged
+events.jsonl     what was logged; a resumed run logs steps again, and the later ones count
 checkpoint-N/    the Trainer's, with whole.json, which lists its files
 adapter/         the result; there only once the run is finished
 adapter-N/       that of N steps, if the run was trained further
@@ -10,40 +10,30 @@ adapter-N/       that of N steps, if the run was trained further
 
 import fcntl
 import json
-import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poros.errors import PorosError, RunFolderError, quoted, reason_of
+from poros.errors import RunFolderError, quoted, reason_of
 from poros.finetune import hub
-from poros.finetune.checkpoints import (
-    STAGE,
-    damage_of,
-    is_set_aside,
-    numbered,
-    set_aside,
-    unreadable,
-)
+from poros.finetune.checkpoints import STAGE, damage_of, numbered
 from poros.io.reading import open_regular
 from poros.io.writing import require_folder, write_json, write_text, writing
 from poros.recipes.recipe import Recipe
 from poros.utils.versions import library_versions
 
-logger = logging.getLogger(__name__)
-
+TOKENS, HELD_OUT = "rows of data.source as tokens", "rows of data.validation as tokens"
+"""What digests of rows are called."""
+_BASE = "weights and configuration of model.source"
 _RECIPE, _RUN, _LOCK, _ADAPTER = "recipe.yaml", "run.json", ".lock", "adapter"
-_FORMAT = 3
-"""Of run.json: in the second training and adapter had names of our own."""
-_BASE = "weights of model.source"
+_FORMAT = 4
+"""Of run.json: in the third, files had digests as well."""
 _OTHER = "give another folder (--out)"
-_ROWS = {"train": "rows of data.source", "validation": "rows of data.validation"}
-"""What digests are called that are known before any library is loaded."""
 _MAY_CHANGE = (
     "output.folder",
     "output.merged",
@@ -70,19 +60,23 @@ class RunFolder:
 
     Attributes:
         path: Of the folder.
-        checkpoint: The newest whole one, to resume from; None for a new run.
+        checkpoint: The newest one, to resume from; None for a new run.
         step: Of that checkpoint.
-        damaged: Newer checkpoints that are damaged, and the damage of each.
-        accumulation: Micro-batches of a step that the run was begun with; None for a new run.
         notes: What a user has to know before the run goes on.
+        begun: What run.json says of the run that is gone on with; None for a new run.
     """
 
     path: Path
     checkpoint: Path | None = None
     step: int = 0
-    damaged: tuple[tuple[Path, str], ...] = ()
-    accumulation: int | None = None
     notes: tuple[str, ...] = ()
+    begun: Mapping[str, Any] | None = None
+
+    @property
+    def accumulation(self) -> int | None:
+        """Micro-batches of a step that the run was begun with; None for a new run."""
+        begun = self.begun
+        return None if begun is None else _flat(begun["recipe"]).get(_ACCUMULATION)
 
     @property
     def adapter(self) -> Path:
@@ -95,57 +89,98 @@ class RunFolder:
         return self.path / "events.jsonl"
 
 
-def inspect_run_dir(
-    recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str] | None = None
-) -> RunFolder:
-    """Inspect the output folder of a recipe. Nothing is written.
+def require_usable(recipe: Recipe) -> dict[str, Any] | None:
+    """Refuse an output folder in which a recipe can neither begin a run nor go on with one.
 
-    Args:
-        recipe: With its output folder.
-        digests: Of what the run is made of, by name, as far as they are known.
-        machine: What it computes on, by name, if that is known.
+    Returns:
+        What run.json says of the run that would be gone on with; None if one would begin.
 
     Raises:
-        RunFolderError: If a finished run lies there, or one of another recipe or made of something
-            else, or something that is no run; or if what lies there cannot be read, or no
-            checkpoint of it is whole.
+        RunFolderError: If a finished run lies there, one of another recipe, or something that is
+            no run; or if it cannot be read.
     """
     path = Path(recipe.output.folder or "").expanduser()
     names = _names(path)
-    if not names:
-        return RunFolder(path)
-    if _RUN not in names:
+    if names and _RUN not in names:
         raise RunFolderError(
             f"output.folder: expected a new or empty folder, or one of a run, found "
             f"{quoted(str(path))} with {quoted(min(names), limit=60)} in it; {_OTHER}"
         )
     if not _has_results(names):
-        return RunFolder(path, notes=("begun before, without a checkpoint: begins again",))
-    began = _flat(_read(path)["recipe"])
-    if _ADAPTER in names and not _is_longer(began, _flat(recipe.as_dict())):
+        return None
+    run = _read(path)
+    old, new = _flat(run["recipe"]), _flat(recipe.as_dict())
+    if _ADAPTER in names and not _is_longer(old, new):
         raise RunFolderError(
             f"output.folder: expected a run to begin or to go on with, found a finished one: its "
             f"adapter is {quoted(str(path / _ADAPTER))}; train it further with more --epochs or "
             f"--steps than it had, {_OTHER}, or remove this one"
         )
-    notes = require_same(path, recipe, digests, machine or {})
-    accumulation = began.get(_ACCUMULATION)
-    damaged: list[tuple[Path, str]] = []
+    differing = [
+        f"{key}: {quoted(old.get(key), limit=60)} then, {quoted(new.get(key), limit=60)} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+        and key not in _MAY_CHANGE
+        and not (key in _LENGTHS and _is_longer(old, new))
+        and not (key == _ACCUMULATION and new.get(key) == "auto")
+    ]
+    if differing:
+        raise _another(path, differing)
+    return run
+
+
+def inspect_run_dir(
+    recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str]
+) -> RunFolder:
+    """Inspect the output folder of a recipe. Nothing is written.
+
+    Args:
+        recipe: With its output folder.
+        digests: Of rows of tokens, by name.
+        machine: What the run computes on, by name.
+
+    Raises:
+        RunFolderError: As ``require_usable``; if rows have become other tokens, or the newest
+            checkpoint is damaged.
+    """
+    path = Path(recipe.output.folder or "").expanduser()
+    run = require_usable(recipe)
+    names = _names(path)
+    if run is None:
+        again = "begun before, without a checkpoint: begins again"
+        return RunFolder(path, notes=(again,) if names else ())
+    before = {name: each for name, each in run["digests"].items() if name != _BASE}
+    _require_same(path, before, digests)
+    notes = tuple(_notes(run, recipe, machine))
     for step, checkpoint in numbered(path, names):
         wrong = damage_of(checkpoint)
         if wrong is None:
-            notes += [f"{each.name} is not whole ({why})" for each, why in damaged]
-            return RunFolder(path, checkpoint, step, tuple(damaged), accumulation, tuple(notes))
-        damaged.append((checkpoint, wrong))
-    aside = [f"{name}: set aside before" for name in sorted(names) if is_set_aside(name)]
-    if damaged or aside:
-        lines = "\n".join([f"{each.name}: {why}" for each, why in damaged] + aside)
+            return RunFolder(path, checkpoint, step, notes, run)
         raise RunFolderError(
-            f"{quoted(str(path), is_bare=True)}: expected a whole checkpoint to go on from, found "
-            f"none:\n{lines}\n{_OTHER}; or bring one back from a copy; or remove them, to begin "
-            "again"
+            f"{quoted(str(checkpoint), is_bare=True)}: expected a whole checkpoint, "
+            f"found that {wrong}; bring it back from a copy, or remove this folder, to go on from "
+            f"the one before it; or {_OTHER}"
         )
-    return RunFolder(path, accumulation=accumulation, notes=tuple(notes))
+    return RunFolder(path, notes=notes, begun=run)
+
+
+def _notes(run: Mapping[str, Any], recipe: Recipe, machine: Mapping[str, str]) -> list[str]:
+    """List versions that differ from those a run was begun with, and a schedule that does."""
+    notes = []
+    is_steady = recipe.training.lr_scheduler_type == "constant"
+    if _is_longer(_flat(run["recipe"]), _flat(recipe.as_dict())) and not is_steady:
+        notes.append(
+            "the run is longer than it was begun: the learning rate goes on as its schedule has it "
+            "for the new length, not as in a run that had it from the start (with --schedule "
+            "constant both are the same)"
+        )
+    now = {**library_versions(), **machine}
+    return notes + [
+        f"{name} {quoted(then, is_bare=True, limit=60)} began this run, {now[name]} goes on: its "
+        "bits may differ from those of a run that was not interrupted"
+        for name, then in sorted(run["versions"].items())
+        if name in now and then != now[name]
+    ]
 
 
 def _has_results(names: Iterable[str]) -> bool:
@@ -164,10 +199,6 @@ def _names(path: Path) -> set[str]:
         found = set(os.listdir(path)) - {_LOCK}
     except FileNotFoundError:
         return set()
-    except NotADirectoryError as error:
-        raise RunFolderError(
-            f"output.folder: expected a folder, found the file {quoted(str(path))}; {_OTHER}"
-        ) from error
     except (OSError, ValueError) as error:
         raise RunFolderError(
             f"output.folder: expected a folder to read, found {quoted(str(path))}: "
@@ -193,68 +224,17 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     if form != _FORMAT:
         raise RunFolderError(
-            f"{shown}: expected the run of a release that names settings as this one does "
-            f"(format {_FORMAT}), found format {quoted(form, limit=40)}; end it with the release "
-            f"that began it, or {_OTHER}"
+            f"{shown}: expected a run of this release (format {_FORMAT}), found format "
+            f"{quoted(form, limit=40)}; end it with the release that began it, or {_OTHER}"
         )
     return run
 
 
-def require_same(
-    path: Path, recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str]
-) -> list[str]:
-    """Compare what a run was begun with, if one was, with what it is to go on with.
-
-    Args:
-        path: Of its folder.
-        recipe: To go on with.
-        digests: Of what it is made of, by name, as far as they are known.
-        machine: What it computes on, by name, as far as that is known.
-
-    Returns:
-        Lines about versions that differ, and about a schedule that does.
-
-    Raises:
-        RunFolderError: If something differs that decides a bit, or run.json is damaged.
-    """
-    if not os.path.lexists(path / _RUN) or not _has_results(os.listdir(path)):
-        return []
-    run = _read(path)
-    old, new = _flat(run["recipe"]), _flat(recipe.as_dict())
-    differing = [
-        f"{key}: {quoted(old.get(key), limit=60)} then, {quoted(new.get(key), limit=60)} now"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-        and key not in _MAY_CHANGE
-        and not (key in _LENGTHS and _is_longer(old, new))
-        and not (key == _ACCUMULATION and new.get(key) == "auto")
-    ]
-    # A file of the tokenizer that is gone is missed once the others are known.
-    names = digests if digests.keys() <= {*_ROWS} else {*run["digests"], *digests} - {_BASE}
-    differing += _changed(run["digests"], digests, names)
-    if differing:
-        raise _another(path, differing)
-    now = {**library_versions(), **machine}
-    is_steady = recipe.training.lr_scheduler_type == "constant"
-    longer = (
-        "the run is longer than it was begun: the learning rate goes on as its schedule has it for "
-        "the new length, not as in a run that had it from the start (with --schedule constant both "
-        "are the same)"
-    )
-    notes = [longer] if _is_longer(old, new) and not is_steady else []
-    return notes + [
-        f"{name} {quoted(then, is_bare=True, limit=60)} began this run, {now[name]} goes on: its "
-        "bits may differ from those of a run that was not interrupted"
-        for name, then in sorted(run["versions"].items())
-        if name in now and then != now[name]
-    ]
-
-
-def _changed(old: Mapping[str, Any], new: Mapping[str, str], names: Iterable[str]) -> Iterator[str]:
-    for name in sorted(names):
-        if old.get(name) != new.get(name):
-            how = "not there" if name not in new else "new" if name not in old else "another"
-            yield f"{_ROWS.get(name, name)}: {how} now"
+def _require_same(path: Path, old: Mapping[str, Any], new: Mapping[str, str]) -> None:
+    """Compare the digests of what a run is made of with those that it was begun with."""
+    changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    if changed:
+        raise _another(path, [f"{name}: another now" for name in changed])
 
 
 def _another(path: Path, differing: list[str]) -> RunFolderError:
@@ -277,55 +257,45 @@ def _flat(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def lock_run_dir(
     recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str], seen: RunFolder
 ) -> Iterator[RunFolder]:
-    """Lock the folder of a run while it trains, and inspect it again.
+    """Lock the folder of a run while it trains.
 
-    Damaged checkpoints are renamed, and so is the adapter of a run that is trained further; what a
-    killed process has left is removed.
+    The adapter of a run that is trained further is renamed; what a killed process has left is
+    removed.
 
     Args:
-        recipe: With its output folder.
-        digests: Of all that the run is made of but its base.
+        recipe: With its output folder and its accumulation.
+        digests: Of rows of tokens.
         machine: What it computes on.
-        seen: The folder as it was before: what has changed since is logged.
+        seen: The folder as it was inspected.
 
     Raises:
         PolicyError: If nothing can be written there.
-        RunFolderError: If another process holds it; and as ``inspect_run_dir``.
+        RunFolderError: If another process holds it, or has trained there meanwhile; and as
+            ``inspect_run_dir``.
         StoreWriteError: If the disk is full.
     """
     require_folder(seen.path, "output.folder")
     with _locked(seen.path):
-        # While rows became tokens, another process may have trained here.
         run = inspect_run_dir(recipe, digests, machine)
-        for note in run.notes:
-            if note not in seen.notes:
-                logger.warning("poros: %s", note)
         if run.step != seen.step:
-            logger.warning("poros: another process trained here; going on after step %d", run.step)
-        events = _events_before(run)
+            raise RunFolderError(
+                f"output.folder: expected a run after step {seen.step}, found that another process "
+                f"has taken it to step {run.step} meanwhile; start the same command again"
+            )
         if run.adapter.exists():
             with writing(run.adapter):
                 run.adapter.rename(run.path / f"{_ADAPTER}-{run.step}")
-        asked = recipe.as_dict()
-        if not (run.path / _RUN).exists() or not _has_results(os.listdir(run.path)):
-            versions = {**library_versions(), **machine}
-            began = {"format": _FORMAT, "digests": dict(digests), "versions": versions}
-            write_json(run.path / _RUN, began | {"recipe": asked})
-        elif _is_longer(_flat(_read(run.path)["recipe"]), _flat(asked)):
-            write_json(run.path / _RUN, _read(run.path) | {"recipe": asked})
+        asked, versions = recipe.as_dict(), {**library_versions(), **machine}
+        new = {"format": _FORMAT, "digests": dict(digests), "versions": versions}
+        if run.begun is None or _is_longer(_flat(run.begun["recipe"]), _flat(asked)):
+            write_json(run.path / _RUN, {**(run.begun or new), "recipe": asked})
         write_text(run.path / _RECIPE, recipe.as_yaml())
-        for checkpoint, why in run.damaged:
-            aside = set_aside(checkpoint).name
-            what = "poros: %s is not whole (%s); it is %s now, and the run goes on after step %d"
-            logger.warning(what, checkpoint.name, why, aside, run.step)
         with writing(run.path):
             for left in (STAGE, f"{_ADAPTER}.part"):
                 if (run.path / left).exists():
                     shutil.rmtree(run.path / left)
-            for file in run.path.iterdir():  # what a kill has cut off
-                if re.fullmatch(r"(run\.json|recipe\.yaml|events\.jsonl)\w+\.part", file.name):
-                    file.unlink()
-        write_text(run.events, events)
+            for file in run.path.glob("r*.*?*.part"):  # of run.json and recipe.yaml
+                file.unlink()
         yield run
 
 
@@ -357,62 +327,8 @@ def require_base(run: RunFolder, digest: str) -> None:
     Raises:
         RunFolderError: If it is another.
     """
-    noted = _read(run.path)
-    digests = noted["digests"]
+    begun = _read(run.path)
     if run.checkpoint is None:
-        digests[_BASE] = digest
-        write_json(run.path / _RUN, noted)
-    elif digests.get(_BASE) != digest:
-        raise _another(run.path, list(_changed(digests, {_BASE: digest}, [_BASE])))
-
-
-@contextmanager
-def reading(checkpoint: Path | None, has_read: Callable[[], bool]) -> Iterator[None]:
-    """Turn an error of the disk in the body into one that names the checkpoint.
-
-    Args:
-        checkpoint: What the body reads first; None if it reads none.
-        has_read: Whether the body is done with it: errors are others' from then on.
-
-    Raises:
-        RunFolderError: If one comes.
-    """
-    try:
-        yield
-    except Exception as error:
-        if checkpoint is None or has_read() or not _is_of_disk(error):
-            raise
-        raise unreadable(checkpoint, error) from error
-
-
-def _is_of_disk(error: Exception) -> bool:
-    """Whether an error comes from the system, directly or through a library."""
-    from safetensors import SafetensorError
-
-    if isinstance(error, OSError):
-        return not isinstance(error, PorosError | BrokenPipeError)  # the latter: of the terminal
-    of_torch = isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error)
-    return of_torch or isinstance(error, SafetensorError)
-
-
-def _events_before(run: RunFolder) -> str:
-    """Return the events up to the checkpoint that the run resumes from."""
-    kept, num_damaged = [], 0
-    try:
-        with open_regular(run.events) as file:
-            lines = file.read().decode("utf-8", "replace").split("\n")
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError) as error:
-        raise unreadable(run.events, error) from error
-    for line in filter(str.strip, lines):
-        try:
-            event = json.loads(line)
-            if run.checkpoint is not None and event.get("step", 0) <= run.step:
-                kept.append(line + "\n")
-        except (ValueError, AttributeError, TypeError, RecursionError):
-            num_damaged += 1
-    if num_damaged:
-        what = "poros: lines of events.jsonl that are no events, and are left out: %d"
-        logger.warning(what, num_damaged)
-    return "".join(kept)
+        begun["digests"][_BASE] = digest
+        write_json(run.path / _RUN, begun)
+    _require_same(run.path, {_BASE: begun["digests"].get(_BASE)}, {_BASE: digest})

@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +16,15 @@ from poros.finetune.data import Rows
 from poros.finetune.images import image_dataset, load_processor, require_images
 from poros.finetune.liger import choose_liger, use_liger
 from poros.finetune.packing import keeps_apart, pack, require_attention
-from poros.finetune.provenance import base_digest, input_digests, machine
-from poros.finetune.resuming import RunFolder, lock_run_dir, reading, require_base, require_same
+from poros.finetune.provenance import base_digest, machine, token_digest
+from poros.finetune.resuming import (
+    HELD_OUT,
+    TOKENS,
+    RunFolder,
+    inspect_run_dir,
+    lock_run_dir,
+    require_base,
+)
 from poros.finetune.stopping import Stopping
 from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, image_collator, load_tokenizer, tokenize
@@ -46,14 +53,6 @@ if TYPE_CHECKING:
 REWARD_CLASS = "AutoModelForSequenceClassification"
 
 
-class Data(NamedTuple):
-    """Checked rows, and what identifies their files."""
-
-    train: Rows
-    validation: Rows | None
-    digests: dict[str, str]
-
-
 class Interrupted(PorosError, InterruptedError):
     """A signal ended the run; the same command goes on with it.
 
@@ -68,8 +67,8 @@ class Interrupted(PorosError, InterruptedError):
 
 def finetune(
     recipe: Recipe,
-    data: Data,
-    run: RunFolder,
+    train: Rows,
+    validation: Rows | None,
     console: "Console",
     *,
     is_dry: bool = False,
@@ -79,8 +78,8 @@ def finetune(
 
     Args:
         recipe: Checked.
-        data: Its rows, checked.
-        run: Its folder, inspected.
+        train: Its rows, checked.
+        validation: The rows to validate on, if any.
         console: The output.
         is_dry: Stop before the base is loaded; nothing is written.
         num_shown: Rows to print with what is learnt marked; then stop, unless ``is_dry``.
@@ -104,21 +103,21 @@ def finetune(
         StoreWriteError: If a checkpoint or the adapter cannot be written; those before it are left.
         Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
 
-    With ``training.push_to_hub`` the adapter is sent there; see ``poros.finetune.hub``.
+    With ``training.push_to_hub`` the adapter is sent to the hub then.
     """
     device = _device(recipe)
     given = recipe
     config = _configuration(recipe)
-    has_images = data.train.has_images or bool(data.validation and data.validation.has_images)
+    has_images = train.has_images or bool(validation and validation.has_images)
     if has_images:
         require_images(recipe, config)
     recipe, notes, vocab_size = _fit_to_model(recipe, config, has_images=has_images)
     recipe, kernels = choose_liger(recipe, config, device)
     processor = load_processor(recipe) if has_images else None
-    tokenizer = load_tokenizer(recipe, data.train.form, processor)
+    tokenizer = load_tokenizer(recipe, train.form, processor)
     has_template = bool(tokenizer.chat_template)
-    rows = data.train.settled(has_template=has_template)
-    others = data.validation and data.validation.settled(has_template=has_template)
+    rows = train.settled(has_template=has_template)
+    others = validation and validation.settled(has_template=has_template)
     images = None if processor is None else image_collator(processor, recipe)
     with tokenizer_errors(recipe.model.source):
         num_proc = recipe.training.more.get("dataset_num_proc")
@@ -130,16 +129,21 @@ def finetune(
         if not is_dry:
             return None
     row_length = _row_length(recipe, tokens)
-    train = _dataset(recipe, tokens, row_length, rows if has_images else None)
-    recipe, more = fit_accumulation(recipe, len(train), run.accumulation)
+    digests = {TOKENS: token_digest(tokens)}
+    if held_out:
+        digests[HELD_OUT] = token_digest(held_out)
+    computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
+    run = inspect_run_dir(given, digests, computed_on)
+    dataset = _dataset(recipe, tokens, row_length, rows if has_images else None)
+    recipe, more = fit_accumulation(recipe, len(dataset), run.accumulation)
     original = given.accumulating(recipe.training.gradient_accumulation_steps)
-    validation = None
+    evaluated = None
     if others and held_out:
-        validation = _dataset(recipe, held_out, row_length, others if has_images else None)
+        evaluated = _dataset(recipe, held_out, row_length, others if has_images else None)
     size = Size(
         row_length=row_length,
-        num_rows=len(train),
-        num_steps=num_steps(len(train), recipe),
+        num_rows=len(dataset),
+        num_steps=num_steps(len(dataset), recipe),
         num_validation=len(held_out.lengths) if held_out else 0,
     )
     arguments = make_arguments(
@@ -147,39 +151,29 @@ def finetune(
         run.path,
         device,
         size.num_steps,
-        has_validation=validation is not None,
+        has_validation=evaluated is not None,
         has_bar=console.is_terminal,
     )
-    made_of = {**data.digests}
-    made_of |= input_digests(
-        recipe,
-        tokenizer,
-        {"tokens": tokens, "held-out tokens": held_out},
-        has_images=has_images,
-    )
-    computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
-    same = require_same(run.path, original, made_of, computed_on)
-    notes += dict.fromkeys([*more, *run.notes, *same])
-    if data.train.unused:
-        notes.append(f"keys that nothing reads: {', '.join(data.train.unused)}")
+    notes += dict.fromkeys([*more, *run.notes])
+    if train.unused:
+        notes.append(f"keys that nothing reads: {', '.join(train.unused)}")
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
     plan = summary.planned(recipe, size, adapter_config(recipe), device)
     summary.show(console, recipe, plan, size, rows, tokens, tokenizer, kernels, notes)
     if is_dry:
         return None
-    repository = hub.make_repository(recipe)
-    with lock_run_dir(original, made_of, computed_on, run) as run:
+    with lock_run_dir(original, digests, computed_on, run) as run:
         model = _model(recipe, device, run)
         processing = processor or tokenizer
         trainer = make_trainer(
-            *(recipe, arguments, model, processing, train, validation),
+            *(recipe, arguments, model, processing, dataset, evaluated),
             row_length=row_length,
             images=images,
         )
         adapter = _train(recipe, run, trainer, processing, size.num_steps)
-    if repository is not None:
-        hub.send(recipe, repository, adapter)
+    if recipe.training.more.get("push_to_hub"):
+        hub.send(recipe, adapter)
     return adapter
 
 
@@ -280,13 +274,12 @@ def _train(
 ) -> Path:
     log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
     if run.checkpoint is not None and run.step >= total:
-        with reading(run.checkpoint, lambda: False):
-            _load_finished(trainer, best_of(trainer.args, run.checkpoint))
+        _load_finished(trainer, best_of(trainer.args, run.checkpoint))
         _save(recipe, trainer, tokenizer, run)
         return run.adapter
     stopping = Stopping()
     trainer.add_callback(stopping)
-    with stopping.listening(), reading(run.checkpoint, lambda: stopping.has_begun):
+    with stopping.listening():
         trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     is_finished = trainer.state.global_step >= trainer.state.max_steps
     if stopping.signal is not None and not is_finished:
@@ -319,7 +312,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     if chosen.dtype != "bfloat16":
         options["dtype"] = DTYPES[chosen.dtype]
     base = poros.load(str(Path(chosen.source).expanduser()), device=device, **options)
-    require_base(run, base_digest(base))
+    require_base(run, base_digest(base, chosen.source))
     base.config.use_cache = False
     if recipe.training.use_liger_kernel is True:
         use_liger(base)
@@ -331,7 +324,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
         number = base.config.get_text_config(decoder=True).num_hidden_layers
         room = {"slots": max(2, number), "keep_last": number}
         room |= {"stream_embedding": False, "stream_head": False}
-    kernels = recipe.training.adapter_kernels
+    kernels = recipe.adapter_kernels(device.type)
     return poros.prepare(model, **room, adapter_kernels=kernels, device=device)
 
 

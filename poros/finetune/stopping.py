@@ -20,12 +20,10 @@ class Stopping(TrainerCallback):
 
     Attributes:
         signal: The one that came.
-        has_begun: Whether a step has: the Trainer has read its checkpoint by then.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.has_begun = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -43,10 +41,6 @@ class Stopping(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the best checkpoint of a run that goes on, wherever its folder is now."""
         note_best(args, state)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note that a step has begun."""
-        self.has_begun = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Have the Trainer save and stop."""

@@ -8,7 +8,7 @@ from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.finetune.data import Rows
 from poros.finetune.tokens import IGNORED, Tokens
-from poros.planning.optimizers import COUNTED
+from poros.planning.request import COUNTED
 from poros.recipes.recipe import Recipe
 from poros.utils import formatting
 
@@ -49,58 +49,44 @@ def planned(
 
     from poros.kernels.nf4 import DTYPES
     from poros.planning.cards import card_of
-    from poros.planning.planner import Planner
-    from poros.planning.request import PlanRequest
+    from poros.planning.planner import plan
+    from poros.utils.devices import free_budget
 
-    if recipe.memory.resident:
+    training, memory, chosen = recipe.training, recipe.memory, recipe.model
+    if memory.resident:
         return "not streamed: the whole base is on the device"
-    if recipe.training.method == "reward":
+    if training.method == "reward":
         return "not planned: a plan is for language models; poros.prepare keeps to the budget"
-    quantization = recipe.model.quantization
-    training = recipe.training
     rows = training.per_device_train_batch_size * (2 if training.method == "dpo" else 1)
     together = int(training.gradient_accumulation_steps)
-    length = size.row_length
+    budget: str | int | None = memory.vram
+    card = None
+    if device.type == "cuda":
+        card = card_of(torch.cuda.get_device_name(device))
+        if budget is None and memory.slots is None:
+            budget = free_budget(device)  # as poros.prepare does
     try:
-        planner = Planner(
-            recipe.model.source,
+        return plan(
+            chosen.source,
             lora=adapter,
-            quantization=None if quantization == "none" else quantization,
-            dtype=DTYPES[recipe.model.dtype],
+            quantization=None if chosen.quantization == "none" else chosen.quantization,
+            dtype=DTYPES[chosen.dtype],
             adapter_dtype=DTYPES[recipe.adapter.dtype],
-            vision=recipe.model.vision,
-        )
-        card = None
-        if device.type == "cuda":
-            card = card_of(torch.cuda.get_device_name(device))
-        request = PlanRequest.of(
-            seq_len=length,
+            vision=chosen.vision,
+            seq_len=size.row_length,
             batch_size=rows,
             accumulation=together,
             micro_batches=together,
-            vram_budget=_budget(recipe, device),
-            num_slots=recipe.memory.slots,
+            vram_budget=budget,
+            num_slots=memory.slots,
             # Most keep two moments, or as much.
             optimizer=training.optim if training.optim in COUNTED else "adamw_torch",
             self_check=True,
-            speeds=card and card.speeds(rows * length),
-            adapter_kernels=training.adapter_kernels,
+            speeds=card and card.speeds(rows * size.row_length),
+            adapter_kernels=recipe.adapter_kernels(device.type),
         )
-        with torch.random.fork_rng(devices=[]):
-            return planner.plan(request)
     except (PolicyError, UnsupportedModelError) as error:
         return f"not planned: {error}"
-
-
-def _budget(recipe: Recipe, device: "torch.device") -> str | int | None:
-    """The recipe's budget, or what ``poros.prepare`` takes of a GPU's free memory."""
-    if recipe.memory.vram is not None or recipe.memory.slots is not None:
-        return recipe.memory.vram
-    if device.type != "cuda":
-        return None
-    from poros.utils.devices import free_budget
-
-    return free_budget(device)
 
 
 def show(
@@ -158,8 +144,7 @@ def show_rows(
 ) -> None:
     """Print the first rows as tokens make them, what is learnt in double brackets."""
     for row in range(min(number, len(tokens.lengths))):
-        place = rows.place(tokens.numbers[row])
-        head = f"{place}: {tokens.lengths[row]} tokens"
+        head = f"{rows.places[tokens.numbers[row]]}: {tokens.lengths[row]} tokens"
         console.print(head, markup=False, highlight=False, soft_wrap=True)
         for name, text in _marked(tokens, row, tokenizer, console.encoding):
             console.print(f"{name}: ", text, sep="", soft_wrap=True, highlight=False)

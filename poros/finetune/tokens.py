@@ -11,12 +11,14 @@ before the base is loaded.
 
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl.data_utils import common_prefix_length
 
@@ -35,8 +37,27 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that is not learnt."""
 _MOST_SHOWN = 30
-_COUNTS = ("length", "num_tokens", "num_learnt", "is_cut", "problem")
-"""What is said of a row beside its columns."""
+_TOGETHER = 256
+"""Rows whose texts are tokenized in one call, which shares them among the processor's cores."""
+
+
+class _Made(NamedTuple):
+    """What becomes of a row."""
+
+    columns: Mapping[str, Sequence[int]]
+    length: int
+    num_tokens: int
+    num_learnt: int
+    is_cut: bool = False
+    images: bytes = b""
+
+
+class _Texts(NamedTuple):
+    """What is to be tokenized of a row: a prompt and what goes on with it, or one text alone."""
+
+    texts: list[str]
+    spans: Sequence[tuple[int, int]] | None = None
+    """What of the last text is learnt; None for all."""
 
 
 @dataclass
@@ -49,6 +70,7 @@ class Tokens:
             ``prompt_ids``, ``completion_ids`` and ``label``, of one number; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
         numbers: Of the rows of data that they were made of.
+        images: A digest of the images of each row; empty for a text.
         num_tokens: Of all rows, without padding.
         num_learnt: Tokens with a label.
         num_cut: Rows that were longer than allowed.
@@ -58,6 +80,7 @@ class Tokens:
     columns: "dict[str, list[array[int]]]" = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    images: list[bytes] = field(default_factory=list)
     num_tokens: int = 0
     num_learnt: int = 0
     num_cut: int = 0
@@ -75,19 +98,19 @@ class Tokens:
             found["length"] = self.lengths
         return Dataset.from_dict(found)
 
-    def add(self, made: Mapping[str, Any], number: int) -> None:
+    def add(self, made: _Made, number: int) -> None:
         """Add what has been made of the row of that number."""
-        self.num_cut += made["is_cut"]
-        if not made["num_learnt"]:
+        self.num_cut += made.is_cut
+        if not made.num_learnt:
             self.num_dropped += 1
             return
-        for name, ids in made.items():
-            if name not in _COUNTS:
-                self.columns.setdefault(name, []).append(array("i", ids))
-        self.lengths.append(made["length"])
+        for name, ids in made.columns.items():
+            self.columns.setdefault(name, []).append(array("i", ids))
+        self.lengths.append(made.length)
         self.numbers.append(number)
-        self.num_tokens += made["num_tokens"]
-        self.num_learnt += made["num_learnt"]
+        self.images.append(made.images)
+        self.num_tokens += made.num_tokens
+        self.num_learnt += made.num_learnt
 
 
 def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTrainedTokenizerBase":
@@ -188,21 +211,21 @@ def tokenize(
     work = _Work(tokenizer, recipe, rows.form, images)
     tokens = Tokens()
     wrong: list[str] = []
+    starts = range(0, len(rows.rows), _TOGETHER)
+    parts = (rows.rows[start : start + _TOGETHER] for start in starts)
     with ProcessPoolExecutor(num_proc) if num_proc else nullcontext() as pool:
-        all_made: Iterator[dict[str, Any]] = map(work.made, rows.rows)
-        if pool is not None:
-            all_made = pool.map(work.made, rows.rows, chunksize=256)
-        for number, made in enumerate(all_made):
-            if made["problem"] is None:
-                tokens.add(made, number)
+        made = map(work.made, parts) if pool is None else pool.map(work.made, parts)
+        for number, each in enumerate(chain.from_iterable(made)):
+            if isinstance(each, _Made):
+                tokens.add(each, number)
             elif len(wrong) < _MOST_SHOWN:
-                wrong.append(f"{rows.place(number)}: {made['problem']}")
+                wrong.append(f"{rows.places[number]}: {each}")
     if wrong:
         raise DataFormatError("\n".join(wrong))
     if not tokens.lengths:
         most = recipe.training.max_length
         raise DataFormatError(
-            f"{rows.place(0)}: expected rows with tokens to learn within {most}, found none in "
+            f"{rows.places[0]}: expected rows with tokens to learn within {most}, found none in "
             f"{len(rows.rows)}; raise training.max_length (--max-length)"
         )
     return tokens
@@ -219,174 +242,150 @@ class _Work:
         images: ImageCollator | None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._special = tokenizer.special_tokens_map  # made anew whenever it is asked for
         self._images = images
         self._form = form
         self._most = recipe.training.max_length
-        loss_on = recipe.data.loss_on
+        loss_on: str = recipe.data.loss_on
         if loss_on == "auto":
             loss_on = {"messages": "assistant", "completions": "completion"}.get(form.name, "all")
         elif loss_on == "completion" and form.name == "messages":
             loss_on = "assistant"  # of an instruction, whose completion it is
         self._loss_on = loss_on
         self._marked = _marked_template(tokenizer) if loss_on == "assistant" else None
-        self.columns: tuple[str, ...] = ("input_ids", "labels")
         self._is_reward = recipe.training.method == "reward"
-        if form.name == "preferences":
-            self.columns = ("prompt_ids", "chosen_ids", "rejected_ids")[self._is_reward :]
-        elif form.name == "labelled":
-            self.columns = ("prompt_ids", "completion_ids", "label")
+        answers = {"preferences": ("chosen", "rejected"), "text": ("text",)}
+        self._answers = answers.get(form.name, ("completion",))
 
-    def made(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Tokenize a row: its columns, and what is counted; or the problem with it."""
-        made: dict[str, Any] = dict.fromkeys(self.columns, ())
-        made |= {"length": 0, "num_tokens": 0, "num_learnt": 0, "is_cut": False, "problem": None}
+    def made(self, rows: Sequence[dict[str, Any]]) -> "list[_Made | str]":
+        """Tokenize rows: what becomes of each, or the problem with it."""
+        if self._images is not None:
+            return [self._tried(self._pictured, self._images, row) for row in rows]
+        rendered = [self._tried(self._texts, row) for row in rows]
+        every = [text for each in rendered if isinstance(each, _Texts) for text in each.texts]
         try:
-            if self._form.name == "preferences":
-                return made | self._pair(row)
-            if self._form.name == "labelled":
-                return made | self._labelled(row)
-            return made | self._example(row)
+            tokens = iter(self._encoded(every) if every else ())
+        except Exception:
+            if len(rows) > 1:  # one of them, which each by itself will tell
+                return [made for row in rows for made in self.made([row])]
+            return [self._tried(self._encoded, every)]
+        return [
+            self._tried(self._finished, row, each, [next(tokens) for _ in each.texts])
+            if isinstance(each, _Texts)
+            else each
+            for row, each in zip(rows, rendered, strict=True)
+        ]
+
+    def _tried(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """The result, or the problem with a row."""
+        try:
+            return work(*arguments)
         except DataFormatError as error:
-            return made | {"problem": str(error)}
+            return str(error)
         except Exception as error:  # of a template, which may raise whatever it likes
             reason = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
-            problem = (
+            return (
                 f"expected a row that the chat template can render, found: {reason}; mend the row, "
                 "or take another template (--chat-template)"
             )
-            return made | {"problem": problem}
 
-    def _example(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Tokenize a row of SFT."""
-        if self._images is not None:
-            ids, mask = self._images.tokens(row)
-        elif self._form.name == "messages":
-            ids, mask = self._conversation(row["messages"], row)
-        elif self._form.name == "text":
-            ids = self._tokenizer(self._ended(row["text"]))["input_ids"]
-            mask = [1] * len(ids)
-        else:
-            prompt, ids = self._prompt_and_whole(row, "completion")
-            if self._loss_on == "assistant":
-                _, mask = self._conversation(row["prompt"] + row["completion"], row)
-            else:
-                mask = [1] * len(ids)
-            if self._loss_on != "all":
-                start = common_prefix_length(prompt, ids)
-                mask[:start] = [0] * start
-        is_cut = len(ids) > self._most
-        ids, mask = ids[: self._most], mask[: self._most]
-        labels = [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
-        return {
-            "input_ids": ids,
-            "labels": labels,
-            "length": len(ids),
-            "num_tokens": len(ids),
-            # The first token has nothing before it to be predicted from.
-            "num_learnt": sum(mask[1:]),
-            "is_cut": is_cut,
-        }
+    def _encoded(self, texts: list[str]) -> list[tuple[list[int], Any]]:
+        """Tokenize texts; return tokens and, where spans are learnt, their places."""
+        has_places = self._loss_on == "assistant"
+        found = self._tokenizer(
+            texts,
+            add_special_tokens=not self._form.is_chat,
+            return_offsets_mapping=has_places,
+        )
+        places = found["offset_mapping"] if has_places else repeat(None)
+        return list(zip(found["input_ids"], places, strict=False))
 
-    def _pair(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Tokenize a row of DPO."""
-        if "prompt" not in row:
+    def _texts(self, row: dict[str, Any]) -> _Texts:
+        """Render a row."""
+        form = self._form
+        if form.name == "preferences" and "prompt" not in row:
             from trl import extract_prompt
 
             row = {**row, **extract_prompt(row)}
-        prompt, chosen = self._prompt_and_whole(row, "chosen")
-        _, rejected = self._prompt_and_whole(row, "rejected")
-        if self._is_reward:
-            return self._scored(chosen, rejected)
-        start = min(common_prefix_length(prompt, chosen), common_prefix_length(prompt, rejected))
+        if form.name == "text":
+            return _Texts([self._ended(row["text"])])
+        if form.name == "messages":
+            text, spans = self._spans(row["messages"], row)
+            return _Texts([text], spans)
+        prompt, answers = row["prompt"], [row[name] for name in self._answers]
+        if not form.is_chat:
+            return _Texts([prompt, *(self._ended(prompt + each) for each in answers)])
+        texts = [self._render(row, prompt, add_generation_prompt=True)]
+        if self._loss_on == "assistant":
+            text, spans = self._spans(prompt + answers[0], row)
+            return _Texts([*texts, text], spans)
+        return _Texts([*texts, *(self._render(row, prompt + each) for each in answers)])
+
+    def _finished(self, row: dict[str, Any], given: _Texts, tokens: list[Any]) -> _Made:
+        """Make the columns of a row of its tokens."""
+        prompt, *wholes = [ids for ids, _ in tokens]
+        if self._form.name == "preferences":
+            return self._pair(prompt, *wholes)
+        ids, places = tokens[-1]
+        start = common_prefix_length(prompt, ids) if wholes else 0
+        if self._form.name == "labelled":
+            cut = ids[: self._most]
+            columns = {"prompt_ids": cut[:start], "completion_ids": cut[start:]}
+            columns["label"] = [int(row["label"])]
+            num_learnt = max(0, len(cut) - start)
+            return _Made(columns, len(cut), len(cut), num_learnt, len(ids) > self._most)
+        if given.spans is None:
+            mask = [1] * len(ids)
+        else:
+            mask = _in_spans(given.texts[-1], places, given.spans)
+        if self._loss_on != "all":
+            mask[:start] = [0] * start
+        return self._example(ids, mask)
+
+    def _pictured(self, images: ImageCollator, row: dict[str, Any]) -> _Made:
+        """Tokenize a row with images, by their processor."""
+        ids, mask, pixels = images.tokens(row)
+        return self._example(ids, mask)._replace(images=pixels)
+
+    def _example(self, ids: list[int], mask: list[int]) -> _Made:
+        """A row of SFT."""
+        is_cut = len(ids) > self._most
+        ids, mask = ids[: self._most], mask[: self._most]
+        labels = [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
+        # The first token has nothing before it to be predicted from.
+        num_learnt = sum(mask[1:])
+        columns = {"input_ids": ids, "labels": labels}
+        return _Made(columns, len(ids), len(ids), num_learnt, is_cut)
+
+    def _pair(self, prompt: list[int], chosen: list[int], rejected: list[int]) -> _Made:
+        """A row of DPO, or of a reward model: those that are too long TRL leaves out there."""
         length = max(len(chosen), len(rejected))
+        if self._is_reward:
+            columns = {"chosen_ids": chosen, "rejected_ids": rejected}
+            num_tokens = len(chosen) + len(rejected)
+            return _Made(columns, length, num_tokens, num_tokens if length <= self._most else 0)
+        start = min(common_prefix_length(prompt, chosen), common_prefix_length(prompt, rejected))
         chosen, rejected = chosen[: self._most], rejected[: self._most]
         num_tokens = len(chosen) + len(rejected)
         has_answers = start < min(len(chosen), len(rejected))
-        return {
-            "prompt_ids": prompt[:start],
-            "chosen_ids": chosen[start:],
-            "rejected_ids": rejected[start:],
-            "length": min(length, self._most),
-            "num_tokens": num_tokens,
-            "num_learnt": num_tokens - 2 * start if has_answers else 0,
-            "is_cut": length > self._most,
-        }
-
-    def _scored(self, chosen: list[int], rejected: list[int]) -> dict[str, Any]:
-        """A row of a reward model; TRL leaves out those that are too long, and so does this."""
-        length, num_tokens = max(len(chosen), len(rejected)), len(chosen) + len(rejected)
-        return {
-            "chosen_ids": chosen,
-            "rejected_ids": rejected,
-            "length": length,
-            "num_tokens": num_tokens,
-            "num_learnt": num_tokens if length <= self._most else 0,
-        }
-
-    def _labelled(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Tokenize a row of KTO."""
-        prompt, whole = self._prompt_and_whole(row, "completion")
-        start = common_prefix_length(prompt, whole)
-        cut = whole[: self._most]
-        return {
-            "prompt_ids": cut[:start],
-            "completion_ids": cut[start:],
-            "label": [int(row["label"])],
-            "length": len(cut),
-            "num_tokens": len(cut),
-            "num_learnt": max(0, len(cut) - start),
-            "is_cut": len(whole) > self._most,
-        }
-
-    def _prompt_and_whole(self, row: dict[str, Any], answer: str) -> tuple[list[int], list[int]]:
-        """Tokenize the prompt alone, and with the answer."""
-        if self._form.is_chat:
-            render = self._renderer(row)
-            return (
-                render(row["prompt"], add_generation_prompt=True)["input_ids"],
-                render(row["prompt"] + row[answer])["input_ids"],
-            )
-        prompt, whole = row["prompt"], self._ended(row["prompt"] + row[answer])
-        return self._tokenizer(prompt)["input_ids"], self._tokenizer(whole)["input_ids"]
-
-    def _conversation(
-        self, messages: list[dict[str, Any]], row: dict[str, Any]
-    ) -> tuple[list[int], list[int]]:
-        render = self._renderer(row)
-        if self._loss_on == "all":
-            ids = render(messages)["input_ids"]
-            return ids, [1] * len(ids)
-        return self._tokens_in_spans(*self._spans(messages, row))
-
-    def _tokens_in_spans(
-        self, text: str, spans: Sequence[tuple[int, int]]
-    ) -> tuple[list[int], list[int]]:
-        """Tokenize a text, and mark the tokens that begin in one of its spans.
-
-        transformers' own mask goes on to the end of the row where a span ends in a character that
-        belongs to no token. Blanks may have been trimmed off both ends of a token's place.
-
-        Raises:
-            DataFormatError: If a token begins before a span and ends in it.
-        """
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = []
-        for first, last in found["offset_mapping"]:
-            if any(first < start < last for start, _ in spans):
-                raise DataFormatError(
-                    "expected answers that begin with a token of their own, found the token "
-                    f"{quoted(text[first:last], limit=60)}, which begins in the prompt and would "
-                    "not be learnt; remove blanks at the start of the answer, take another "
-                    "template (--chat-template), or learn every token (--loss-on all)"
-                )
-            place = first if first < last else first - 1
-            mask.append(int(any(start <= place < end for start, end in spans)))
-        return found["input_ids"], mask
+        return _Made(
+            {
+                "prompt_ids": prompt[:start],
+                "chosen_ids": chosen[start:],
+                "rejected_ids": rejected[start:],
+            },
+            min(length, self._most),
+            num_tokens,
+            num_tokens - 2 * start if has_answers else 0,
+            length > self._most,
+        )
 
     def _spans(
         self, messages: list[dict[str, Any]], row: dict[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation, and find the spans of the assistant."""
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Render a conversation, and find the spans of the assistant; None if all is learnt."""
+        if self._loss_on == "all":
+            return self._render(row, messages), None
         if self._marked is not None:
             from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -395,37 +394,63 @@ class _Work:
                 tools=_tools(row),
                 chat_template=self._marked,
                 return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
+                **self._special,
             )
             return texts[0], spans[0]
         # What a turn adds to the text of the turns before it, behind the prompt for it, is it.
-        render = self._renderer(row, tokenize=False)
-        text = render(messages)
-        spans = []
+        text = self._render(row, messages)
+        found = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = render(messages[:number], add_generation_prompt=True)
-            upto = render(messages[: number + 1])
+            before = self._render(row, messages[:number], add_generation_prompt=True)
+            upto = self._render(row, messages[: number + 1])
             if not (upto.startswith(before) and text.startswith(upto)):
                 raise ValueError(
                     "this template renders turns differently once others follow, so the "
                     "assistant's cannot be told apart; --loss-on all learns every token"
                 )
-            spans.append((len(before), len(upto)))
-        return text, spans
+            found.append((len(before), len(upto)))
+        return text, found
 
-    def _renderer(self, row: dict[str, Any], tokenize: bool = True) -> Callable[..., Any]:
-        def render(messages: list[dict[str, Any]], **options: Any) -> Any:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=_tools(row), tokenize=tokenize, return_dict=tokenize, **options
+    def _render(self, row: dict[str, Any], messages: Any, **options: Any) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tools=_tools(row), tokenize=False, **options
             )
-
-        return render
+        )
 
     def _ended(self, text: str) -> str:
         end: str = self._tokenizer.eos_token
         return text if text.endswith(end) else text + end
+
+
+def _in_spans(
+    text: str, places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Mark the tokens that begin in one of the spans, which are in order.
+
+    transformers' own mask goes on to the end of the row where a span ends in a character that
+    belongs to no token. Blanks may have been trimmed off both ends of a token's place.
+
+    Raises:
+        DataFormatError: If a token begins before a span and ends in it.
+    """
+    starts = [start for start, _ in spans]
+    mask = []
+    for first, last in places:
+        behind = bisect_right(starts, first)
+        if behind < len(starts) and starts[behind] < last:
+            raise DataFormatError(
+                "expected answers that begin with a token of their own, found the token "
+                f"{quoted(text[first:last], limit=60)}, which begins in the prompt and would "
+                "not be learnt; remove blanks at the start of the answer, take another "
+                "template (--chat-template), or learn every token (--loss-on all)"
+            )
+        place = first if first < last else first - 1
+        span = bisect_right(starts, place) - 1
+        mask.append(int(span >= 0 and place < spans[span][1]))
+    return mask
 
 
 def _tools(row: dict[str, Any]) -> Any:

@@ -22,26 +22,23 @@ from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_pt_utils import LabelSmoother
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
-from poros.errors import RecipeError, quoted
 from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
 from poros.finetune.packing import takes_cu_seqlens
-from poros.head.regularized import RegularizedLoss
 from poros.model.stats import attention_of
-from poros.recipes.passing import config_of
+from poros.recipes.passing import config_of, refusals
 from poros.recipes.recipe import FEWEST_UPDATES, MOST_ACCUMULATED, Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-_OURS = ("method", "lora_plus", "z_loss", "early_stopping_patience", "adapter_kernels")
+_OURS = ("method", "lora_plus", "early_stopping_patience", "adapter_kernels")
 """Settings of ``training`` that TRL does not know."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -116,11 +113,15 @@ class Sft(_Own, BlockMajorMixin, SFTTrainer):
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
 
-class Dpo(_Own, BlockMajorMixin, DPOTrainer):
-    """TRL's trainer of preferences; the reference is the model without its adapter."""
+class _Prepared(_Own):
+    """The base of trainers whose rows TRL would tokenize."""
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         return dataset  # these are tokens already
+
+
+class Dpo(_Prepared, BlockMajorMixin, DPOTrainer):
+    """TRL's trainer of preferences; the reference is the model without its adapter."""
 
 
 class Kto(_Own, BlockMajorMixin, KTOTrainer):
@@ -139,11 +140,8 @@ class Kto(_Own, BlockMajorMixin, KTOTrainer):
         return dataset.map(finish, batched=True, batch_size=args.per_device_train_batch_size)
 
 
-class Reward(_Own, BlockMajorMixin, RewardTrainer):
+class Reward(_Prepared, BlockMajorMixin, RewardTrainer):
     """TRL's trainer of reward models."""
-
-    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        return dataset  # these are tokens already
 
 
 class _Lines(PrinterCallback):
@@ -218,17 +216,13 @@ def make_trainer(
         "eval_dataset": validation,
         "processing_class": tokenizer,
     }
-    with _own_dtypes(model, recipe.adapter.dtype), _refusals():
+    with _own_dtypes(model, recipe.adapter.dtype), refusals("training", "TRL"):
         if training.method == "sft":
             if images is not None:
                 collator: Any = images.padded
             else:
                 collator = _collator(recipe, model, tokenizer.pad_token_id, row_length)
             trainer: Any = Sft(model, data_collator=collator, **options)
-            if training.label_smoothing_factor or training.z_loss:
-                smoothing = training.label_smoothing_factor
-                own = LabelSmoother(epsilon=smoothing) if smoothing else None
-                trainer.label_smoother = RegularizedLoss(own, training.z_loss or 0.0)
         elif training.method == "reward":
             trainer = Reward(model, **options)
         else:
@@ -242,22 +236,6 @@ def make_trainer(
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Lines)
     return trainer
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn what TRL or transformers refuse in the body into one error.
-
-    Raises:
-        RecipeError: With what they say.
-    """
-    try:
-        yield
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        raise RecipeError(
-            "training: expected settings that go together, found that TRL refuses them: "
-            f"{quoted(str(error), is_bare=True, limit=600)}; change one of them"
-        ) from error
 
 
 def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
@@ -309,7 +287,7 @@ def make_arguments(
         fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"
     fields |= recipe.as_dict()["training"]
     # TRL would replace the loss, and code of transformers for the whole process.
-    for own in (*_OURS, *hub.SETTINGS, "label_smoothing_factor", "use_liger_kernel"):
+    for own in (*_OURS, *hub.SETTINGS, "use_liger_kernel"):
         fields.pop(own, None)
     is_stopped_early = training.early_stopping_patience is not None
     if is_stopped_early:
@@ -320,7 +298,7 @@ def make_arguments(
         # Rows are packed tokens by now.
         fields |= {"max_length": None, "packing": False, "pad_to_multiple_of": None}
         fields["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    with _refusals():
+    with refusals("training", "TRL"):
         arguments: TrainingArguments = config_of(training.method)(
             **fields
             | {

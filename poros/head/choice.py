@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners import lora
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from poros.head.embedding import adapted_modules, stays_on_host
 from poros.head.host_matrix import HostMatrix
-from poros.kernels.quantized import is_plain
+from poros.kernels.nf4 import is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +32,6 @@ class Head:
     """The modules whose ``weight`` the matrix is: the head, and embeddings that share it."""
     all_names: Sequence[str] = ()
     """Of the matrix, one for each of them."""
-    added: Sequence[nn.Linear] = ()
-    """The modules whose products LoRA adds to the head's."""
-
-    @property
-    def products(self) -> Sequence[nn.Linear]:
-        """All modules whose products are the logits, or are added to them."""
-        return [*self.modules, *self.added]
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -74,9 +66,10 @@ def find_head(
         # Of a classifier or a decoder alone, which have no loss over tokens either.
         return None, ["stream_head=True, but the model has no head for tokens"] * bool(wanted)
     adapted = adapted_modules(model)
-    modules = _linear_modules(head)
-    added = list(head.lora_B.values()) if type(head) is lora.Linear else []
-    why = _why_own_head(head, [*modules, *added], adapted)
+    modules: list[Any] = [head]
+    if isinstance(head, ModulesToSaveWrapper):
+        modules = [head.original_module, *head.modules_to_save.values()]
+    why = _why_own_head(head, modules, adapted)
     if why is not None:
         return None, [f"the model keeps its own head and loss: {why}"]
     in_vain = []
@@ -102,16 +95,8 @@ def find_head(
         return None, in_vain
     name = next(name for name, module in users.items() if module is modules[0])
     is_sliced = loss == "chunked"
-    names = tuple(users)
-    found = Head(name, modules, is_sliced, is_on_host, tuple(users.values()), names, added)
+    found = Head(name, modules, is_sliced, is_on_host, tuple(users.values()), tuple(users))
     return found, in_vain
-
-
-def _linear_modules(head: Any) -> list[Any]:
-    """Yield the modules that a head computes with."""
-    if isinstance(head, ModulesToSaveWrapper):
-        return [head.original_module, *head.modules_to_save.values()]
-    return [head.base_layer] if type(head) is lora.Linear else [head]
 
 
 def _reads_rows(module: nn.Module, head: nn.Module, adapted: Collection[int]) -> bool:

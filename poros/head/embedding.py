@@ -14,7 +14,7 @@ from torch import nn
 
 from poros.head.host_matrix import HostMatrix, as_parameter
 from poros.head.rows import RowReader
-from poros.kernels.quantized import is_plain
+from poros.kernels.nf4 import is_plain
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,9 @@ Note: Lazily
     A model computes the logits of all its tokens and hands them to its loss and to its caller. The
     loss here needs hidden states instead (``poros.head.loss``), and callers seldom look. So what
     the head returns knows its shape, dtype and device, and how it would be computed. What families
-    do to it on the way to the loss (a scale, a soft cap, a cast to float32) is noted, and what LoRA
-    on the head adds to it, which is the lazy product of another module. At anything else it is
-    computed as the head would have: the same bits, graph and all, in the grad mode and autocast
-    region in which the head was called, with the weights that it had.
+    do to it on the way to the loss (a scale, a soft cap, a cast to float32) is noted. At anything
+    else it is computed as the head would have: the same bits, graph and all, in the grad mode and
+    autocast region in which the head was called, with the weights that it had.
 """
 
 import weakref
@@ -22,7 +21,7 @@ from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
-from poros.head.online import Step
+from poros.head.loss import Step
 from poros.kernels.sums import sums_of_bits
 from poros.stream.state import AutocastState
 from poros.stream.within import on_plain_tensors
@@ -43,7 +42,6 @@ _SCALES: dict[Any, Literal["multiply", "divide"]] = {
     **dict.fromkeys([_T.div, _T.__truediv__, torch.div], "divide"),
 }
 _TANH = (torch.tanh, _T.tanh)
-_ADD = (torch.add, _T.add, _T.__add__)
 _WATCHES = (_T.register_hook, _T.register_post_accumulate_grad_hook, _T.retain_grad)
 _REMEDY = "Hand it logits.clone(), or prepare with loss='reference'"
 
@@ -64,11 +62,14 @@ class Origin:
     with_gradients: bool
     requires_grad: bool
     autocast: AutocastState
-    read: Sequence[torch.Tensor]
-    """What may not be written to meanwhile."""
+    kept: Sequence[torch.Tensor]
+    """Hidden states and what is frozen of the head, which may not be written to meanwhile."""
+    trained: Sequence[torch.Tensor]
+    """What is trained of it. Optimizers write to that, and not all of them count it as a write."""
     versions: Sequence[int]
+    """Of both."""
     sums: Sequence[torch.Tensor]
-    """Of their bits: see "Edits"."""
+    """Of the bits of what is trained."""
     is_loss_taken: bool = False
     """Whether a loss was computed in slices: no gradient goes through the logits then."""
 
@@ -82,8 +83,10 @@ class Origin:
         if hidden.is_inference():
             hidden = hidden.clone()  # no graph keeps anybody from writing to it
         own = list(head.parameters())
+        trained = [tensor for tensor in own if tensor.requires_grad]
+        frozen = [tensor for tensor in own if not tensor.requires_grad]
         # Nobody can write to a matrix in host memory.
-        read = [tensor for tensor in (hidden, *own) if not isinstance(tensor, HostMatrix)]
+        kept = [hidden, *(tensor for tensor in frozen if not isinstance(tensor, HostMatrix))]
         return cls(
             hidden=hidden,
             weight=_as_now(head.weight),
@@ -96,27 +99,29 @@ class Origin:
             requires_grad=torch.is_grad_enabled()
             and any(tensor.requires_grad for tensor in (hidden, *own)),
             autocast=autocast,
-            read=read,
-            versions=list(map(_version_of, read)),
-            sums=list(map(sums_of_bits, read)),
+            kept=kept,
+            trained=trained,
+            versions=list(map(_version_of, (*kept, *trained))),
+            sums=list(map(sums_of_bits, trained)),
         )
 
     def intact(self, is_at_once: bool = False) -> torch.Tensor:
         """The hidden states.
 
         Args:
-            is_at_once: Whether the forward that has called the head asks: see "Edits".
+            is_at_once: Whether the forward that has called the head asks: no optimizer steps in it.
 
         Streams:
-            The host waits for the device, unless ``is_at_once``.
+            The host waits for the device, unless ``is_at_once`` or nothing is trained.
 
         Raises:
             PreparedModelError: If they, or the head, were written to since the head was called.
         """
         if is_at_once or self.hidden.is_meta:
-            is_same = self.versions == list(map(_version_of, self.read))
+            is_same = self.versions == list(map(_version_of, (*self.kept, *self.trained)))
         else:
-            is_same = all(map(torch.equal, self.sums, map(sums_of_bits, self.read)))
+            is_same = self.versions[: len(self.kept)] == list(map(_version_of, self.kept))
+            is_same &= all(map(torch.equal, self.sums, map(sums_of_bits, self.trained)))
         if not is_same:
             raise PreparedModelError(
                 "logits: expected the hidden states and the head that they are computed from, "
@@ -160,8 +165,6 @@ class LazyLogits(torch.Tensor):
     """What it is computed from."""
     steps: tuple[Step, ...]
     """What has become of the head's product since."""
-    added: "tuple[LazyLogits, ...]"
-    """What was added to the head's product before that: products of other modules, scaled."""
     _compute: Callable[[], torch.Tensor] | None
     _result: torch.Tensor | None
     _alias_of: "LazyLogits | None"
@@ -175,7 +178,6 @@ class LazyLogits(torch.Tensor):
         dtype: torch.dtype | None = None,
         compute: Callable[[], torch.Tensor] | None = None,
         has_gradient: bool | None = None,
-        added: "tuple[LazyLogits, ...]" = (),
     ) -> "LazyLogits":
         if has_gradient is None:
             has_gradient = origin.requires_grad
@@ -189,7 +191,6 @@ class LazyLogits(torch.Tensor):
         made.__dict__.update(
             origin=origin,
             steps=steps,
-            added=added,
             _compute=compute or origin.values,
             _result=None,
             _alias_of=None,
@@ -211,8 +212,7 @@ class LazyLogits(torch.Tensor):
     def take_loss(self) -> Origin:
         """Return what a sliced loss is computed from; no gradient will go through the logits."""
         self.require_own_graph()
-        for each in (self, *self.added):
-            each.origin.is_loss_taken = True
+        self.origin.is_loss_taken = True
         return self.origin
 
     def require_own_graph(self) -> None:
@@ -265,21 +265,7 @@ class LazyLogits(torch.Tensor):
             return alias
         if func in (_T.float, _T.to):
             return self._cast(func, args, kwargs)
-        if func in _ADD and len(args) == 1 and not kwargs and isinstance(args[0], LazyLogits):
-            return self._sum(func, args[0])
         return None
-
-    def _sum(self, func: Any, other: "LazyLogits") -> Any:
-        """Add another module's product, which is only scaled."""
-        is_plain = all(step.kind != "tanh" for step in other.steps) and not other.added
-        is_plain = is_plain and other.origin.bias is None  # which columns of a head have not
-        if self.steps or other.is_computed or not is_plain or other.shape != self.shape:
-            return None
-        dtype = torch.promote_types(self.dtype, other.dtype)
-        other.require_own_graph()
-        made = self._follower(func, (other,), {}, dtype=dtype, added=(*self.added, other))
-        other._followers.add(made)
-        return made
 
     def _cast(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         dtype = torch.float32
@@ -292,8 +278,7 @@ class LazyLogits(torch.Tensor):
                 return None
         if dtype in (None, self.dtype):
             return self
-        # Back to the head's own is what becomes of a sum with something in float32.
-        if dtype != torch.float32 and not (self.added and dtype == self.origin.dtype):
+        if dtype != torch.float32:
             return None
         return self._follower(func, args, kwargs, dtype=dtype)
 
@@ -304,23 +289,18 @@ class LazyLogits(torch.Tensor):
         kwargs: Mapping[str, Any],
         step: Step | None = None,
         dtype: torch.dtype | None = None,
-        added: "tuple[LazyLogits, ...] | None" = None,
     ) -> "LazyLogits":
         self.require_own_graph()
         with_gradients, autocast = torch.is_grad_enabled(), self.origin.autocast.now()
 
         def compute() -> torch.Tensor:
-            # Not read: whoever reads one computes what follows from it, which is this.
-            others = [each.computed() if isinstance(each, LazyLogits) else each for each in args]
             with self.origin.as_then(with_gradients, autocast):
-                values: torch.Tensor = func(self.computed(), *others, **kwargs)
+                values: torch.Tensor = func(self.computed(), *args, **kwargs)
             return values
 
         steps = self.steps if step is None else (*self.steps, step)
-        added = self.added if added is None else added
-        sources = (self, *added)
-        has_gradient = with_gradients and any(each.requires_grad for each in sources)
-        follower = LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient, added)
+        has_gradient = with_gradients and self.requires_grad
+        follower = LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient)
         self._followers.add(follower)
         return follower
 

@@ -15,22 +15,16 @@ Note: Arithmetic
     model are, so the loss is not that one's to the bit; in bfloat16 it is nearer to the exact one.
     How wide a slice is depends on shapes alone, so that the same batch gives the same bits wherever
     the head lies and however much memory there is.
-
-Note: Smoothing and z-loss
-    A smoothed label (Szegedy et al. 2016, arXiv:1512.00567, section 7) needs the mean of a token's
-    logits, and for its gradient the mean of the head's rows; both are sums over slices. The z-loss
-    (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 5) adds the square of the logarithm of
-    the softmax's denominator, which scales the expected row. Without them no bit is another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.head.online import Regularizer, SlicedLossState, Step, logits_of, product, whole_rows
-from poros.kernels.online_softmax import places
+from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits, places
+from poros.utils.profiling import labelled
 
 _MOST_LOGITS = 2**23
 """Elements of a slice of logits: 34 MB in float32."""
@@ -58,6 +52,54 @@ def slice_width(num_tokens: int, num_rows: int, num_columns: int) -> int:
     return min(max(most // _ALIGNMENT * _ALIGNMENT, _LEAST_WIDTH), num_rows)
 
 
+class Step(NamedTuple):
+    """An operation on logits, element by element."""
+
+    kind: Literal["multiply", "divide", "tanh"]
+    number: float = 1.0
+
+
+class SlicedLossState:
+    """The state of each token after some slices. See "One pass"."""
+
+    def __init__(self, hidden: torch.Tensor, labels: torch.Tensor, wants_gradient: bool) -> None:
+        self._hidden = hidden
+        num_columns = hidden.shape[1] if wants_gradient else 0
+        self._running = OnlineSoftmaxState.of(labels, num_columns, hidden.dtype)
+
+    def add(
+        self,
+        first: int,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        steps: Sequence[Step],
+    ) -> None:
+        """Update the state with some rows of the head: see ``sliced_cross_entropy``."""
+        with labelled("head", f"rows {first}"):
+            running = self._running
+            rows = as_operand(rows, self._hidden.dtype)
+            part = None if bias is None else bias[first : first + len(rows)]
+            logits, slope = logits_of(self._hidden, rows, part, steps, running.wants_rows)
+            weights = add_logits(running, first, logits, slope, rows)
+            del logits, slope
+            if weights is not None:
+                _add_product(running.rows, weights, rows)
+
+    def losses(self) -> torch.Tensor:
+        """Return the loss of each token, as if its label counted."""
+        return self.scale() - self._running.of_label
+
+    def scale(self) -> torch.Tensor:
+        """Return the log-sum-exp of each token's logits."""
+        return self._running.total.log() + self._running.most
+
+    def gradient(self) -> torch.Tensor:
+        """Return the gradient of each token's hidden state, in float32. Consumes the sums."""
+        running = self._running
+        rows = running.rows.div_(running.total[:, None])
+        return rows.addcmul_(running.label_rows, running.slope[:, None], value=-1.0)
+
+
 def sliced_cross_entropy(
     hidden: torch.Tensor,
     labels: torch.Tensor,
@@ -66,10 +108,8 @@ def sliced_cross_entropy(
     *,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    added: torch.Tensor | None = None,
     steps: Sequence[Step] = (),
     ignore_index: int = -100,
-    regularizer: Regularizer = Regularizer(),  # noqa: B008
 ) -> torch.Tensor:
     """Sum over tokens the cross entropy of ``steps(hidden @ head.T + bias)``.
 
@@ -80,12 +120,8 @@ def sliced_cross_entropy(
         num_rows: Of the head.
         weight: Of shape (num_rows, columns): the head, if it gets a gradient; ``read`` reads it.
         bias: Of shape (num_rows,). Gets a gradient if it requires one.
-        added: Of shape (num_rows, rank): further columns of the head, beside those that ``read``
-            gives, as LoRA has them; the last columns of ``hidden`` are theirs. Gets a gradient if
-            it requires one.
         steps: What becomes of the logits before the softmax, in order.
         ignore_index: Tokens with this label count nothing.
-        regularizer: See "Smoothing and z-loss".
 
     Returns:
         A float32 scalar; 0 if no token has a label.
@@ -110,14 +146,12 @@ def sliced_cross_entropy(
     _require_in_range(labels, num_rows, ignore_index)
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
-    given = _LossConfig(
-        *(labels, read, width, tuple(steps), ignore_index, wants_gradient, regularizer, num_rows)
-    )
+    given = _LossConfig(labels, read, width, tuple(steps), ignore_index, wants_gradient)
     known: Callable[[LossInputs], SlicedLossState | None] | None = getattr(read, "known", None)
     if known is not None:
-        is_trained = any(each is not None and each.requires_grad for each in (weight, bias, added))
-        given = given._replace(known=known(LossInputs(hidden, bias, added, is_trained, given)))
-    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, added, given)
+        is_trained = any(each is not None and each.requires_grad for each in (weight, bias))
+        given = given._replace(known=known(LossInputs(hidden, bias, is_trained, given)))
+    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, given)
     return loss
 
 
@@ -131,17 +165,12 @@ class _LossConfig(NamedTuple):
     ignore_index: int
     wants_gradient: bool
     """Of the hidden states."""
-    regularizer: Regularizer
-    num_rows: int
-    """Of the head."""
-    known: "SlicedLossState | None" = None
+    known: SlicedLossState | None = None
     """What all slices together give, if that was computed ahead."""
 
-    def online(self, hidden: torch.Tensor) -> "SlicedLossState":
+    def online(self, hidden: torch.Tensor) -> SlicedLossState:
         """Make the state before the first slice."""
-        return SlicedLossState(
-            hidden, self.labels, self.wants_gradient, self.regularizer, self.num_rows
-        )
+        return SlicedLossState(hidden, self.labels, self.wants_gradient)
 
     @property
     def is_counted(self) -> torch.Tensor:
@@ -153,9 +182,8 @@ class LossInputs(NamedTuple):
 
     hidden: torch.Tensor
     bias: torch.Tensor | None
-    added: torch.Tensor | None
     is_trained: bool
-    """Whether the head, or what is added to it, gets a gradient."""
+    """Whether the head gets a gradient."""
     given: _LossConfig
 
     def without_graph(self) -> "LossInputs":
@@ -163,7 +191,6 @@ class LossInputs(NamedTuple):
         return self._replace(
             hidden=self.hidden.detach(),
             bias=None if self.bias is None else self.bias.detach(),
-            added=None if self.added is None else self.added.detach(),
         )
 
 
@@ -174,18 +201,17 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        added: torch.Tensor | None,
         given: _LossConfig,
     ) -> torch.Tensor:
         found = given.known
         if found is None:
             found = given.online(hidden)
             for first, rows in given.read(given.width):
-                found.add(first, rows, bias, added, given.steps)
+                found.add(first, rows, bias, given.steps)
         by_hidden = found.gradient() if given.wants_gradient else None
         # What the gradient of the head follows from, if it gets one.
-        is_trained = any(ctx.needs_input_grad[1:4])
-        again = (hidden, weight, bias, added, found.scale()) if is_trained else ()
+        is_trained = any(ctx.needs_input_grad[1:3])
+        again = (hidden, weight, bias, found.scale()) if is_trained else ()
         ctx.save_for_backward(by_hidden, *again)
         ctx.given, ctx.dtype = given._replace(known=None), hidden.dtype
         return found.losses().masked_fill(~given.is_counted, 0.0).sum()
@@ -198,7 +224,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 "True; gradients of gradients need loss='reference'"
             )
         by_hidden, *again = ctx.saved_tensors
-        by_head: tuple[torch.Tensor | None, ...] = (None, None, None)
+        by_head: tuple[torch.Tensor | None, ...] = (None, None)
         if again:
             by_head = _gradient_of_head(ctx.given, gradients[0], *again)
         scaled = None
@@ -217,37 +243,77 @@ def _gradient_of_head(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    added: torch.Tensor | None,
     scale: torch.Tensor,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Compute the gradient of the head's tensors; recomputes the logits."""
     by_weight = None if weight is None else torch.empty_like(weight)
     by_bias = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
-    by_added = None if added is None or not added.requires_grad else torch.empty_like(added)
     for first, rows in given.read(given.width):
-        num_columns = rows.shape[1]
-        rows = whole_rows(first, rows, added, hidden.dtype)
+        rows = as_operand(rows, hidden.dtype)
         part = slice(first, first + len(rows))
         of_part = None if bias is None else bias[part]
         logits, slope = logits_of(hidden, rows, of_part, given.steps, True)
         powers = logits.sub_(scale[:, None]).exp_()
-        smoothing, z_loss = given.regularizer
-        if z_loss:
-            powers.mul_(1 + 2 * z_loss * scale[:, None])
         is_here, place = places(given.labels, first, len(rows))
-        share = (smoothing - 1) * is_here[:, None].to(powers.dtype)
-        powers.scatter_add_(1, place[:, None], share)
-        if smoothing:
-            powers.sub_(smoothing / given.num_rows)
+        powers.scatter_add_(1, place[:, None], -is_here[:, None].to(powers.dtype))
         powers.mul_(slope).mul_(gradient).masked_fill_(~given.is_counted[:, None], 0.0)
         if by_bias is not None:
             by_bias[part] = powers.sum(dim=0)
-        weights = powers.to(hidden.dtype).t()
         if by_weight is not None:
-            by_weight[part] = product(weights, hidden[:, :num_columns])
-        if by_added is not None:
-            by_added[part] = product(weights, hidden[:, num_columns:])
-    return by_weight, by_bias, by_added
+            by_weight[part] = product(powers.to(hidden.dtype).t(), hidden)
+    return by_weight, by_bias
+
+
+def as_operand(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows of the head, contiguous, in the dtype of products: another one under autocast."""
+    return rows.to(dtype).contiguous()
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Multiply in float32 operands that may be narrower."""
+    if left.dtype == torch.float32:
+        return left @ right
+    if left.device.type == "cpu":
+        return left.float() @ right.float()
+    if left.device.type == "meta":
+        return left.new_empty((len(left), right.shape[1]), dtype=torch.float32)
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add to ``sums``, in float32, the matrix product of operands that may be narrower."""
+    if left.dtype == torch.float32:
+        sums.addmm_(left, right)
+    elif left.device.type == "cuda":
+        torch.addmm(sums, left, right, out_dtype=torch.float32, out=sums)
+    elif not left.is_meta:
+        sums.addmm_(left.float(), right.float())
+
+
+def logits_of(
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    steps: Sequence[Step],
+    wants_slope: bool,
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Compute the logits of some rows of the head, and the derivative of ``steps`` there."""
+    logits = product(hidden, rows.t())
+    if bias is not None:
+        logits += bias
+    slope: torch.Tensor | float = 1.0
+    for kind, number in steps:
+        if kind == "tanh":
+            logits.tanh_()
+            if wants_slope:
+                slope = slope * (1.0 - logits * logits)
+        elif kind == "multiply":
+            logits *= number
+            slope = slope * number
+        else:
+            logits /= number
+            slope = slope / number
+    return logits, slope
 
 
 def _require_in_range(labels: torch.Tensor, num_rows: int, ignore_index: int) -> None:

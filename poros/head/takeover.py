@@ -20,7 +20,6 @@ from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits, Origin
 from poros.head.loss import Slices, sliced_cross_entropy
-from poros.head.online import Regularizer
 from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,7 @@ def slice_loss(
 
     Args:
         base: A transformers causal language model.
-        heads: The modules of its head whose products are the logits, or are added to them: see
-            ``poros.head.choice.Head.products``.
+        heads: The modules of its head: see ``poros.head.choice.Head``.
         read: Gives the rows of the only head; those of their weights if None.
 
     Returns:
@@ -135,6 +133,11 @@ class _Loss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        """Compute the loss.
+
+        Raises:
+            PreparedModelError: If the head, or what it was given, was written to meanwhile.
+        """
         if (
             not isinstance(logits, LazyLogits)
             or logits.is_computed
@@ -150,82 +153,30 @@ class _Loss:
                 **kwargs,
             )
             return loss
-        # By a model's forward, or by somebody who has its logits.
-        is_at_once = sys._getframe(1).f_code.co_name == "forward"
-        return sliced_loss(
-            *(logits, labels, num_items_in_batch, ignore_index, shift_labels), is_at_once=is_at_once
-        )
-
-
-def sliced_loss(
-    logits: LazyLogits,
-    labels: torch.Tensor,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
-    regularizer: Regularizer = Regularizer(),  # noqa: B008
-    is_at_once: bool = False,
-) -> torch.Tensor:
-    """Compute the loss of a causal language model in slices of its head.
-
-    Args:
-        logits: Not computed.
-        labels: Of shape (rows, tokens).
-        num_items_in_batch: What to divide the sum by; None is the number of labels that count.
-        ignore_index: Tokens with this label count nothing.
-        shift_labels: What the labels are for each token, of the shape of ``labels``; None takes the
-            label behind it.
-        regularizer: See ``poros.head.loss``.
-        is_at_once: As for ``Origin.intact``.
-
-    Raises:
-        PreparedModelError: If the head, or what it was given, was written to meanwhile.
-    """
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    origin = logits.take_loss()
-    weight = origin.weight
-    shift_labels = shift_labels.reshape(-1).to(weight.device)
-    # A step on the way here may have taken no gradient.
-    with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-        hidden, added = _operands(logits, is_at_once)
-        total = sliced_cross_entropy(
-            hidden,
-            shift_labels,
-            origin.source.rows_of(weight),
-            len(weight),
-            weight=weight if weight.requires_grad else None,
-            bias=origin.bias,
-            added=added,
-            steps=logits.steps,
-            ignore_index=ignore_index,
-            regularizer=regularizer,
-        )
-    if num_items_in_batch is None:
-        return total / (shift_labels != ignore_index).sum()
-    if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
-
-
-def _operands(logits: LazyLogits, is_at_once: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the hidden states of all tokens, and the head's columns beyond its weight.
-
-    LoRA on the head adds to ``h @ W.T`` the product ``(A h) @ B.T``, scaled: the states get the
-    columns ``A h``, the head the columns of the scaled B.
-    """
-    parts, columns = [], []
-    for each in (logits, *logits.added):
-        states = each.origin.intact(is_at_once)
-        parts.append(states.reshape(-1, states.shape[-1]).to(logits.origin.dtype))
-    for each in logits.added:
-        factor = 1.0
-        for kind, number in each.steps:
-            factor = factor * number if kind == "multiply" else factor / number
-        columns.append(each.origin.weight * factor)
-    if not columns:
-        return parts[0], None
-    return torch.cat(parts, dim=1), torch.cat(columns, dim=1)
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        origin = logits.take_loss()
+        weight = origin.weight
+        shift_labels = shift_labels.reshape(-1).to(weight.device)
+        # A step on the way here may have taken no gradient.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
+            # By a model's forward, or by somebody who has its logits.
+            hidden = origin.intact(is_at_once=sys._getframe(1).f_code.co_name == "forward")
+            total = sliced_cross_entropy(
+                hidden.reshape(-1, hidden.shape[-1]).to(origin.dtype),
+                shift_labels,
+                origin.source.rows_of(weight),
+                len(weight),
+                weight=weight if weight.requires_grad else None,
+                bias=origin.bias,
+                steps=logits.steps,
+                ignore_index=ignore_index,
+            )
+        if num_items_in_batch is None:
+            return total / (shift_labels != ignore_index).sum()
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

@@ -1,11 +1,17 @@
 """The disk tier: the first blocks in memory, the others read from a file just in time.
 
-At rest the tensors of a block on the disk are views of a private mapping of the file
-(``poros.host.mapped``), so that state_dict, save and restore see them like any others, and the
-system drops their pages when it needs room. Training does not go through that mapping: a page
-fault would stop the training thread for each page. A reader thread reads whole blocks, ahead of the
-predicted walk, into a few staging buffers (page-locked for a GPU), and the copies to the device
-start from there. What it reads for the first time is hashed.
+At rest the tensors of a block on the disk are views of a private mapping of the file, so that they
+can be named, counted, saved and restored like any others, and the system drops their pages when it
+needs room. Training does not go through that mapping: a page fault would stop the training thread
+for each page. A reader thread reads whole blocks, ahead of the predicted walk, into a few staging
+buffers (page-locked for a GPU), and the copies to the device start from there.
+
+Note: What may change
+    A loader has hashed the whole file when it opened it. From then on device, inode, size and time
+    of modification must be as they were, before the mapping is read and behind each read of the
+    reader: behind a file that was cut off, touching a page ends the process, and what was written
+    to it since would pass for the weights. The time of change may differ: it also moves when
+    somebody links, renames or unlinks the file.
 
 Note: Staging lifetime
     A staging buffer may be overwritten only after the *device* has copied the last bytes out of it
@@ -20,6 +26,7 @@ reads do.
 
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,11 +38,10 @@ from typing import Any
 import torch
 
 from poros.errors import CheckpointFormatError
-from poros.host.layout import BlockLayout
-from poros.host.mapped import SlabFile, Stretch, is_same_file, num_written_pages, require_digests
+from poros.host.layout import BlockLayout, slab_offsets
 from poros.host.slab import Arena, HostSlab, NamedTensor
 from poros.host.store import HostStore
-from poros.io.digests import Identity, identity_of, num_threads
+from poros.io.digests import Identity, identity_of
 from poros.io.reading import read_exactly
 from poros.streams import Event, StreamContext
 
@@ -45,6 +51,57 @@ NUM_STAGING = 3
 """Buffers: one being copied to the device, one full, one being read."""
 
 _JOIN_S = 60.0
+
+
+class SlabFile:
+    """The last slabs of a file, mapped; it stays open.
+
+    Args:
+        path: Holds them at its end.
+        offset: Where in it they start, in bytes; a multiple of a page.
+        num_bytes: Of all of them.
+        identity: What the file was when it was hashed.
+
+    Raises:
+        HostMemoryError: If the file cannot be mapped, which takes no memory.
+        CheckpointFormatError: If it is not the file that was hashed.
+    """
+
+    def __init__(self, path: Path, offset: int, num_bytes: int, identity: Identity) -> None:
+        self.path, self.offset, self.identity = path, offset, identity
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.require_intact()
+        self.arena = Arena(num_bytes, file=self._descriptor, offset=offset, private=True)
+        self._address = torch.frombuffer(self.arena.memory, dtype=torch.uint8).data_ptr()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the mapping."""
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return False
+        return 0 <= tensor.data_ptr() - self._address < len(self.arena.memory)
+
+    def require_intact(self) -> None:
+        """Check that the file is unchanged: see "What may change".
+
+        Raises:
+            CheckpointFormatError: If it is not.
+        """
+        self.require_same(identity_of(os.fstat(self._descriptor)))
+
+    def require_same(self, found: Identity) -> None:
+        """Compare what a file is with what it was.
+
+        Raises:
+            CheckpointFormatError: If another file was read, or one that has changed.
+        """
+        if found[:-1] != self.identity[:-1]:
+            raise CheckpointFormatError(
+                f"{self.path}: expected device, inode, size and time of modification "
+                f"{self.identity[:-1]} as when it was opened, found {found[:-1]}: another file, or "
+                "one that was written to since. Adapters are not affected and can be saved; check "
+                "the disk, or write the store again, and go on from them"
+            )
 
 
 @dataclass(eq=False)
@@ -73,7 +130,6 @@ class DiskStore(HostStore):
 
     def __post_init__(self) -> None:
         self._streams: StreamContext | None = None
-        self._is_checked: set[int] = set()
         self._staging: list[_Staging] = []
         self._wanted: list[int] = []
         self._reader: _Reader | None = None
@@ -85,8 +141,7 @@ class DiskStore(HostStore):
         file: Path,
         data_offset: int,
         layouts: Sequence[BlockLayout],
-        digests: Sequence[str],
-        identity: Identity | None = None,
+        identity: Identity,
     ) -> "DiskStore":
         """Make a store of the slabs of ``resident``, followed by those of ``file``.
 
@@ -95,18 +150,18 @@ class DiskStore(HostStore):
             file: Holds all slabs, each on a page, one after the other.
             data_offset: Where in it the first slab starts, in bytes; a multiple of a page.
             layouts: One per layer.
-            digests: Of each slab (``poros.io.digests``), padded with zeros to a page.
-            identity: What the file was when it was opened.
+            identity: What the file was when it was hashed.
 
         Raises:
             HostMemoryError: If the file cannot be mapped, which takes no memory.
-            CheckpointFormatError: If it is shorter than the slabs, or another one.
+            CheckpointFormatError: If it is another one.
         """
-        first = len(resident.slabs)
-        if not any(layout.num_bytes for layout in layouts[first:]):
+        first, rest = len(resident.slabs), layouts[len(resident.slabs) :]
+        if not any(layout.num_bytes for layout in rest):
             return cls(list(resident.slabs))
-        opened = SlabFile(file, data_offset, layouts, first, digests, identity)
-        behind = HostStore.over(opened.arena, layouts[first:])
+        num_bytes = sum(layout.padded_num_bytes for layout in rest)
+        opened = SlabFile(file, data_offset + slab_offsets(layouts)[first], num_bytes, identity)
+        behind = HostStore.over(opened.arena, rest)
         return cls(
             [*resident.slabs, *behind.slabs],
             list(resident.fallbacks),
@@ -118,19 +173,12 @@ class DiskStore(HostStore):
         return not self._is_on_disk(slab) or not num_written_pages(slab.bytes)
 
     def read(self, block: int) -> torch.Tensor:
-        """As ``HostStore.read``: from the file, and checked.
-
-        Raises:
-            CheckpointFormatError: If it cannot be read, or is not what was written.
-        """
-        slab = self.slabs[block]
-        if self.behind is None or not self._is_on_disk(slab) or not slab.layout.num_bytes:
-            return slab.bytes
-        memory = self.behind.read(slab.offset, slab.layout.num_bytes).bytes
-        return memory[: slab.layout.num_bytes]
+        self.require_intact()
+        return super().read(block)
 
     def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        return iter(tensors) if self.behind is None else self.behind.at_rest(tensors)
+        self.require_intact()
+        return iter(tensors)
 
     def require_intact(self) -> None:
         if self.behind is not None:
@@ -278,7 +326,7 @@ class DiskStore(HostStore):
             raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
         slab = self.slabs[block]
         staging.block, staging.is_copied = block, None
-        staging.reading = self._reader.start(staging.slab, slab, block in self._is_checked)
+        staging.reading = self._reader.start(staging.slab, slab)
 
     def _wait(self, staging: _Staging) -> None:
         try:
@@ -292,8 +340,6 @@ class DiskStore(HostStore):
                 f"{self.file}: expected to read a block of the frozen base, found: {error}. Check "
                 "the disk; training can go on from the last checkpoint of the adapters"
             ) from error
-        if staging.block is not None:
-            self._is_checked.add(staging.block)
 
     @property
     def file(self) -> Path:
@@ -320,20 +366,11 @@ class _Reader:
         self._descriptor = -1
         self._close: Callable[[], object] = lambda: None
 
-    def start(self, target: HostSlab, slab: HostSlab, is_checked: bool) -> Future[None]:
-        """Read ``slab`` into ``target``, after what was started before.
-
-        Args:
-            target: Memory of its own.
-            slab: A slab of the mapping.
-            is_checked: Whether it was hashed at an earlier read.
-        """
-        behind, size = self._behind, slab.layout.padded_num_bytes
+    def start(self, target: HostSlab, slab: HostSlab) -> Future[None]:
+        """Read ``slab``, one of the mapping, into memory of its own, after what was started."""
         array: Any = target.bytes.numpy()
-        expected = behind.within(slab.offset, size)
-        place = behind.offset + slab.offset
-        memory = memoryview(array)[:size]
-        return self._pool.submit(self._read, memory, place, behind.identity, expected, is_checked)
+        memory = memoryview(array)[: slab.layout.padded_num_bytes]
+        return self._pool.submit(self._read, memory, self._behind.offset + slab.offset)
 
     def close(self, readings: Iterable[Future[None] | None]) -> bool:
         """End the thread; False if one of these reads does not end."""
@@ -346,14 +383,7 @@ class _Reader:
         self._close()
         return True
 
-    def _read(
-        self,
-        memory: memoryview,
-        place: int,
-        identity: Identity,
-        expected: Sequence[Stretch],
-        is_checked: bool,
-    ) -> None:
+    def _read(self, memory: memoryview, place: int) -> None:
         try:
             self._fill(memory, place)
         except OSError:
@@ -365,13 +395,7 @@ class _Reader:
             self._close()
             self._descriptor = -1
             self._fill(memory, place)
-        found = identity_of(os.fstat(self._descriptor))
-        if not is_same_file(found, identity):
-            raise ValueError("another file, or one that was written to since it was opened")
-        if is_checked and found == identity:
-            return
-        with ThreadPoolExecutor(num_threads()) as pool:
-            require_digests(self._behind.path, memory, expected, pool)
+        self._behind.require_same(identity_of(os.fstat(self._descriptor)))
 
     def _fill(self, memory: memoryview, place: int) -> None:
         if self._descriptor < 0:
@@ -383,3 +407,29 @@ class _Reader:
 
 def _is_over(reading: Future[None] | None) -> bool:
     return reading is None or reading.done()
+
+
+def num_written_pages(flat: torch.Tensor) -> int:
+    """Count the pages of a private mapping that this process has written; 0 if that is unknown.
+
+    Source:
+        Documentation/admin-guide/mm/pagemap.rst of Linux: bit 61 is set for a page of a file, bits
+        62 and 63 for one that is swapped or present.
+    """
+    if sys.platform != "linux" or not flat.numel():
+        return 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    first = flat.data_ptr() // page
+    last = (flat.data_ptr() + flat.numel() - 1) // page
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as stream:
+            stream.seek(8 * first)
+            text = stream.read(8 * (last + 1 - first))
+    except OSError:
+        return 0
+    if not text:
+        return 0
+    entries = torch.frombuffer(bytearray(text), dtype=torch.int64)
+    # Bit 63 is the sign.
+    is_there = (entries < 0) | (entries & (1 << 62) != 0)
+    return int((is_there & (entries & (1 << 61) == 0)).sum())

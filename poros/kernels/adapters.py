@@ -4,8 +4,7 @@ The adapters are read from PEFT's modules at each call, so activating, disabling
 and deleting them stays PEFT's business. Whatever the operators do not know runs as PEFT has it,
 module by module and call by call. LoRA gives the same bits either way; DoRA does not.
 
-Grouped adapters (``poros.kernels.grouped``) give other bits too; ``poros.kernels.sharing`` says how
-projections find each other.
+Grouped adapters give other bits too; ``poros.kernels.grouped`` says how projections share inputs.
 """
 
 from collections import Counter
@@ -18,38 +17,35 @@ import torch
 from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
-from poros.kernels.compose import Tier
-from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
-from poros.kernels.forwards import PatchedForward, has_own_forward, replace
-from poros.kernels.grouped import Projection, project
-from poros.kernels.hooks import has_hooks
+from poros.kernels.dora import Dora, SquaresOfRows, dora_linear
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
+from poros.kernels.grouped import Projection, Shared, SharingForward, project, sharing
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.lora import Added, add_lora, add_lora_ref
-from poros.kernels.ordered import InOrder, multiply_in_order
-from poros.kernels.paths import PEFT, LoraShape, Paths, merges
-from poros.kernels.product import Product, product_of
-from poros.kernels.sharing import Shared, SharingForward, sharing
+from poros.kernels.lora import Added, add_lora
+from poros.kernels.paths import PEFT, InOrder, LoraShape, merges, multiply_in_order, order_of
+from poros.kernels.product import Product, frozen_of, product_of
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
-_COMPILED = "compiled layers"
 
 
 class KernelStats:
     """How adapted modules run, and how often they ran which way.
 
     Args:
+        kernels: ``adapter_kernels`` as in ``StreamingPolicy``, but not ``"peft"``.
+        lora_paths: Likewise.
         is_constant: Whether the bytes of frozen weights cannot change: they come from a host store.
-        dora_tier: As in ``poros.kernels.compose``.
-        is_exact: Whether only operators with the bits of PEFT's modules may run.
-        paths: Chooses the order of LoRA's products; None takes PEFT's.
-        is_grouped: Whether LoRA of projections that share an input runs by one operator.
 
     Attributes:
+        is_exact: Whether only operators with the bits of PEFT's modules may run.
+        is_grouped: Whether LoRA of projections that share an input runs by one operator.
+        has_own_casts: Whether LoRA has operators with other bits than PEFT's, which also cast
+            adapters.
         num_fused: Calls that took an operator of ours.
         num_grouped: Of these, calls that took the one of several projections, or its form for one.
         unfused: Calls that ran as PEFT has them, by reason.
         orders: Calls by shape and order of products, or by why that could only be PEFT's; none
-            without ``paths``.
+            in PEFT's order or grouped.
         num_left_out: Calls in recomputations whose result nobody needed.
         left_out: What the recomputation that runs has left out; None if it may leave out nothing.
         is_recording: Whether what runs is recorded, to be replayed: then it keeps nothing.
@@ -57,18 +53,12 @@ class KernelStats:
     """
 
     def __init__(
-        self,
-        is_constant: bool = False,
-        dora_tier: Tier | None = None,
-        is_exact: bool = False,
-        paths: Paths | None = None,
-        is_grouped: bool = False,
+        self, kernels: str = "fused", lora_paths: str = PEFT, is_constant: bool = False
     ) -> None:
         self.is_constant = is_constant
-        self.dora_tier = dora_tier
-        self.is_exact = is_exact
-        self.paths = paths
-        self.is_grouped = is_grouped
+        self.kernels, self.lora_paths = kernels, lora_paths
+        self.is_exact, self.is_grouped = kernels == "exact", kernels == "grouped"
+        self.has_own_casts = self.is_grouped or lora_paths != PEFT
         self.shared: Shared | None = None
         self.num_fused = 0
         self.num_grouped = 0
@@ -103,27 +93,9 @@ class KernelStats:
         """Whether the result of that module need not be computed now."""
         return self.left_out is not None and forward.is_last and not forward.is_read
 
-    def note_compiled(self, modules: Iterable[nn.Module]) -> None:
-        """A compiled layer is called, in which PEFT's own modules run."""
-        adding = [each for each in modules if _is_known(each) and _lora_names(each)]
-        if adding:
-            self.unfused[_COMPILED] += len(adding)
-
-    @property
-    def lora_paths(self) -> str:
-        """As in ``StreamingPolicy``, with the digest of a table for its path; or ``"grouped"``."""
-        if self.is_grouped:
-            return "grouped"
-        return PEFT if self.paths is None else self.paths.identity
-
-    @property
-    def has_own_casts(self) -> bool:
-        """Whether LoRA has operators with other bits than PEFT's, which also cast adapters."""
-        return self.paths is not None or self.is_grouped
-
     def as_peft(self, reason: str) -> None:
         """A call takes PEFT's order of products, whatever was wanted."""
-        if self.paths is not None:
+        if self.lora_paths != PEFT:
             self.orders[reason, PEFT] += 1
 
     def note(self, forward: "_Forward", result: torch.Tensor) -> None:
@@ -166,7 +138,6 @@ class Recomputation:
 class _Lora(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
-    bias: torch.Tensor | None
     scaling: float
     dropout: float
     magnitude: torch.Tensor | None
@@ -199,10 +170,6 @@ class _Forward(PatchedForward):
         return type(self), (self._module(), self._tally, self._is_4bit)
 
     def run(self, module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            self._note_compiled()
-            compiled: torch.Tensor = self.own(module, input, *args, **kwargs)
-            return compiled
         lora: _Lora | str = "arguments besides the input"
         if not args and not kwargs:
             lora = _lora_of(module, input, self._tally)
@@ -212,7 +179,7 @@ class _Forward(PatchedForward):
             return own
         if lora.magnitude is not None:
             return self._run_dora(module, input, lora, lora.magnitude)
-        a, b, bias = lora[:3]
+        a, b = lora.a, lora.b
         # Of a 4-bit module PEFT leaves dtypes to autocast, and asks for that of a GPU wherever the
         # module runs.
         rounds = self._is_4bit and not torch.is_autocast_enabled("cuda")
@@ -240,17 +207,14 @@ class _Forward(PatchedForward):
         if dtype is not None:
             # In the order in which autocast makes them for linear: that of their gradients.
             a = _as_autocast(a, dtype)
-            bias = None if bias is None else _as_autocast(bias, dtype)
             b = _as_autocast(b, dtype)
         if product is not None and order != PEFT:
             call = InOrder(order, product, how, self, leaves_out)
-            sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b, bias)
+            sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b)
         elif product is not None:
-            sum_ = add_lora(product, input, a, b, bias, how, self, leaves_out)
-        elif type(result) is torch.Tensor or type(result) is LazyTensor:
-            sum_ = add_lora(result, input, a, b, bias, how, self)
+            sum_ = add_lora(product, input, a, b, how, self, leaves_out)
         else:
-            return add_lora_ref(result, input, a, b, bias, how)
+            sum_ = add_lora(result, input, a, b, how, self)
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_
@@ -263,17 +227,18 @@ class _Forward(PatchedForward):
         found = None if shared is None else shared.take(module, input, lora)
         if found is None:
             given = input if autocast is None else input.to(autocast)
-            own = projection_of(module, given, lora)
+            own = _projection_of(module, given, lora)
             if own is None:
                 return None
             group: list[Projection] = [own]
             others: list[tuple[nn.Module, _Lora]] = []
             for other in () if shared is None else shared.behind(module):
-                theirs = _lora_of(other, input, tally) if adapter_forward(other) else ""
+                is_ours = isinstance(other.__dict__.get("forward"), _Forward)
+                theirs = _lora_of(other, input, tally) if is_ours else ""
                 if not isinstance(theirs, _Lora):
                     continue
-                one = projection_of(other, given, theirs)
-                if one is not None and one.dtype == own.dtype:
+                one = _projection_of(other, given, theirs)
+                if one is not None:
                     group.append(one)
                     others.append((other, theirs))
             leaves_out = not others and tally.leaves_out(self)
@@ -297,14 +262,14 @@ class _Forward(PatchedForward):
         self, base: nn.Module, input: torch.Tensor, lora: _Lora, autocast: torch.dtype | None
     ) -> tuple[Product | None, str]:
         """The order of the products, and if it is not PEFT's, that of the linear module."""
-        paths = self._tally.paths
-        if paths is None:
+        wanted = self._tally.lora_paths
+        if wanted == PEFT:
             return None, PEFT
         # No bits of the module itself are promised here, so each product will do.
         product = product_of(base, input, leaves_out=True, dtype=autocast)
         if product is None:
             self._tally.as_peft("a linear module, or an input, whose product is not known")
-        elif lora.dropout and merges(paths.wanted):
+        elif lora.dropout and merges(wanted):
             self._tally.as_peft("dropout, for which f2, b4 and b5 are not defined")
         else:
             shape = LoraShape(
@@ -318,16 +283,10 @@ class _Forward(PatchedForward):
                 product.state is not None,
                 torch.backends.cuda.matmul.fp32_precision == "tf32",
             )
-            order = paths.order(shape)
+            order = order_of(wanted, shape)
             self._tally.orders[shape, order] += 1
             return product, order
         return None, PEFT
-
-    @torch.compiler.assume_constant_result
-    def _note_compiled(self) -> bool:
-        """Once for each graph: a counter that the graph sees makes each step one of its own."""
-        self._tally.note_compiled([self._module()])
-        return True
 
     def _run_dora(
         self, module: Any, input: torch.Tensor, lora: _Lora, magnitude: torch.Tensor
@@ -351,7 +310,6 @@ class _Forward(PatchedForward):
             of_products=autocast or lora.a.dtype,
             of_base=of_base,
             of_sum=torch.promote_types(of_result, magnitude.dtype) if stays else of_result,
-            tier=self._tally.dora_tier,
         )
         self._tally.num_fused += 1
         self._tally.as_peft("DoRA")
@@ -359,36 +317,25 @@ class _Forward(PatchedForward):
         return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._squares, may_keep)
 
 
-def adapter_forward(module: nn.Module) -> "_Forward | None":
-    """The forward of ours of a LoRA module; None if it runs its own, or is something else."""
-    forward = module.__dict__.get("forward")
-    return forward if isinstance(forward, _Forward) else None
-
-
-def projection_of(module: Any, input: torch.Tensor, lora: _Lora | None = None) -> Projection | None:
+def _projection_of(module: Any, input: torch.Tensor, lora: _Lora) -> Projection | None:
     """What an adapted module computes as a part of a group (``poros.kernels.grouped``).
 
     Args:
-        module: It has an ``adapter_forward``.
+        module: It has a ``_Forward``.
         input: In the dtype of autocast, if that is on.
-        lora: What it adds; None looks it up.
+        lora: What it adds.
 
     Returns:
-        None if it cannot be a part.
+        None if it cannot be a part: see "Which" there.
     """
-    forward, autocast = module.__dict__["forward"], autocast_dtype(input.device)
-    found = _lora_of(module, input, forward._tally) if lora is None else lora
-    if not isinstance(found, _Lora) or found.magnitude is not None:
+    if lora.magnitude is not None or lora.dropout:
+        return None
+    autocast = autocast_dtype(input.device)
+    # Autocast leaves float64 as it is.
+    if (lora.a.dtype != input.dtype) if autocast is None else (lora.a.dtype == torch.float64):
         return None
     product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
-    # Autocast leaves float64 as it is.
-    if product is None or (autocast is not None and found.a.dtype == torch.float64):
-        return None
-    casts = getattr(module, "cast_input_dtype_enabled", True)
-    seen = found.a.dtype if casts else input.dtype
-    is_4bit = forward._is_4bit
-    how = Added(found.scaling, found.dropout, seen, rounds=is_4bit, keeps_dtype=not is_4bit)
-    return Projection(product, found.a, found.b, found.bias, how, autocast or found.a.dtype)
+    return None if product is None else Projection(product, lora.a, lora.b, lora.scaling)
 
 
 def note_last(results: Iterable[torch.Tensor]) -> None:
@@ -441,14 +388,6 @@ def _is_known(module: nn.Module) -> bool:
     return type(module) in (Linear, Linear4bit) and has_own_forward(type(module))
 
 
-def _lora_names(module: Any) -> list[str]:
-    """The adapters that add to the result of ``module``'s linear module."""
-    if module.disable_adapters or module.merged:
-        return []
-    all_a = module._modules[_CONTAINERS[0]]._modules
-    return [name for name in module.active_adapters if name in all_a]
-
-
 def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | str:
     """What ``module`` adds to the result of its linear module.
 
@@ -458,7 +397,9 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     # At each call of each projection: looked up in dictionaries, since modules take a call for it.
     parts = module._modules
     all_a, all_b, all_dropout = (parts[key]._modules for key in _CONTAINERS)
-    active = _lora_names(module)
+    if module.disable_adapters or module.merged:
+        return ""
+    active = [name for name in module.active_adapters if name in all_a]
     if not active:
         return ""
     if len(active) > 1:
@@ -483,19 +424,16 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     if has_hooks(parts["base_layer"], but_ours=True):
         return "hooks on the linear module"  # which may give anything
     p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
-    if first._parameters.get("bias") is not None or p >= 1 or getattr(dropout, "inplace", False):
-        return "a bias in A, or dropout of all, or in place"
-    a: Any = first._parameters.get("weight")
-    b: Any = second._parameters.get("weight")
-    bias: Any = second._parameters.get("bias")
-    tensors = (input, a, b) if bias is None else (input, a, b, bias)
+    of_first, of_second = first._parameters, second._parameters
+    if of_first.get("bias") is not None or of_second.get("bias") is not None:
+        return "a bias in the adapter"
+    if p >= 1 or getattr(dropout, "inplace", False):
+        return "dropout of all, or in place"
+    a: Any = of_first.get("weight")
+    b: Any = of_second.get("weight")
     # These operators cast by themselves: there casts may be watched, or kept.
     has_own_casts = magnitude is not None or tally.has_own_casts
-    if magnitude is not None:
-        if bias is not None:
-            return "DoRA with a bias"
-        tensors = (*tensors, magnitude)
-    for tensor in tensors:
+    for tensor in (input, a, b) if magnitude is None else (input, a, b, magnitude):
         kind = type(tensor)
         if (
             kind is not torch.Tensor
@@ -508,7 +446,7 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
             return "tensors on several devices, or not of floats"
         if not tensor.is_contiguous():
             return "tensors that are not contiguous"  # other products would be taken
-    if a.dtype != b.dtype or (bias is not None and bias.dtype != b.dtype):
+    if a.dtype != b.dtype:
         return "matrices of several dtypes"
     if input.dim() < 2 or input.numel() == 0:
         return "an empty input"
@@ -516,7 +454,7 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     if not isinstance(scaling, int | float):
         return "a scaling that is no number"
     why = None if has_own_casts else _why_own(input, a)
-    return _Lora(a, b, bias, scaling, p, magnitude) if why is None else why
+    return _Lora(a, b, scaling, p, magnitude) if why is None else why
 
 
 def _why_own(input: torch.Tensor, a: torch.Tensor) -> str | None:

@@ -8,6 +8,9 @@ import torch
 
 from poros.errors import UnsupportedModelError
 
+_ITSELF: Any = torch.Tensor.resolve_conj
+"""Gives a real tensor itself, without a call of Python for each that is saved."""
+
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """In which autocast multiplies on ``device``; None if it is off."""
@@ -47,7 +50,7 @@ def cached_cast(
     empty = {} if empty is None else empty
     rows, was_enabled = parameter.shape[-1], torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
-    torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
+    torch._C._autograd._push_saved_tensors_default_hooks(_ITSELF, _ITSELF)
     try:
         # Any operator that autocast runs in the low precision; of nothing. It saves the cast.
         nothing = empty.get(rows)
@@ -91,7 +94,3 @@ def require_current(name: str, reused: Sequence[tuple[torch.Tensor, torch.Tensor
             "the region ends; a streamed run cannot. Open the region anew after each step of "
             "the optimizer"
         )
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

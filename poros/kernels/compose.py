@@ -6,22 +6,16 @@ For a result y (bias b included), what LoRA gives, a scaling s and a scale g of 
     y + (g - 1) * base + g * (s * lora)        base: y - b, unless it was computed apart
 
 g is close to 1, so that its distance from 1 has to be formed before anything is rounded ("High-Rank
-Adaptation via Factored Norms and Fused Kernels", arXiv:2603.22276, section 3.1). There are two
-tiers: kernels for forward and backward ("fused"), which were faster on an H100 from the smallest
-shape measured on (512 tokens of 512 rows: 0.004 beside 0.022 ms), and PyTorch's operators
-("eager"). The paper's third, a kernel for the forward alone, is left out: there the kernel for
-backward took 0.016 beside 0.037 ms.
+Adaptation via Factored Norms and Fused Kernels", arXiv:2603.22276, section 3.1). Kernels run
+wherever they can: on an H100 they were faster than PyTorch's operators from the smallest shape
+measured on (512 tokens of 512 rows: 0.004 beside 0.022 ms).
 """
 
 from math import prod
-from typing import Literal, get_args
 
 import torch
 
-from poros.errors import PolicyError, quoted
 from poros.utils.devices import runs_triton
-
-Tier = Literal["fused", "eager"]
 
 
 def compose(
@@ -32,7 +26,6 @@ def compose(
     scaling: float,
     bias: torch.Tensor | None = None,
     wants_inner: bool = False,
-    tier: Tier | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``result`` and what DoRA adds to it. No autograd.
 
@@ -44,26 +37,22 @@ def compose(
         scaling: Of ``lora``.
         bias: Of shape (rows,), what ``result`` has of it; or None. Not looked at beside ``base``.
         wants_inner: Whether the second tensor is wanted.
-        tier: Forces one; otherwise kernels run wherever they can.
 
     Returns:
         The sum, and ``base + scaling * lora``, by which a gradient is multiplied to give that of
         ``g``; or None. Both of the shape and dtype of ``result``.
 
-    Raises:
-        PolicyError: If the tier is forced and cannot be.
-
     Streams:
         Queued on the current stream. A kernel makes both tensors in one pass.
 
     Exactness:
-        The bits of ``compose_ref``, at every tier.
+        The bits of ``compose_ref``.
     """
     if result.is_meta:
         made = [_empty(result, result.dtype) for _ in range(1 + wants_inner)]
         return made[0], made[1] if wants_inner else None
     tensors = [each for each in (result, base, lora, g, bias) if each is not None]
-    if _runs_kernel(tensors, _computed_in(*tensors), tier):
+    if _runs_kernel(tensors, _computed_in(*tensors)):
         from poros.kernels import compose_gpu
 
         return compose_gpu.compose(result, base, lora, g, scaling, bias, wants_inner)
@@ -101,7 +90,6 @@ def compose_backward(
     has_base: bool,
     result_dtype: torch.dtype,
     lora_dtype: torch.dtype,
-    tier: Tier | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of ``compose``, from that of its sum.
 
@@ -112,33 +100,29 @@ def compose_backward(
             with it, that of ``base``, and ``result`` has ``gradient`` itself.
         result_dtype: Of ``result`` and ``base``.
         lora_dtype: Of ``lora``.
-        tier: Forces one; otherwise kernels run wherever they can.
 
     Returns:
         Those of base or result, of lora, and of ``g``. The last in float32, or float64 if any
         tensor is; None if it is not wanted.
-
-    Raises:
-        PolicyError: If the tier is forced and cannot be.
 
     Streams:
         Queued on the current stream. A kernel makes all three in one pass; the sums over tokens
         are left in parts, one for a fixed number of tokens, and a second one adds these up.
 
     Exactness:
-        The first two have the bits of ``compose_backward_ref``, at every tier. The third is a
-        float32 sum in an order that depends on tier and shape alone.
+        The first two have the bits of ``compose_backward_ref``. The third is a float32 sum in an
+        order that depends on shape alone.
     """
     if gradient.is_meta:
         dtype = _computed_in(gradient, g, inner, result_dtype, lora_dtype)
         of_g = None if inner is None else g.new_empty(g.shape, dtype=dtype)
         return _empty(gradient, result_dtype), _empty(gradient, lora_dtype), of_g
     if gradient.dtype != torch.float64:
-        # Its strides are autograd's choice, and are to choose no tier.
+        # Its strides are autograd's choice, and are to choose no kernel.
         gradient = gradient.contiguous()
     tensors = [each for each in (gradient, g, inner) if each is not None]
     exact = _computed_in(*tensors, result_dtype, lora_dtype)
-    if _runs_kernel(tensors, exact, tier):
+    if _runs_kernel(tensors, exact):
         from poros.kernels import compose_gpu
 
         return compose_gpu.backward(gradient, g, scaling, inner, has_base, result_dtype, lora_dtype)
@@ -174,21 +158,10 @@ def compose_backward_ref(
     return of_base, of_lora, of_g
 
 
-def _runs_kernel(tensors: list[torch.Tensor], dtype: torch.dtype, tier: str | None) -> bool:
+def _runs_kernel(tensors: list[torch.Tensor], dtype: torch.dtype) -> bool:
     """Whether a kernel is to compute in ``dtype`` with these ``tensors``, at least one."""
-    if tier not in (None, *get_args(Tier)):
-        known = ", ".join(get_args(Tier))
-        raise PolicyError(f"dora_tier: expected one of {known}, found {quoted(str(tier))}")
-    device = tensors[0].device
-    is_contiguous = all(each.is_contiguous() for each in tensors)
-    is_possible = runs_triton(device) and is_contiguous and dtype != torch.float64
-    if tier == "fused" and not is_possible:
-        raise PolicyError(
-            f'dora_tier: expected "eager" on {device}, for tensors of {dtype} that are '
-            f'{"" if is_contiguous else "not "}contiguous, found "fused": kernels in Triton run on '
-            "NVIDIA GPUs, on contiguous tensors, and compute in float32"
-        )
-    return tier != "eager" and is_possible and tensors[0].numel() > 0
+    is_possible = dtype != torch.float64 and runs_triton(tensors[0].device)
+    return is_possible and tensors[0].numel() > 0 and all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def _computed_in(*given: torch.Tensor | torch.dtype | None) -> torch.dtype:

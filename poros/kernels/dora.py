@@ -17,50 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.kernels.compose import Tier, compose, compose_backward
-from poros.kernels.dequantize import dequantize
-from poros.kernels.forwards import has_own_forward
-from poros.kernels.linear4bit import module_class
+from poros.kernels.compose import compose, compose_backward
 from poros.kernels.lora import drop, dropout_of
 from poros.kernels.nodes import saved_tensors, times
-from poros.kernels.quantized import state_of
+from poros.kernels.product import Product
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
 from poros.kernels.swiglu import parts_of
-
-
-class Frozen(NamedTuple):
-    """The frozen weight below an adapter."""
-
-    weight: Any
-    state: Any
-    """The ``QuantState`` of a 4-bit weight; None if it is dense."""
-    bias: torch.Tensor | None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.weight.dtype if self.state is None else self.state.dtype
-        return found
-
-    def dense(self) -> torch.Tensor:
-        """Of shape (rows, columns), in ``dtype``."""
-        if self.state is None:
-            found: torch.Tensor = self.weight
-            return found
-        return dequantize(self.weight, self.state, self.state.dtype)
-
-
-def frozen_of(module: Any) -> Frozen | None:
-    """The weight of a linear module; None if it is another kind, or trained."""
-    kind = type(module)
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if any(each is not None and each.requires_grad for each in (weight, bias)):
-        return None
-    if kind is nn.Linear:
-        state, is_known = None, type(weight) is nn.Parameter
-    else:
-        state = state_of(weight)
-        is_known = state is not None and kind is module_class() and module.compute_type_is_set
-    return Frozen(weight, state, bias) if is_known and has_own_forward(kind) else None
 
 
 class SquaresOfRows:
@@ -122,12 +84,10 @@ class Dora(NamedTuple):
     of_base: torch.dtype
     """Of those with the frozen weight."""
     of_sum: torch.dtype
-    tier: Tier | None
-    """As in ``poros.kernels.compose``."""
 
 
 def dora_linear(
-    frozen: Frozen,
+    frozen: Product,
     input: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -139,7 +99,7 @@ def dora_linear(
     """The result of a linear module with DoRA.
 
     Args:
-        frozen: Its weight, of shape (rows, columns).
+        frozen: As ``frozen_of`` gives it; its weight is of shape (rows, columns).
         input: Of shape (..., columns), contiguous, not empty. Gets a gradient, as the next three.
         a: Of shape (rank, columns), in any float dtype.
         b: Of shape (rows, rank), likewise.
@@ -176,12 +136,12 @@ class _Dora(torch.autograd.Function):
         b: torch.Tensor,
         a: torch.Tensor,
         magnitude: torch.Tensor,
-        frozen: Frozen,
+        frozen: Product,
         how: Dora,
         squares: SquaresOfRows,
         may_keep: bool,
     ) -> torch.Tensor:
-        dense = frozen.dense()
+        dense = frozen.dense(frozen.dtype)
         norm = row_norm(dense, squares.of(dense, may_keep), a, b, how.scaling)
         divisor = divisor_of(norm, frozen.dtype)
         g = magnitude.to(divisor.dtype) / divisor
@@ -201,7 +161,6 @@ class _Dora(torch.autograd.Function):
             how.scaling,
             frozen.bias,
             ctx.needs_input_grad[3],
-            how.tier,
         )
         parts = parts_of(input)
         sources = (input,) if parts is None else (parts.gate, parts.up)
@@ -237,7 +196,6 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
         has_base=mask is not None,
         result_dtype=how.of_base,
         lora_dtype=how.of_products,
-        tier=how.tier,
     )
     if of_g is not None:
         of_magnitude = (of_g / divisor).to(ctx.magnitude_dtype)
@@ -254,7 +212,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
             of_a = of_hidden.t().mm(_rows(dropped)).to(a.dtype)
             del dropped
     if wants_input:
-        dense = ctx.frozen._replace(weight=weight).dense().to(how.of_base)
+        dense = ctx.frozen._replace(weight=weight).dense(how.of_base)
         of_dropped = of_hidden.mm(a.to(how.of_products))
         of_dropped = of_dropped.to(torch.promote_types(how.of_products, how.of_base))
         of_dropped += of_base.mm(dense)

@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_ALL = [f"_global{kind}" for kind in _HOOKS]
+_OF_ALL = vars(nn.modules.module)
 
 
 class PatchedForward:
@@ -33,8 +38,8 @@ class PatchedForward:
                 "expected a module that runs by itself, found a shallow copy of one that was "
                 "deleted; copy models by copy.deepcopy"
             )
-        if type(module).forward is not self._known:
-            # Somebody has given the class another one since.
+        if type(module).forward is not self._known or torch.compiler.is_compiling():
+            # Somebody has given the class another one since; and graphs have its operators.
             return type(module).forward(module, *args, **kwargs)
         return self.run(module, *args, **kwargs)
 
@@ -76,6 +81,23 @@ def _is_own(kind: Any, forward: Any) -> bool:
         and forward.__module__ == kind.__module__
         and forward.__code__.co_qualname == f"{kind.__qualname__}.forward"
     )
+
+
+def has_hooks(*modules: nn.Module, but_ours: bool = False) -> bool:
+    """Whether any module has hooks (its own or global ones), or a forward set on the instance.
+
+    Args:
+        but_ours: Whether our own forwards do not count.
+    """
+    for module in modules:
+        own = module.__dict__
+        forward = own.get("forward")
+        if forward is not None and not (but_ours and isinstance(forward, PatchedForward)):
+            return True
+        for kind in _HOOKS:
+            if own[kind]:
+                return True
+    return any(map(_OF_ALL.__getitem__, _HOOKS_OF_ALL))
 
 
 def is_of_liger(value: object) -> bool:

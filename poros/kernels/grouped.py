@@ -14,18 +14,23 @@ and in backward
     dx = dy_1 W_1 + dy_2 W_2 + ... + dh [A_1; A_2; ...]    each added in place
 
 So no tensor of the size of a result is there besides the result, and nothing but products reads or
-writes one. A decoder layer has three nodes of autograd: for q, k and v, for o, and for the whole
-gated feed-forward, ``down(activation(gate(x)) * up(x))``. What they keep for backward are x, h, A
-and B in the dtype of the products, and of the feed-forward gate and up.
+writes one. A decoder layer has a node of autograd for q, k and v, one for o, one for gate and up,
+and one for down. What they keep for backward are x, h, A and B in the dtype of the products, and
+of the input of down gate and up (``poros.kernels.swiglu``).
 
-Note: Dropout
-    Each projection draws a mask of its own, in PEFT's order. Then their inputs differ: the products
-    with A, and their gradients, are one for each projection; the rest stays as above.
+Note: Which
+    Those without dropout where A and B multiply in the dtype of the base: under autocast, which
+    casts them within the node (gradients have their own dtype), or where they have that dtype.
+    Others run as with ``"fused"``: masks are drawn for each projection, so the inputs of products
+    with A would differ, and sums in two dtypes are not made in place.
 
-Note: Dtypes
-    Under autocast A and B are cast within the node, and get their gradients in their own dtype. A
-    product is added in place where it has the dtype of the base; with float32 adapters over a
-    bfloat16 base and no autocast, adapters compute in float32, as PEFT's do, and are then added.
+Note: Sharing
+    Which modules share an input is said around them: an attention module opens a call in which q, k
+    and v may share. In it the first computes the results of those behind it too. Each of these
+    takes its own if it is called within that call, with that very tensor, which nobody has written
+    to since, with the same adapter, and with gradients and autocast as they were. Otherwise it
+    computes for itself, as modules with hooks do: what those do to a tensor may not be counted.
+    What nobody has taken is gone when the call ends, however it ends.
 
 Note: Bound
     Let u be the unit roundoff of the dtype, and gamma_n = nv / (1 - nv) with v that of the dtype in
@@ -36,29 +41,36 @@ Note: Bound
         (2u + u^2) |s| |x A^T| |B|^T + u (|y| + |y'|)
             + (1 + u)^2 gamma_(k + r + 3) (|x| |W|^T + |s| |x| |A|^T |B|^T).
 
-    The first line is rounding to the dtype: y, which the library writes before it is read again; h,
-    one factor 1 + u; s h B^T, another if it is written by itself, as where ``addmm_`` cannot be
-    taken; and the sum. The second line is what the inner sums lose: k terms of x W^T and of x A^T,
-    r of h B^T, the scaling and the sum; absolute values, because rounding errors do not cancel as
-    terms do. In float32 it is the larger part, in bfloat16 the smaller. It holds where a product is
-    written once, not if the library may reduce parts of it in 16 bits
-    (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``), which adds u for each.
+    The first line is rounding to the dtype: y, which the library writes before it is read again; h;
+    s h B^T, if the library writes it by itself; and the sum. The second line is what the inner sums
+    lose: k terms of x W^T and of x A^T, r of h B^T, the scaling and the sum; absolute values,
+    because rounding errors do not cancel as terms do. In float32 it is the larger part, in bfloat16
+    the smaller. It holds where a product is written once, not if the library may reduce parts of it
+    in 16 bits (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``), which adds u
+    for each.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from poros.kernels.autocast import autocast_as, autocast_dtype
+from poros.kernels.forwards import PatchedForward, has_hooks
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
-from poros.kernels.nodes import saved_tensors, times
+from poros.kernels.nodes import saved_tensors
 from poros.kernels.product import Product
-from poros.kernels.swiglu import Activation, RecomputeInfo, parts_of, swiglu_backward
+from poros.kernels.swiglu import parts_of
 
 Optional = torch.Tensor | None
+
+_NAMES = ("q_proj", "k_proj", "v_proj")
+"""Of what shares an input in an attention module, in the order of the calls."""
+
+Waiting = Mapping[nn.Module, tuple[tuple[Any, ...], torch.Tensor]]
+"""By module, what it adds to its linear module, and its result."""
 
 
 class Projection(NamedTuple):
@@ -69,15 +81,7 @@ class Projection(NamedTuple):
     """Of shape (rank, columns)."""
     b: torch.Tensor
     """Of shape (rows, rank)."""
-    bias: Optional
-    """Of B, of shape (rows,)."""
-    how: Added
-    dtype: torch.dtype
-    """In which A and B multiply."""
-
-    def result_dtype(self, input: torch.dtype) -> torch.dtype:
-        """That of the result for an input of this dtype."""
-        return sum_dtype(input, self.dtype, self.how)
+    scaling: float
 
 
 def project(
@@ -89,403 +93,230 @@ def project(
     """The results of projections of one input, as one autograd node.
 
     Args:
-        projections: One or more, with equal ``dtype``. A, B and biases get gradients.
+        projections: One or more. A and B get gradients.
         input: Of shape (..., columns), contiguous, not empty, in the dtype that the products were
             made for. Gets a gradient.
         owner: Whoever calls; the node has it as ``owner``.
         leaves_out: Whether the values of the only result are computed only if somebody reads them.
 
     Returns:
-        For each a result of shape (..., rows), memory of its own, in ``result_dtype``. A
+        For each a result of shape (..., rows), memory of its own, in the dtype of the input. A
         ``LazyTensor`` if it is left out.
 
     Streams:
-        Queued on the current stream. Draws the random numbers that dropout draws. Of an input that
-        is a gated activation (``poros.kernels.swiglu``) gate and up are kept, and it is made again.
+        Queued on the current stream. Of an input that is a gated activation
+        (``poros.kernels.swiglu``) gate and up are kept, and it is made again.
 
     Exactness:
         Equal bits for equal calls. Not those of PEFT's modules: see the bound above.
     """
-    call = _Call(_Group.of(projections), owner, leaves_out)
-    found: Any = _Project.apply(call, input, *_matrices(projections))
-    return tuple(found)
-
-
-def gated_layer(
-    gate: Projection,
-    up: Projection,
-    down: Projection,
-    input: torch.Tensor,
-    activation: Activation,
-    owner: object = None,
-    leaves_out: bool = False,
-) -> torch.Tensor:
-    """``down(activation(gate(input)) * up(input))`` as one autograd node.
-
-    Args:
-        gate: Its result has the dtype of that of ``up``.
-        up: Of the same shape.
-        down: For inputs of the shape and dtype of these results.
-        input: As of ``project``, and likewise the next and the last ones.
-        activation: A function of its argument alone, as of ``poros.kernels.swiglu``.
-        owner: Of ``down``.
-        leaves_out: Whether its result may be left out.
-
-    Exactness:
-        The bits of two calls of ``project`` with ``swiglu`` in between, forward and gradients.
-    """
-    making = RecomputeInfo(activation, autocast_dtype(input.device))
-    call = _GatedCall(_Group.of([gate, up]), making, _Group.of([down]), owner, leaves_out)
-    result: torch.Tensor = _Gated.apply(call, input, *_matrices([gate, up, down]))
-    return result
-
-
-def _matrices(projections: Sequence[Projection]) -> list[Optional]:
-    """Aliases of A, B and bias of each in turn.
-
-    An alias has a node of its own, and what was made last is differentiated first: B before A, and
-    the last projection first, as in PEFT. Without them chance would order the parameters.
-    """
+    group = _Group(
+        [each.product for each in projections],
+        [each.scaling for each in projections],
+        [each.a.shape[0] for each in projections],
+        owner,
+        leaves_out,
+    )
+    # Aliases have nodes of their own, and what was made last is differentiated first: B before A,
+    # and the last projection first, as in PEFT. Without them chance would order the parameters.
     with torch._C.DisableTorchFunctionSubclass():
-        return [
-            None if tensor is None else tensor[...]
-            for each in projections
-            for tensor in (each.a, each.b, each.bias)
-        ]
-
-
-class _Kept(NamedTuple):
-    """What the backward of a group needs, besides its input."""
-
-    hidden: torch.Tensor
-    """The products with A, of shape (tokens, sum of ranks)."""
-    stacked: torch.Tensor
-    """All A, of shape (sum of ranks, columns), in the dtype of the products."""
-    all_b: Sequence[torch.Tensor]
-    """In the same dtype."""
-    masks: Sequence[Optional]
-    weights: Sequence[Any]
-    """Of the base. If they stream, autograd alone keeps them."""
-
-    def flat(self) -> list[Any]:
-        return [self.hidden, self.stacked, *self.all_b, *self.masks, *self.weights]
-
-    @classmethod
-    def of(cls, flat: Sequence[Any], number: int) -> "_Kept":
-        """Undo ``flat`` for so many projections."""
-        lists = [flat[begin : begin + number] for begin in range(2, 2 + 3 * number, number)]
-        return cls(flat[0], flat[1], *lists)
-
-
-class _Wants(NamedTuple):
-    """The dtypes of the gradients of a group; None for what needs none."""
-
-    input: torch.dtype | None
-    all_a: Sequence[torch.dtype | None]
-    all_b: Sequence[torch.dtype | None]
-    all_bias: Sequence[torch.dtype | None]
-
-    @classmethod
-    def of(
-        cls, input: torch.dtype | None, matrices: Sequence[Optional], needs: Sequence[bool]
-    ) -> "_Wants":
-        """Of A, B and bias of each projection in turn."""
-        dtypes = [
-            each.dtype if each is not None and needed else None
-            for each, needed in zip(matrices, needs, strict=True)
-        ]
-        return cls(input, dtypes[::3], dtypes[1::3], dtypes[2::3])
+        matrices = [tensor[...] for each in projections for tensor in (each.a, each.b)]
+    found: Any = _Project.apply(group, input, *matrices)
+    return tuple(found)
 
 
 class _Group(NamedTuple):
     """Projections of one input, without A and B."""
 
     products: Sequence[Product]
-    hows: Sequence[Added]
+    scalings: Sequence[float]
     ranks: list[int]
-    dtype: torch.dtype
-    """In which A and B multiply."""
-
-    @classmethod
-    def of(cls, projections: Sequence[Projection]) -> "_Group":
-        return cls(
-            [each.product for each in projections],
-            [each.how for each in projections],
-            [each.a.shape[0] for each in projections],
-            projections[0].dtype,
-        )
-
-    def without_weights(self) -> "_Group":
-        return self._replace(products=[each._replace(weight=None) for each in self.products])
-
-    @property
-    def has_dropout(self) -> bool:
-        return any(how.dropout for how in self.hows)
-
-    def columns(self, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Those of each projection, as views."""
-        return hidden.split(self.ranks, 1)
-
-    def begin(self, input: torch.Tensor, matrices: Sequence[Any]) -> _Kept:
-        """The products with A."""
-        all_a = [each.detach() for each in matrices[::3]]
-        all_b = [each.detach().to(self.dtype) for each in matrices[1::3]]
-        stacked = (all_a[0] if len(all_a) == 1 else torch.cat(all_a)).to(self.dtype)
-        masks = _nothing(all_a)
-        if self.has_dropout:
-            hidden = stacked.new_empty(input.numel() // input.shape[-1], len(stacked))
-            parts = zip(self.columns(hidden), stacked.split(self.ranks), self.hows, strict=True)
-            for place, (into, a, how) in enumerate(parts):
-                dropped, masks[place] = dropout_of(input.to(how.dtype), how.dropout)
-                torch.mm(_rows(dropped.to(self.dtype)), a.t(), out=into)
-                del dropped
-        else:
-            hidden = _rows(input.to(self.dtype)).mm(stacked.t())
-        return _Kept(hidden, stacked, all_b, masks, [each.weight for each in self.products])
+    owner: object
+    leaves_out: bool
 
     def results(
-        self, input: torch.Tensor, kept: _Kept, matrices: Sequence[Any]
+        self, input: torch.Tensor, hidden: torch.Tensor, all_b: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The results of all projections."""
+        """The results of all projections, given the products with A."""
         found = []
-        for place, hidden in enumerate(self.columns(kept.hidden)):
-            product, how, b = self.products[place], self.hows[place], kept.all_b[place]
-            bias = matrices[3 * place + 2]
-            result = product.of(input)
-            if bias is None and result.dtype == hidden.dtype and result.is_contiguous():
-                result.view(-1, product.num_rows).addmm_(hidden, b.t(), alpha=how.scaling)
-                # Where the module's own result is a view, nobody could write to it in place.
-                found.append(torch.ops.aten._unsafe_view(result, result.shape))
-            else:
-                added = times(hidden, b, None if bias is None else bias.to(self.dtype))
-                # No view of it: the sum may take its memory, and is the result of the node.
-                added = torch.ops.aten._unsafe_view(added, result.shape)
-                found.append(add_scaled(result, added, how))
+        parts = zip(self.products, self.scalings, hidden.split(self.ranks, 1), all_b, strict=True)
+        for product, scaling, columns, b in parts:
+            result = product.of(input).contiguous()
+            result.view(-1, product.num_rows).addmm_(columns, b.t(), alpha=scaling)
+            # Where the module's own result is a view, nobody could write to it in place.
+            found.append(torch.ops.aten._unsafe_view(result, result.shape))
         return found
-
-    def backward(
-        self,
-        gradients: list[Optional],
-        source: Callable[[], torch.Tensor],
-        kept: _Kept,
-        wants: _Wants,
-    ) -> tuple[Optional, list[Optional]]:
-        """The gradients of the input, of shape (tokens, columns), and of A, B and bias in turn.
-
-        Args:
-            gradients: Of the results; None where there is none. Each is dropped after its last use.
-            source: Gives the input.
-            kept: Of the forward.
-            wants: Which are wanted.
-        """
-        of_a, of_b, of_bias = (_nothing(gradients) for _ in range(3))
-        arrives = [gradient is not None for gradient in gradients]
-        of_hidden = torch.empty_like(kept.hidden)
-        parts = zip(self.columns(kept.hidden), self.columns(of_hidden), strict=True)
-        for place, (hidden, into) in enumerate(parts):
-            gradient, b, scaling = gradients[place], kept.all_b[place], self.hows[place].scaling
-            if gradient is None:
-                into.zero_()
-                continue
-            rows = _rows(gradient.to(self.dtype))
-            if wants.all_bias[place]:
-                of_bias[place] = rows.sum(0).mul_(scaling).to(wants.all_bias[place])
-            if wants.all_b[place]:
-                # With beta=0 what is there is not read.
-                of_one = torch.empty_like(b).addmm_(rows.t(), hidden, beta=0, alpha=scaling)
-                of_b[place] = of_one.to(wants.all_b[place])
-            into.addmm_(rows, b, beta=0, alpha=scaling)
-            del gradient, rows
-        if any(wants.all_a):
-            found = self._of_a(of_hidden, source(), kept, wants)
-            of_a = [each if has else None for each, has in zip(found, arrives, strict=True)]
-        of_input = self._of_input(gradients, of_hidden, kept, wants) if wants.input else None
-        each = zip(of_a, of_b, of_bias, strict=True)
-        return of_input, [gradient for three in each for gradient in three]
-
-    def _of_a(
-        self, of_hidden: torch.Tensor, input: torch.Tensor, kept: _Kept, wants: _Wants
-    ) -> list[Optional]:
-        """The gradients of all A that are wanted."""
-        if not self.has_dropout:
-            together = of_hidden.t().mm(_rows(input.to(self.dtype)))
-            # Once for all; there is no dtype between that would round.
-            first = next(each for each in wants.all_a if each is not None)
-            parts = zip(together.to(first).split(self.ranks), wants.all_a, strict=True)
-            return [None if dtype is None else part.to(dtype) for part, dtype in parts]
-        found: list[Optional] = []
-        for place, part in enumerate(self.columns(of_hidden)):
-            dtype, how, mask = wants.all_a[place], self.hows[place], kept.masks[place]
-            if dtype is None:
-                found.append(None)
-                continue
-            dropped = drop(input, mask, how.dropout, how.dtype, self.dtype)
-            found.append(part.t().mm(_rows(dropped)).to(dtype))
-            del dropped
-        return found
-
-    def _of_input(
-        self, gradients: list[Optional], of_hidden: torch.Tensor, kept: _Kept, wants: _Wants
-    ) -> Optional:
-        """The gradient of the input; drops those of the results one by one."""
-        sum_: Optional = None
-        for place, product in enumerate(self.products):
-            gradient, gradients[place] = gradients[place], None
-            if gradient is not None:
-                rows = _rows(gradient.to(wants.input))
-                dense = product._replace(weight=kept.weights[place]).dense(rows.dtype)
-                sum_ = rows.mm(dense) if sum_ is None else sum_.addmm_(rows, dense)
-                del gradient, rows, dense  # before the next one is there
-        if sum_ is None:
-            return None
-        if not self.has_dropout:
-            if sum_.dtype == self.dtype:
-                return sum_.addmm_(of_hidden, kept.stacked)
-            return sum_.add_(of_hidden.mm(kept.stacked))
-        all_a = kept.stacked.split(self.ranks)
-        for place, part in enumerate(self.columns(of_hidden)):
-            how, mask, of_one = self.hows[place], kept.masks[place], part.mm(all_a[place])
-            if mask is not None:
-                of_one = of_one.view(mask.shape)
-            of_one = drop(of_one, mask, how.dropout, how.dtype, sum_.dtype, is_gradient=True)
-            sum_.add_(of_one.view(sum_.shape))
-        return sum_
-
-
-class _Call(NamedTuple):
-    """What a node is given besides tensors."""
-
-    group: _Group
-    owner: object
-    leaves_out: bool
-
-
-class _GatedCall(NamedTuple):
-    """The same of a feed-forward."""
-
-    group: _Group
-    making: RecomputeInfo
-    """The activation behind it."""
-    down: _Group
-    """The group behind that."""
-    owner: object
-    leaves_out: bool
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, input: torch.Tensor, *matrices: Any) -> Any:
-        group = call.group
-        kept = group.begin(input, matrices)
+    def forward(ctx: Any, group: _Group, input: torch.Tensor, *matrices: Any) -> Any:
+        all_a = [each.detach() for each in matrices[::2]]
+        all_b = [each.detach().to(input.dtype) for each in matrices[1::2]]
+        stacked = (all_a[0] if len(all_a) == 1 else torch.cat(all_a)).to(input.dtype)
+        hidden = _rows(input).mm(stacked.t())
         parts = parts_of(input)
         ctx.making = None if parts is None else parts.making
         sources = (input,) if parts is None else (parts.gate, parts.up)
-        ctx.save_for_backward(*kept.flat(), *sources)
-        ctx.group, ctx.owner, ctx.shape = group.without_weights(), call.owner, input.shape
-        needs = ctx.needs_input_grad
-        ctx.wants = _Wants.of(input.dtype if needs[1] else None, matrices, needs[2:])
+        weights = [each.weight for each in group.products]
+        ctx.save_for_backward(hidden, stacked, *all_b, *weights, *sources)
+        # If weights stream, autograd alone keeps them.
+        ctx.group = group._replace(products=[each._replace(weight=None) for each in group.products])
+        ctx.owner, ctx.shape = group.owner, input.shape
+        ctx.dtypes = [each.dtype for each in matrices]
         ctx.set_materialize_grads(False)
-        if call.leaves_out:
-            return (_left_out(group, input, sources, kept, matrices, lambda: input),)
-        return tuple(group.results(input, kept, matrices))
+        if not group.leaves_out:
+            return tuple(group.results(input, hidden, all_b))
+        source: Any = input if parts is None else None  # or the closure would keep it
+
+        def form() -> torch.Tensor:
+            given = parts.making.again(parts.gate, parts.up) if parts is not None else source
+            return group.results(given, hidden, all_b)[0]
+
+        shape = (*input.shape[:-1], group.products[0].num_rows)
+        return (LazyTensor(shape, input.dtype, input.device, form, [*sources, hidden, *all_b]),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Optional) -> tuple[Optional, ...]:
         if all(each is None for each in gradients):
-            return (None,) * (2 + 3 * len(gradients))
-        *flat, last = saved_tensors(ctx)
-        source = partial(_itself, last)
-        if ctx.making is not None:
-            source = partial(ctx.making.again, flat.pop(), last)
-        kept = _Kept.of(flat, len(gradients))
-        with autocast_as(None, last.device):
-            of_input, others = ctx.group.backward(list(gradients), source, kept, ctx.wants)
-        return (None, None if of_input is None else of_input.view(ctx.shape), *others)
+            return (None,) * (2 + 2 * len(gradients))
+        # A region around the backward alone would cast for some of its products, and not for all.
+        with autocast_as(None, next(each.device for each in gradients if each is not None)):
+            return _backward(ctx, list(gradients))
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _GatedCall, input: torch.Tensor, *matrices: Any) -> torch.Tensor:
-        group, making, down = call.group, call.making, call.down
-        kept = group.begin(input, matrices[:6])
-        gate, up = group.results(input, kept, matrices[:6])
-        product = making.again(gate, up)
-        behind = down.begin(product, matrices[6:])
-        ctx.save_for_backward(input, gate, up, *kept.flat(), *behind.flat())
-        ctx.group, ctx.down = group.without_weights(), down.without_weights()
-        ctx.making, ctx.owner, ctx.shape = making, call.owner, input.shape
-        needs = ctx.needs_input_grad
-        ctx.wants = _Wants.of(input.dtype if needs[1] else None, matrices[:6], needs[2:8])
-        ctx.wants_down = _Wants.of(
-            product.dtype if any(needs[1:8]) else None, matrices[6:], needs[8:]
-        )
-        ctx.set_materialize_grads(False)
-        if call.leaves_out:
-            return _left_out(
-                *(down, product, (gate, up), behind, matrices[6:]), lambda: making.again(gate, up)
-            )
-        (result,) = down.results(product, behind, matrices[6:])
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Optional) -> tuple[Optional, ...]:
-        if gradients[0] is None:
-            return (None,) * 11
-        with autocast_as(None, gradients[0].device):
-            return _gated_backward(ctx, gradients)
-
-
-def _gated_backward(ctx: Any, gradients: Sequence[Optional]) -> tuple[Optional, ...]:
-    input, gate, up, *flat = saved_tensors(ctx)
-    kept, behind = _Kept.of(flat[:-5], 2), _Kept.of(flat[-5:], 1)
-    making: RecomputeInfo = ctx.making
-    of_product, of_down = ctx.down.backward(
-        list(gradients), partial(making.again, gate, up), behind, ctx.wants_down
-    )
-    if of_product is None:
-        return (*(None,) * 8, *of_down)
-    both = list(swiglu_backward(of_product.view(gate.shape), gate, up, making))
-    # Unless the graph stays, so that they are gone before a weight is there.
-    ctx.maybe_clear_saved_tensors()
-    del of_product, gate, up
-    of_input, others = ctx.group.backward(both, partial(_itself, input), kept, ctx.wants)
-    of_input = None if of_input is None else of_input.view(ctx.shape)
-    return (None, of_input, *others, *of_down)
-
-
-def _left_out(
-    group: _Group,
-    input: torch.Tensor,
-    sources: Sequence[torch.Tensor],
-    kept: _Kept,
-    matrices: Sequence[Any],
-    again: Callable[[], torch.Tensor],
-) -> LazyTensor:
-    """The result of a group of one, computed of what ``again`` gives if somebody reads it.
-
-    Args:
-        group: The group.
-        input: Like what ``again`` gives.
-        sources: What that comes from.
-        kept: Of the group.
-        matrices: Likewise.
-        again: Gives the input.
-    """
-    shape = (*input.shape[:-1], group.products[0].num_rows)
-    dtype = sum_dtype(input.dtype, group.dtype, group.hows[0])
-    read = [*sources, kept.hidden, *kept.all_b]
-    return LazyTensor(
-        shape, dtype, input.device, lambda: group.results(again(), kept, matrices)[0], read
-    )
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _nothing(like: Sequence[Any]) -> list[Optional]:
-    return [None] * len(like)
+def _backward(ctx: Any, gradients: list[Optional]) -> tuple[Optional, ...]:
+    group: _Group = ctx.group
+    number = len(gradients)
+    hidden, stacked, *flat = saved_tensors(ctx)
+    all_b, weights, sources = flat[:number], flat[number : 2 * number], flat[2 * number :]
+    _, wants_input, *needs = ctx.needs_input_grad
+    wants_a, wants_b = needs[::2], needs[1::2]
+    of_a: list[Optional] = [None] * number
+    of_b: list[Optional] = [None] * number
+    of_hidden = torch.empty_like(hidden)
+    parts = zip(hidden.split(group.ranks, 1), of_hidden.split(group.ranks, 1), strict=True)
+    for place, (own, into) in enumerate(parts):
+        gradient, b, scaling = gradients[place], all_b[place], group.scalings[place]
+        if gradient is None:
+            into.zero_()
+            continue
+        rows = _rows(gradient)
+        # With beta=0 what is there is not read.
+        if wants_b[place]:
+            made = torch.empty_like(b).addmm_(rows.t(), own, beta=0, alpha=scaling)
+            of_b[place] = made.to(ctx.dtypes[2 * place + 1])
+        into.addmm_(rows, b, beta=0, alpha=scaling)
+        del gradient, rows
+    if any(wants_a):
+        input = sources[0] if ctx.making is None else ctx.making.again(*sources)
+        together = of_hidden.t().mm(_rows(input))
+        del input
+        for place, part in enumerate(together.split(group.ranks)):
+            if wants_a[place] and gradients[place] is not None:
+                of_a[place] = part.to(ctx.dtypes[2 * place])
+    of_input: Optional = None
+    for place in range(number if wants_input else 0):
+        gradient, gradients[place] = gradients[place], None
+        if gradient is not None:
+            rows = _rows(gradient)
+            dense = group.products[place]._replace(weight=weights[place]).dense(rows.dtype)
+            of_input = rows.mm(dense) if of_input is None else of_input.addmm_(rows, dense)
+            del gradient, rows, dense  # before the next one is there
+    if of_input is not None:
+        of_input = of_input.addmm_(of_hidden, stacked).view(ctx.shape)
+    return (None, of_input, *(each for two in zip(of_a, of_b, strict=True) for each in two))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+class Shared:
+    """Modules that may share an input, and results that wait to be taken.
+
+    Args:
+        modules: In the order of their calls.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._input: torch.Tensor | None = None
+        self._state: object = None
+        self._waiting: dict[nn.Module, tuple[tuple[Any, ...], torch.Tensor]] = {}
+
+    def behind(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Those that are called after ``module`` and may take results; none if it may not give."""
+        known = self._modules
+        if module not in known or has_hooks(module, but_ours=True):
+            return ()
+        following = known[known.index(module) + 1 :]
+        return [each for each in following if not has_hooks(each, but_ours=True)]
+
+    def take(
+        self, module: nn.Module, input: torch.Tensor, added: tuple[Any, ...]
+    ) -> torch.Tensor | None:
+        """The result of ``module`` if it waits and is that of a call with this input now.
+
+        Args:
+            module: Its result waits no longer.
+            input: As the module was given it.
+            added: What it adds, as ``keep`` was told it: tensors and numbers.
+        """
+        found = self._waiting.pop(module, None)
+        if found is None or input is not self._input or _state_of(input) != self._state:
+            return None
+        pairs = zip(found[0], added, strict=True)
+        is_same = all(a is b or (isinstance(a, int | float) and a == b) for a, b in pairs)
+        return found[1] if is_same else None
+
+    def keep(self, input: torch.Tensor, waiting: Waiting) -> None:
+        """Have the results for ``input`` wait."""
+        self._input, self._state, self._waiting = input, _state_of(input), dict(waiting)
+
+
+class Sharer(Protocol):
+    """Who knows which modules share in the call that runs."""
+
+    shared: Shared | None
+
+
+@contextmanager
+def sharing_within(sharer: Sharer, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """These may share an input in the body, in this order."""
+    before, sharer.shared = sharer.shared, Shared(modules)
+    try:
+        yield
+    finally:
+        sharer.shared = before
+
+
+def sharing(module: nn.Module) -> list[nn.Module]:
+    """The projections in an attention module that may share its input, in order."""
+    found = [module._modules.get(name) for name in _NAMES]
+    return [each for each in found if each is not None]
+
+
+class SharingForward(PatchedForward):
+    """``forward`` of an attention module whose projections share their input."""
+
+    def __init__(self, module: nn.Module, sharer: Sharer) -> None:
+        super().__init__(module)
+        self._sharer = sharer
+
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(), self._sharer)
+
+    def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        with sharing_within(self._sharer, sharing(module)):
+            return self.own(module, *args, **kwargs)
+
+
+def _state_of(input: torch.Tensor) -> tuple[object, ...]:
+    """What a result depends on, besides the tensor and what is added."""
+    version = 0 if input.is_inference() else input._version
+    return version, torch.is_grad_enabled(), autocast_dtype(input.device)

@@ -15,8 +15,8 @@ from torch import nn
 
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
+from poros.kernels.nf4 import state_of
 from poros.kernels.nodes import times
-from poros.kernels.quantized import state_of
 
 
 def linear_4bit(
@@ -130,8 +130,7 @@ class _Forward(PatchedForward):
         dtype = module.compute_dtype or input.dtype
         with torch._C.DisableTorchFunctionSubclass():
             if (
-                torch.compiler.is_compiling()
-                or not module.compute_type_is_set
+                not module.compute_type_is_set
                 or type(input) is not torch.Tensor
                 or not (input.is_cuda and weight.is_cuda)
                 or input.numel() == 0

@@ -50,7 +50,6 @@ def add_lora(
     input: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    bias: torch.Tensor | None,
     how: Added,
     owner: object = None,
     leaves_out: bool = False,
@@ -63,7 +62,6 @@ def add_lora(
         input: Of shape (..., columns), contiguous, not empty.
         a: Of shape (rank, columns), in the dtype of the products.
         b: Of shape (rows, rank), likewise.
-        bias: Of shape (rows,), likewise; or None.
         how: See there.
         owner: Whoever calls; the node in the graph has it as ``owner``.
         leaves_out: Whether the values of the sum with a product are computed only if somebody
@@ -83,13 +81,9 @@ def add_lora(
     """
     product = onto if isinstance(onto, Product) else None
     result = onto if product is None else None
-    if bias is not None:
-        # PEFT's operators see A and B through a transposition each, and the bias as it is; without
-        # these nodes chance would order the three.
-        a, b = a.t(), b.t()
     again = None if product is None else input  # for the second of its gradients
     call = _Call(how, owner, product, leaves_out)
-    sum_: torch.Tensor = _AddLora.apply(result, input, bias, b, a, again, call)
+    sum_: torch.Tensor = _AddLora.apply(result, input, b, a, again, call)
     return sum_
 
 
@@ -98,13 +92,12 @@ def add_lora_ref(
     input: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    bias: torch.Tensor | None,
     how: Added,
 ) -> torch.Tensor:
     """``add_lora`` as PEFT computes it."""
     dropped = nn.functional.dropout(input.to(how.dtype), how.dropout)
     hidden = nn.functional.linear(dropped.to(a.dtype), a)
-    added = nn.functional.linear(hidden, b, bias) * how.scaling
+    added = nn.functional.linear(hidden, b) * how.scaling
     sum_ = result + (added.to(result.dtype) if how.rounds else added)
     return sum_.to(result.dtype) if how.keeps_dtype else sum_
 
@@ -126,15 +119,12 @@ class _AddLora(torch.autograd.Function):
         ctx: Any,
         result: Any,
         input: torch.Tensor,
-        bias: torch.Tensor | None,
         b: torch.Tensor,
         a: torch.Tensor,
         again: torch.Tensor | None,
         call: _Call,
     ) -> torch.Tensor:
         how, owner, product, leaves_out = call
-        if bias is not None:
-            a, b = a.t(), b.t()
         # Before the others, as PEFT has it: one at a time needs memory.
         formed = result if product is None or leaves_out else product.of(input)
         dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
@@ -147,18 +137,18 @@ class _AddLora(torch.autograd.Function):
         weight = None if product is None or again is None else product.weight
         ctx.save_for_backward(weight, b.detach(), a.detach(), hidden, mask, *sources)
         ctx.product = None if product is None else product._replace(weight=None)
-        ctx.how, ctx.has_bias, ctx.owner = how, bias is not None, owner
+        ctx.how, ctx.owner = how, owner
         ctx.result_dtype = input.dtype if result is None else result.dtype
         ctx.input_form = input.shape, input.dtype
         ctx.set_materialize_grads(False)
         if formed is not None and not isinstance(formed, LazyTensor):
-            return add_scaled(formed, times(hidden, b, bias), how)
+            return add_scaled(formed, times(hidden, b), how)
 
         def form() -> torch.Tensor:
             values = product.of(input) if formed is None else formed.values()
-            return add_scaled(values, times(hidden, b, bias), how)
+            return add_scaled(values, times(hidden, b), how)
 
-        read = [each for each in (result, input, hidden, b, bias) if each is not None]
+        read = [each for each in (result, input, hidden, b) if each is not None]
         shape = result.shape if product is None else (*input.shape[:-1], product.num_rows)
         dtype = sum_dtype(ctx.result_dtype, b.dtype, how)
         return LazyTensor(shape, dtype, input.device, form, read)
@@ -167,17 +157,13 @@ class _AddLora(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return (None,) * 7
+            return (None,) * 6
         weight, b, a, hidden, mask, *sources = saved_tensors(ctx)
         how: Added = ctx.how
         shape, dtype = ctx.input_form
-        wants_result, wants_input, wants_bias, wants_b, wants_a, wants_again, *_ = (
-            ctx.needs_input_grad
-        )
-        of_input = of_b = of_a = of_bias = of_again = None
+        wants_result, wants_input, wants_b, wants_a, wants_again, _ = ctx.needs_input_grad
+        of_input = of_b = of_a = of_again = None
         scaled = scale(gradient, how.scaling, hidden.dtype).reshape(-1, b.shape[0])
-        if wants_bias:
-            of_bias = scaled.sum(0)
         if wants_b:
             of_b = scaled.t().mm(hidden.reshape(-1, b.shape[1]))
         if wants_a or wants_input:
@@ -198,10 +184,7 @@ class _AddLora(torch.autograd.Function):
         if wants_again:
             of_again = ctx.product._replace(weight=weight).gradient(of_result)
             of_result = None
-        if ctx.has_bias:
-            of_b = of_b if of_b is None else of_b.t()
-            of_a = of_a if of_a is None else of_a.t()
-        return of_result, of_input, of_bias, of_b, of_a, of_again, None
+        return of_result, of_input, of_b, of_a, of_again, None
 
 
 def dropout_of(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -14,12 +14,9 @@ import torch
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from poros.kernels.adapters import KernelStats, adapter_forward, projection_of
-from poros.kernels.autocast import autocast_dtype
-from poros.kernels.forwards import PatchedForward, has_own_forward, replace
-from poros.kernels.grouped import gated_layer
-from poros.kernels.hooks import has_hooks
-from poros.kernels.sharing import sharing_within
+from poros.kernels.adapters import KernelStats
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
+from poros.kernels.grouped import sharing_within
 from poros.kernels.swiglu import forget_parts, swiglu
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)
@@ -77,7 +74,6 @@ class _Forward(PatchedForward):
         if (
             len(args) != 1
             or kwargs
-            or torch.compiler.is_compiling()
             or type(activation) not in _ACTIVATIONS
             or not has_own_forward(type(activation))
             or getattr(activation, "inplace", False)
@@ -88,76 +84,33 @@ class _Forward(PatchedForward):
         ):
             return self.own(module, *args, **kwargs)
         (input,) = args
-        if self._tally.is_grouped and names.up is not None:
-            first, second = parts[names.gate], parts[names.up]
-            whole = self._run_whole(first, second, down, input, activation)
-            if whole is not None:
-                return whole
-            with sharing_within(self._tally, [first, second]):
-                return self._run_parts(parts, input)
-        return self._run_parts(parts, input)
-
-    def _run_whole(
-        self, gate: nn.Module, up: nn.Module, down: nn.Module, input: torch.Tensor, activation: Any
-    ) -> torch.Tensor | None:
-        """All of it by one operator; None if it cannot, or if somebody hooks into a part."""
-        modules, tally, autocast = (gate, up, down), self._tally, autocast_dtype(input.device)
-        owner = adapter_forward(down)
-        if not (adapter_forward(gate) and adapter_forward(up) and owner):
-            return None
-        # What multiplies in another dtype than it is given is cast by its module.
-        if input.dtype != (autocast or input.dtype) or has_hooks(*modules, but_ours=True):
-            return None
-        first, second = projection_of(gate, input), projection_of(up, input)
-        if first is None or second is None or first.dtype != second.dtype:
-            return None
-        forms = {
-            (each.product.num_rows, each.result_dtype(input.dtype)) for each in (first, second)
-        }
-        if len(forms) > 1:
-            return None
-        ((columns, dtype),) = forms
-        # Like what comes to ``down``; its memory is there for the first of the results.
-        like = input.new_empty((*input.shape[:-1], columns), dtype=dtype)
-        last = projection_of(down, like)
-        del like
-        if last is None:
-            return None
-        leaves_out = tally.leaves_out(owner)
-        result = gated_layer(first, second, last, input, activation, owner, leaves_out)
-        tally.num_fused += 3
-        tally.num_grouped += 3
-        if leaves_out:
-            tally.note(owner, result)
-        return result
-
-    def _run_parts(self, parts: Any, input: Any) -> Any:
-        """Each part as the module that it is."""
-        names = self._names
-        activation, down = parts[names.activation], parts[names.down]
-        gate = parts[names.gate](input)
         if names.up is None:
-            is_plain = type(gate) is torch.Tensor and gate.is_contiguous()
-            gate, up = gate.chunk(2, dim=-1)
+            both = parts[names.gate](input)
+            is_plain = type(both) is torch.Tensor and both.is_contiguous()
+            gate, up = both.chunk(2, dim=-1)
         else:
-            up = parts[names.up](input)
+            first, second = parts[names.gate], parts[names.up]
+            if self._tally.is_grouped:
+                with sharing_within(self._tally, [first, second]):
+                    gate, up = first(input), second(input)
+            else:
+                gate, up = first(input), second(input)
             is_plain = (
-                type(gate) is torch.Tensor
-                and type(up) is torch.Tensor
+                type(gate) is type(up) is torch.Tensor
                 and gate.is_contiguous()
                 and up.is_contiguous()
             )
-        if is_plain and gate.shape == up.shape and gate.dtype == up.dtype:
-            product = swiglu(gate, up, activation)
-            try:
-                return down(product)
-            finally:
-                forget_parts(product)
-        return down(activation(gate) * up)
+        if not is_plain or gate.shape != up.shape or gate.dtype != up.dtype:
+            return down(activation(gate) * up)
+        product = swiglu(gate, up, activation)
+        try:
+            return down(product)
+        finally:
+            forget_parts(product)
 
 
 def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
-    """Have feed-forward modules take our operator; with grouped adapters one for all of them.
+    """Have feed-forward modules take our operator; with grouped adapters gate and up are one.
 
     Modules of other forms, and those whose forward somebody has set, are left alone.
     ``poros.kernels.forwards.unpatch`` undoes it.

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from poros.host.layout import is_small
-from poros.kernels.quantized import state_of
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -58,6 +57,27 @@ PARTS = {
 
 MOVING = ("packed", "absmax", "nested_absmax")
 """Those that grow with the weight; the others are constants."""
+
+
+def is_params4bit(tensor: object) -> bool:
+    """Whether ``tensor`` is a 4-bit parameter of bitsandbytes, quantized yet or not."""
+    return type(tensor).__name__ == "Params4bit"
+
+
+def is_4bit(tensor: object) -> bool:
+    """Whether ``tensor`` is a quantized bitsandbytes 4-bit parameter."""
+    return is_params4bit(tensor) and state_of(tensor) is not None
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of no other library, and not what a pickle leaves of a 4-bit weight."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return plain and not hasattr(tensor, "quant_state")
+
+
+def state_of(tensor: object) -> Any:
+    """The ``QuantState`` of a tensor, or None. A plain pickle leaves it, and takes the type."""
+    return getattr(tensor, "quant_state", None)
 
 
 class Part(NamedTuple):

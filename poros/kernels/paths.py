@@ -1,4 +1,4 @@
-"""In which order the products of a LoRA layer are formed, and what each order costs.
+"""The orders in which the products of a LoRA layer can be formed: their cost, and the node of one.
 
 RunLoRA (Cherniuk et al., Table 1 and Appendix A) has two forwards and five backwards, none of which
 keeps XA; ``docs/explanation/runlora.md`` has their formulas.
@@ -9,23 +9,31 @@ Note: The choice
     It depends on shapes, dtypes and the constants below alone, so that a forward, its
     recomputation, a replay and a resident model take the same order with every budget.
 
+Note: The node
+    It keeps input, A, B and the mask of dropout, but not XA; W + sAB is memory of its own, formed
+    in forward and again in backward. Where base and adapters have one dtype, products are added to
+    what is there. As PEFT holds them, ``weight`` is (rows, columns), A (rank, columns) and B (rows,
+    rank): the paper's matrices transposed.
+
 Note: Precision
     W + sAB has the dtype of the base. If that is narrower than float32, or its products are in
     TF32, small updates sAB are rounded away: f2, b4 and b5 run there only if asked for by name.
 """
 
-import json
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from xxhash import xxh3_128
 
-from poros.config import LORA_ORDERS, MEASURED_PATHS
-from poros.errors import PolicyError
+from poros.config import LORA_ORDERS
+from poros.kernels.autocast import autocast_as
+from poros.kernels.lazy_tensor import LazyTensor
+from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
+from poros.kernels.nodes import saved_tensors, times
+from poros.kernels.product import Product
+from poros.kernels.swiglu import parts_of
 
 PEFT = LORA_ORDERS[0]
-TABLE_FORMAT = "poros lora paths 1"
 _FLOP_PER_S = {torch.float16: 989e12, torch.bfloat16: 989e12}
 _OTHER_FLOP_PER_S, _TF32_FLOP_PER_S = 67e12, 495e12
 """Of float32 and float64; of float32 in TF32. All from the data sheet of NVIDIA's H100 SXM."""
@@ -70,15 +78,11 @@ class LoraShape(NamedTuple):
     has_tf32: bool = False
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens, {self.layer}"
-
-    @property
-    def layer(self) -> str:
-        """The same without the number of tokens."""
         base, adapters = (str(dtype).removeprefix("torch.") for dtype in (self.base, self.adapters))
         marks = zip((", 4-bit", ", dropout", ", TF32"), self[7:5:-1] + self[8:], strict=True)
         others = "".join(mark for mark, is_so in marks if is_so)
-        return f"{self.columns} to {self.rows}, rank {self.rank}, {base} with {adapters}{others}"
+        sizes = f"{self.tokens} tokens, {self.columns} to {self.rows}, rank {self.rank}"
+        return f"{sizes}, {base} with {adapters}{others}"
 
 
 class Cost(NamedTuple):
@@ -134,73 +138,141 @@ def cheapest(shape: LoraShape) -> str:
     return min(candidates(shape), key=lambda order: cost(order, shape).seconds)
 
 
-class Paths:
-    """Chooses orders.
+def order_of(wanted: str, shape: LoraShape) -> str:
+    """The order for a shape; PEFT's if the one asked for is not defined with dropout.
 
     Args:
-        wanted: ``lora_paths`` as in ``StreamingPolicy``, but not ``"peft"``.
-
-    Attributes:
-        identity: Equal for those that take the same orders: of a table, its digest.
-
-    Raises:
-        PolicyError: If there is no table to read, or it is none.
+        wanted: ``lora_paths`` as in ``StreamingPolicy``.
+        shape: Of the layer and its input.
     """
-
-    def __init__(self, wanted: str) -> None:
-        self.wanted = wanted
-        self._table: dict[str, dict[int, str]] = {}
-        self.identity = wanted
-        if wanted.startswith(MEASURED_PATHS):
-            self._table = read_table(wanted.removeprefix(MEASURED_PATHS))
-            entries = json.dumps(self._table, sort_keys=True).encode()
-            self.identity = MEASURED_PATHS + xxh3_128(entries).hexdigest()
-
-    @classmethod
-    def of(cls, wanted: str) -> "Paths | None":
-        """None if PEFT's order is wanted."""
-        return None if wanted == PEFT else cls(wanted)
-
-    def order(self, shape: LoraShape) -> str:
-        """The order for a shape; PEFT's if the one asked for is not defined with dropout.
-
-        Raises:
-            PolicyError: If the table has no layer like it.
-        """
-        if self.wanted == "flops":
-            return cheapest(shape)
-        if self.wanted in LORA_ORDERS:
-            return PEFT if shape.has_dropout and merges(self.wanted) else self.wanted
-        known = self._table.get(shape.layer)
-        if not known:
-            raise PolicyError(
-                f"lora_paths: expected a table with a layer of {shape.layer}, found none in "
-                f"{self.wanted!r}; run poros tune-paths for this model and these adapters"
-            )
-        # The most tokens that were measured and are no more than these.
-        below = [tokens for tokens in known if tokens <= shape.tokens]
-        order = known[max(below, default=min(known))]
-        return order if order in candidates(shape) else PEFT
+    if wanted == "flops":
+        return cheapest(shape)
+    return PEFT if shape.has_dropout and merges(wanted) else wanted
 
 
-def read_table(path: str) -> dict[str, dict[int, str]]:
-    """Orders by layer and number of tokens, as ``poros tune-paths`` has written them.
+class InOrder(NamedTuple):
+    """What to compute. The node in the graph has ``owner`` too."""
 
-    Raises:
-        PolicyError: If there is no such file, or it holds something else.
+    order: str
+    """Such as ``"f2:b5"``. With dropout f1 and b1 to b3 are defined."""
+    product: Product
+    how: Added
+    owner: object = None
+    leaves_out: bool = False
+    """Whether the values of the sum are computed only if somebody reads them."""
+
+
+def multiply_in_order(
+    call: InOrder,
+    input: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> torch.Tensor:
+    """``poros.kernels.lora.add_lora``, with the products formed in another order.
+
+    Exactness:
+        Within rounding of ``add_lora``; the same order gives the same bits.
+
+    Source:
+        Cherniuk et al., Run LoRA Run, equations 1 to 3 and Appendix A.
     """
-    table: dict[str, dict[int, str]] = {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        if found["format"] != TABLE_FORMAT:
-            raise ValueError(f"format {found['format']!r}")
-        for row in found["rows"]:
-            order = LORA_ORDERS[LORA_ORDERS.index(row["order"])]
-            table.setdefault(str(row["layer"]), {})[int(row["tokens"])] = order
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PolicyError(
-            f"lora_paths: expected a table that poros tune-paths has written at {path!r}, found "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return table
+    sum_: torch.Tensor = _Ordered.apply(input, b, a, call)
+    return sum_
+
+
+class _Ordered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        call: InOrder,
+    ) -> torch.Tensor:
+        how, product = call.how, call.product
+        hidden = mask = None
+        if how.dropout:
+            dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
+            hidden = times(dropped.to(a.dtype), a)
+            del dropped
+        parts = parts_of(input)
+        ctx.making = None if parts is None else parts.making
+        sources = (input,) if parts is None else (parts.gate, parts.up)
+        ctx.save_for_backward(product.weight, b, a, mask, *sources)
+        ctx.call = call._replace(product=product._replace(weight=None))
+        ctx.owner, ctx.shape, ctx.dtype = call.owner, input.shape, input.dtype
+        ctx.set_materialize_grads(False)
+        dtype = sum_dtype(input.dtype, b.dtype, how)
+
+        def form() -> torch.Tensor:
+            if call.order[:2] == "f2":
+                return times(input, _merged(call, a, b, input.dtype), product.bias).to(dtype)
+            result = product.of(input)
+            inner = times(input.to(how.dtype).to(a.dtype), a) if hidden is None else hidden
+            if result.dtype == b.dtype and result.is_contiguous():
+                inner = inner.reshape(-1, b.shape[1])
+                result.view(-1, b.shape[0]).addmm_(inner, b.t(), alpha=how.scaling)
+                # Where the module's own result is a view, nobody could write to it in place.
+                return torch.ops.aten._unsafe_view(result, result.shape)
+            return add_scaled(result, times(inner, b), how)
+
+        if not call.leaves_out:
+            return form()
+        read = [each for each in (input, hidden, b, a) if each is not None]
+        return LazyTensor((*input.shape[:-1], product.num_rows), dtype, input.device, form, read)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 4
+        # A region around the backward alone would cast for some of its products, and not for all.
+        with autocast_as(None, gradient.device):
+            return _backward(ctx, gradient)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    weight, b, a, mask, *sources = saved_tensors(ctx)
+    call: InOrder = ctx.call._replace(product=ctx.call.product._replace(weight=weight))
+    how, scaling, order = call.how, call.how.scaling, call.order[3:]
+    wants_input, wants_b, wants_a, _ = ctx.needs_input_grad
+    is_merged = order in ("b4", "b5")
+    of_input = of_b = of_a = of_hidden = outer = None
+    rows = gradient.to(a.dtype).reshape(-1, b.shape[0])
+    if (wants_a and order in ("b1", "b2", "b5")) or (wants_input and not is_merged):
+        of_hidden = rows.mm(b).mul_(scaling)
+    if wants_a or wants_b:
+        input = sources[0] if ctx.making is None else ctx.making.again(*sources)
+        seen = drop(input, mask, how.dropout, how.dtype, a.dtype).reshape(-1, a.shape[1])
+        del input
+        if order in ("b3", "b4") or (wants_b and order == "b2"):
+            outer = rows.t().mm(seen)  # X'dY of the paper, transposed
+        if wants_b:
+            inner = rows.t().mm(seen.mm(a.t())) if outer is None else outer.mm(a.t())
+            of_b = inner.mul_(scaling)
+        if wants_a and outer is not None and order != "b2":
+            of_a = b.t().mm(outer).mul_(scaling)
+        elif wants_a and of_hidden is not None:
+            of_a = of_hidden.t().mm(seen)
+        del seen, outer
+    del rows
+    if wants_input:
+        arriving = gradient.to(ctx.dtype).reshape(-1, b.shape[0])
+        if is_merged or of_hidden is None:
+            of_input = arriving.mm(_merged(call, a, b, ctx.dtype)).view(ctx.shape)
+        else:
+            of_input = call.product.gradient(arriving)
+            if mask is None and of_input.dtype == of_hidden.dtype:
+                of_input = of_input.addmm_(of_hidden, a).view(ctx.shape)
+            else:
+                of_lora = of_hidden.mm(a).view(ctx.shape)
+                of_lora = drop(of_lora, mask, how.dropout, how.dtype, ctx.dtype, is_gradient=True)
+                of_input = of_input.view(ctx.shape).add_(of_lora)
+    return of_input, of_b, of_a, None
+
+
+def _merged(call: InOrder, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """W + sAB, rounded to ``dtype`` once: (rows, columns), memory of its own."""
+    wide = torch.promote_types(dtype, a.dtype)
+    weight = call.product.dense(dtype).to(wide)
+    return torch.addmm(weight, b.to(wide), a.to(wide), alpha=call.how.scaling).to(dtype)

@@ -13,7 +13,7 @@ from poros.kernels import linear4bit
 from poros.kernels.autocast import autocast_dtype
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import has_own_forward
-from poros.kernels.quantized import state_of
+from poros.kernels.nf4 import state_of
 
 
 class Product(NamedTuple):
@@ -32,6 +32,12 @@ class Product(NamedTuple):
     num_rows: int
     is_ours: bool
     """Whether it is formed here; or else by the module."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the dense weight."""
+        found: torch.dtype = self.weight.dtype if self.state is None else self.state.dtype
+        return found
 
     def of(self, input: torch.Tensor) -> torch.Tensor:
         """The product; no graph. It may be a view."""
@@ -62,10 +68,32 @@ class Product(NamedTuple):
         return weight
 
 
+def frozen_of(module: Any) -> Product | None:
+    """The product of a frozen linear module; None if it is another kind, or trained."""
+    kind, parameters = type(module), module._parameters
+    weight: Any
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    state = None if kind is nn.Linear else state_of(weight)
+    if kind is nn.Linear:
+        is_known = type(weight) is nn.Parameter
+    else:
+        is_known = kind is linear4bit.module_class() and state is not None
+        is_known = is_known and module.compute_type_is_set
+    if not is_known or not has_own_forward(kind) or (bias is not None and bias.requires_grad):
+        return None
+    # The subclass of a 4-bit weight would have each look at it pass through Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        if weight.requires_grad:
+            return None
+        is_ours = state is None or (weight.is_cuda and has_kernel(weight, state))
+    num_rows = (weight if state is None else state).shape[0]
+    return Product(module, weight, state, bias, num_rows, is_ours)
+
+
 def product_of(
     module: Any, input: torch.Tensor, leaves_out: bool, dtype: torch.dtype | None = None
 ) -> Product | None:
-    """The product of ``module`` with ``input``.
+    """The product of ``module`` with ``input``, with the bits of the module's own.
 
     Args:
         module: The linear module below an adapter; nobody hooks into it.
@@ -77,43 +105,28 @@ def product_of(
     Returns:
         None if it is not certain to have the module's own bits, or those of its gradient.
     """
-    kind = type(module)
-    weight: Any
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    columns = input.shape[-1]
-    wanted = dtype or input.dtype
-    if dtype is not None and bias is not None and kind is nn.Linear and not bias.requires_grad:
-        bias = bias.to(dtype)
+    found = frozen_of(module)
+    columns, wanted = input.shape[-1], dtype or input.dtype
+    # One token takes other kernels.
     if (
-        (bias is not None and (bias.requires_grad or bias.dtype != wanted))
-        or input.numel() == columns  # one token takes other kernels
+        found is None
+        or input.numel() == columns
         or autocast_dtype(input.device) not in (None, wanted)
     ):
         return None
-    if kind is nn.Linear:
-        if (
-            type(weight) is not nn.Parameter
-            or weight.requires_grad
-            or (weight.dtype != wanted and dtype is None)
-            or not has_own_forward(kind)
-        ):
+    state, bias = found.state, found.bias
+    if state is None:
+        if dtype is None and found.weight.dtype != wanted:
             return None
-        rows = weight.shape[0]
-        return Product(module, weight, None, bias, rows, is_ours=True)
-    state = state_of(weight)
-    if (
-        state is None
-        or kind is not linear4bit.module_class()
-        or not has_own_forward(kind)
-        or not module.compute_type_is_set
-        or module.compute_dtype not in (None, input.dtype)
+        if bias is not None and dtype is not None:
+            found = found._replace(bias=bias.to(dtype))
+    elif (
+        module.compute_dtype not in (None, input.dtype)
         or not state.dtype == input.dtype == wanted  # of what its module returns
         or state.shape[1] != columns
     ):
         return None
-    # The subclass of a 4-bit weight would have each look at it pass through Python.
-    with torch._C.DisableTorchFunctionSubclass():
-        is_ours = input.is_cuda and weight.is_cuda and has_kernel(weight, state)
-        if weight.requires_grad or not (is_ours or leaves_out):
-            return None
-    return Product(module, weight, state, bias, state.shape[0], is_ours)
+    elif not input.is_cuda:
+        found = found._replace(is_ours=False)
+    is_sure = found.bias is None or found.bias.dtype == wanted
+    return found if is_sure and (found.is_ours or leaves_out) else None

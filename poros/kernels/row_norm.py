@@ -9,25 +9,16 @@ PEFT forms B A, of the size of W, from an identity matrix. The first term does n
 training and is given.
 """
 
-from collections.abc import Iterator
-
 import torch
 
 from poros.utils.devices import runs_triton
 
-BUDGET = 64 * 2**20
-"""Bytes that a part of the weight takes in float32, where a copy of it is made."""
 
-_ALIGNED = 64
-"""Columns of a part are a multiple of it."""
-
-
-def square_of_rows(dense: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:
+def square_of_rows(dense: torch.Tensor) -> torch.Tensor:
     """The sum of squares of each row.
 
     Args:
         dense: Of shape (rows, columns).
-        budget: Bytes of the largest part that is copied; on a GPU none is.
 
     Returns:
         float32, or float64 if ``dense`` is, of shape (rows,).
@@ -45,18 +36,13 @@ def square_of_rows(dense: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:
         from poros.kernels import row_norm_gpu
 
         return row_norm_gpu.square_of_rows(dense.detach())
-    return square_of_rows_ref(dense, budget)
+    return square_of_rows_ref(dense)
 
 
 @torch.no_grad()
-def square_of_rows_ref(dense: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:
+def square_of_rows_ref(dense: torch.Tensor) -> torch.Tensor:
     """``square_of_rows`` in plain PyTorch."""
-    dtype = _computed_in(dense)
-    square = dense.new_zeros(len(dense), dtype=dtype)
-    for part in _parts(dense, budget):
-        values = dense[:, part].to(dtype, copy=True)
-        square += values.mul_(values).sum(1)
-    return square
+    return dense.to(_computed_in(dense)).square().sum(1)
 
 
 def row_norm(
@@ -65,7 +51,6 @@ def row_norm(
     a: torch.Tensor,
     b: torch.Tensor,
     scaling: float,
-    budget: int = BUDGET,
 ) -> torch.Tensor:
     """The norm of each row of ``dense + scaling * b @ a``. No autograd, whatever autocast is.
 
@@ -75,7 +60,6 @@ def row_norm(
         a: Of shape (rank, columns), in any dtype.
         b: Of shape (rows, rank), in any dtype.
         scaling: If 0, nothing but ``square`` is looked at.
-        budget: As for ``square_of_rows``.
 
     Returns:
         float32, or float64 if ``dense`` is, of shape (rows,). What is not finite in a row of W or
@@ -83,7 +67,7 @@ def row_norm(
 
     Streams:
         Queued on the current stream. Besides its inputs a GPU holds A A^T in float32 and sums that
-        are left in parts: ``row_norm_gpu.num_extra_bytes`` has their size.
+        are left in parts.
 
     Exactness:
         All arithmetic is float32, or float64 if ``dense`` is. On a GPU, products are of three parts
@@ -94,7 +78,7 @@ def row_norm(
     if dense.is_meta:
         return square.new_empty(len(dense), dtype=_computed_in(dense))
     if scaling == 0 or not _takes_kernel(dense):
-        return row_norm_ref(dense, square, a, b, scaling, budget)
+        return row_norm_ref(dense, square, a, b, scaling)
     from poros.kernels import row_norm_gpu
 
     return row_norm_gpu.row_norm(dense.detach(), square, a.detach(), b.detach(), scaling)
@@ -107,7 +91,6 @@ def row_norm_ref(
     a: torch.Tensor,
     b: torch.Tensor,
     scaling: float,
-    budget: int = BUDGET,
 ) -> torch.Tensor:
     """``row_norm`` in plain PyTorch; on a GPU its products are in TF32 if PyTorch's may be."""
     dtype = _computed_in(dense)
@@ -115,16 +98,11 @@ def row_norm_ref(
     if scaling == 0:
         return _root(square)
     with torch.autocast(dense.device.type, enabled=False):
-        product = dense.new_zeros(b.shape, dtype=dtype)
-        gram = a.new_zeros(len(a), len(a), dtype=dtype)
-        for part in _parts(dense, budget):
-            own = a[:, part].to(dtype)
-            # A copy: on a CPU such a product hangs on where a weight of float32 lies in memory.
-            product.addmm_(dense[:, part].to(dtype, copy=True), own.t())
-            gram.addmm_(own, own.t())
-        b = b.to(dtype)
-        cross = product.mul_(b).sum(1)
-        return assembled_ref(square, cross, b.mm(gram).mul_(b).sum(1), scaling)
+        a, b = a.to(dtype), b.to(dtype)
+        # A copy: on a CPU such a product hangs on where a weight of float32 lies in memory.
+        cross = dense.to(dtype, copy=True).mm(a.t()).mul_(b).sum(1)
+        gram = b.mm(a.mm(a.t())).mul_(b).sum(1)
+        return assembled_ref(square, cross, gram, scaling)
 
 
 def assembled_ref(
@@ -147,15 +125,6 @@ def divisor_of(norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _root(square: torch.Tensor) -> torch.Tensor:
     """Rounded correctly, which PyTorch's of float32 is not on every CPU."""
     return square.double().sqrt().to(square.dtype)
-
-
-def _parts(dense: torch.Tensor, budget: int) -> Iterator[slice]:
-    """Columns of it that take no more than the budget."""
-    rows, columns = dense.shape
-    of_column = max(1, rows) * _computed_in(dense).itemsize
-    width = max(_ALIGNED, budget // of_column // _ALIGNED * _ALIGNED)
-    for first in range(0, columns, width):
-        yield slice(first, first + width)
 
 
 def _computed_in(dense: torch.Tensor) -> torch.dtype:

@@ -206,14 +206,6 @@ def assembled(
     return norm
 
 
-def num_extra_bytes(rows: int, columns: int, rank: int) -> int:
-    """What ``row_norm`` allocates at once, at most, of contiguous A and B in known dtypes."""
-    gram = rank * rank * (ceil_div(columns, _gram_blocks(columns, rank).columns_in_all) + 1)
-    of_cross = _num_parts(columns, rank, _blocks(rank, is_exact=False))
-    of_gram = _num_parts(rank, rank, _blocks(rank, is_exact=False))
-    return 4 * (gram + rows * (of_cross + of_gram + 4))
-
-
 def _readable(adapter: torch.Tensor) -> torch.Tensor:
     """In a dtype that the kernel knows, its rows one after another."""
     dtype = adapter.dtype if adapter.dtype in _PARTS else torch.float32

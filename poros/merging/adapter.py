@@ -36,6 +36,7 @@ class Adapter:
         from peft.utils.other import ModulesToSaveWrapper
 
         tied, config = _tied(model), saved.config
+        of_base = {id(each) for each in (*model.parameters(), *model.buffers())}
         _require_base_as_it_is(config)
         with saved.fitting():
             with torch.device("meta"):
@@ -46,7 +47,7 @@ class Adapter:
                     f"{quoted(_kind(adapted))}, which only works beside the base"
                 )
             # Not by from_pretrained, which brings adapters to where the base is: nowhere.
-            _give_memory(adapted)
+            _give_memory(adapted, of_base)
             unexpected = saved.fill(adapted)
             self._saved = _trained_of_base(adapted, saved.weights)
             if getattr(config, "bias", "none") != "none" and not self._saved:
@@ -189,32 +190,19 @@ def _tied(model: "PreTrainedModel") -> set[str]:
     return {name for name, each in every if id(each) in own}
 
 
-def _give_memory(adapted: Any) -> None:
-    """Give an adapter's tensors uninitialized memory; the base stays without."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper
+def _give_memory(adapted: Any, base: set[int]) -> None:
+    """Give what an adapter has added uninitialized memory.
 
+    The base, by the ids of its tensors, stays without, and so does what is in no file.
+    """
     for module in adapted.modules():
-        tables: list[Any] = []
-        if isinstance(module, ModulesToSaveWrapper):
-            tables = [module.modules_to_save]
-        elif isinstance(module, BaseTunerLayer):
-            names = (*module.adapter_layer_names, *module.other_param_names)
-            tables = [getattr(module, name, None) for name in names]
-        for table in tables:
-            if isinstance(table, nn.ModuleDict):
-                _fillable(table)
-            elif isinstance(table, nn.ParameterDict):
-                for key, value in table.items():
-                    table[key] = nn.Parameter(torch.empty_like(value, device="cpu"))
-
-
-def _fillable(table: nn.ModuleDict) -> None:
-    """Memory for what a file fills; what is in no file stays without, and is seen to be."""
-    for module in table.modules():
-        kept = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        module.to_empty(device="cpu", recurse=False)
-        module._buffers.update(kept)
+        in_no_file = module._non_persistent_buffers_set
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is None or id(tensor) in base or key in in_no_file:
+                    continue
+                made = torch.empty_like(tensor, device="cpu")
+                table[key] = nn.Parameter(made) if table is module._parameters else made
 
 
 def _kind(adapted: Any) -> str:

@@ -8,7 +8,6 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
 from poros.loaders.limits import Limits
 from poros.loaders.names import is_repository
-from poros.loaders.source import Place
 from poros.loaders.store import is_store, open_store
 from poros.merging.saved_adapter import CONFIG, SavedAdapter
 from poros.model.origin import Origin
@@ -32,7 +31,7 @@ def open_base(
     Raises:
         CheckpointFormatError: If there is no such checkpoint, it is malformed, or its bytes are not
             those that were trained on.
-        PolicyError: If the adapter names no base, or the store does not say what it was made from.
+        PolicyError: If the adapter names no base.
     """
     named = _named(saved) if given is None else os.fspath(given)
     origin = saved.origin if given is None else None
@@ -41,17 +40,12 @@ def open_base(
     if is_store(named):
         with open_store(named, limits=limits) as opened:
             origin = opened.origin
-        if origin is None:
-            raise PolicyError(
-                f"base: expected a checkpoint, or a store that says what it was made from, found "
-                f"the store {quoted(named)} of an earlier release, which does not; {_NAME_IT}"
-            )
         by = f"the store {quoted(named)} says that it was made from it"
         named, revision = origin.source, origin.revision
     if by:
         _require_there(named, by)
-    place = Place() if os.path.lexists(named) else Place(hub=_hub(revision))
-    checkpoint = Checkpoint.open(named, place, limits)
+    hub = {} if os.path.lexists(named) else _hub(revision)
+    checkpoint = Checkpoint.open(named, hub, limits)
     try:
         if origin is not None:
             _require_bytes(checkpoint, origin, by)

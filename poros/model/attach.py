@@ -17,16 +17,15 @@ import torch
 from torch import nn
 
 from poros.head.embedding import keep_on_host
-from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
+from poros.head.slices import KeptHead
 from poros.head.takeover import slice_loss
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attached_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
-from poros.kernels.nf4 import Part
-from poros.kernels.quantized import is_4bit
+from poros.kernels.nf4 import Part, is_4bit
 from poros.kernels.use import patch
 from poros.model.added_adapters import Initialisation, require_proven
 from poros.model.guards import Guards
@@ -181,7 +180,7 @@ class Attachment:
             part.put(matrix)
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
         if head.is_sliced:
-            self._undo.callback(slice_loss(base, head.products, kept.slices))
+            self._undo.callback(slice_loss(base, head.modules, kept.slices))
 
     def move_to_device(self) -> None:
         """Move everything that is not streamed: adapters, norms outside the layers, head."""

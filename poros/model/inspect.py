@@ -28,7 +28,7 @@ from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.head.choice import Head, choose_head
 from poros.head.embedding import Embedding, choose_embeddings
 from poros.host.layout import is_small
-from poros.kernels.quantized import is_4bit, is_params4bit, is_plain
+from poros.kernels.nf4 import is_4bit, is_params4bit, is_plain
 from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds, require_groupable
 from poros.model.targets import is_router
 from poros.model.vision import find_towers

@@ -176,9 +176,8 @@ class MeasuredSizer(Sizer):
         """Shapes for which the floor was estimated."""
         self._has_recorded, self._num_put_off = False, 0
         """Whether visits were recorded in the step that is measured, and steps that were not."""
-        self._newest: Shape | None = None
         self._seen: list[Shape] = []
-        """The shape of the pass that has begun, and shapes since measuring began."""
+        """Shapes since measuring began."""
         self._reserve = 1.0
         self._rounds = 0
         self._watched: set[int] = set()
@@ -259,7 +258,6 @@ class MeasuredSizer(Sizer):
             else:
                 self._cannot_measure()
         room = self._provide(shape, room, is_checking)
-        self._newest = shape
         self._seen = with_shape(self._seen, shape)
         if self._shape is None or not shape.is_within(self._shape):
             self._shape = shape
@@ -272,9 +270,7 @@ class MeasuredSizer(Sizer):
 
     def recorded(self) -> None:
         if self._stage is not Stage.WARMING and self.decides:
-            # From the micro-batch on that begins.
-            self._stage, self._seen = Stage.MEASURING, [self._newest] if self._newest else []
-            self._has_recorded = True
+            self._stage, self._seen, self._has_recorded = Stage.MEASURING, [], True
         self._num_given_back = self._memory.num_given_back()
 
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
@@ -383,8 +379,8 @@ class MeasuredSizer(Sizer):
 
     def _spend(self, room: ResidencyPlan) -> ResidencyPlan:
         """The room for steps like the one that has been measured, which ran in ``room``."""
-        if self.is_quicker_alone and _are_together(self._seen):
-            # The step in which that was decided had begun already.
+        if not self._seen or (self.is_quicker_alone and _are_together(self._seen)):
+            # Its only pass has recorded visits, or it had begun when that was decided.
             self._give_back()
             self._measure(Stage.MEASURING)
             return room

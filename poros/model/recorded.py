@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from poros.config import StreamingPolicy
-from poros.kernels.dense_layer import DenseLayer
-from poros.kernels.dequantize import DenseWorkspace
+from poros.kernels.dequantize import DenseLayer, DenseWorkspace
 from poros.model.sizing import Sizer
 from poros.replay.captures import Captures
 from poros.replay.graphs import MOST_FLOP, CudaRecorder, Recorder

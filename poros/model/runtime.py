@@ -3,19 +3,17 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
+from poros.head.slices import KeptHead
 from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
-from poros.kernels.compose import Tier
-from poros.kernels.paths import Paths
 from poros.model.attach import Attachment, host_store
 from poros.model.inspect import Inventory, require_checked
 from poros.model.measuring import MeasuredSizer, device_memory
@@ -89,7 +87,6 @@ class Runtime:
         accumulation: What ``poros.accumulation`` has found out about them.
 
     Raises:
-        PolicyError: If a table that ``lora_paths`` names cannot be read; the model is unchanged.
         CheckpointFormatError: If layers stay in a file that is not what was loaded; the model is
             unchanged.
         HostMemoryError: If the host store cannot be had; the model is unchanged.
@@ -106,7 +103,6 @@ class Runtime:
         journal: list[Action] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        paths = Paths.of(policy.lora_paths)
         self.policy = policy
         self.device = streams.device
         self._streams = streams
@@ -125,13 +121,7 @@ class Runtime:
         self.host, self.is_adopted = host_store(inventory, policy.block_size)
         self.digests = SourceDigests() if policy.self_check != "off" else None
         self.tally = (
-            KernelStats(
-                is_constant=True,
-                dora_tier=cast(Tier | None, policy.dora_tier),
-                is_exact=policy.adapter_kernels == "exact",
-                paths=paths,
-                is_grouped=policy.adapter_kernels == "grouped",
-            )
+            KernelStats(policy.adapter_kernels, policy.lora_paths, is_constant=True)
             if policy.adapter_kernels != "peft"
             else None
         )

@@ -43,7 +43,7 @@ class _Matrix:
     number: int
     parameter: torch.nn.Parameter
     width: int
-    """How many numbers of a row (or column) become ``rank``; 0: it is not projected."""
+    """How many numbers of a row become ``rank``; 0: it is not projected."""
     base: torch.optim.Optimizer
     updated: torch.nn.Parameter
     """What ``base`` updates: the parameter, or a float32 copy that exists during its update."""
@@ -56,8 +56,8 @@ class Flora(torch.optim.Optimizer):
     None outside of backward, and clipping or logging that reads it sees nothing. Call ``step`` once
     per cycle of micro-batches.
 
-    Memory: ``rank / m`` of the gradient buffer for each projected matrix [n, m] (``rank / n`` with
-    ``side="left"``), the same again with momentum, in the parameter's dtype, and the state of the
+    Memory: ``rank / m`` of the gradient buffer for each projected matrix [n, m], the same again
+    with momentum, in the parameter's dtype, and the state of the
     base optimizer; ``state_num_bytes`` reports it. In an update one matrix at a time has its whole
     gradient, in float32.
 
@@ -78,15 +78,12 @@ class Flora(torch.optim.Optimizer):
         seed: Seed of all random numbers, 0 to 2**63 - 1.
         projected: Names of matrices to project. None takes the two-dimensional weights of numbered
             layers, without embeddings, heads and position biases. All others are accumulated whole.
-        side: ``"right"``: G A', as in the paper. ``"left"``: A G.
         loss_is_averaged: Whether the loss was divided by the number of micro-batches, as the
             Trainer does. If not, the sum is divided here, by the length of the cycle.
         max_grad_norm: Clips the norm of the compressed gradient, whose square is an unbiased
             estimate of the whole one's (decompressed norms are too large by a factor of
             sqrt(1 + (m + 1) / rank)). None or 0: no clipping.
         weight_decay: Weight decay of the base optimizer.
-        stochastic_rounding: Rounds updates of bfloat16 weights to either neighbour at random;
-            rounded to the nearest, updates below 1/512 of a weight are lost.
         allow_divergence: Accept a ``kappa`` at which momentum is expected to diverge.
 
     Raises:
@@ -110,29 +107,26 @@ class Flora(torch.optim.Optimizer):
         kappa: int = 1000,
         seed: int = 0,
         projected: Sequence[str] | None = None,
-        side: Literal["right", "left"] = "right",
         loss_is_averaged: bool = True,
         max_grad_norm: float | None = _UNSET,
         weight_decay: float = 0.0,
-        stochastic_rounding: bool = True,
         allow_divergence: bool = False,
     ) -> None:
         named = _check_parameters(list(named_parameters))
         expect(base in ("adafactor", "adamw"), "base", "'adafactor' or 'adamw'", base)
-        expect(side in ("right", "left"), "side", "'right' or 'left'", side)
         for key, value in {"rank": rank, "accumulation": accumulation, "kappa": kappa}.items():
             expect(value >= 1, key, "a whole number of 1 or more", value)
         expect(0 <= seed < 2**63, "seed", "a whole number from 0 to 2**63 - 1", seed)
         has_decay = momentum is None or 0 < momentum < 1
         expect(has_decay, "momentum", "None or a decay between 0 and 1", momentum)
-        widths = _projected_widths(named, rank, side, projected)
+        widths = _projected_widths(named, rank, projected)
         if momentum is not None and widths and not allow_divergence:
             bound = divergence_bound(max(widths.values()), rank, momentum)
             at_least = f"more than {bound:.1f}, at or below which momentum is expected to diverge"
             expect(kappa > bound, "kappa", f"{at_least} (allow_divergence=True takes it)", kappa)
         super().__init__(named, {"lr": lr})
         group = self.param_groups[0]
-        group.update(rank=rank, seed=seed, side=side, base=base, momentum=momentum, kappa=kappa)
+        group.update(rank=rank, seed=seed, base=base, momentum=momentum, kappa=kappa)
         group.update(projected=sorted(widths), shapes=[list(each.shape) for _, each in named])
         group.update(weight_decay=weight_decay, loss_is_averaged=loss_is_averaged, num_updates=0)
         self.accumulation = accumulation
@@ -141,7 +135,6 @@ class Flora(torch.optim.Optimizer):
         self.has_settled_clipping = max_grad_norm is not _UNSET
         self.grad_norm: float | None = None
         """Of the last update before clipping, estimated; None without clipping."""
-        self.stochastic_rounding = stochastic_rounding
         self._quantiles: dict[torch.device, torch.Tensor] = {}
         self._matrices = [
             _Matrix(name, number, each, widths.get(name, 0), *self._base_of(each, weight_decay))
@@ -246,8 +239,7 @@ class Flora(torch.optim.Optimizer):
             state["momentum"] = mean.to(matrix.parameter.dtype)
         if not matrix.width:
             return mean
-        gradient = self._projection(matrix).decompress(mean)
-        return gradient.T if group["side"] == "left" else gradient
+        return self._projection(matrix).decompress(mean)
 
     def _update(self, matrix: _Matrix, gradient: torch.Tensor) -> None:
         """One step of the base optimizer of one parameter."""
@@ -264,11 +256,9 @@ class Flora(torch.optim.Optimizer):
         if "exp_avg" in base.state[updated]:
             base.state[updated]["exp_avg"] = gradient.new_empty(0)
         if updated is not parameter:
-            value = updated.data
-            if self.stochastic_rounding:
-                numbers = (group["seed"], matrix.number, group["num_updates"])
-                value = round_stochastically(value, *numbers)
-            parameter.copy_(value)
+            # Rounded to the nearest, updates below 1/512 of a weight would be lost.
+            numbers = (group["seed"], matrix.number, group["num_updates"])
+            parameter.copy_(round_stochastically(updated.data, *numbers))
             updated.data = updated.new_empty(0)
 
     def _resample(self) -> None:
@@ -308,8 +298,7 @@ def _add(owner: "weakref.ref[Flora]", number: int, parameter: torch.Tensor) -> N
     expect(count < flora.accumulation, matrix.name, expected, f"{count + 1}")
     parameter.grad = None
     if matrix.width:
-        is_left = flora.param_groups[0]["side"] == "left"
-        gradient = flora._projection(matrix).compress(gradient.T if is_left else gradient)
+        gradient = flora._projection(matrix).compress(gradient)
     if count:
         gradient = state["accumulation"].float() + gradient
     state["accumulation"] = gradient.to(parameter.dtype)
@@ -327,12 +316,9 @@ def _check_parameters(named: Sequence[Any]) -> Named:
     return trained
 
 
-def _projected_widths(
-    named: Named, rank: int, side: str, asked: Sequence[str] | None
-) -> dict[str, int]:
+def _projected_widths(named: Named, rank: int, asked: Sequence[str] | None) -> dict[str, int]:
     """Of each matrix that is projected: how many numbers of it become ``rank``."""
-    axis = 1 if side == "right" else 0
-    widths = {name: each.shape[axis] for name, each in named if each.dim() == 2}
+    widths = {name: each.shape[1] for name, each in named if each.dim() == 2}
     if asked is None:
         asked = [n for n in widths if _IN_A_LAYER.search(n) and not _NAIVE.search(n)]
     missing = sorted(set(asked) - widths.keys())

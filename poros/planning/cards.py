@@ -125,9 +125,6 @@ _OF_DRIVERS: Mapping[str, str] = MappingProxyType(
 )
 """Names of drivers that are not those of cards."""
 
-SIZES_GIB = (8, 12, 16, 24, 32, 48, 80)
-"""Memories of cards that plans are compared over."""
-
 
 def find_card(name: str) -> Card:
     """Find a card by its name, however it is spelled: ``RTX 4090``, ``4090``, ``rtx-4090``.

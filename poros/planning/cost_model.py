@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.utils.output_capturing import _active_collector
@@ -29,12 +30,9 @@ from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import is_of_liger, unpatch, use_others
-from poros.kernels.paths import Paths
 from poros.kernels.use import patch
 from poros.model.inspect import find_layers
 from poros.model.vision import base_of
-from poros.planning.as_fused import FusedKernels
-from poros.planning.depth import lengthen, shapes_of_all
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
 from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.request import PlanRequest
@@ -44,22 +42,11 @@ class CostModel:
     """A model on the meta device, its decoder layers and sizes, and its costs, once per shape."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self._costs: dict[tuple[int, int, str, str, str], tuple[StepCost, list[Call]]] = {}
-        self._make(is_whole=recipe.is_whole)
-
-    def _make(self, *, is_whole: bool) -> None:
-        self.model: Any
-        self.model, self._left_out = self.recipe.make_short(is_whole=is_whole)
+        self.model = recipe.make()
         self.shapes = shapes_of(self.model)
-        name, self.layers = find_layers(self.model)
+        _, self.layers = find_layers(self.model)
         _require_plain_kernels(self.layers[0])
-        if self._left_out:
-            listed = self.model.get_submodule(name)
-            last = listed.pop(len(listed) - 1)
-            fewer = shapes_of(self.model)
-            listed.append(last)
-            self.shapes = shapes_of_all(self.shapes, fewer, self._left_out)
+        self._costs: dict[tuple[int, int, str, str, str], tuple[StepCost, list[Call]]] = {}
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
@@ -89,7 +76,6 @@ class CostModel:
             with_check: Whether layers run what the self-check compares with, too.
 
         Raises:
-            PolicyError: If a table that ``lora_paths`` names cannot be read, or lacks a layer.
             UnsupportedModelError: If the model cannot be run on the meta device.
         """
         shape = batch_size, seq_len, loss, adapter_kernels, lora_paths
@@ -99,17 +85,12 @@ class CostModel:
                     _loss_as(loss, self.model),
                     adapter_kernels_as(adapter_kernels, self.layers, False, lora_paths),
                 ):
-                    self._costs[shape] = step_cost(
-                        self.model, self.layers, batch_size, seq_len, self._left_out
-                    )
+                    self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
             cost, calls = self._costs[shape]
             if with_check and not cost.checked:
                 with adapter_kernels_as(adapter_kernels, self.layers, True, lora_paths):
-                    cost = replace(cost, checked=_layer_costs(self.layers, calls, self._left_out))
+                    cost = replace(cost, checked=_layer_costs(self.layers, calls))
                 self._costs[shape] = cost, calls
-        except _UnlikeError:
-            self._make(is_whole=True)
-            return self.cost(*shape, with_check=with_check)
         except (RuntimeError, NotImplementedError) as error:
             name, config = type(self.model).__name__, self.model.config
             raise UnsupportedModelError(
@@ -124,7 +105,7 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
     """Compute the loss of ``model`` inside the body as the policy ``loss`` does."""
     base = base_of(model)
     head, _ = find_head(model, base, loss, False)
-    undo = None if head is None else slice_loss(base, head.products)
+    undo = None if head is None else slice_loss(base, head.modules)
     try:
         yield
     finally:
@@ -139,11 +120,7 @@ def adapter_kernels_as(
     """Run adapters in ``layers`` inside the body as a policy does, or as its reference does."""
     try:
         if kernels != "peft":
-            tally = KernelStats(
-                is_exact=kernels == "exact",
-                paths=Paths.of(lora_paths),
-                is_grouped=kernels == "grouped",
-            )
+            tally = KernelStats(kernels, lora_paths)
             for layer in layers:
                 patch(layer, torch.device("meta"), tally)
                 if is_check:
@@ -152,6 +129,88 @@ def adapter_kernels_as(
     finally:
         for layer in layers:
             unpatch(layer.modules())
+
+
+class FusedKernels(TorchFunctionMode):
+    """Replaces attention and dropout by operators with the memory of a GPU's kernels.
+
+    Attributes:
+        attention_flop: Floating-point operations of attention so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_flop = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            # Scores and their product with the values; a causal kernel leaves half of both out.
+            num_scores = query.shape[:-1].numel() * key.shape[-2]
+            flop = 2 * num_scores * (query.shape[-1] + value.shape[-1])
+            self.attention_flop += flop // 2 if (kwargs or {}).get("is_causal") else flop
+            return _Attention.apply(query, key, value)
+        is_grouped = func is nn.functional.grouped_mm and args[1].dim() == 3
+        if is_grouped and args[0].dtype != torch.bfloat16:
+            # A GPU takes other dtypes too, the meta device does not.
+            return _Grouped.apply(args[0], args[1])
+        if func is nn.functional.dropout:
+            return _dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    return _Dropout.apply(input) if p and training else input
+
+
+class _Grouped(torch.autograd.Function):
+    """Products of the rows of each expert with its matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        of_rows, of_matrices = ctx.needs_input_grad
+        ctx.save_for_backward(rows if of_matrices else None, matrices if of_rows else None)
+        ctx.forms = rows.shape, matrices.shape
+        return rows.new_empty((len(rows), matrices.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            gradients[0].new_empty(form) if is_needed else None
+            for form, is_needed in zip(ctx.forms, ctx.needs_input_grad, strict=True)
+        )
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gradients[0])
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        *batch, heads, length, _ = query.shape
+        # Kernels lay the heads of a token side by side, as the projection behind them wants it.
+        output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, _, rows = ctx.saved_tensors
+        torch.empty_like(rows)  # the row sums of gradient times output
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -226,17 +285,9 @@ def _without_watchers() -> Iterator[None]:
             table.update(hooks)
 
 
-class _UnlikeError(Exception):
-    """Layers that were assumed alike are called differently."""
-
-
 @_without_watchers()
 def step_cost(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    batch_size: int,
-    seq_len: int,
-    left_out: int = 0,
+    model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
 ) -> "tuple[StepCost, list[Call]]":
     """Run one micro-batch of full rows on the meta device: a fraction of a second at any depth.
 
@@ -249,8 +300,6 @@ def step_cost(
     live = LiveBytes()
     walk = Walk(layers, live)
     walk.run(model, tokens)
-    if left_out and not _are_alike(walk.calls[1], walk.calls[2]):
-        raise _UnlikeError
     boundary = _num_bytes(walk.calls[0].args[0])
     others = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
@@ -258,7 +307,7 @@ def step_cost(
         for tensor in _tensors_in((call.args[1:], call.kwargs))
     }
     cost = StepCost(
-        layers=_layer_costs(layers, walk.calls, left_out),
+        layers=_layer_costs(layers, walk.calls),
         boundary=boundary,
         shared=sum(others.values()),
         loss_peak=live.peak - walk.num_bytes + boundary,
@@ -268,24 +317,13 @@ def step_cost(
 
 
 @_without_watchers()
-def _layer_costs(
-    layers: Sequence[nn.Module], calls: "Sequence[Call]", left_out: int
-) -> list[LayerCost]:
-    """Return the cost of each layer, those left out included; runs one of each kind."""
+def _layer_costs(layers: Sequence[nn.Module], calls: "Sequence[Call]") -> list[LayerCost]:
+    """Return the cost of each layer; runs one of each kind."""
     costs: dict[object, LayerCost] = {}
     for layer, call in zip(layers, calls, strict=True):
         if call.kind not in costs:
             costs[call.kind] = layer_cost(layer, call.args, call.kwargs)
-    return lengthen([costs[call.kind] for call in calls], left_out)
-
-
-def _are_alike(call: "Call", other: "Call") -> bool:
-    """Whether two layers of one kind have equal arguments beside their inputs."""
-    given, others = (
-        [tensor.untyped_storage()._cdata for tensor in _tensors_in((each.args[1:], each.kwargs))]
-        for each in (call, other)
-    )
-    return call.kind == other.kind and given == others
+    return [costs[call.kind] for call in calls]
 
 
 class Call(NamedTuple):

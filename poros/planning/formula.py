@@ -44,8 +44,7 @@ from poros.config import MIN_SLOTS
 from poros.errors import VRAMBudgetError
 from poros.head.embedding import stays_on_host
 from poros.host.layout import BlockLayout, slot_sizes
-from poros.planning.optimizers import optimizer_cost
-from poros.planning.request import PlanRequest, Speeds
+from poros.planning.request import PlanRequest, Speeds, optimizer_cost
 from poros.replay.graphs import MOST_FLOP
 from poros.slots.schedule import divide
 

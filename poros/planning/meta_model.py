@@ -6,7 +6,7 @@ Plans read sizes off it, and run its layers there, where operators compute shape
 import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +20,16 @@ from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.kernels.nf4 import QUANT_TYPES, Format, double_quantization, own, part_tensors
-from poros.kernels.quantized import is_4bit
+from poros.kernels.nf4 import is_4bit, part_tensors
 from poros.loaders.build import one_at_a_time
+from poros.loaders.options import bits_and_bytes
 from poros.loaders.settings import configuration, describe_error, model_class_of
+from poros.loaders.slab_writer import quantize_on_meta
 from poros.loaders.source import find_config
 from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
 from poros.model.inspect import find_frozen, find_layers, require_language_model
 from poros.model.targets import excluded_modules
 from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
-from poros.planning.depth import are_alike, shorten
 from poros.planning.formula import Shapes, SlicedHead
 from poros.stream.frozen import FrozenTensor, small_parts
 
@@ -67,8 +67,6 @@ class Recipe:
     """Dtype of a parameter, and whether it is trained, where that is not what PEFT gives it."""
     adapter_dtype: torch.dtype | None = None
     """Of all that is trained, where that is not what PEFT gives it."""
-    is_whole: bool = True
-    """Whether each layer is made, though they may be alike."""
     vision: str = "keep"
     """As in ``poros.load``."""
     on_language_model: bool = False
@@ -104,11 +102,10 @@ class Recipe:
         config = source if isinstance(source, PreTrainedConfig) else _configuration(source, limits)
         return cls(
             config,
-            _quantization(quantization, dtype),
+            bits_and_bytes(quantization, dtype),
             dtype,
             {"default": adapters},
             adapter_dtype=adapter_dtype,
-            is_whole=not _is_same_everywhere(adapters),
             vision=vision,
             on_language_model=on_language_model,
         )
@@ -144,36 +141,13 @@ class Recipe:
             model_class=type(base),
         )
 
-    @property
-    def rank(self) -> int | None:
-        """The rank of its LoRA adapter, if that is the same everywhere, else None."""
-        (config, *others) = self.adapters.values()
-        if others or getattr(config, "rank_pattern", None) or config.peft_type != "LORA":
-            return None
-        return int(config.r)
-
-    def with_rank(self, rank: int) -> "Recipe":
-        """Copy the recipe with another LoRA rank."""
-        ((name, config),) = self.adapters.items()
-        changed: Any = copy.copy(config)
-        changed.r = rank
-        return replace(self, adapters={name: changed})
-
     def make(self) -> Any:
         """Build the model, ready to train.
 
         Raises:
             UnsupportedModelError: If its adapters are of a kind that plans do not count.
         """
-        return self.make_short(is_whole=True)[0]
-
-    def make_short(self, *, is_whole: bool = False) -> tuple[Any, int]:
-        """Build the model with four layers if all are alike; return it and the number left out."""
-        base = _plain(self.config, self.dtype, self.vision, self.model_class)
-        left_out = 0 if is_whole or self.is_whole else shorten(base)
-        _quantize(base, self.quantization, self.dtype)
-        if left_out and not are_alike(find_layers(base)[1]):
-            return self.make_short(is_whole=True)
+        base = meta_model(self.config, self.quantization, self.dtype, self.vision, self.model_class)
         adapters = dict(self.adapters)
         if self.on_language_model:
             adapters = copy.deepcopy(adapters)
@@ -193,19 +167,7 @@ class Recipe:
             for parameter in made.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(self.adapter_dtype)
-        return made.train(), left_out
-
-
-def _is_same_everywhere(config: Any) -> bool:
-    """Whether the configuration gives every layer the same adapters."""
-    targets = config.target_modules if config.peft_type == "LORA" else None
-    names = [targets] if isinstance(targets, str) else targets or ["0"]
-    by_layer = ("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
-    others = ("layer_replication", "modules_to_save", "exclude_modules", "target_parameters")
-    return not (
-        any(character.isdigit() for name in names for character in name)
-        or any(getattr(config, name, None) for name in (*by_layer, *others))
-    )
+        return made.train()
 
 
 class _Unfilled(TorchFunctionMode):
@@ -245,14 +207,8 @@ def meta_model(
     Raises:
         UnsupportedModelError: If there is none.
     """
-    model = _plain(config, dtype, vision, model_class)
-    _quantize(model, quantization, dtype)
-    return model
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-
-def _plain(
-    config: "PreTrainedConfig", dtype: torch.dtype, vision: str, model_class: Any = None
-) -> "PreTrainedModel":
     # The model keeps what it is made from, and notes its quantization there.
     config = copy.deepcopy(config)
     if model_class is None:
@@ -271,17 +227,8 @@ def _plain(
     text: Any = model.config.get_text_config(decoder=True)
     if getattr(text, "pad_token_id", None) is None and model.get_output_embeddings() is None:
         text.pad_token_id = 0  # a classifier of several rows asks for one, when it runs
-    return model
-
-
-def _quantize(
-    model: "PreTrainedModel", quantization: "BitsAndBytesConfig | None", dtype: torch.dtype
-) -> None:
-    """Quantize a new model on the meta device as loading does."""
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-
-    with one_at_a_time(), _META, _Unfilled():
-        if quantization is not None:
+    if quantization is not None:
+        with one_at_a_time(), _META, _Unfilled():
             head: Any = model.get_output_embeddings()
             if hasattr(head, "weight"):
                 # Not tied yet, as where it is loaded: the quantizer spares the last parameter.
@@ -296,6 +243,7 @@ def _quantize(
             quantizer.postprocess_model(model)
     model.tie_weights()
     model.requires_grad_(False)
+    return model
 
 
 def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]) -> nn.Module:
@@ -312,34 +260,11 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
     return adapted
 
 
-def quantize_on_meta(model: nn.Module) -> None:
-    """Give 4-bit modules whose weights have no memory the weights that quantizing would give."""
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        weight: Any = module._parameters.get("weight")
-        if not isinstance(module, Linear4bit) or is_4bit(weight):
-            continue
-        format = Format.of(weight)
-        form = format.form(weight.shape)
-        state = format.state(form, weight.shape, module.compute_dtype or weight.dtype)
-        packed = module._parameters["weight"] = format.weight(form["packed"], state, module)
-        own(module, packed)
-
-
 def _configuration(source: Any, limits: "Limits | None") -> "PreTrainedConfig":
     try:
         return configuration(*find_config(source, limits), {}, limits=limits)
     except CheckpointFormatError as error:
         raise UnsupportedModelError(f"expected a model that can be planned: {error}") from error
-
-
-def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
-    if kind is None:
-        return None
-    if kind not in QUANT_TYPES:
-        raise PolicyError(f"quantization: expected 'nf4', 'fp4' or None, found {quoted(kind)}")
-    return double_quantization(dtype, kind)
 
 
 def shapes_of(model: nn.Module) -> Shapes:

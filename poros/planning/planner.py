@@ -2,10 +2,11 @@
 
 import os
 import weakref
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
 from poros.planning.meta_model import Recipe
-from poros.planning.remedies import Remedies, Remedy, format_remedies
 from poros.planning.request import PlanRequest, require_positive
+from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
     from poros.loaders.limits import Limits
 
 _Result = TypeVar("_Result")
+
+LEAST_TOKENS = 64
+"""Of a row that is advised; what fits in less is no training."""
+
+
+class Remedy(NamedTuple):
+    """A field of a request, or of its policy, at a value that takes less memory."""
+
+    knob: str
+    value: int | bool
+    saved_num_bytes: int
+    """How much less the step needs then."""
+    fits: bool
 
 
 def plan(
@@ -163,7 +177,7 @@ class Planner:
 
     def remedies(self, request: PlanRequest) -> list[Remedy]:
         """Find what would make a step fit, each change alone; some seconds for 72B."""
-        return self._apart(lambda request: [*Remedies(self._cost_model(), request)], request)
+        return self._apart(lambda request: _remedies(self._cost_model(), request), request)
 
     @property
     def max_seq_len(self) -> int | None:
@@ -204,7 +218,7 @@ class Planner:
         try:
             return cost_model.plan(request)
         except VRAMBudgetError as error:
-            advice = format_remedies([*Remedies(cost_model, request)])
+            advice = format_remedies(_remedies(cost_model, request))
             raise VRAMBudgetError(f"{error}\n{advice}") from None
 
     def _quickest(self, found: MemoryPlan, request: PlanRequest) -> MemoryPlan:
@@ -227,6 +241,53 @@ class Planner:
         if self._known is None:
             self._known = CostModel(self._recipe)
         return self._known
+
+
+def _remedies(cost_model: CostModel, request: PlanRequest) -> list[Remedy]:
+    """Find for each setting the least change that fits, or the largest saving."""
+    budget = request.budget or 0
+    # With as few slots, kept layers and recordings as there may be, and boundaries where a budget
+    # that is too small would have them.
+    offload = request.policy.offload_boundaries is not False
+    request = request.override(
+        vram_budget=None, offload_boundaries=offload, without_recordings=True
+    )
+    before = cost_model.plan(request).total_num_bytes
+
+    def changed(knob: str, value: int | bool) -> Remedy:
+        needed = cost_model.plan(request.override(**{knob: value})).total_num_bytes
+        return Remedy(knob, value, before - needed, needed <= budget)
+
+    ranges = {
+        "block_size": (1, request.policy.block_size),
+        "seq_len": (LEAST_TOKENS, request.seq_len),
+        "batch_size": (1, request.batch_size),
+    }
+    tried = [] if offload else [changed("offload_boundaries", True)]
+    for knob, (lowest, most) in ranges.items():
+        if most <= lowest:
+            continue
+        found = changed(knob, lowest)
+        if found.fits:
+            larger = range(lowest + 1, most)
+            number = bisect_left(larger, True, key=lambda each: not changed(knob, each).fits)
+            found = changed(knob, lowest + number)
+        tried.append(found)
+    return [found for found in tried if found.saved_num_bytes > 0]
+
+
+def format_remedies(remedies: Sequence[Remedy]) -> str:
+    """Format remedies: a line of those that make it fit, and a line of the others."""
+    fitting = [f"{found.knob}={found.value}" for found in remedies if found.fits]
+    saving = [
+        f"{found.knob}={found.value} ({size(found.saved_num_bytes)})"
+        for found in remedies
+        if not found.fits
+    ]
+    line = f"What would make it fit, each change alone: {'; '.join(fitting) or 'only more memory'}"
+    if not saving:
+        return line
+    return f"{line}\nWhat would save memory, but not enough alone: {'; '.join(saving)}"
 
 
 def _adapters_of(model: Any) -> object:

@@ -1,11 +1,18 @@
-"""The request of a plan: one step's shape, budget and policy."""
+"""The request of a plan: one step's shape, budget and policy, and what its optimizer keeps."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from poros.config import StreamingPolicy, parse_num_bytes
 from poros.errors import PolicyError
+
+_MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256
+"""bitsandbytes keeps smaller states in float32, and one float32 scale per block of others."""
+_8BIT = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit")
+COUNTED = ("adamw_torch_fused", "adamw_torch", *_8BIT, "sgd")
+"""Optimizers whose states are counted as they are."""
 
 
 @dataclass(frozen=True)
@@ -118,3 +125,45 @@ def require_positive(name: str, value: object) -> None:
     """Raise ``PolicyError`` unless ``value`` is a whole number above zero."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PolicyError(f"{name}: expected a positive whole number, found {value!r}")
+
+
+class OptimizerCost(NamedTuple):
+    """Bytes of an optimizer."""
+
+    state: int
+    temporaries: int = 0
+    """During its step."""
+
+
+def optimizer_cost(request: PlanRequest, adapter_sizes: Sequence[tuple[int, int]]) -> OptimizerCost:
+    """Count what an optimizer keeps for a model's adapters, and needs during its step.
+
+    Args:
+        request: Names it.
+        adapter_sizes: Elements and bytes of every trainable parameter.
+
+    Raises:
+        PolicyError: If it is not one of ``COUNTED``.
+    """
+    name = request.optimizer
+    if request.optimizer_num_bytes is not None:
+        return OptimizerCost(request.optimizer_num_bytes)
+    if name not in COUNTED:
+        raise PolicyError(
+            f"optimizer: expected one of {', '.join(COUNTED)}, found {name!r}; for another one "
+            "give poros.plan optimizer_num_bytes"
+        )
+    adapters = sum(size for _, size in adapter_sizes)
+    if name in _8BIT:
+        # Paged states leave the device only while something else needs the room.
+        return OptimizerCost(sum(_two_8bit_states(number) for number, _ in adapter_sizes))
+    if name == "sgd":
+        return OptimizerCost(0)
+    # The foreach implementation takes the roots of all second moments at once.
+    return OptimizerCost(2 * adapters, adapters if name == "adamw_torch" else 0)
+
+
+def _two_8bit_states(num_elements: int) -> int:
+    if num_elements < _MIN_8BIT_NUM_ELEMENTS:
+        return 2 * 4 * num_elements
+    return 2 * (num_elements + 4 * -(-num_elements // _8BIT_BLOCK))

@@ -188,7 +188,7 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             "expected either num_train_epochs (--epochs) or max_steps (--steps), found both; "
             "remove one of them",
         )
-    for key, setting in settings():
+    for key, setting in settings().items():
         is_used = given.get(key) not in (None, False, "auto")
         if is_used and training.method not in setting.methods:
             draft.problem(

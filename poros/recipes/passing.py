@@ -6,10 +6,12 @@ them imports the libraries, which takes seconds, so it waits until a recipe name
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Literal, get_type_hints
 
+from poros.errors import RecipeError, quoted
 from poros.recipes.recipe import METHODS
 from poros.recipes.values import Kind, choice, kind_of
 
@@ -26,6 +28,7 @@ _TRAINING = {
     "torch_compile_backend torch_compile_mode",
     "training.use_liger_kernel (--liger) takes Liger's norms, feed-forwards and rotary embeddings; "
     "the loss is computed by Poros, in slices of the head": "liger_kernel_config",
+    "it takes the logits of a batch whole, from a forward of its own": "label_smoothing_factor",
     "a plan says before the run what fits: poros plan": "auto_find_batch_size",
     "it is for optimizers of whole matrices, and adapters have none": "optim_target_modules",
     "poros finetune trains on one GPU: start a script with accelerate": "deepspeed fsdp "
@@ -115,6 +118,22 @@ def kinds(section: str, method: str) -> dict[str, Kind]:
     return found
 
 
+@contextmanager
+def refusals(section: str, library: str) -> Iterator[None]:
+    """Turn what a library refuses in the body into one error.
+
+    Raises:
+        RecipeError: With what it says.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise RecipeError(
+            f"{section}: expected settings that go together, found that {library} refuses them: "
+            f"{quoted(str(error), is_bare=True, limit=600)}; change one of them"
+        ) from error
+
+
 def remedy(section: str, name: str, method: str) -> str | None:
     """What an unknown name may have meant: a field of it, or of another method."""
     others = [
@@ -155,15 +174,13 @@ def _particular(name: str, method: str) -> Kind | None:
             "weights in a script)"
         )
         bad = [each for each in (*known, "flora") if any(part in each for part in _OPTIMIZERS)]
-        refusals = dict.fromkeys(bad, why)
-        refusals["adamw"] = "expected a name of transformers, found adamw; it is adamw_torch_fused"
-        return choice(*(each for each in known if each not in bad), refused=refusals)
+        return choice(*(each for each in known if each not in bad), refused=bad, why=why)
     if name == "init_lora_weights":
         why = (
             f"expected one of {', '.join(_INITS)}, found one of those which change the base, or "
             "read it; `poros merge` and `poros chat` take it as it is"
         )
-        one = choice(*_INITS, refused=dict.fromkeys(_OTHER_INITS, why))
+        one = choice(*_INITS, refused=_OTHER_INITS, why=why)
 
         def read(text: str) -> bool | str:
             found: str = one.of(text.lower())

@@ -60,10 +60,9 @@ class Draft:
     def recipe(self) -> Recipe:
         """Build the recipe, with defaults for what is not set. Needs a draft without problems."""
         parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-        own = dict(settings())
         for key, value in self.values.items():
             section, name = key.split(".")
-            where = parts[section] if key in own else parts[section].setdefault("more", {})
+            where = parts[section] if key in settings() else parts[section].setdefault("more", {})
             where[name] = value
         return Recipe(**{name: SECTIONS[name](**values) for name, values in parts.items()})
 
@@ -106,7 +105,7 @@ def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
 
 
 def _flag(key: str) -> str:
-    return next((setting.flag for name, setting in settings() if name == key), "")
+    return settings()[key].flag if key in settings() else ""
 
 
 def _tree(node: "Node | None", seen: set[int] | None = None) -> Any:
@@ -147,12 +146,11 @@ def _from_flag(text: str) -> Any:
 
 def _read_values(draft: Draft) -> None:
     """Turn what was written into values, each of the kind of its setting."""
-    own = dict(settings())
     given = draft.written.get("training.method")
     method = given if given in METHODS else METHODS[0]
     for key, written in draft.written.items():
         name = key.partition(".")[2]
-        setting = own.get(key)
+        setting = settings().get(key)
         default = setting.default if setting is not None else None
         if written is None and default is None and setting is not None:
             continue
@@ -174,8 +172,7 @@ def _read_values(draft: Draft) -> None:
 def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
     """The kind of a library's field; None, and a problem noted, if a recipe does not take it."""
     section, name = key.split(".", 1)
-    is_own = key in dict(settings())
-    why = None if is_own else passing.refused(section, name, method)
+    why = None if key in settings() else passing.refused(section, name, method)
     if why is not None:
         draft.problem(key, f"expected a field that a recipe passes on, found one of others: {why}")
         return None
@@ -285,7 +282,7 @@ def _note(draft: Draft, key: str, value: "Node", entry: "Node") -> None:
 
 def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None) -> None:
     """Note an unknown name: of a setting, or of a section if ``section`` is empty."""
-    own = dict(settings())
+    own = settings()
     known = [each.split(".")[1] for each in own if each.startswith(f"{section}.")]
     known = known if section else list(SECTIONS)
     flag = f"--{name.replace('_', '-')}"

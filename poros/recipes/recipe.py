@@ -3,48 +3,49 @@
 Every field has a default that suits a person with one 24 GB card, so a recipe needs no more than a
 model and data. ``adapter`` and ``training`` take PEFT's and TRL's fields under their names
 (``poros.recipes.passing``); those that stand here have a default of ours, or a flag of the command
-line. A field's ``Kind`` reads its value from a file or a flag, and its line of help serves both.
+line. A field's type says how its value is read from a file or a flag; its line of help serves both.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from poros.config import ADAPTER_KERNELS
 from poros.recipes.values import (
     Kind,
     choice,
+    kind_of,
+    modules,
     one_or_several,
     real,
     share_or_number,
     share_or_source,
     size,
-    switch,
-    text,
     whole,
-    words,
 )
 
-METHODS = ("sft", "dpo", "kto", "reward")
+Method = Literal["sft", "dpo", "kto", "reward"]
+METHODS: tuple[str, ...] = get_args(Method)
 FEWEST_UPDATES = 50
 """With fewer, ``gradient_accumulation_steps: auto`` accumulates less."""
 MOST_ACCUMULATED = 8
 
 
-def _setting(
-    default: Any,
-    kind: Kind | None,
-    flag: str,
-    about: str,
-    methods: tuple[str, ...] = METHODS,
-) -> Any:
-    metadata = {"kind": kind, "flag": flag, "about": about, "methods": methods}
+THEIRS = None
+"""Stands for the kind of the library's field of the same name."""
+Size = Annotated[str, size()]
+Count = Annotated[int, whole(1, 4096)]
+Number = Annotated[int, whole()]
+Several = Annotated[int, whole(2)]
+Positive = Annotated[float, real(0, is_above=True)]
+Share = Annotated[float, real(0, 0.9)]
+Often = Annotated[float, share_or_number(is_above=True)]
+
+
+def _setting(default: Any, flag: str, about: str, methods: tuple[str, ...] = METHODS) -> Any:
+    metadata = {"flag": flag, "about": about, "methods": methods}
     return field(default=default, metadata=metadata)
-
-
-def _rate(most: float = math.inf) -> Kind:
-    return real(0, most, is_above=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,37 +53,31 @@ class ModelPart:
     """The base that stays as it is."""
 
     source: str = _setting(
-        "", text(), "MODEL", "Checkpoint folder, store written by `poros load`, or name on the hub."
+        "", "MODEL", "Checkpoint folder, store written by `poros load`, or name on the hub."
     )
-    quantization: str = _setting(
-        "nf4",
-        choice("nf4", "fp4", "none"),
-        "--quantization",
-        "Quantization of the base; none keeps it dense.",
+    quantization: Literal["nf4", "fp4", "none"] = _setting(
+        "nf4", "--quantization", "Quantization of the base; none keeps it dense."
     )
-    dtype: str = _setting(
+    dtype: Literal["bfloat16", "float16", "float32"] = _setting(
         "bfloat16",
-        choice("bfloat16", "float16", "float32"),
         "--dtype",
         "Dtype in which the base computes, and of its weights that are not quantized.",
     )
     attention: str | None = _setting(
         None,
-        text(),
         "--attention",
         "Attention of transformers: sdpa, eager, flash_attention_2, ...; default: its choice.",
     )
-    vision: str = _setting(
+    vision: Literal["keep", "drop"] = _setting(
         "keep",
-        choice("keep", "drop"),
         "--vision",
         "Towers of the base for images and sound: keep them on the device, or drop them.",
     )
     store: str | None = _setting(
-        None, text(), "--store", "Folder that keeps the quantized base for the next run."
+        None, "--store", "Folder that keeps the quantized base for the next run."
     )
-    host_budget: str | None = _setting(
-        None, size(), "--host-budget", "Host memory for the base; the rest is read from the store."
+    host_budget: Size | None = _setting(
+        None, "--host-budget", "Host memory for the base; the rest is read from the store."
     )
 
 
@@ -90,30 +85,21 @@ class ModelPart:
 class DataPart:
     """What it is trained on."""
 
-    source: str | tuple[str, ...] = _setting(
+    source: Annotated[str | tuple[str, ...], one_or_several()] = _setting(
         "",
-        one_or_several(text()),
         "DATA",
         "File or folder of rows (JSON, CSV, Parquet), or name of a data set on the hub; or a list.",
     )
-    config: str | None = _setting(
-        None, text(), "--config", "Configuration of a data set on the hub."
-    )
-    split: str | None = _setting(
-        None, text(), "--split", "Split of a data set on the hub; default: train."
-    )
-    validation: float | str = _setting(
-        0.0,
-        share_or_source(),
-        "--validation",
-        "Share of the rows that is held out, or a file of rows.",
+    config: str | None = _setting(None, "--config", "Configuration of a data set on the hub.")
+    split: str | None = _setting(None, "--split", "Split of a data set on the hub; default: train.")
+    validation: Annotated[float | str, share_or_source()] = _setting(
+        0.0, "--validation", "Share of the rows that is held out, or a file of rows."
     )
     chat_template: str = _setting(
-        "model", text(), "--chat-template", "model: its own; chatml, llama3; or a .jinja file."
+        "model", "--chat-template", "model: its own; chatml, llama3; or a .jinja file."
     )
-    loss_on: str = _setting(
+    loss_on: Literal["auto", "assistant", "completion", "all"] = _setting(
         "auto",
-        choice("auto", "assistant", "completion", "all"),
         "--loss-on",
         "Tokens to train on; auto: the assistant's messages, completions, or all of plain text.",
     )
@@ -128,26 +114,18 @@ class DataPart:
 class AdapterPart:
     """What is trained: fields of ``peft.LoraConfig``."""
 
-    r: int = _setting(16, whole(1, 4096), "--rank", "Rank of the adapter's matrices.")
-    lora_alpha: float | None = _setting(
-        None,
-        real(0, is_above=True),
-        "--alpha",
-        "LoRA alpha, the numerator of the scaling; default: 2 x rank.",
+    r: Count = _setting(16, "--rank", "Rank of the adapter's matrices.")
+    lora_alpha: Positive | None = _setting(
+        None, "--alpha", "LoRA alpha, the numerator of the scaling; default: 2 x rank."
     )
-    lora_dropout: float = _setting(
-        0.0, real(0, 0.9), "--dropout", "Dropout on the adapter's input."
+    lora_dropout: Share = _setting(0.0, "--dropout", "Dropout on the adapter's input.")
+    target_modules: Annotated[str | tuple[str, ...], modules()] = _setting(
+        "all-linear", "--target-modules", "Modules that get an adapter."
     )
-    target_modules: str | tuple[str, ...] = _setting(
-        "all-linear", words("all-linear"), "--target-modules", "Modules that get an adapter."
-    )
-    use_dora: bool = _setting(False, switch(), "", "")
-    use_rslora: bool = _setting(False, switch(), "", "")
-    dtype: str = _setting(
-        "float32",
-        choice("float32", "bfloat16"),
-        "--adapter-dtype",
-        "Dtype of the adapter's weights.",
+    use_dora: bool = _setting(False, "", "")
+    use_rslora: bool = _setting(False, "", "")
+    dtype: Literal["float32", "bfloat16"] = _setting(
+        "float32", "--adapter-dtype", "Dtype of the adapter's weights."
     )
     more: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of ``LoraConfig``."""
@@ -157,124 +135,88 @@ class AdapterPart:
 class TrainingPart:
     """How it is trained: fields of TRL's configuration of the method, and four of ours."""
 
-    method: str = _setting(
+    method: Method = _setting(
         "sft",
-        choice(*METHODS),
         "--method",
         "sft: on examples; dpo: on preferences; kto: on answers that are good or bad; reward: a "
         "reward model, on preferences.",
     )
-    num_train_epochs: float = _setting(
-        1.0, real(0, 1e4, is_above=True), "--epochs", "Number of passes over all rows."
+    num_train_epochs: Positive = _setting(1.0, "--epochs", "Number of passes over all rows.")
+    max_steps: Number | None = _setting(
+        None, "--steps", "Number of optimizer steps, instead of epochs."
     )
-    max_steps: int | None = _setting(
-        None, whole(), "--steps", "Number of optimizer steps, instead of epochs."
+    per_device_train_batch_size: Count = _setting(
+        1, "--batch-size", "Rows per micro-batch; 2 with kto."
     )
-    per_device_train_batch_size: int = _setting(
-        1, whole(1, 4096), "--batch-size", "Rows per micro-batch; 2 with kto."
-    )
-    gradient_accumulation_steps: int | str = _setting(
+    gradient_accumulation_steps: Count | Literal["auto"] = _setting(
         "auto",
-        whole(1, 4096, "auto"),
         "--accumulation",
         "Micro-batches of a step, for which a block is loaded once; auto: "
         f"{MOST_ACCUMULATED}, or fewer where that would be less than {FEWEST_UPDATES} steps.",
     )
-    learning_rate: float = _setting(
-        2e-4,
-        _rate(10),
-        "--lr",
-        "Peak learning rate; 2e-05 with dpo and kto, 0.0001 with reward.",
+    learning_rate: Annotated[float, real(0, 10, is_above=True)] = _setting(
+        2e-4, "--lr", "Peak learning rate; 2e-05 with dpo and kto, 0.0001 with reward."
     )
-    lr_scheduler_type: str = _setting(
-        "cosine",
-        None,
-        "--schedule",
-        "Learning-rate schedule after the warm-up: linear, constant, ...",
+    lr_scheduler_type: Annotated[str, THEIRS] = _setting(
+        "cosine", "--schedule", "Learning-rate schedule after the warm-up: linear, constant, ..."
     )
-    warmup_steps: float = _setting(
-        0.03, share_or_number(), "--warmup", "Warm-up steps: a share below 1, or a number."
+    warmup_steps: Annotated[float, share_or_number()] = _setting(
+        0.03, "--warmup", "Warm-up steps: a share below 1, or a number."
     )
-    optim: str = _setting(
+    optim: Annotated[str, THEIRS] = _setting(
         "adamw_torch_fused",
-        None,
         "--optimizer",
         "Optimizer, by its name in transformers: adamw_8bit, sgd, ...",
     )
-    weight_decay: float = _setting(
-        0.0, real(0, 10), "--weight-decay", "Weight decay of the adapter."
-    )
+    weight_decay: float = _setting(0.0, "--weight-decay", "Weight decay of the adapter.")
     max_grad_norm: float = _setting(
-        1.0, real(0), "--max-grad-norm", "Norm at which gradients are clipped; 0 does not clip."
+        1.0, "--max-grad-norm", "Norm at which gradients are clipped; 0 does not clip."
     )
-    lora_plus: float | None = _setting(
-        None, _rate(), "--lora-plus", "LoRA+: ratio of the rates of B and A, about 16."
+    lora_plus: Positive | None = _setting(
+        None, "--lora-plus", "LoRA+: ratio of the rates of B and A, about 16."
     )
-    bf16: bool | str = _setting(
+    bf16: bool | Literal["auto"] = _setting(
         "auto",
-        switch("auto"),
         "--bf16",
         "Multiply in bfloat16 (autocast) and keep the adapter's dtype; auto: on a GPU.",
     )
-    use_liger_kernel: bool | str = _setting(
+    use_liger_kernel: bool | Literal["auto"] = _setting(
         "auto",
-        switch("auto"),
         "--liger",
         "Liger's norms, feed-forwards and rotary embeddings; auto: on a GPU, if they are there.",
     )
-    adapter_kernels: str = _setting(
-        "fused",
-        choice(*ADAPTER_KERNELS),
+    adapter_kernels: Annotated[str, choice("auto", *ADAPTER_KERNELS)] = _setting(
+        "auto",
         "--adapter-kernels",
-        "Kernels of the adapter; grouped: fewer products, within rounding of PEFT's.",
+        "Kernels of the adapter. grouped: fewer products, within rounding of PEFT's; auto: "
+        "grouped for LoRA without dropout in bfloat16 on a GPU, else fused.",
     )
-    beta: float = _setting(
+    beta: Positive = _setting(
         0.1,
-        _rate(),
         "--beta",
         "Beta of DPO and KTO: how close the model stays to the base.",
         methods=("dpo", "kto"),
     )
-    label_smoothing_factor: float = _setting(
-        0.0,
-        real(0, 0.9),
-        "--label-smoothing",
-        "Label smoothing: share of the target that is spread over all tokens.",
-        methods=("sft",),
+    max_length: Annotated[int, whole(8)] = _setting(
+        2048, "--max-length", "Most tokens of a row; longer rows are cut."
     )
-    z_loss: float | None = _setting(
-        None,
-        real(0),
-        "--z-loss",
-        "z-loss: weight of the squared logarithm of the softmax's denominator.",
-        methods=("sft",),
-    )
-    max_length: int = _setting(
-        2048, whole(8, 2**24), "--max-length", "Most tokens of a row; longer rows are cut."
-    )
-    packing: bool | str = _setting(
+    packing: bool | Literal["auto"] = _setting(
         "auto",
-        switch("auto"),
         "--packing",
         "Pack several documents into a row; each attends only to itself.",
         methods=("sft",),
     )
-    pad_to_multiple_of: int = _setting(
-        64, whole(1, 4096), "--pad-to", "Rows are padded to a multiple of this many tokens."
+    pad_to_multiple_of: Count = _setting(
+        64, "--pad-to", "Rows are padded to a multiple of this many tokens."
     )
-    seed: int = _setting(0, whole(0, 2**31 - 1), "--seed", "Random seed.")
-    save_steps: float = _setting(
-        50, share_or_number(is_above=True), "--save-every", "Steps between checkpoints."
+    seed: int = _setting(0, "--seed", "Random seed.")
+    save_steps: Often = _setting(50, "--save-every", "Steps between checkpoints.")
+    save_total_limit: Several = _setting(2, "--keep", "Number of checkpoints to keep.")
+    eval_steps: Often | None = _setting(
+        None, "--evaluate-every", "Steps between validations; default: once an epoch."
     )
-    save_total_limit: int = _setting(2, whole(2, 1000), "--keep", "Number of checkpoints to keep.")
-    eval_steps: float | None = _setting(
-        None,
-        share_or_number(is_above=True),
-        "--evaluate-every",
-        "Steps between validations; default: once an epoch.",
-    )
-    early_stopping_patience: int | None = _setting(
-        None, whole(), "--early-stopping", "Stop after so many validations without a better loss."
+    early_stopping_patience: Number | None = _setting(
+        None, "--early-stopping", "Stop after so many validations without a better loss."
     )
     more: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of TRL's configuration."""
@@ -289,20 +231,15 @@ class TrainingPart:
 class MemoryPart:
     """Where the base lies meanwhile."""
 
-    vram: str | None = _setting(
-        None, size(), "--vram", "GPU memory budget; default: the free memory."
-    )
-    slots: int | None = _setting(
-        None, whole(2), "--slots", "Blocks on the GPU at a time, instead of --vram."
+    vram: Size | None = _setting(None, "--vram", "GPU memory budget; default: the free memory.")
+    slots: Several | None = _setting(
+        None, "--slots", "Blocks on the GPU at a time, instead of --vram."
     )
     resident: bool = _setting(
-        False, switch(), "--resident", "Keep the whole base on the device: nothing is streamed."
+        False, "--resident", "Keep the whole base on the device: nothing is streamed."
     )
-    device: str | None = _setting(
-        None,
-        choice("cpu", "cuda", "cuda:0"),
-        "--device",
-        "The device; CUDA_VISIBLE_DEVICES=N chooses among several GPUs.",
+    device: Literal["cpu", "cuda", "cuda:0"] | None = _setting(
+        None, "--device", "The device; CUDA_VISIBLE_DEVICES=N chooses among several GPUs."
     )
 
 
@@ -311,16 +248,13 @@ class OutputPart:
     """What is written."""
 
     folder: str | None = _setting(
-        None, text(), "--out", "Folder of the run; default: runs/MODEL-DATA-METHOD."
+        None, "--out", "Folder of the run; default: runs/MODEL-DATA-METHOD."
     )
     merged: str | None = _setting(
-        None, text(), "--merged", "Folder for the base with the adapter in it, a checkpoint."
+        None, "--merged", "Folder for the base with the adapter in it, a checkpoint."
     )
-    trace_step: int | None = _setting(
-        None,
-        whole(),
-        "--trace-step",
-        "Record this step for `poros report`; the step then takes longer.",
+    trace_step: Number | None = _setting(
+        None, "--trace-step", "Record this step for `poros report`; the step then takes longer."
     )
 
 
@@ -341,6 +275,15 @@ class Recipe:
             return device_type == "cuda" and self.model.dtype == "bfloat16"
         return bool(self.training.bf16)
 
+    def adapter_kernels(self, device_type: str) -> str:
+        """The kernels of the adapter, as ``poros.prepare`` takes them."""
+        if self.training.adapter_kernels != "auto":
+            return self.training.adapter_kernels
+        adapter = self.adapter
+        is_plain = not adapter.use_dora and not adapter.lora_dropout
+        is_grouped = is_plain and device_type == "cuda" and self.is_autocast(device_type)
+        return "grouped" if is_grouped else "fused"
+
     @property
     def is_packed(self) -> bool:
         """Whether several documents share a row."""
@@ -352,7 +295,7 @@ class Recipe:
         given = self.adapter.lora_alpha
         return 2.0 * self.adapter.r if given is None else given
 
-    def accumulating(self, number: int | str) -> "Recipe":
+    def accumulating(self, number: int | Literal["auto"]) -> "Recipe":
         """The recipe with another number of micro-batches a step."""
         training = replace(self.training, gradient_accumulation_steps=number)
         return replace(self, training=training)
@@ -361,7 +304,7 @@ class Recipe:
         """Plain values, section by section; what is None or decides nothing is left out."""
         training = self.training
         found: dict[str, dict[str, Any]] = {}
-        for key, setting in settings():
+        for key, setting in settings().items():
             section, name = key.split(".")
             value = getattr(getattr(self, section), name)
             is_idle = training.method not in setting.methods or (
@@ -382,14 +325,7 @@ class Recipe:
         return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
-SECTIONS = {
-    "model": ModelPart,
-    "data": DataPart,
-    "adapter": AdapterPart,
-    "training": TrainingPart,
-    "memory": MemoryPart,
-    "output": OutputPart,
-}
+SECTIONS: dict[str, Any] = get_type_hints(Recipe)
 
 
 @dataclass(frozen=True)
@@ -405,9 +341,15 @@ class Setting:
     """Methods that it decides anything for."""
 
 
-def settings() -> Iterator[tuple[str, Setting]]:
+@cache
+def settings() -> dict[str, Setting]:
     """All settings with a default of ours by their dotted keys, in order."""
+    found = {}
     for section, part in SECTIONS.items():
+        hints = get_type_hints(part, include_extras=True)
         for each in fields(part):
             if each.metadata:
-                yield f"{section}.{each.name}", Setting(default=each.default, **each.metadata)
+                is_theirs = THEIRS in get_args(hints[each.name])
+                kind = None if is_theirs else kind_of(hints[each.name])
+                found[f"{section}.{each.name}"] = Setting(each.default, kind, **each.metadata)
+    return found

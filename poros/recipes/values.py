@@ -7,10 +7,10 @@ import enum
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from poros.config import LEAST_BUDGET, parse_num_bytes
 from poros.errors import PolicyError, quoted
@@ -33,11 +33,13 @@ class Kind:
         expects: In words, for people: "a number above 0".
         read: From what was written; raises ``ValueError`` if it is none of these.
         takes_list: Whether it may be a list or a mapping.
+        shown: In the help of the command line.
     """
 
     expects: str
     read: Callable[[Any], Any]
     takes_list: bool = False
+    shown: str = "TEXT"
 
     def of(self, written: Any) -> Any:
         """The value of a text, a list or a mapping.
@@ -50,7 +52,7 @@ class Kind:
                 return self.read(written)
         except UnexpectedValueError:
             raise
-        except (ValueError, OverflowError, RuntimeError, PolicyError):
+        except (ValueError, OverflowError, RuntimeError, LookupError, PolicyError):
             pass
         raise UnexpectedValueError(f"expected {self.expects}, found {described(written)}")
 
@@ -64,35 +66,32 @@ def described(written: Any) -> str:
     return "nothing" if written is None else quoted(written, limit=60)
 
 
-def whole(least: int = 1, most: int = 2**31 - 1, *others: str) -> Kind:
-    """Make a kind of whole numbers within bounds, or some names; it reads ``1_000`` and ``1e3``."""
+def whole(least: int = 1, most: int = 2**31 - 1) -> Kind:
+    """Make a kind of whole numbers within bounds; it reads ``1_000`` and ``1e3``."""
 
-    def read(text: str) -> int | str:
-        if text in others:
-            return text
+    def read(text: str) -> int:
         number = float(text) if re.fullmatch(r"[0-9.]+[eE][+]?[0-9]+", text) else int(text)
         if number != int(number) or not least <= number <= most:
             raise ValueError
         return int(number)
 
     upper = f" to {most}" if most < 2**31 - 1 else " or more"
-    return Kind(" or ".join((f"a whole number, {least}{upper}", *others)), read)
+    return Kind(f"a whole number, {least}{upper}", read, shown="INTEGER")
 
 
 def real(least: float, most: float = math.inf, *, is_above: bool = False) -> Kind:
-    """A number within bounds, of which the lower does not count itself if ``is_above``."""
+    """A finite number within bounds, of which the lower does not count itself if ``is_above``."""
 
     def read(text: str) -> float:
         number = float(text)
-        if not math.isfinite(number) or not least <= number <= most:
-            raise ValueError
-        if is_above and number == least:
+        is_within = number > least if is_above else number >= least
+        if not (is_within and number <= most and math.isfinite(number)):
             raise ValueError
         return number
 
     lower = f"above {least:g}" if is_above else f"from {least:g}"
     upper = "" if most == math.inf else f" up to {most:g}"
-    return Kind(f"a number {lower}{upper}", read)
+    return Kind(f"a number {lower}{upper}", read, shown="NUMBER")
 
 
 def share_or_number(*, is_above: bool = False) -> Kind:
@@ -103,35 +102,18 @@ def share_or_number(*, is_above: bool = False) -> Kind:
         number: float = share.read(text)
         return number if number < 1 else whole().read(text)
 
-    return Kind(f"{share.expects} and below 1, or a whole number", read)
+    return Kind(f"{share.expects} and below 1, or a whole number", read, shown="NUMBER")
 
 
-def choice(*names: str, refused: Mapping[str, str] | None = None) -> Kind:
+def choice(*names: str, refused: Iterable[str] = (), why: str = "") -> Kind:
     """One of some names; of those that are ``refused``, why."""
 
     def read(text: str) -> str:
-        if text in (refused or {}):
-            raise UnexpectedValueError((refused or {})[text])
-        if text not in names:
-            raise ValueError
-        return text
+        if text in refused:
+            raise UnexpectedValueError(why)
+        return {name: name for name in names}[text]
 
-    return Kind(f"one of {', '.join(names)}", read)
-
-
-def switch(*others: str) -> Kind:
-    """Yes or no, or one of some names."""
-
-    def read(text: str) -> bool | str:
-        return text if text in others else _in(TRUTH, text.lower())
-
-    return Kind(" or ".join(("true or false", *others)), read)
-
-
-def _in(values: Mapping[str, Any], name: str) -> Any:
-    if name not in values:
-        raise ValueError
-    return values[name]
+    return Kind(f"one of {', '.join(names)}", read, shown="|".join(names))
 
 
 def size() -> Kind:
@@ -141,12 +123,7 @@ def size() -> Kind:
         parse_num_bytes(text, "size", at_least=LEAST_BUDGET)
         return text
 
-    return Kind("a size such as 22GiB or 24GB", read)
-
-
-def text() -> Kind:
-    """Any text that is not empty and names no home of an unknown user."""
-    return Kind("a text that is not empty, with ~NAME only for a user that is there", _text)
+    return Kind("a size such as 22GiB or 24GB", read, shown="SIZE")
 
 
 def _text(text: str) -> str:
@@ -156,15 +133,13 @@ def _text(text: str) -> str:
     return text
 
 
-def one_or_several(kind: Kind) -> Kind:
-    """A value of a kind, or a list of them, which becomes a tuple."""
+def one_or_several() -> Kind:
+    """A text, or a list of them, which becomes a tuple."""
 
     def read(written: Any) -> Any:
-        if isinstance(written, list):
-            return tuple(kind.of(each) for each in written)
-        return kind.of(written)
+        return tuple(map(_TEXT.of, written)) if isinstance(written, list) else _TEXT.of(written)
 
-    return Kind(kind.expects, read, takes_list=True)
+    return Kind(_TEXT.expects, read, takes_list=True)
 
 
 def is_name(text: str) -> bool:
@@ -172,8 +147,8 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[\w.\- ]*", text) is not None
 
 
-def words(*alone: str) -> Kind:
-    """A name that stands alone, or a list of names."""
+def modules() -> Kind:
+    """``all-linear``, a list of names of modules, or a pattern, as PEFT takes them."""
 
     def read(written: Any) -> str | tuple[str, ...]:
         names = written if isinstance(written, list) else [written]
@@ -187,12 +162,8 @@ def words(*alone: str) -> Kind:
             raise ValueError
         return tuple(names) if isinstance(written, list) else str(written)
 
-    hint = f"{', '.join(alone)} or " if alone else ""
-    return Kind(
-        f"{hint}a list of names of modules such as [q_proj, v_proj], or a pattern",
-        read,
-        takes_list=True,
-    )
+    hint = "all-linear or a list of names of modules such as [q_proj, v_proj], or a pattern"
+    return Kind(hint, read, takes_list=True)
 
 
 def share_or_source() -> Kind:
@@ -207,7 +178,8 @@ def share_or_source() -> Kind:
             raise ValueError
         return number
 
-    return Kind("a share of the rows from 0 up to 0.5, or a file of rows", read)
+    expects = "a share of the rows from 0 up to 0.5, or a file of rows"
+    return Kind(expects, read, shown="NUMBER|FILE")
 
 
 def kind_of(hint: Any, choices: Iterable[str] = ()) -> Kind:
@@ -215,11 +187,13 @@ def kind_of(hint: Any, choices: Iterable[str] = ()) -> Kind:
 
     Args:
         hint: ``bool``, ``int``, ``float``, ``str``, an ``Enum``, ``Literal``, ``list``, ``dict``,
-            or a union of them.
+            one of them annotated with a kind, or a union of them.
         choices: The only values there are, if the field's metadata lists them.
     """
     members = [Literal[tuple(choices)]] if choices else _members(hint)
     kinds = [_member_kind(each) for each in members]
+    if len(kinds) == 1:
+        return kinds[0]
 
     def read(written: Any) -> Any:
         for each in kinds:
@@ -230,7 +204,8 @@ def kind_of(hint: Any, choices: Iterable[str] = ()) -> Kind:
         raise ValueError
 
     expects = " or ".join(dict.fromkeys(each.expects for each in kinds))
-    return Kind(expects, read, any(each.takes_list for each in kinds))
+    shown = "|".join(dict.fromkeys(each.shown for each in kinds))
+    return Kind(expects, read, any(each.takes_list for each in kinds), shown)
 
 
 def _members(hint: Any) -> list[Any]:
@@ -249,6 +224,9 @@ def _origin(hint: Any) -> Any:
 
 def _member_kind(member: Any) -> Kind:
     origin = _origin(member)
+    if origin is Annotated:
+        given: Kind = get_args(member)[1]
+        return given
     if origin is Literal and get_args(member) != (False,):
         return choice(*get_args(member))
     if isinstance(origin, enum.EnumType):
@@ -261,12 +239,9 @@ def _member_kind(member: Any) -> Kind:
             return [item.of(each) for each in (written if isinstance(written, list) else [written])]
 
         return Kind(f"a list of {item.expects}", read, takes_list=True)
-    kinds = {
-        **{bool: switch(), Literal: switch(), int: whole(0), float: real(0), str: text()},
-        dict: Kind("a mapping such as {name: value}", _mapping, takes_list=True),
-    }
-    nothing: dict[str, Any] = {}
-    return kinds.get(origin, Kind("nothing", lambda written: _in(nothing, written)))
+    kinds = {bool: _SWITCH, Literal: _SWITCH, int: whole(0), float: real(0), str: _TEXT}
+    mapping = Kind("a mapping such as {name: value}", _mapping, takes_list=True)
+    return {**kinds, dict: mapping}.get(origin, Kind("nothing", {}.__getitem__))
 
 
 def _mapping(written: Any) -> dict[str, Any]:
@@ -281,9 +256,13 @@ def _plain(written: Any) -> Any:
         return [_plain(each) for each in written]
     if not isinstance(written, str):
         return written and _mapping(written)
-    for kind in (switch(), whole(-(2**31)), real(-math.inf)):
+    for kind in (_SWITCH, whole(-(2**31)), real(-math.inf)):
         try:
             return kind.of(written)
         except UnexpectedValueError:
             continue
     return written
+
+
+_TEXT = Kind("a text that is not empty, with ~NAME only for a user that is there", _text)
+_SWITCH = Kind("true or false", lambda text: TRUTH[text.lower()], shown="BOOL")

@@ -251,6 +251,11 @@ class CallFacts:
         self.uses = uses
         self.gives_casts = self._call.shares_casts or uses.has_meeting_casts(len(self.specs))
 
+    @property
+    def may_be_apart(self) -> bool:
+        """Whether gradients need no graph around it: it gives one result, and none of casts."""
+        return len(self.forms) == 1 and self.forms[0][2] and not self.gives_casts
+
     def is_of_adapter(self, use: int) -> bool:
         """Whether the gradient for that use is an adapter's."""
         return self.uses.sources[use].number >= len(self.specs)

@@ -42,7 +42,7 @@ from poros.replay.call import CHECK, CallFacts, LayerCall
 from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
-from poros.replay.remat import rematerialize
+from poros.replay.remat import ReplayedVisit, rematerialize
 from poros.replay.routing import Gradients, Tensors
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
@@ -222,6 +222,10 @@ class Captures:
         if form.kind == "kept":
             self._held.add(form)
         differentiate = partial(self.backward, call, form, facts)
+        apart = call.layer.context.without_graph
+        if apart is not None and facts.may_be_apart:
+            apart.append(ReplayedVisit(call, form, facts, kept, differentiate))
+            return facts.result_of(results)
         return rematerialize(call, form, facts, results, kept, differentiate)
 
     def _note_visit(self, form: Form) -> None:

@@ -19,11 +19,12 @@ gradients enabled: a kernel that looks at the grad mode (a fused attention backe
 same path in the forward, in the recomputation and in a resident run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from poros.errors import RematerializationError
 from poros.kernels.nodes import unwritten_tensors
 from poros.replay.call import CallFacts, LayerCall
 from poros.replay.forms import Form
@@ -82,12 +83,7 @@ class RematerializeLayer(torch.autograd.Function):
         # once_differentiable lets a constant incoming gradient pass, and drops the second order.
         if torch.is_grad_enabled():
             call.refuse_second_order()
-        tensors = unwritten_tensors(
-            ctx,
-            f"{call.layer.name}: its input, another tensor it was given or one of its adapters was "
-            "edited in place between forward and backward (an optimizer step in between?), so the "
-            "forward cannot be recomputed; edit it after backward",
-        )
+        tensors = unwritten_tensors(ctx, _written(call))
         call.require_unchanged()
         found = ctx.differentiate(tensors, gradients)
         # As autograd releases saved tensors, with or without the graph that held them.
@@ -98,6 +94,92 @@ class RematerializeLayer(torch.autograd.Function):
         for source, terms in ctx.terms.items():
             terms.given = [found[use] for use in uses.several[source]]
         return (*[None] * 7, *[None if use is None else found[use] for use in uses.single])
+
+
+class ReplayedVisit:
+    """A replayed forward of a ``LayerCall`` that is no node of a graph.
+
+    Whoever has it takes its gradients, once.
+
+    Args:
+        call: The call.
+        form: What is recorded of such calls.
+        facts: What is known of such calls; it ``may_be_apart``.
+        kept: Of its tensors, those that it keeps.
+        differentiate: Its backward, replayed or run.
+    """
+
+    def __init__(
+        self,
+        call: LayerCall,
+        form: Form,
+        facts: CallFacts,
+        kept: Sequence[torch.Tensor],
+        differentiate: Differentiate,
+    ) -> None:
+        self._call, self._form, self._facts = call, form, facts
+        self._kept, self._versions = kept, [each._version for each in kept]
+        self._differentiate = differentiate
+        call.tensors = ()
+
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Have autograd accumulate the gradients of parameters; that of the hidden states.
+
+        Args:
+            gradient: Of its result.
+
+        Exactness:
+            Terms of what it uses several times are added in the order in which autograd adds them
+            ("Sums" in ``poros.replay.routing``).
+
+        Raises:
+            RematerializationError: As ``RematerializeLayer``.
+        """
+        call = self._call
+        if self._versions != [each._version for each in self._kept]:
+            raise RematerializationError(_written(call))
+        with torch.no_grad():
+            call.require_unchanged()
+            found = self._differentiate(self._kept, (gradient,))
+            call.offloaded, self._kept = None, ()
+            self._form.release(call)
+            uses, hidden = self._facts.uses, None
+            parameters, gradients = [], []
+            for source, use in zip(uses.given, uses.single, strict=True):
+                numbers = uses.several[source] if use is None else [use]
+                total = _sum(found[each] for each in numbers)
+                if total is None:
+                    continue
+                number = source.number - len(self._facts.specs)
+                if number < 0:
+                    hidden = total
+                else:
+                    parameters.append(call.parameters[number])
+                    gradients.append(total)
+        if parameters:
+            # As torch.autograd.backward, whose comparisons of shapes take as long as the visit.
+            torch.autograd.Variable._execution_engine.run_backward(
+                *(tuple(parameters), tuple(gradients), False, False, ()),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+        return hidden
+
+
+def _sum(terms: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    total = None
+    for each in terms:
+        if each is not None:
+            total = each if total is None else total + each
+    return total
+
+
+def _written(call: LayerCall) -> str:
+    return (
+        f"{call.layer.name}: its input, another tensor it was given or one of its adapters was "
+        "edited in place between forward and backward (an optimizer step in between?), so the "
+        "forward cannot be recomputed; edit it after backward"
+    )
 
 
 def rematerialize(

@@ -1,6 +1,7 @@
 """Reads a run's event log. Lines that are damaged are skipped and reported."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,23 +11,6 @@ from poros.errors import RunFolderError, quoted, reason_of
 from poros.io.reading import open_regular
 
 Event = Mapping[str, Any]
-
-_SMALLEST, _LARGEST = 1e-30, 1e30
-"""Of a number that is drawn, besides 0: sums, differences and quotients of such are finite."""
-_LATEST, _LAST_STEP = 2**36, 2**40
-_NUMBERS = (
-    "budget",
-    "h2d_num_bytes",
-    "host_num_bytes",
-    "num_eager_visits",
-    "num_groups",
-    "num_hits",
-    "num_loads",
-    "num_replayed_visits",
-    "num_resizes",
-    "vram_budget",
-)
-_NEEDED = {"log": ("step", "loss"), "evaluation": ("step",), "step": ("step", "spans")}
 
 
 @dataclass
@@ -68,7 +52,11 @@ class Run:
 
 def finite(events: Sequence[Event], key: str) -> list[tuple[float, float]]:
     """Return step and value of each event with a finite number of that name."""
-    return [(float(each["step"]), float(each[key])) for each in events if _is_number(each.get(key))]
+    return [
+        (float(each["step"]), float(each[key]))
+        for each in events
+        if isinstance(each.get(key), int | float) and math.isfinite(each[key])
+    ]
 
 
 def read_run(path: Path) -> Run:
@@ -82,17 +70,16 @@ def read_run(path: Path) -> Run:
         with open_regular(file) as stream:
             lines = stream.read().split(b"\n")
     except (OSError, ValueError) as error:
-        reason = reason_of(error)
         raise RunFolderError(
             f"RUN: expected the folder of a run, which contains events.jsonl, found "
-            f"{quoted(str(path), is_bare=True)}: {quoted(reason, is_bare=True)}"
+            f"{quoted(str(path), is_bare=True)}: {quoted(reason_of(error), is_bare=True)}"
         ) from error
     run = Run(path.resolve().name)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            _take(run, _checked(json.loads(line)))
+            _take(run, json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             run.damaged.append(number)
             run.is_cut = number == len(lines)
@@ -109,43 +96,6 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def _checked(event: Any) -> Event:
-    """Check that all that a page reads of an event has the right form; return the event.
-
-    Raises:
-        ValueError: If not; or a builtin error that means the same.
-    """
-    plan, check = event.get("plan") or {}, event.get("check") or {}
-    numbers = [value for key, value in (*plan.items(), *event.items()) if key in _NUMBERS]
-    numbers += plan.get("terms", {}).values()
-    texts = [event["event"], event.get("device"), check.get("status")]
-    texts += [*event.get("versions", {}).values(), *event.get("fallbacks", [])]
-    for span in event.get("spans", []):
-        numbers += [span["start_ms"] + 0.0, span["ms"] + 0.0]
-        texts += [span["name"] + "", span["stream"] + ""]
-    needed = [event[key] for key in _NEEDED.get(event["event"], ())]
-    step, moment, loss = event.get("step", 0), event.get("time", 0), event.get("loss", 0.0)
-    if not (
-        None not in needed
-        and all(value is None or _is_number(value) for value in numbers)
-        and all(value is None or isinstance(value, str) for value in texts)
-        and isinstance(event.get("fallbacks", []), list)
-        and isinstance(step, int)
-        and 0 <= step < _LAST_STEP
-        and 0 <= moment < _LATEST
-        and (isinstance(loss, float) or _is_number(loss))  # which may be no number
-    ):
-        raise ValueError("a value of another form")
-    return event
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value can be drawn."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return value == 0 or _SMALLEST < abs(value) < _LARGEST
-
-
 def _take(run: Run, event: Event) -> None:
     kind = event["event"]
     if kind == "start":
@@ -157,6 +107,7 @@ def _take(run: Run, event: Event) -> None:
         run.end = event
     elif kind in ("log", "evaluation"):
         into = run.logs if kind == "log" else run.evaluations
-        while into and into[-1]["step"] >= event["step"]:
+        step = int(event["step"])
+        while into and into[-1]["step"] >= step:
             into.pop()  # a resumed run repeats these steps
         into.append(event)

@@ -3,10 +3,13 @@
 import statistics
 import time
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-from poros.reporting.charts import bars, lines, streams
+from markupsafe import Markup
+
+from poros.errors import RunFolderError, quoted
+from poros.reporting.charts import Part, bars, lines
 from poros.reporting.events import Run, finite
 from poros.utils.formatting import duration
 
@@ -39,22 +42,12 @@ figcaption { color: var(--soft); font-size: .9rem }
 .unit { float: right }
 .grid { stroke: var(--rule); stroke-width: 1 }
 .limit { stroke: var(--e); stroke-width: 2; stroke-dasharray: 6 4 }
-polyline { fill: none; stroke-width: 2 }
-{% for name in 'abcdefgh' %}
-.line{{ loop.index0 }} { stroke: var(--{{ name }}) }
-.dot{{ loop.index0 }}, .part{{ loop.index0 }} { fill: var(--{{ name }}) }
-.key{{ loop.index0 }}::before, .part-key{{ loop.index0 }}::before {
-  background: var(--{{ name }}) }
+{% for name in 'abcdefgh' %}.k{{ loop.index0 }} { color: var(--{{ name }}) }
 {% endfor %}
-{% for kind, name in kinds %}
-.span-{{ kind }} { fill: var(--{{ name }}) }
-.span-key-{{ kind }}::before { background: var(--{{ name }}) }
-{% endfor %}
+rect, circle { fill: currentColor }
+polyline { fill: none; stroke: currentColor; stroke-width: 2 }
+i { font-style: normal }
 .key { display: inline-block; margin-right: 1rem; white-space: nowrap }
-.key-limit::before { background: repeating-linear-gradient(90deg, var(--e) 0 4px,
-  transparent 4px 6px); height: 3px !important; vertical-align: middle }
-.key::before { content: ""; display: inline-block; width: .8rem; height: .8rem;
-  margin-right: .35rem; border-radius: 2px }
 table { border-collapse: collapse; width: 100% }
 td, th { border-bottom: 1px solid var(--rule); padding: .25rem .5rem; text-align: left;
   overflow-wrap: anywhere }
@@ -70,15 +63,18 @@ pre { background: var(--box); padding: .75rem; border-radius: 6px; overflow-x: a
 <p class="verdict">{{ verdict }}</p>
 {% for title, content, without in sections %}
 <h2>{{ title }}</h2>
-{% if content %}{{ content }}{% else %}<p class="none">{{ without }}</p>{% endif %}
+{% if not content %}<p class="none">{{ without }}</p>
+{% elif content is string %}{{ content }}
+{% elif content is mapping %}<div class="wide"><table>
+{% for name, value in content.items() %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
+{% endfor %}</table></div>
+{% else %}<ul>{% for each in content %}<li>{{ each }}</li>{% endfor %}</ul>
+{% endif %}
 {% endfor %}
 {% if run.recipe %}<h2>Recipe</h2><pre>{{ run.recipe }}</pre>{% endif %}
 <p class="none">GB is 10<sup>9</sup> bytes. Written by poros {{ version }}.</p>
 </body></html>
 """
-_KINDS = [("forward", "a"), ("backward", "c"), ("inference", "d"), ("copy", "b"), ("head", "g")]
-
-
 _TERMS = {
     "slots": "blocks",
     "kept blocks": "blocks that stay",
@@ -93,19 +89,29 @@ _TERMS = {
 
 
 def page(run: Run) -> str:
-    """Render the page of a run. Text from its files is escaped."""
-    from jinja2 import Environment
-    from markupsafe import Markup
+    """Render the page of a run. Text from its files is escaped.
 
-    sections = [(title, Markup(content), without) for title, content, without in _sections(run)]
-    environment = Environment(autoescape=True)
-    text: str = environment.from_string(_TEMPLATE).render(
-        run=run,
-        verdict=verdict(run),
-        sections=sections,
-        kinds=_KINDS,
-        version=run.starts[-1].get("versions", {}).get("poros", "?"),
-    )
+    Raises:
+        RunFolderError: If a value in its events is not of the form that ``log_streaming`` writes.
+    """
+    from jinja2 import Environment
+
+    try:
+        text: str = (
+            Environment(autoescape=True)
+            .from_string(_TEMPLATE)
+            .render(
+                run=run,
+                verdict=verdict(run),
+                sections=_sections(run),
+                version=run.starts[-1].get("versions", {}).get("poros", "?"),
+            )
+        )
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise RunFolderError(
+            "RUN: expected values in events.jsonl as log_streaming writes them, found others: "
+            f"{quoted(str(error), is_bare=True)}; remove the lines that were edited"
+        ) from error
     return text.encode("utf-8", "replace").decode()  # JSON can hold halves of characters
 
 
@@ -149,54 +155,69 @@ def verdict(run: Run) -> str:
     return " ".join(parts)
 
 
-def _sections(run: Run) -> list[tuple[str, str, str]]:
-    evaluations = finite(run.evaluations, "eval_loss")
-    curves = {"training": run.values("loss")}
-    if evaluations:
-        curves["validation"] = evaluations
+def _sections(run: Run) -> list[tuple[str, Any, str]]:
+    """List titles, what is below them (a chart, a table or a list), and what stands for nothing."""
+    curves = {"training": run.values("loss"), "validation": finite(run.evaluations, "eval_loss")}
     budget = _budget(run)
-    plan = run.plan
-    terms = _largest({name: size / GB for name, size in (plan or {}).get("terms", {}).items()})
     peaks = run.values("poros/peak_gb")
+    terms = {name: size / GB for name, size in (run.plan or {}).get("terms", {}).items()}
     memory = ""
     if terms:
-        rows = [("planned", terms)]
+        rows: dict[str, list[Part]] = {"planned": _stacked(terms)}
         if peaks:
-            rows.append(("measured", {"measured peak": max(y for _, y in peaks)}))
-        memory = bars(rows, budget, named="budget")
-    over_steps = lines({"peak so far": peaks}, "GB", limit=budget, named="budget") if peaks else ""
-    rate = lines({"copies": run.values("poros/h2d_gb_per_s")}, "GB/s")
-    waits = lines({"waited for copies": run.values("poros/stall_ms")}, "ms per log")
-    spans = (run.step or {}).get("spans", [])
-    last = run.end or run.starts[-1]
-    return [
-        ("Loss", lines(curves, "loss"), _without_losses(run)),
+            most = max(y for _, y in peaks)
+            rows["measured"] = [("measured peak", "measured peak", 0.0, most)]
+        memory = bars(rows, "GB", limit=budget, named="budget")
+    step, last = run.step or {}, run.end or run.starts[-1]
+    spans: dict[str, list[Part]] = {"compute": [], "copy": []}
+    for each in step.get("spans", ()):
+        kind = each["name"].partition(" ")[0]
+        spans[each["stream"]].append((kind, each["name"], each["start_ms"], each["ms"]))
+    no_loss = "No loss is a number." if run.logs else "No step was logged yet."
+    found: list[tuple[str, Any, str]] = [
+        ("Loss", lines({name: each for name, each in curves.items() if each}, "loss"), no_loss),
+        ("Memory, planned and measured", memory, "There is no plan: the run had no budget."),
         (
-            "Memory, planned and measured",
-            memory,
-            "There is no plan, because the run had no budget.",
+            "Memory over the run",
+            lines({"peak so far": peaks}, "GB", limit=budget, named="budget") if peaks else "",
+            "This was not measured, because there was no GPU.",
         ),
-        ("Memory over the run", over_steps, "This was not measured, because there was no GPU."),
         (
-            f"The two streams in step {(run.step or {}).get('step', '')}",
-            streams(spans),
+            f"The two streams in step {step.get('step', '')}",
+            bars(spans, "ms"),
             "No step was recorded. Train with --trace-step 3 (log_streaming(trace_step=3)).",
         ),
-        ("PCIe transfers", rate, "Nothing was copied."),
-        ("Waiting for copies", waits, "Nothing was logged."),
-        ("Counters", _table(_counters(last)), ""),
-        ("Fallbacks", _list(last.get("fallbacks", [])), "There were none."),
-        ("Versions", _table(run.starts[-1].get("versions", {})), ""),
+        (
+            "PCIe transfers",
+            lines({"copies": run.values("poros/h2d_gb_per_s")}, "GB/s"),
+            "Nothing was copied.",
+        ),
+        (
+            "Waiting for copies",
+            lines({"waited for copies": run.values("poros/stall_ms")}, "ms per log"),
+            "Nothing was logged.",
+        ),
+        ("Counters", _counters(last), ""),
+        ("Fallbacks", list(last.get("fallbacks", [])), "There were none."),
+        ("Versions", run.starts[-1].get("versions", {}), ""),
+    ]
+    return [
+        (title, Markup(content) if isinstance(content, str) else content, without)
+        for title, content, without in found
     ]
 
 
-def _largest(terms: Mapping[str, float]) -> dict[str, float]:
-    """Select the largest parts, each with its color; sum up the others."""
-    falling = sorted(terms, key=lambda name: -terms[name])
-    shown = {name: size for name, size in terms.items() if size and name in falling[:MOST_TERMS]}
-    rest = sum(terms.values()) - sum(shown.values())
-    named = {_TERMS.get(name, name): size for name, size in shown.items()}
-    return {**named, "everything else": rest} if rest > 0 else named
+def _stacked(terms: Mapping[str, float]) -> list[Part]:
+    """Put the largest terms of a plan side by side, in their order, and the sum of the others."""
+    largest = sorted(terms, key=lambda name: -terms[name])[:MOST_TERMS]
+    shown = {_TERMS.get(name, name): terms[name] for name in terms if name in largest}
+    shown["everything else"] = sum(terms.values()) - sum(shown.values())
+    ends = accumulate(shown.values())
+    return [
+        (name, name, end - size, size)
+        for (name, size), end in zip(shown.items(), ends, strict=True)
+        if size > 0
+    ]
 
 
 def _budget(run: Run) -> float | None:
@@ -214,10 +235,6 @@ def _seconds(run: Run) -> list[float]:
         end = begins[place + 1] if place + 1 < len(begins) else float("inf")
         found.append(max((t for t in times if begin <= t < end), default=begin) - begin)
     return found
-
-
-def _without_losses(run: Run) -> str:
-    return "No loss is a number." if run.logs else "No step was logged yet."
 
 
 def _tokens_per_s(run: Run) -> list[float]:
@@ -253,19 +270,3 @@ def _counters(last: Mapping[str, Any]) -> dict[str, object]:
     if "time" in last:
         found["last event"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(last["time"])))
     return found
-
-
-def _table(values: Mapping[str, object]) -> str:
-    from markupsafe import escape
-
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
-        for name, value in values.items()
-    )
-    return f'<div class="wide"><table>{rows}</table></div>' if rows else ""
-
-
-def _list(values: list[object]) -> str:
-    from markupsafe import escape
-
-    return "<ul>" + "".join(f"<li>{escape(v)}</li>" for v in values) + "</ul>" if values else ""

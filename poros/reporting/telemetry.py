@@ -124,7 +124,9 @@ class _Telemetry(TrainerCallback):
             return
         line = json.dumps({**event, "time": time.time()}, default=str) + "\n"
         with writing(self._events), self._events.open("a") as file:
-            file.write(line)
+            # The process that wrote the line before may have been killed within it.
+            is_behind = event["event"] == "start" and file.tell() > 0
+            file.write("\n" * is_behind + line)
 
 
 def spans(trace: Path) -> list[dict[str, Any]]:

@@ -7,13 +7,13 @@ elements are equal exactly when those integers are.
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
-Kind = Literal["value", "dtype", "shape", "digest", "missing", "extra"]
+Kind = Literal["value", "dtype", "shape", "missing", "extra"]
 
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,12 +25,11 @@ class Difference:
     Attributes:
         name: Name of the tensor, as the caller gave it.
         kind: ``value`` when bits differ; ``dtype`` or ``shape`` when the two cannot be compared
-            element by element; ``digest`` when only hashes were kept; ``missing`` or ``extra`` when
-            one side has no tensor of this name.
+            element by element; ``missing`` or ``extra`` when one side has no tensor of this name.
         num_elements: Elements of the expected tensor (of the found one when ``extra``).
         num_differing: Elements whose bits differ; None when the kind leaves nothing to count.
         first_index: Index of the first differing element in row-major order, () for a 0-d tensor.
-        expected: What was expected there: value and bits, or the dtype, shape or digest.
+        expected: What was expected there: value and bits, or the dtype or shape.
         found: What was found there, in the same form.
         largest: The largest difference between two values; None where there is none to take: types
             that are not plain floats, and infinities and NaN.
@@ -154,31 +153,6 @@ def hash_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in tensors:
         digest.update(f"{name} {hash_tensor(tensor)}\n".encode())
     return digest.hexdigest()
-
-
-def differing_digests(
-    expected: Mapping[str, tuple[str, int]], found: Mapping[str, tuple[str, int]]
-) -> Iterator[tuple[str, int, Difference | None]]:
-    """Compare hashes of tensors that were not kept, as ``name -> (digest, num_elements)``.
-
-    Yields:
-        For every name, in the order of ``expected`` and then of ``found``: the name, the number of
-        elements, and the difference or None.
-    """
-    for name in (*expected, *(name for name in found if name not in expected)):
-        left, right = expected.get(name), found.get(name)
-        num_elements = (left or right or ("", 0))[1]
-        if left == right:
-            yield name, num_elements, None
-            continue
-        kind: Kind = "missing" if right is None else "extra" if left is None else "digest"
-        texts = [
-            side and f"of {side[1]} elements, SHA-256 {side[0][:16]}" for side in (left, right)
-        ]
-        difference = Difference(
-            name, kind, num_elements, expected=texts[0] or "", found=texts[1] or ""
-        )
-        yield name, num_elements, difference
 
 
 def _largest(expected: torch.Tensor, found: torch.Tensor, mask: torch.Tensor) -> float | None:

@@ -1,7 +1,8 @@
 """Records one call of one layer for the self-check, and names what is compared.
 
-Everything here is read from the call itself and from PyTorch and transformers, not from what the
-recomputation captured: a state that the recomputation forgets is then missing on one side only.
+What is compared and what it runs from is read from the call itself and from PyTorch and
+transformers, not from what the recomputation captured: a state that the recomputation forgets is
+then missing on one side only. The process-wide settings of kernels are read as it reads them.
 
 Gradients are drawn, since a layer is checked behind its forward. Only where hooks of the user may
 run inside it, it is checked as its backward begins, with the gradient that arrives.
@@ -24,8 +25,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
 from poros.self_check.compare import differing
-from poros.self_check.switches import current_settings, set_settings
 from poros.stream.boundary import streamed_layer
+from poros.stream.settings import Settings
 from poros.stream.within import Within
 
 _HIDDEN_STATES = "hidden_states"
@@ -55,7 +56,7 @@ class CallSnapshot:
     autocast: list[tuple[str, bool, torch.dtype]]
     has_cast_cache: bool
     """Whether autocast keeps its casts of parameters, and so sums what they are used for."""
-    settings: list[Any]
+    settings: Settings
     training: list[bool]
     outputs: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     """Value, and whether it needs a gradient, by name."""
@@ -103,7 +104,7 @@ class CallSnapshot:
                 for device_type in sorted({device.type, "cpu"})
             ],
             has_cast_cache=torch.is_autocast_cache_enabled(),
-            settings=current_settings(),
+            settings=Settings.capture(),
             training=[module.training for module in layer.modules()],
         )
         lengths = {key: len(collector[key]) for key in recorded}
@@ -141,7 +142,7 @@ class CallSnapshot:
                 if enabled or torch.is_autocast_enabled(device_type):
                     region = torch.autocast(device_type, dtype, enabled, self.has_cast_cache)
                     stack.enter_context(region)
-            set_settings(self.settings, stack)
+            stack.enter_context(self.settings.replay())
             for module, flag in zip(self.layer.modules(), self.training, strict=True):
                 stack.callback(setattr, module, "training", module.training)
                 module.training = flag

@@ -46,7 +46,8 @@ from poros.stream.within import Within
 Gradients = Sequence[torch.Tensor | None]
 Incoming = Mapping[str, torch.Tensor]
 """The gradients that arrive at the outputs of a layer, under their names."""
-
+Proxies = dict[int, torch.Tensor]
+"""What stands for adapters, by the ids of their parameters."""
 
 _POISON = 0xFF
 """NaN for floats, the largest code for packed 4-bit weights."""
@@ -116,32 +117,20 @@ class LayerRerunner:
             kernels: What has to repeat itself; None leaves it to the user's settings.
             takes_ours: Whether modules run our operators, as they do in a step.
         """
-        leaves, tensors = _leaves(evidence)
-        args, kwargs = _arguments(evidence, tensors)
-        before = mappings_in(kwargs)
-        record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         attention = AttentionKernels(deterministic=kernels is not None)
         with (
             unchanged_flags(),
             _repeating(kernels),
             self._ordinary(index, evidence, takes_ours) as (forward, proxies),
         ):
-            with evidence.state(self._device):
-                token = _active_collector.set(record)
-                try:
-                    # ``state`` has put the flag back.
-                    with _repeating(kernels), attention:
-                        result = forward(*args, **kwargs)
-                finally:
-                    _active_collector.reset(token)
-                rng_end = random_states(self._device)
-            outputs = dict(named_outputs(result, written(kwargs, before), record))
-            sources = leaves | proxies
-            wanted = [sources[id(original)] for _, original in evidence.sources]
-            gradients, rng_backward = self._gradients(outputs, evidence, incoming, wanted)
-        values = _values(outputs, rng_end, evidence, gradients)
-        _drop_casts(wanted)
-        return Outcome(values, rng_backward, attention.may_vary)
+
+            def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Proxies]:
+                # ``state`` has put the flag back.
+                with _repeating(kernels), attention:
+                    return forward(*args, **kwargs), proxies
+
+            outcome = self._run(evidence, incoming, run)
+        return outcome._replace(may_vary=attention.may_vary)
 
     def streamed(self, evidence: CallSnapshot, incoming: Incoming, is_steady: bool) -> Outcome:
         """Run a layer as it is streamed.
@@ -162,28 +151,43 @@ class LayerRerunner:
             kernels = Kernels.DETERMINISTIC_ATTENTION if is_steady else None
             with uncounted:
                 return self.resident(layer.index, evidence, incoming, kernels, takes_ours=True)
+        block = layer.weights.block
+        run = partial(_recomputed, _Deterministic(layer) if is_steady else layer)
+        self._forget(block)
+        with uncounted, unchanged_flags():
+            # In between: whoever reads the slot has to ask for the block.
+            between = partial(self._forget, block)
+            outcome = self._run(evidence, incoming, run, between, with_caches=False)
+        self._visits.end_all()
+        self._manager.replace(block)
+        return outcome
+
+    def _run(
+        self,
+        evidence: CallSnapshot,
+        incoming: Incoming,
+        run: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Proxies]],
+        between: Callable[[], None] = lambda: None,
+        *,
+        with_caches: bool = True,
+    ) -> Outcome:
+        """Run forward, ``between`` and backward; ``run`` takes the arguments of the layer."""
         leaves, tensors = _leaves(evidence)
-        args, kwargs = _arguments(evidence, tensors, with_caches=False)
+        args, kwargs = _arguments(evidence, tensors, with_caches)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
-        self._forget(layer.weights.block)
-        with uncounted, unchanged_flags():
-            with evidence.state(self._device):
-                token = _active_collector.set(record)
-                try:
-                    body: Any = _Deterministic(layer) if is_steady else layer
-                    result, proxies = _recomputed(body, args, kwargs)
-                finally:
-                    _active_collector.reset(token)
-                rng_end = random_states(self._device)
-            outputs = dict(named_outputs(result, written(kwargs, before), record))
-            # Whoever reads the slot has to ask for the block.
-            self._forget(layer.weights.block)
-            sources = leaves | proxies
-            wanted = [sources.get(id(original), original) for _, original in evidence.sources]
-            gradients, rng_backward = self._gradients(outputs, evidence, incoming, wanted)
-        self._visits.end_all()
-        self._manager.replace(layer.weights.block)
+        with evidence.state(self._device):
+            token = _active_collector.set(record)
+            try:
+                result, proxies = run(args, kwargs)
+            finally:
+                _active_collector.reset(token)
+            rng_end = random_states(self._device)
+        outputs = dict(named_outputs(result, written(kwargs, before), record))
+        between()
+        sources = leaves | proxies
+        wanted = [sources.get(id(original), original) for _, original in evidence.sources]
+        gradients, rng_backward = self._gradients(outputs, evidence, incoming, wanted)
         values = _values(outputs, rng_end, evidence, gradients)
         _drop_casts(wanted)
         return Outcome(values, rng_backward)
@@ -297,9 +301,7 @@ def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:
     return Within(fill)
 
 
-def _recomputed(
-    layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[int, torch.Tensor]]:
+def _recomputed(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Proxies]:
     """Return the result of a layer, and proxies by the ids of its adapters."""
     condition = layer.condition()
     places, proxies = proxy_leaves(condition.trained.places)

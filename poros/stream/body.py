@@ -16,7 +16,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError, RematerializationError
 from poros.kernels.adapters import KernelStats
-from poros.kernels.dense_layer import DenseLayer
+from poros.kernels.dequantize import DenseLayer
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
 from poros.stream.adapters import AdapterPlace, staying_places
@@ -100,6 +100,8 @@ class ModelContext:
         captures: Visits that are recorded and replayed; None if all of them run.
         in_place: Gives what is called in place of layers, if that is still there.
         is_confined: Whether each call of a layer has an autocast region of its own.
+        without_graph: Where replayed visits that are to be no nodes of a graph are added, if they
+            are.
     """
 
     def __init__(
@@ -129,15 +131,24 @@ class ModelContext:
         self.captures: Replayer | None = None
         self.in_place: Callable[[], StandIn | None] | None = None
         self.is_confined = False
+        self.without_graph: list[Any] | None = None
 
     @contextmanager
-    def confined(self, is_confined: bool) -> Iterator[None]:
-        """Whether each call of a layer in the body has an autocast region of its own."""
-        self.is_confined = is_confined
+    def grouped(self, is_confined: bool, has_graph: bool) -> Iterator[list[Any]]:
+        """Calls in the body are those of micro-batches that go together.
+
+        Args:
+            is_confined: Whether each call of a layer has an autocast region of its own.
+            has_graph: Whether those that are replayed are nodes of a graph all the same.
+
+        Returns:
+            Those that are none: ``poros.replay.remat.ReplayedVisit``.
+        """
+        self.is_confined, self.without_graph = is_confined, None if has_graph else []
         try:
-            yield
+            yield [] if self.without_graph is None else self.without_graph
         finally:
-            self.is_confined = False
+            self.is_confined, self.without_graph = False, None
 
     def confines_autocast(self) -> bool:
         """Whether the active region ends with the call of the model that runs now.

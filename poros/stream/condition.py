@@ -56,6 +56,7 @@ class Condition:
         self.attributes = contents.attributes.read()
         self.training = tuple(map(_training, contents.modules()))
         self._same: tuple[Condition, StayingState | None] | None = None
+        self._equal: Condition | None = None
 
     @cached_property
     def has_hooks(self) -> bool:
@@ -99,7 +100,9 @@ class Condition:
 
     def equals(self, other: "Condition") -> bool:
         """Whether the layer computes the same in both; both ``note``d likewise."""
-        return self is other or (
+        if self is other or self._equal is other:
+            return True
+        is_equal = (
             self.reads_as(other)
             and self.hooks == other.hooks
             and self.has_hooks == other.has_hooks
@@ -107,6 +110,18 @@ class Condition:
             and self.versions == other.versions
             and self.staying.marks == other.staying.marks
             and self.staying.has_values_of(other.staying)
+        )
+        self._equal = other if is_equal else None
+        return is_equal
+
+    def still_reads_so(self) -> bool:
+        """Whether adapters act, and flags, hooks and plain attributes are, as then: at low cost."""
+        contents = self.contents
+        return (
+            self.adapter_state == _adapter_state(contents.adapter_modules)
+            and self.hooks == contents.hooks()
+            and self.training == tuple(map(_training, contents.modules()))
+            and not contents.attributes.differ(self.attributes, contents.attributes.read())
         )
 
     def require_unedited(self) -> None:

@@ -26,8 +26,8 @@ from torch import nn
 from torch.autograd import Variable
 
 from poros.errors import PreparedModelError, SlotStateError
-from poros.kernels.dense_layer import DenseWeight
-from poros.kernels.quantized import state_of
+from poros.kernels.dequantize import DenseWeight
+from poros.kernels.nf4 import state_of
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase

@@ -45,28 +45,6 @@ def added(model: Model, **options: Any) -> Model:
     return model
 
 
-def with_two(model: Model) -> Model:
-    model = added(with_lora(model))
-    model.base_model.set_adapter(["default", "two"])
-    return model
-
-
-def in_float32(model: Model) -> Model:
-    """As PEFT leaves adapters of a bfloat16 model, if it is asked not to cast them back."""
-    model = with_lora(model)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
-    return model
-
-
-def biased(model: Model) -> Model:
-    model = with_lora(model, lora_bias=True)
-    own = model.get_base_model().get_output_embeddings().lora_B["default"].bias
-    own.data = torch.linspace(-3, 3, len(own), dtype=own.dtype)
-    return model
-
-
 def saved_whole(model: Model, name: str = "lm_head") -> Model:
     return peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[name]))
 

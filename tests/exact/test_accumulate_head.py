@@ -118,8 +118,6 @@ PROGRAMS: dict[str, tuple[Any, Any, int | None, dict[str, Any]]] = {
     "evaluation between": (unchanged, dense, AHEAD + len(SIZES), {"between": evaluating}),
     "read logits": (counted, dense, None, {}),
     "by number": (numbered, dense, AHEAD, {}),
-    # A head that is added to draws behind the layers, and its slices come for each.
-    "adapters of the head": (unchanged, "lm_head", None, {"lengths": (8,)}),
     "adapters of the embedding": (unchanged, "embed_tokens", None, {}),
 }
 

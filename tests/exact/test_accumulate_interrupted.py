@@ -19,7 +19,7 @@ from poros.accumulation import micro_batch as micro_batch_module
 from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode
 from poros.api import prepare_with
-from poros.kernels.dense_layer import DenseLayer
+from poros.kernels.dequantize import DenseLayer
 from poros.stream.body import LayerBody
 from poros.stream.visit import BlockVisit
 from tests.exact.adapter_arms import adapted

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
+from poros.stream.condition import Condition
 from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
@@ -213,6 +214,14 @@ def masking(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any
     return found
 
 
+def reading(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    """A mask that depends on hidden states, for one layer."""
+    if number == 1:
+        mask = kwargs["attention_mask"]
+        kwargs = {**kwargs, "attention_mask": mask + hidden.detach().mean().to(mask.dtype)}
+    return layer(hidden, *args, **kwargs)
+
+
 class Kept:
     """Layer 1 is given what layer 0 has returned at the call before."""
 
@@ -288,16 +297,19 @@ def between(make: Callable[[], Call], end: Any, since: int = 0, **options: Any) 
     return program(change, end, **{**usual, **options})
 
 
-CALLS: dict[str, tuple[Call, Any]] = {
-    "code": (scaled, None),
-    "edits in place": (in_place, None),
-    "draws": (drawing, None),
+COMPUTES = "computes with hidden states between"
+CALLS: dict[str, tuple[Call, str]] = {
+    "code": (scaled, COMPUTES),
+    "edits in place": (in_place, COMPUTES),
+    "draws": (drawing, "drawn between layers"),
     "evaluation mode": (in_evaluation_mode, "change"),
-    "autocast": (in_autocast, None),
-    "a seed": (with_a_seed, "does not depend on shapes"),
+    "autocast": (in_autocast, "changes autocast"),
+    "a seed": (with_a_seed, "drawn between layers"),
 }
-DRAWN = RematerializationError, "random numbers as micro-batches"
-LATER = {"draws": (drawing, DRAWN), "a seed": (with_a_seed, DRAWN)}
+LATER = {
+    **{name: (call, (UnsupportedModelError, end)) for name, (call, end) in CALLS.items()},
+    "evaluation mode": (in_evaluation_mode, (UnsupportedModelError, "while it runs")),
+}
 EDITED = (RematerializationError, "edited in place")
 EAGER = partial(dense, attn_implementation="eager")
 BETWEEN = {
@@ -307,14 +319,18 @@ BETWEEN = {
     },
     **{f"{n}, later": between(lambda call=c: call, end, 1) for n, (c, end) in LATER.items()},
     "other adapters for some": between(
-        *(lambda: other_adapters, (UnsupportedModelError, "while it runs")), 1, lengths=(12, 9)
+        *(lambda: other_adapters, (UnsupportedModelError, "while it runs"), 1),
+        **{"base": partial(dense, num_layers=3), "lengths": (12, 9)},
+    ),
+    "a mask of hidden states": between(lambda: reading, COMPUTES, base=EAGER),
+    "a mask of hidden states, later": between(
+        lambda: reading, (UnsupportedModelError, COMPUTES), 1, base=EAGER
     ),
     "an edited mask, later": between(lambda: masking, EDITED, 1, base=EAGER),
-    "hidden states of another micro-batch": between(Kept, None, base=frozen_below, lengths=(12,)),
-    "hidden states that are kept": program(
-        *(summed, (UnsupportedModelError, "the result of a layer before")),
-        **{"is_late": True, "lengths": (12,)},
+    "hidden states of another micro-batch": between(
+        Kept, (UnsupportedModelError, COMPUTES), base=frozen_below, lengths=(12,)
     ),
+    "hidden states that are kept": program(summed, COMPUTES, is_late=True, lengths=(12,)),
     "an object that changes": between(
         *(Scaling, "objects that may change", 1),
         **{"base": with_a_state, "policy": {"keep_last": 3}, "is_late": False},
@@ -332,8 +348,11 @@ CONTROLS = {
     "states that are not planned": Control(
         Group, "_plan_behind", lambda self, batch: True, AROUND["frozen lower layers"]
     ),
+    "hidden states that nobody watches": Control(
+        *(MicroBatch, "_refuse_use", lambda self: None, BETWEEN["a mask of hidden states, later"])
+    ),
     "conditions that nobody compares": Control(
-        *(MicroBatch, "_condition", lambda self, layer: layer.condition()),
+        *(Condition, "still_reads_so", lambda self: True),
         BETWEEN["other adapters for some"],
     ),
 }

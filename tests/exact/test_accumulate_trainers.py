@@ -11,9 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import poros
-import poros.accumulation.loop as block_major
 from poros.errors import UnsupportedModelError
-from poros.head.logits import LazyLogits
 from tests.comparing import compare_trajectories
 from tests.exact.arms import Bases
 from tests.exact.together import (
@@ -204,41 +202,6 @@ def test_a_model_that_is_not_prepared(tmp_path: Path) -> None:
     expected = arms.run("resident", max_steps=2)
     found = arms.run("plain", trainer_class=poros.PorosTrainer, max_steps=2)
     assert compare_trajectories(expected, found) == []
-    with pytest.raises(poros.PolicyError, match="z_loss"):
-        poros.PorosTrainer(z_loss=-1.0)
-
-
-class WithZLoss(poros.PorosTrainer):  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, z_loss=0.01, **kwargs)
-
-
-def test_smoothing_and_z_loss_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped, one after the other and from the host: one result; and nobody reads logits."""
-    options: Any = {**SHORT, "max_steps": 2, "label_smoothing_factor": 0.1}
-    options |= {"trainer_class": WithZLoss, "gradient_accumulation_steps": 3}
-    arms = Arms.make(tmp_path, torch.float32)
-    whole = arms.run("whole", TWO_SLOTS, **options)
-
-    def refuse(self: LazyLogits) -> torch.Tensor:
-        raise RuntimeError("expected nobody to read logits")
-
-    monkeypatch.setattr(LazyLogits, "computed", refuse)
-    sliced = partial(poros.prepare, slots=2, loss="chunked", adapter_kernels="exact")
-    found = arms.run("grouped", sliced, **options)
-    assert num_groups(arms.model) == 2 and reasons(arms.model) == []
-    host = partial(sliced, stream_head=True)
-    for name in ("host", "alone"):
-        if name == "alone":
-            monkeypatch.setattr(block_major.History, "may_go_together", lambda *given: False)
-        other = arms.run(name, host, **options)
-        assert (num_groups(arms.model) > 0) == (name == "host")
-        assert compare_trajectories(found, other) == []
-        assert arms.log_history(name, 2) == arms.log_history("grouped", 2)
-    # Before the first step the weights are the same: whole logits are rounded to bfloat16.
-    first, near = (arms.log_history(name, 2)[0]["loss"] for name in ("grouped", "whole"))
-    assert first == pytest.approx(near, rel=2**-8)
-    assert compare_trajectories(whole, found) != []
 
 
 def test_other_gpus_of_the_machine_are_left_alone(

@@ -51,8 +51,6 @@ OPTIONS: list[dict[str, Any]] = [
     *({"targets": each, "lora_dropout": 0.05} for each in TARGETS),
     {"targets": "mlp"},
     {"use_rslora": True},
-    {"lora_bias": True},
-    {"lora_bias": True, "lora_dropout": 0.05},
     {"adapters": BF16},
     {"adapters": BF16, "lora_dropout": 0.05},
     {"init_lora_weights": "olora"},
@@ -118,6 +116,11 @@ def transpose(module: Any) -> None:
     module.weight.data = module.weight.data.t().contiguous().t()
 
 
+def with_bias(module: Any) -> None:
+    """As ``lora_bias=True`` has it."""
+    module.bias = nn.Parameter(torch.linspace(-1, 1, module.out_features))
+
+
 def scaled_by_a_tensor(model: Model) -> None:
     for module in model.modules():
         if hasattr(module, "lora_A"):
@@ -153,6 +156,7 @@ A, DROPOUT = "lora_A.default", "lora_dropout.default"
 # What makes PEFT's modules run as they are, in which context, and why; or ours run all the same.
 PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "several": (several, "several active adapters", nullcontext),
+    "biases": (at(with_bias, "lora_B.default"), "a bias in the adapter", nullcontext),
     "DoRA with hooks": (dora_with_hooks, "DoraLinearVariant", nullcontext),
     "hooks": (behind(louder, "lora_B.default"), "hooks in the adapter", nullcontext),
     "another class": (
@@ -207,9 +211,7 @@ def test_control_another_order_is_seen(bases: Bases, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         lora._AddLora,
         "apply",
-        lambda result, input, bias, b, a, *rest: genuine(
-            result, input, bias, b[...], a[...], *rest
-        ),
+        lambda result, input, b, a, *rest: genuine(result, input, b[...], a[...], *rest),
     )
     assert changed_by_fused(adapted(bases)) == ["order"]
 
@@ -271,8 +273,8 @@ def wide_norms(model: Model) -> None:
             parameter.data = parameter.data.float()
 
 
-def other_rates(model: Model) -> None:
-    """Of dropout, for one of those that share an input."""
+def with_dropout(model: Model) -> None:
+    """One of those that share an input."""
     at(lambda module: module.lora_dropout.update({"default": nn.Dropout(0.5)}), "k_proj")(model)
 
 
@@ -294,6 +296,7 @@ def beside_lora(model: Model) -> None:
 
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
 MIXED: dict[str, Any] = {"quantize": False, "dtype": BF16}
+NARROW: dict[str, Any] = {"adapters": BF16}
 KEPT: dict[str, Any] = {"keep_last": 2}
 OFFLOADED: dict[str, Any] = {"offload_boundaries": True}
 BLOCKS: dict[str, Any] = {"block_size": 2}
@@ -314,41 +317,46 @@ class Row(NamedTuple):
 
 
 GROUPED = {
-    "nf4": Row({}),
-    "nf4, adapters in bfloat16": Row({"adapters": BF16, "lora_bias": True}, KEPT),
+    "nf4": Row(NARROW),
+    "nf4, adapters wider": Row({}, num_ours=0),
     "dense": Row(DENSE, BLOCKS),
-    "dense, adapters wider": Row(MIXED),
-    "dense, adapters narrower": Row({**DENSE, "adapters": BF16}, KEPT),
-    "autocast, nf4, adapters in bfloat16": Row({"adapters": BF16}, KEPT, autocast),
+    "dense, adapters narrower": Row({**DENSE, **NARROW}, KEPT, num_ours=0),
+    "autocast, nf4, adapters in bfloat16": Row(NARROW, KEPT, autocast),
     "autocast, dense, bfloat16": Row(MIXED, BLOCKS, autocast),
-    "autocast without a cache": Row({"lora_dropout": 0.1}, {}, without_a_cache),
+    "autocast without a cache": Row({}, {}, without_a_cache),
     # A 4-bit weight that multiplies in float32 is not what autocast multiplies in.
     "autocast, nf4, float32": Row({"dtype": FP32}, around=autocast, num_ours=0),
     "autocast, float32 norms": Row({}, {}, autocast, wide_norms),
-    "dropout, autocast": Row({"lora_dropout": 0.3}, OFFLOADED, autocast),
-    "dropout, rates": Row({"lora_dropout": 0.3}, {}, nullcontext, other_rates),
-    "dropout in one": Row({}, {}, nullcontext, other_rates),
-    "ranks": Row({"rank_pattern": {"q_proj": 3, "up_proj": 1}, "alpha_pattern": {"k_proj": 5}}),
-    "rslora": Row({"use_rslora": True}),
-    "q and v": Row({"target_modules": ["q_proj", "v_proj"]}, num_ours=4),
-    "k and down": Row({"target_modules": ["k_proj", "down_proj"]}, num_ours=4),
-    "gate and up": Row({"target_modules": ["gate_proj", "up_proj"]}, KEPT, num_ours=4),
-    "A frozen": Row({}, {}, nullcontext, frozen("lora_A")),
+    "dropout": Row({"lora_dropout": 0.3}, OFFLOADED, autocast, num_ours=0),
+    "dropout in one": Row(NARROW, {}, nullcontext, with_dropout, num_ours=12),
+    "ranks": Row(
+        {"rank_pattern": {"q_proj": 3, "up_proj": 1}, "alpha_pattern": {"k_proj": 5}, **NARROW}
+    ),
+    "bias": Row({"lora_bias": True, **NARROW}, KEPT, num_ours=0),
+    "rslora": Row({"use_rslora": True, **NARROW}, OFFLOADED),
+    "q and v": Row({"target_modules": ["q_proj", "v_proj"], **NARROW}, num_ours=4),
+    "k and down": Row({"target_modules": ["k_proj", "down_proj"], **NARROW}, num_ours=4),
+    "gate and up": Row({"target_modules": ["gate_proj", "up_proj"], **NARROW}, KEPT, num_ours=4),
+    "A frozen": Row(NARROW, {}, nullcontext, frozen("lora_A")),
     "B frozen": Row(DENSE, {}, autocast, frozen("q_proj.lora_B")),
-    "one frozen": Row({}, KEPT, nullcontext, frozen("gate_proj.lora")),
+    "one frozen": Row(NARROW, KEPT, nullcontext, frozen("gate_proj.lora")),
     "tied": Row(DENSE, {}, nullcontext, tied),
     "tied, autocast": Row(DENSE, {}, autocast, tied),
-    "a hook before k": Row({}, {}, nullcontext, before(halve, "k_proj")),
-    "an uncounted edit": Row({}, {}, nullcontext, before(halve_in_place, "k_proj"), is_near=False),
-    "a hook behind k": Row({}, {}, nullcontext, behind(double, "k_proj")),
-    "a hook on up": Row({}, {}, nullcontext, behind(double, "up_proj")),
+    "a hook before k": Row(NARROW, {}, nullcontext, before(halve, "k_proj")),
+    "an uncounted edit": Row(
+        NARROW, {}, nullcontext, before(halve_in_place, "k_proj"), is_near=False
+    ),
+    "a hook behind k": Row(NARROW, {}, nullcontext, behind(double, "k_proj")),
+    "a hook on up": Row(NARROW, {}, nullcontext, behind(double, "up_proj")),
     "a hook on down": Row({}, KEPT, autocast, behind(double, "down_proj")),
-    "a hook on A": Row({}, {}, nullcontext, behind(double, "k_proj." + A), num_ours=12),
-    "phi3": Row({"target_modules": "all-linear"}, architecture="phi3", num_ours=8),
-    "gemma3": Row({"target_modules": SEVEN}, architecture="gemma3"),
-    "qwen3": Row({"lora_dropout": 0.1}, KEPT, architecture="qwen3"),
-    "mixtral": Row({"target_modules": SEVEN[:4]}, architecture="mixtral", num_ours=8),
-    "falcon": Row({"target_modules": "all-linear"}, architecture="falcon", num_ours=None),
+    "a hook on A": Row(NARROW, {}, nullcontext, behind(double, "k_proj." + A), num_ours=12),
+    "phi3": Row({"target_modules": "all-linear", **NARROW}, architecture="phi3", num_ours=8),
+    "gemma3": Row(NARROW, architecture="gemma3"),
+    "qwen3": Row(NARROW, KEPT, architecture="qwen3"),
+    "mixtral": Row(
+        {"target_modules": SEVEN[:4], "dtype": FP32}, architecture="mixtral", num_ours=8
+    ),
+    "falcon": Row({"target_modules": "all-linear", **NARROW}, architecture="falcon", num_ours=None),
     "opt": Row(
         {**DENSE, "target_modules": ["q_proj", "k_proj", "v_proj", "fc1"]},
         around=autocast,
@@ -412,7 +420,7 @@ def test_orders_of_products(
 ) -> None:
     options: Any = {"dtype": dtype, "quantize": quantize, "lora_dropout": dropout}
     plain, expected, stats = streamed_and_resident(
-        partial(adapted, bases, **options, lora_bias=True),
+        partial(adapted, bases, **options),
         {"lora_paths": order},
         POLICIES[ORDERS.index(order) % 4],
         partial(autocast, enabled=is_autocast),

@@ -50,13 +50,12 @@ def text_of(report: ParityReport) -> str:
 def test_gate_accepts_an_equal_run_and_writes_its_record(tmp_path: Path) -> None:
     report = gate(same, subject="two resident runs")
     assert report.exact and report.error is None and report.resident_repeats is None
-    assert set(report.tallies) == {"start bytes", *QUANTITIES}
+    assert set(report.tallies) == {*QUANTITIES}
     assert all(tally.num_elements > 0 for tally in report.tallies.values())
     report.write(tmp_path / "deep" / "record.json")
     record = json.loads((tmp_path / "deep" / "record.json").read_text())
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["record.json"]
     assert record["exact"] is True and record["environment"]["num_threads"] == 1
-    assert record["hashes"]["resident"] == record["hashes"]["streamed"] != record["hashes"]["start"]
     assert {
         "torch",
         "transformers",
@@ -77,9 +76,7 @@ def test_gate_rejects_a_changed_base_and_says_where_it_begins() -> None:
     assert not report.exact and report.resident_repeats is True
     assert report.differences[0].name.startswith("step 0, ")
     assert report.num_differences > len(report.differences) == 50
-    assert report.tallies["start bytes"].num_differing_tensors == 0
     assert report.tallies["adapter weights"].num_differing_elements > 0
-    assert report.hashes["resident"] != report.hashes["streamed"]
     assert report.verdict().startswith("DIFFERENT") and "step 0, " in text_of(report)
 
 
@@ -137,10 +134,7 @@ def test_gate_refuses(which: str) -> None:
     prepare, make, reason = WRONG[which]
     report = gate(prepare, make)
     assert not report.exact and reason in (report.error or "")
-    if which == "other bytes":
-        assert list(report.tallies) == ["start bytes"] and report.differences[0].kind == "digest"
-    else:
-        assert report.num_differences == 0 and report.verdict().startswith("FAILED")
+    assert report.num_differences == 0 and report.verdict().startswith("FAILED")
 
 
 def test_gate_reports_an_arm_that_raises() -> None:
@@ -271,7 +265,10 @@ def test_check_model_dir_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
 def test_it_compares_with_a_resident_run_of_the_same_kernels(kernels: str) -> None:
     """Of DoRA, and of LoRA in groups, whose bits are not PEFT's."""
     small: dict[str, Any] = {"num_steps": 2, "num_layers": 2, "hidden_size": 64}
-    small["adapter"] = "dora" if kernels == "fused" else "lora"
+    if kernels == "fused":
+        small["adapter"] = "dora"
+    else:  # which have no dropout, and multiply in the dtype of the base
+        small |= {"dropout": 0.0, "autocast_dtype": torch.bfloat16}
     for each in (kernels, "peft"):
         report = check_architecture("qwen2", adapter_kernels=each, **small)
         assert report.exact, report.error

@@ -2,11 +2,9 @@
 
 import copy
 import functools
-import json
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +12,14 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from peft.helpers import disable_input_dtype_casting
 from torch import nn
-from typer.testing import CliRunner
 
 import poros
-from poros.cli.app import app
 from poros.config import StreamingPolicy
 from poros.errors import ParityError, PolicyError, PreparedModelError, UnsupportedModelError
 from poros.kernels.adapters import tally_of
 from poros.kernels.dora import SquaresOfRows
 from poros.kernels.forwards import PatchedForward
 from poros.kernels.mlp import names_in
-from poros.kernels.paths import TABLE_FORMAT, LoraShape, Paths
 from poros.kernels.use import are_used
 from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe
@@ -76,7 +71,7 @@ def test_it_is_undone(bases: Bases) -> None:
 
 
 def test_an_error_leaves_nothing_behind(bases: Bases) -> None:
-    model = poros.use_adapter_kernels(adapted(bases), "grouped")
+    model = poros.use_adapter_kernels(adapted(bases, adapters=BF16), "grouped")
     expected = step(model)
 
     def fail(module: nn.Module, given: Any) -> None:
@@ -300,13 +295,6 @@ def test_peft_modules_are_a_choice_with_the_bits_of_plain_peft(bases: Bases) -> 
     assert differences(step(model), expected) == []
 
 
-def test_a_tier_that_is_forced_and_cannot_be_is_an_error(bases: Bases) -> None:
-    model = streamed(dora(bases), dora_tier="fused")
-    with pytest.raises(PolicyError, match="expected"):
-        step(model)
-    step(streamed(poros.restore(model), dora_tier="eager"))
-
-
 def test_the_self_check_sees_a_norm_that_is_not_the_weights(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,11 +402,11 @@ def test_an_adapter_that_comes_later_and_is_no_lora_runs_as_fused(bases: Bases) 
     assert (stats["num_grouped_adapters"], stats["num_fused_adapters"]) == (0, 14)
 
 
-PATHS: list[tuple[Any, str]] = [(each, "fused") for each in ("measured", "measured:", "f3:b1")]
-PATHS += [("b5", "fused"), (None, "fused"), ("flops", "exact"), ("flops", "grouped")]
+PATHS: list[tuple[Any, str]] = [(each, "fused") for each in ("f3:b1", "b5", None)]
+PATHS += [("flops", "exact"), ("flops", "grouped"), ("f1:b1", "peft")]
 
 
-@pytest.mark.parametrize(("paths", "kernels"), [*PATHS, ("f1:b1", "peft")])
+@pytest.mark.parametrize(("paths", "kernels"), PATHS)
 def test_orders_that_cannot_work_are_refused(paths: Any, kernels: str, bases: Bases) -> None:
     with pytest.raises(PolicyError, match="lora_paths: expected"):
         StreamingPolicy(lora_paths=paths, adapter_kernels=kernels)
@@ -427,30 +415,25 @@ def test_orders_that_cannot_work_are_refused(paths: Any, kernels: str, bases: Ba
         poros.use_adapter_kernels(adapted(bases), kernels, lora_paths=paths)
 
 
-def test_other_kernels_than_those_that_run_are_refused(tmp_path: Path, bases: Bases) -> None:
-    """Tables are compared by content."""
-    one, same = (f"measured:{table(tmp_path / name)}" for name in ("one.json", "same.json"))
-    choices: list[tuple[dict[str, str], dict[str, str], dict[str, str]]] = [
-        ({}, {}, {"kernels": "grouped"}),
-        ({"kernels": "grouped"}, {"kernels": "grouped"}, {}),
-        ({"lora_paths": "f2:b5"}, {"lora_paths": "f2:b5"}, {"lora_paths": "f1:b1"}),
-        ({"lora_paths": one}, {"lora_paths": same}, {"lora_paths": one}),
+def test_other_kernels_than_those_that_run_are_refused(bases: Bases) -> None:
+    choices: list[tuple[dict[str, str], dict[str, str]]] = [
+        ({}, {"kernels": "grouped"}),
+        ({"kernels": "grouped"}, {}),
+        ({"lora_paths": "f2:b5"}, {"lora_paths": "f1:b1"}),
     ]
-    for first, again, other in choices:
-        table(tmp_path / "one.json")
+    for first, other in choices:
         given = [
             {"adapter_kernels" if key == "kernels" else key: value for key, value in each.items()}
-            for each in (first, again, other)
+            for each in (first, other)
         ]
         resident = poros.use_adapter_kernels(adapted(bases), **first)
         ready = streamed(adapted(bases), **given[0])
-        assert poros.use_adapter_kernels(resident, **again) is resident
-        assert streamed(ready, **given[1]) is ready
-        table(tmp_path / "one.json", rows=[])
+        assert poros.use_adapter_kernels(resident, **first) is resident
+        assert streamed(ready, **given[0]) is ready
         with pytest.raises(PreparedModelError, match="restore"):
             poros.use_adapter_kernels(resident, **other)
         with pytest.raises(PreparedModelError):
-            streamed(ready, **given[2])
+            streamed(ready, **given[1])
 
 
 def test_a_plan_counts_the_workspaces(bases: Bases) -> None:
@@ -479,42 +462,6 @@ def test_a_plan_counts_the_workspaces(bases: Bases) -> None:
 # ------------------------------------------------------------------ orders of products
 
 
-def shape(n: int = 4096, i: int = 768, o: int = 768, r: int = 64) -> LoraShape:
-    return LoraShape(n, i, o, r, FP32, FP32)
-
-
-def table(path: Path, **changes: Any) -> Path:
-    layer = shape().layer
-    rows = [
-        {"layer": layer, "tokens": 128, "order": "f1:b1"},
-        {"layer": layer, "tokens": 1024, "order": "f2:b4"},
-    ]
-    path.write_text(json.dumps({"format": TABLE_FORMAT, "rows": rows} | changes))
-    return path
-
-
-def test_a_table_decides(tmp_path: Path) -> None:
-    paths = Paths(f"measured:{table(tmp_path / 'table.json')}")
-    found = [paths.order(shape(n=tokens)) for tokens in (1, 128, 1023, 1024, 9999)]
-    assert found == ["f1:b1", "f1:b1", "f1:b1", "f2:b4", "f2:b4"]
-    with pytest.raises(PolicyError, match="rank 65"):
-        paths.order(shape(r=65))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"format": "another"}, {"rows": [{"layer": "x", "tokens": 1, "order": "f9"}]}]
-)
-def test_another_file_is_refused_and_nothing_is_changed(
-    changes: dict[str, Any], tmp_path: Path, bases: Bases
-) -> None:
-    model = adapted(bases)
-    for path in (table(tmp_path / "table.json", **changes), tmp_path / "none.json"):
-        for use in (streamed, poros.use_adapter_kernels):
-            with pytest.raises(PolicyError, match="tune-paths"):
-                use(model, lora_paths=f"measured:{path}")
-    assert poros.use_adapter_kernels(model) is model
-
-
 def test_dora_and_several_adapters_keep_their_order_by_name(bases: Bases) -> None:
     for model, reason in ((dora(bases), "DoRA"), (adapted(bases), "several active adapters")):
         if reason != "DoRA":
@@ -535,23 +482,3 @@ def test_with_tf32_nothing_is_merged_unless_asked(bases: Bases) -> None:
         torch.set_float32_matmul_precision(precision)
     assert all("float32 with float32" in each for each in shapes[0])
     assert all("TF32" in each for each in shapes[1]) and not any("TF32" in s for s in shapes[0])
-
-
-def test_tune_paths_writes_what_measured_reads(tmp_path: Path, bases: Bases) -> None:
-    model = adapted(bases)
-    folder, out = tmp_path / "model", tmp_path / "table.json"
-    model.get_base_model().config.save_pretrained(folder)
-    options = ["--rank", "8", "--passes", "1", "--device", "cpu", "--out", str(out)]
-    found = CliRunner().invoke(
-        app, ["tune-paths", str(folder), "--tokens", "48", "--tokens", "4", *options]
-    )
-    assert found.exit_code == 0, found.output
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["tokens"] for row in rows} == {4, 48}
-    assert all(row["ms"][row["order"]] == min(row["ms"].values()) for row in rows)
-    poros.use_adapter_kernels(model, lora_paths=f"measured:{out}")
-    expected = step(model)
-    stats = poros.kernel_stats(model)["lora_paths"]
-    wanted = {f"{row['tokens']} tokens, {row['layer']}": row["order"] for row in rows}
-    assert stats["shapes"].items() <= wanted.items() and not stats["as_peft"]
-    assert differences(step(streamed(adapted(bases), lora_paths=f"measured:{out}")), expected) == []

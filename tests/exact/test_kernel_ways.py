@@ -23,7 +23,7 @@ Model = Any
 FP32, DROPOUT = {"dtype": torch.float32}, {"lora_dropout": 0.1}
 # What is asked for, and of which model.
 KERNELS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "grouped": ({"kernels": "grouped"}, DROPOUT),
+    "grouped": ({"kernels": "grouped"}, {"adapters": torch.bfloat16}),
     **{paths: ({"lora_paths": paths}, FP32) for paths in ("flops", "f1:b1", "f1:b3", "f2:b5")},
     "f2:b4": ({"lora_paths": "f2:b4"}, {**FP32, "quantize": False}),
     "DoRA": ({}, {"use_dora": True, **DROPOUT}),

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import poros
 from poros.errors import PreparedModelError
 from tests.comparing import compare_trajectories
 from tests.exact.arms import ON_HOST, slice_resident_loss, with_sliced_loss
-from tests.exact.heads import Model, outputs, saved_whole, trained, with_lora
+from tests.exact.heads import Model, outputs, saved_whole, trained
 from tests.exact.trainer_arms import Arms
 from tests.snapshots import batches, build, changes, digest
 
@@ -178,11 +177,9 @@ EDITS: dict[str, Callable[[Model], object]] = {
 }
 KEEPS = ("nothing", "a step of no size")
 
-with_lora_on_it = partial(with_lora, lora_dropout=0.0)
-
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("change", [with_lora_on_it, trained, saved_whole])
+@pytest.mark.parametrize("change", [trained, saved_whole])
 @pytest.mark.parametrize("edit", EDITS)
 def test_logits_that_are_read_after_the_head_was_edited(
     change: Callable[[Model], Model], edit: str

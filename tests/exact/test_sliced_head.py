@@ -4,14 +4,12 @@ Here: which models have it, what others keep, what moves, and what notices damag
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
@@ -19,7 +17,6 @@ from poros.errors import ParityError, PreparedModelError
 from poros.gates import tiny
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits
-from poros.head.loss import sliced_cross_entropy
 from poros.head.slices import SliceReader
 from poros.model.sizing import ResidencyPlan
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
@@ -27,10 +24,8 @@ from tests.exact.heads import (
     Change,
     Model,
     added,
-    biased,
     both_forms,
     head_of,
-    in_float32,
     outputs,
     saved_whole,
     tied,
@@ -41,7 +36,6 @@ from tests.exact.heads import (
     with_another_user,
     with_loha,
     with_lora,
-    with_two,
 )
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
 
@@ -104,20 +98,13 @@ class Head(NamedTuple):
     policy: dict[str, Any] = {}  # noqa: RUF012
 
 
-BY_ITSELF = {"stream_head": None}
-ON_DEVICE = {"stream_head": False}
 EMBEDDING = {"loss": "reference", "stream_head": False, "stream_embedding": True}
 TRAINED = "the head stays on the device: it is trained"
 STAYS = "the embedding stays on the device"
 HEADS = {
-    # What LoRA adds to the logits is never there whole either.
-    "LoRA": Head(with_lora, own=2, policy=BY_ITSELF),
-    "float32 adapters": Head(in_float32, own=2, policy=BY_ITSELF),
-    "LoRA, capped logits": Head(with_lora, own=2, architecture="gemma2", policy=BY_ITSELF),
-    "two of a tied head": Head(with_two, own=4, architecture="gemma3", policy=BY_ITSELF),
-    # It is no product, and DoRA scales by a norm of each row: their logits are computed whole.
-    "a bias of LoRA": Head(biased, "", False, 3, policy=ON_DEVICE),
-    "DoRA": Head(partial(with_lora, use_dora=True), "", False, 3, policy=BY_ITSELF),
+    # Of an adapted head the logits are computed whole.
+    "LoRA": Head(with_lora, "its head is a", False, 2),
+    "DoRA": Head(partial(with_lora, use_dora=True), "its head is a", False, 3),
     # Of these the loss and its gradient are computed in slices all the same.
     "trained": Head(trained, TRAINED, own=1),
     "a trained bias": Head(both_forms, TRAINED, own=1),
@@ -161,7 +148,6 @@ def test_it_trains_as_a_resident_one(which: str, caplog: pytest.LogCaptureFixtur
 
 
 LATER: dict[str, tuple[Change, Change]] = {
-    "an adapter, whose logits are whole": (with_lora, added),
     # PEFT copies the head, and all that is in it; the copy is the one that is read.
     "a trained copy": (
         lambda model: model,
@@ -180,23 +166,6 @@ def test_what_comes_to_a_resident_head_later_is_trained(which: str) -> None:
     assert any("lm_head" in name and g.any() for name, g in found.steps[0].gradients.items())
 
 
-@pytest.mark.parametrize("change", [with_two, in_float32])
-def test_whole_logits_are_those_of_peft(change: Change) -> None:
-    """Also after the loss, and of a model whose adapters are off."""
-    model, plain = with_sliced_loss(change(build()), stream_head=False), change(build())
-    for mode in ("on", "off"):
-        found = []
-        for each in (model, plain):
-            with each.disable_adapter() if mode == "off" else nullcontext():
-                found.append(outputs(each))
-        assert isinstance(found[0].logits, LazyLogits) and not found[0].logits.is_computed
-        # The sum that PEFT writes down is noted, not computed.
-        assert [each.is_computed for each in found[0].logits.added] == [False] * (
-            0 if mode == "off" else 1 + (change is with_two)
-        )
-        assert torch.equal(found[0].logits, found[1].logits), mode
-
-
 def test_what_was_tied_while_it_was_prepared_stays_tied() -> None:
     model = poros.restore(tied(with_sliced_loss(build())))
     base = model.get_base_model()
@@ -206,7 +175,7 @@ def test_what_was_tied_while_it_was_prepared_stays_tied() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    ["head.takeover._Loss", "head.kept.SliceReader", "model.attach.Attachment.move_to_device"],
+    ["head.takeover._Loss", "head.slices.SliceReader", "model.attach.Attachment.move_to_device"],
 )
 def test_a_failed_prepare_leaves_head_and_embedding_as_they_were(
     part: str, monkeypatch: pytest.MonkeyPatch
@@ -432,35 +401,3 @@ def test_a_head_in_host_memory_that_is_changed_is_refused(loss: str, which: str)
     with pytest.raises(PreparedModelError, match="weight"):
         change(model)
         model(**batches()[0]).loss.backward()
-
-
-RANK, V = 4, 1000
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_added_columns_are_those_of_a_wider_head(dtype: torch.dtype) -> None:
-    torch.manual_seed(7)
-    weight = (0.4 * torch.randn(V, 48)).to(dtype)
-    columns = (0.3 * torch.randn(V, RANK)).requires_grad_()
-    hidden = torch.randn(23, 48 + RANK).to(dtype).requires_grad_()
-    labels = torch.randint(0, V, (23,))
-    labels[2::5] = -100
-
-    def read(width: int) -> Iterator[tuple[int, torch.Tensor]]:
-        for first in range(0, V, width):
-            yield first, weight[first : first + width]
-
-    loss = sliced_cross_entropy(hidden, labels, read, V, added=columns)
-    loss.backward()
-    exact = hidden.detach().double().requires_grad_()
-    own = columns.detach().to(dtype).double().requires_grad_()
-    head = torch.cat([weight.double(), own], dim=1)
-    expected = F.cross_entropy(exact @ head.T, labels, reduction="sum")
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert columns.grad is not None and hidden.grad is not None
-    assert own.grad is not None and exact.grad is not None
-    # Weights of rows, and what comes out, are rounded to the dtype.
-    roundoff = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-18
-    for found, true in ((columns.grad, own.grad), (hidden.grad, exact.grad)):
-        assert (found.double() - true).norm() <= roundoff * true.norm()

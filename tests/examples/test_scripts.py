@@ -2,15 +2,20 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import set_seed
 
+import poros
 from poros.examples import load_elsewhere, own_loop
 from tests.covers import with_slow
 from tests.finetune.subjects import write_base, write_rows
+from tests.support import AS_PLAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,6 +60,27 @@ def test_dpo(base: Path, tmp_path: Path) -> None:
     assert changed(tmp_path / "out")
 
 
+def test_grpo(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers that a streamed model writes, and what it learns from them, are a resident's."""
+    pytest.importorskip("trl")
+    from poros.examples import grpo
+
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "the slot"}, {"prompt": "a block"}] * 4)
+    genuine = poros.prepare
+    arms: dict[str, Callable[..., Any]] = {
+        "streamed": lambda model, vram_budget: genuine(model, slots=2, **AS_PLAIN),
+        "resident": lambda model, vram_budget: model,
+    }
+    found = {}
+    for name, prepare in arms.items():
+        monkeypatch.setattr(poros, "prepare", prepare)
+        set_seed(0)
+        grpo.main(str(base), str(rows), str(tmp_path / name), steps=2, answers=4, tokens=4)
+        found[name] = (tmp_path / name / "adapter_model.safetensors").read_bytes()
+    assert changed(tmp_path / "streamed")
+    assert found["streamed"] == found["resident"]
+
+
 def test_a_loop_and_the_adapter_elsewhere(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +111,7 @@ def test_a_big_model_is_quantized_once(base: Path, tmp_path: Path) -> None:
 
 def test_each_example_is_listed() -> None:
     page = (ROOT / "docs" / "how-to" / "script.md").read_text(encoding="utf-8")
-    for each in ("sft", "dpo", "own_loop", "big_model", "load_elsewhere"):
+    for each in ("sft", "dpo", "grpo", "own_loop", "big_model", "load_elsewhere"):
         assert f"examples/{each}.py" in page
 
 

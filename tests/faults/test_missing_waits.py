@@ -1,18 +1,15 @@
 """Every wait and every record is needed: take one away, and a test fails, every time.
 
 The mutations come from the source itself (see ``mutants``), so that a wait which is added later has
-to earn its place here too. And any walk at all of blocks in slots, under the worst copy engine,
-reads its own blocks: that models trained so are exact is in ``tests/exact/test_cells``.
+to earn its place here too. That any walk at all of blocks in slots reads its own blocks is in
+``tests/unit/test_slots``, that models trained so are exact in ``tests/exact/test_cells``.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from poros import cuda_streams as streams_module
 from poros.cuda_streams import CudaStreams
@@ -20,7 +17,7 @@ from poros.gates.reference import Trajectory
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
 from poros.slots.ring import SlotState
-from poros.slots.schedule import Phase, count, training_visits
+from poros.slots.schedule import Phase, training_visits
 from poros.stream.offload import ActivationOffloader
 from tests import mutants
 from tests.comparing import compare_trajectories
@@ -308,11 +305,15 @@ CUDA_SCENARIOS = (
 )
 
 
-def hazard_of(scenario: Callable[[FakeCuda], None], monkeypatch: Patch) -> Problem:
+def fake_cuda(monkeypatch: Patch) -> FakeCuda:
     cuda = FakeCuda()
     monkeypatch.setattr(streams_module, "torch", cuda.torch)
+    return cuda
+
+
+def hazard_of(scenario: Callable[[FakeCuda], None], monkeypatch: Patch) -> Problem:
     try:
-        scenario(cuda)
+        scenario(fake_cuda(monkeypatch))
     except SlotHazard as hazard:
         return str(hazard)
     return None
@@ -341,108 +342,45 @@ def test_a_mutation_is_a_hazard_on_cuda(mutation: mutants.Mutation, monkeypatch:
     assert any(hazards), f"nothing notices that {mutation}"
 
 
-# Any walk at all.
+# Interrupted within them.
 
 
-class Interrupted(Exception):
-    """Something in a layer that is none of the runtime's business."""
+def test_interrupted_as_another_compute_stream_is_met(monkeypatch: Patch) -> None:
+    """The old one is joined again, or what comes next would be ordered behind the wrong stream."""
+    cuda = fake_cuda(monkeypatch)
+    slots = cuda_slots()
+    slots.train()
+
+    def struck(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with cuda.on(FakeStream(name="another compute stream")):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(FakeStream, "wait_stream", struck)
+            slots.streams.record()
+        slots.train(2)
 
 
-class Layers:
-    """Layers in blocks, visited in ways that nothing predicts; every read is checked."""
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_interrupted_as_a_copy_is_queued(where: str, monkeypatch: Patch) -> None:
+    """The copy stream does not stay the current one."""
+    cuda = fake_cuda(monkeypatch)
+    slots = cuda_slots()
+    slots.train()
+    genuine, calls = streams_module._set_current, [0]
 
-    def __init__(self, num_layers: int, block_size: int, num_slots: int) -> None:
-        self.blocks = [layer // block_size for layer in range(num_layers)]
-        self.streams = AdversarialStreams()
-        self.slots = Slots(self.blocks[-1] + 1, num_slots, self.streams)
+    def struck(*key: int) -> None:
+        calls[0] += 1
+        if where == "behind" and calls[0] == 2:
+            raise KeyboardInterrupt
+        genuine(*key)
+        if where == "before":
+            raise KeyboardInterrupt
 
-    def visit(self, layer: int, phase: Phase) -> None:
-        block = self.blocks[layer]
-        with self.slots.visiting(block, phase):
-            self.slots.read(block)
-            states = [state for state, _ in self.slots.states()]
-            assert states.count(SlotState.IN_USE) == 1
-            self.slots.check_ready_bytes()
-            self.slots.read(block)
-
-    def forward(self, phase: Phase = Phase.FORWARD, stop: int | None = None) -> None:
-        for layer in range(len(self.blocks))[:stop]:
-            self.visit(layer, phase)
-
-    def backward(self, stop: int | None = None) -> None:
-        for layer in list(reversed(range(len(self.blocks))))[:stop]:
-            self.visit(layer, Phase.BACKWARD)
-
-    def interrupt(self, layer: int, phase: Phase, reads: bool) -> None:
-        """A pass up to a layer in whose visit something raises."""
-        if phase is Phase.BACKWARD:
-            self.forward()
-            self.backward(len(self.blocks) - 1 - layer)
-        else:
-            self.forward(phase, layer)
-        block = self.blocks[layer]
-        with pytest.raises(Interrupted), self.slots.visiting(block, phase):
-            if reads:
-                self.slots.read(block)
-            raise Interrupted
-
-    def train(self, *_: Any) -> None:
-        self.forward()
-        self.backward()
-
-    def evaluate_in_the_middle(self, layer: int, phase: Phase, flag: bool) -> None:
-        self.forward()
-        self.forward(Phase.INFERENCE, layer + 1 if flag else None)
-        self.backward()
-
-    def two_forwards_then_two_backwards(self, *_: Any) -> None:
-        for each in (self.forward, self.forward, self.backward, self.backward):
-            each()
-
-    def part_of_a_pass(self, layer: int, phase: Phase, flag: bool) -> None:
-        self.forward(phase, layer)
-        self.backward(layer if flag else 0)
-
-    def one_layer(self, layer: int, phase: Phase, flag: bool) -> None:
-        self.visit(layer, phase)
-
-    def prefetch(self, layer: int, phase: Phase, flag: bool) -> None:
-        self.slots.manager.prefetch(self.blocks[layer])
-
-    def require_idle(self) -> None:
-        assert SlotState.IN_USE not in [state for state, _ in self.slots.states()]
-        self.slots.check_ready_bytes()
-
-
-ACTIONS = (Layers.train, Layers.evaluate_in_the_middle, Layers.two_forwards_then_two_backwards)
-ACTIONS += (Layers.part_of_a_pass, Layers.interrupt, Layers.one_layer, Layers.prefetch)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.data())
-def test_no_walk_reads_a_slot_that_does_not_hold_its_block(data: st.DataObject) -> None:
-    block_size = data.draw(st.integers(1, 3), label="block_size")
-    num_blocks = data.draw(st.integers(1, 6), label="blocks")
-    # The last block may be smaller.
-    num_layers = block_size * num_blocks - data.draw(st.integers(0, block_size - 1), label="less")
-    num_slots = data.draw(st.integers(2, num_blocks + 1), label="slots")
-    layers = Layers(num_layers, block_size, num_slots)
-    action = st.tuples(
-        st.sampled_from(ACTIONS),
-        st.integers(0, num_layers - 1),
-        st.sampled_from(Phase),
-        st.booleans(),
-    )
-    with layers.streams.watch():
-        for what, layer, phase, flag in data.draw(st.lists(action, max_size=8), label="actions"):
-            what(layers, layer, phase, flag)
-            layers.require_idle()
-        # Whatever happened, one healthy step later the walk is warm.
-        manager = layers.slots.manager
-        layers.train()
-        before = manager.num_loads, layers.streams.num_copies
-        layers.train()
-        layers.require_idle()
-    loads = 2 * (manager.num_blocks - len(layers.slots.ring.slots))
-    assert (manager.num_loads - before[0], layers.streams.num_copies - before[1]) == (loads,) * 2
-    assert manager.num_loads == layers.streams.num_copies == count(layers.slots.journal, "prefetch")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(streams_module, "_set_current", struck)
+        slots.manager.prefetch(2)
+    assert cuda.current_stream() is not cuda.compute, "as PyTorch's own context would leave it"
+    slots.streams.record()
+    assert cuda.current_stream() is cuda.compute
+    slots.train()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,8 +19,7 @@ from poros.errors import ParityError
 from poros.gates.arms import run_parity
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport
-from poros.slots import manager as manager_module
-from poros.slots.schedule import Phase, count, training_visits, walk
+from poros.slots.schedule import Phase, training_visits, walk
 from poros.stream import attention
 from tests.faults.planted import (
     AUTOCAST,
@@ -28,7 +27,6 @@ from tests.faults.planted import (
     NUM_LAYERS,
     QWEN2,
     SHARED_STATES,
-    WRONG_PREDICTIONS,
     Cell,
     Fault,
     Patch,
@@ -81,7 +79,7 @@ def gate(
     fault: Fault, prepare: AdversarialPrepare | None = None, *, watched: bool = False
 ) -> ParityReport:
     """What the parity gate finds, with the self-check off."""
-    arm = prepare or AdversarialPrepare(fault.streams)
+    arm = prepare or AdversarialPrepare()
 
     with arm.watching() if watched else nullcontext():
         return run_parity(
@@ -100,23 +98,20 @@ def require_said(pattern: str, report: ParityReport) -> None:
     assert re.search(pattern, text, re.DOTALL), text
 
 
-def visits() -> list[Any]:
-    """Of two steps: in a backward a block is held to be recomputed with, and to be read."""
-    return [
-        visit
-        for visit in training_visits(NUM_LAYERS, 2)
-        for _ in range(2 if visit[1] is Phase.BACKWARD else 1)
-    ]
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_control_without_a_fault_gate_and_self_check_pass(cell: Cell, monkeypatch: Patch) -> None:
     unguarded()(monkeypatch)
     prepare, whole = AdversarialPrepare(), Fault(cell=cell, num_steps=2)
     report = gate(whole, prepare, watched=cell in (QWEN2, AUTOCAST))
     assert report.exact, report.verdict()
-    plan = list(walk(visits(), NUM_LAYERS, 2))
-    assert prepare.journal == plan and prepare.streams.num_copies == 6 + 4
+    # In a backward a block is held to be recomputed with, and to be read.
+    visits = [
+        visit
+        for visit in training_visits(NUM_LAYERS, 2)
+        for _ in range(2 if visit[1] is Phase.BACKWARD else 1)
+    ]
+    assert prepare.journal == list(walk(visits, NUM_LAYERS, 2))
+    assert prepare.streams.num_copies == 6 + 4
     once = replace(whole, num_steps=1)
     model = spoiled(once, built(once), AdversarialPrepare(), self_check="strict")
     train(model, batches(), spec(once))
@@ -149,28 +144,13 @@ def test_it_is_a_hazard_where_every_read_is_watched(fault: Fault) -> None:
 def test_the_self_check_names_it_before_the_first_step(fault: Fault, monkeypatch: Patch) -> None:
     steps: list[None] = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: steps.append(None))
-    model = spoiled(fault, built(fault), AdversarialPrepare(fault.streams), self_check="strict")
+    model = spoiled(fault, built(fault), AdversarialPrepare(), self_check="strict")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     start = [parameter.detach().clone() for parameter in trained]
     with pytest.raises(fault.error, match=fault.self_check):
         train(model, batches(), spec(fault))
     assert not steps and start
     assert all(map(same_bits, start, trained))
-
-
-@pytest.mark.parametrize("wrong", WRONG_PREDICTIONS)
-def test_a_wrong_prefetch_order_is_seen_by_the_counts_and_changes_no_bit(
-    wrong: Callable[..., Any], monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(manager_module, "predict", wrong)
-    prepare = AdversarialPrepare()
-    report = gate(Fault(num_steps=2), prepare, watched=True)
-    assert report.num_differences == 0
-    plan = list(walk(visits(), NUM_LAYERS, 2))
-    loads = WRONG_PREDICTIONS[wrong]
-    assert prepare.journal != plan and prepare.streams.num_copies == loads
-    if loads != count(plan, "prefetch"):
-        assert f"loaded {loads} blocks, the walk 10" in (report.error or "")
 
 
 def test_a_caught_fault_leaves_a_model_that_comes_back_whole(monkeypatch: Patch) -> None:
@@ -213,50 +193,6 @@ def checked_run(fault: Fault | None = None, **policy: Any) -> dict[str, Any]:
     return found
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
-    return sum(text in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.cover("values")
-@pytest.mark.usefixtures("flags_stay")
-@pytest.mark.parametrize("noise", [always, only_at_first])
-@pytest.mark.parametrize("options", [{}, {"offload_boundaries": True}, {"block_size": 2}], ids=str)
-def test_it_is_proved_with_deterministic_attention(
-    noise: Noise, options: dict[str, Any], monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_unsteady(monkeypatch, noise)
-    with caplog.at_level(logging.WARNING, logger="poros"):
-        found = checked_run(**options)
-    assert (found["status"], found["message"], found["not_provable"]) == ("passed", None, [])
-    assert found["proved_with_deterministic_attention"]
-    assert warnings_of(caplog, "With deterministic attention on both sides") == 1
-
-
-def test_control_attention_that_repeats_itself_is_proved_as_it_is() -> None:
-    found = checked_run()
-    assert (found["status"], found["proved_with_deterministic_attention"]) == ("passed", [])
-
-
-@pytest.mark.usefixtures("flags_stay")
-@having("unsteady")
-def test_a_fault_is_found_behind_unsteady_attention(fault: Fault, monkeypatch: Patch) -> None:
-    make_unsteady(monkeypatch)
-    with pytest.raises(ParityError, match=fault.unsteady):
-        checked_run(fault)
-
-
-@pytest.mark.usefixtures("flags_stay")
-def test_a_layer_that_never_repeats_itself_trains_and_is_named(
-    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_unsteady(monkeypatch, obeys=False)
-    with caplog.at_level(logging.WARNING, logger="poros"):
-        found = checked_run()
-    assert (found["status"], found["message"]) == ("unproven", None)
-    assert len(found["not_provable"]) == NUM_LAYERS and "layers.2" in str(found["not_provable"])
-    assert warnings_of(caplog, "cannot prove") == NUM_LAYERS
-
-
 def never_the_same(is_steady: Callable[[], bool]) -> Callable[[Any], None]:
     """The output of layer 1 is another one at each call, unless ``is_steady``."""
     calls: list[None] = []
@@ -271,15 +207,55 @@ def never_the_same(is_steady: Callable[[], bool]) -> Callable[[Any], None]:
     return hook
 
 
+class Unsteady(NamedTuple):
+    """What does not repeat itself, and the layers that are not provable then."""
+
+    noise: Noise | None = always
+    policy: dict[str, Any] | None = None
+    obeys: bool = True
+    """Whether attention repeats itself while the deterministic flag is on."""
+    user: Callable[[Any], None] | None = None
+    layers: str = ""
+
+
+# Outputs as of sums by atomic additions: nothing can be proved, and nothing is accused.
+OUTPUTS = never_the_same(torch.are_deterministic_algorithms_enabled)
+UNSTEADY = {
+    "control": Unsteady(None),
+    "always": Unsteady(),
+    "at first": Unsteady(only_at_first),
+    "inputs on the host": Unsteady(policy={"offload_boundaries": True}),
+    "blocks of two, at first": Unsteady(only_at_first, {"block_size": 2}),
+    "whatever the flag": Unsteady(obeys=False, layers="0123"),
+    "outputs without the flag": Unsteady(user=OUTPUTS, layers="1"),
+}
+
+
 @pytest.mark.usefixtures("flags_stay")
-def test_outputs_that_repeat_themselves_under_deterministic_kernels_only(
-    monkeypatch: Patch,
+@pytest.mark.parametrize("case", UNSTEADY)
+def test_what_repeats_itself_with_deterministic_attention_is_proved_and_the_rest_named(
+    case: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As sums of atomic additions do: nothing can be proved, and nothing is accused."""
+    noise, policy, obeys, user, layers = UNSTEADY[case]
+    if noise is not None:
+        make_unsteady(monkeypatch, noise, obeys)
+    with caplog.at_level(logging.WARNING, logger="poros"):
+        found = checked_run(Fault(user=user), **(policy or {}))
+    assert (found["status"], found["message"]) == ("unproven" if layers else "passed", None)
+    assert "".join(name[-1] for name in found["not_provable"]) == layers
+    assert caplog.text.count("cannot prove") == len(layers)
+    if not layers:
+        assert bool(found["proved_with_deterministic_attention"]) == (noise is not None)
+        said = caplog.text.count("With deterministic attention on both sides")
+        assert said == (noise is not None)
+
+
+@pytest.mark.usefixtures("flags_stay")
+@having("unsteady")
+def test_a_fault_is_found_behind_unsteady_attention(fault: Fault, monkeypatch: Patch) -> None:
     make_unsteady(monkeypatch)
-    found = checked_run(Fault(user=never_the_same(torch.are_deterministic_algorithms_enabled)))
-    assert (found["status"], found["message"]) == ("unproven", None)
-    assert [name.rpartition(".")[2] for name in found["not_provable"]] == ["1"]
+    with pytest.raises(ParityError, match=fault.unsteady):
+        checked_run(fault)
 
 
 @pytest.mark.usefixtures("flags_stay")

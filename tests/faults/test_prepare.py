@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import poros
 from poros.errors import PreparedModelError
-from poros.slots.schedule import Phase, count, training_visits, walk
-from poros.stream.boundary import streamed_layer
 from tests.exact.arms import slice_resident_loss
 from tests.snapshots import (
     assert_same_run,
@@ -58,13 +54,9 @@ def test_prepare_again_does_nothing_with_an_equal_policy_and_is_refused_with_ano
         prepare_plain(model, block_size=1)
     assert changes(before, picture(model)) == {}
     assert_same_run(resident_run(), run(model))
-
-
-def test_overrides_replace_fields_of_the_policy() -> None:
     policy = poros.StreamingPolicy(block_size=2, slots=4)
-    model = prepare_plain(build(), policy, slots=3)
-    assert poros.runtime(model).policy == poros.StreamingPolicy(block_size=2, slots=3)
-    assert policy.slots == 4
+    other = poros.runtime(prepare_plain(build(), policy, slots=3))
+    assert other.policy == poros.StreamingPolicy(block_size=2, slots=3) and policy.slots == 4
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "phi3"])
@@ -102,23 +94,9 @@ def test_names_objects_class_names_and_counts_stay(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("quantize", [True, False])
-def test_state_dict_is_equal_key_for_key_and_bit_for_bit(quantize: bool) -> None:
-    model = build(quantize=quantize)
-    expected = {key: each.clone() for key, each in model.state_dict().items()}
-    before = bits_of(model)
-    prepare_plain(model)
-    for _ in range(2):
-        found = model.state_dict()
-        assert list(found) == list(expected)
-        assert [key for key in found if not same_bits(found[key], expected[key])] == []
-        assert changes(before, bits_of(model)) == {}
-        # Once more after forwards and backwards have gone through the slots.
-        model(**batches()[1]).loss.backward()
-        model.zero_grad()
-
-
-def test_files_saved_while_prepared_are_the_resident_ones(tmp_path: Path) -> None:
-    models = {"resident": build(), "prepared": prepare_plain(build(), block_size=2)}
+def test_files_saved_while_prepared_are_the_resident_ones(tmp_path: Path, quantize: bool) -> None:
+    models = {name: build(quantize=quantize) for name in ("resident", "prepared")}
+    prepare_plain(models["prepared"], block_size=2)
     assert_same_run(*map(run, models.values()))
     for name, model in models.items():
         model.save_pretrained(tmp_path / name / "adapter")
@@ -130,49 +108,21 @@ def test_files_saved_while_prepared_are_the_resident_ones(tmp_path: Path) -> Non
     assert first in expected["adapter/adapter_model.safetensors"]
 
 
-@pytest.mark.parametrize("quantize", [True, False])
-def test_base_saved_while_prepared_loads_to_equal_bytes(tmp_path: Path, quantize: bool) -> None:
-    model = build(quantize=quantize)
-    base = model.get_base_model()
-
-    def without_adapters(tensors: Any) -> dict[str, Any]:
-        names = {name: name.replace(".base_layer.", ".") for name in tensors if "lora_" not in name}
-        return {names[name]: tensors[name] for name in names}
-
-    expected = without_adapters(bits_of(base))
-    prepare_plain(model)
-    model(**batches()[0]).loss.backward()
-    base.save_pretrained(tmp_path)
-    # PEFT's names of a wrapped linear layer are the only thing that keeps the files from loading.
-    weights = tmp_path / "model.safetensors"
-    save_file(without_adapters(load_file(weights)), weights, metadata={"format": "pt"})
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}
-    )
-    assert changes(expected, bits_of(loaded)) == {}
-
-
 def test_two_prepared_models_do_not_influence_each_other() -> None:
-    seeds = (0, 7)
-    expected = [resident_run(seed=seed) for seed in seeds]
-    first, second = (prepare_plain(build(seed=seed), block_size=1 + seed % 2) for seed in seeds)
-    batch = batches()[0]
-    alone = [build(seed=seed)(**batch).loss for seed in seeds]
-    # Both graphs are alive at once, and the visits of one come between those of the other.
-    losses = [first.eval()(**batch).loss, second.eval()(**batch).loss]
-    losses[0].backward()
-    losses[1].backward()
-    assert len(set(alone)) == 2
-    for loss, model, seed in zip(losses, (first, second), seeds, strict=True):
-        twin = build(seed=seed).eval()
-        twin_loss = twin(**batch).loss
-        twin_loss.backward()
-        assert same_bits(loss, twin_loss)
+    """Both graphs are alive at once, and the visits of one come between those of the other."""
+    twins, models = ([build(seed=seed).eval() for seed in (0, 7)] for _ in "ab")
+    for model, block_size in zip(models, (1, 2), strict=True):
+        prepare_plain(model, block_size=block_size)
+    expected, losses = ([model(**batches()[0]).loss for model in some] for some in (twins, models))
+    assert len(set(expected)) == 2
+    for loss in (*expected, *losses):
+        loss.backward()
+    for index, (twin, model) in enumerate(zip(twins, models, strict=True)):
+        assert same_bits(expected[index], losses[index])
         assert changes(bits_of(twin), bits_of(model)) == {}
-        model.zero_grad()
-    assert_same_run(expected[1], run(second))
-    poros.restore(second)
-    assert_same_run(expected[0], run(first))
+    poros.restore(models[1]).zero_grad()
+    twins[0].zero_grad(), models[0].zero_grad()
+    assert_same_run(run(twins[0]), run(models[0]))
 
 
 def test_stats_have_the_documented_keys_and_plausible_values() -> None:
@@ -181,38 +131,29 @@ def test_stats_have_the_documented_keys_and_plausible_values() -> None:
     start = runtime.stats()
     assert set(start) == STATS and start["attention"] == "sdpa"
     assert json.loads(json.dumps(start)) == start
-    assert runtime.num_blocks == 3 and runtime.num_slots == 2
-    slabs = [runtime.host_slab(block).numel() for block in range(3)]
+    slab = runtime.host_slab(0).numel()
     assert start["num_loads"] == start["num_hits"] == start["h2d_num_bytes"] == 0
-    assert start["host_num_bytes"] == sum(slabs)
-    # Two slots; as constants the code books of 16 and 256 floats and the offsets, each value once.
-    slots = max(slabs[0], slabs[2]) + slabs[1]
+    assert start["host_num_bytes"] == 3 * slab
+    # As constants the code books of 16 and 256 floats and the offsets, each value once.
     weights = [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
     offsets = {float(each.quant_state.offset) for each in weights}
     assert len(weights) == 3 * 7 and len(offsets) > 3 * 7 / 2
     # Two norms, three biases and seven nested absmax in each layer, each within 256 bytes.
     small = 3 * 12 * 256
-    assert start["device_num_bytes"] == slots + small + 4 * (16 + 256 + len(offsets))
+    assert start["device_num_bytes"] == 2 * slab + small + 4 * (16 + 256 + len(offsets))
     assert start["pinned_num_bytes"] == 0 and start["fallbacks"] == []
-    num_steps = 3
-    run(model, num_steps=num_steps)
-    actions = list(walk(training_visits(3, num_steps), 3, 2))
+    run(model, num_steps=3)
     end = runtime.stats()
-    # The last backward has loaded ahead for a next step: 2K - S, then 2 (K - S) a step.
-    assert end["num_loads"] == count(actions, "prefetch") == 2 * 3 - 2 + (num_steps - 1) * 2
-    assert len(set(slabs)) == 1
-    assert end["h2d_num_bytes"] == end["num_loads"] * slabs[0]
+    # The first step loads 2K - S blocks and others 2 (K - S); what is not loaded is a hit.
+    assert (end["num_loads"], end["num_hits"]) == (4 + 2 * 2, 2 + 2 * 4)
+    assert end["h2d_num_bytes"] == end["num_loads"] * slab
     # On a CPU whoever computes waits for the whole of a copy.
     assert 0 < end["h2d_ms"] == end["stall_ms"]
     assert end["h2d_gb_per_s"] == pytest.approx(end["h2d_num_bytes"] / end["h2d_ms"] / 1e6)
-    # Both visits of a block that no load precedes are hits: S at each turn.
-    assert end["num_hits"] == (2 * num_steps - 1) * 2
     copies = f"{end['num_loads']} copies of blocks"
     for said in (type(model).__name__, "3 blocks, 2 on the device", copies, "first step: off"):
         assert said in repr(runtime)
-    assert {key: end[key] for key in STATS if "device" in key or "host" in key} == {
-        key: start[key] for key in STATS if "device" in key or "host" in key
-    }
+    assert all(end[key] == start[key] for key in ("device_num_bytes", "host_num_bytes"))
 
 
 def test_runtime_of_a_model_that_is_not_prepared_says_what_to_do() -> None:
@@ -263,12 +204,13 @@ def test_what_is_in_place_during_a_visit_is_what_was_there_at_rest() -> None:
     model = prepare_plain(build(quantize=False), self_check="off", slots=2)
     layer = layers_of(model)[1]
 
-    def kinds() -> dict[str, type]:
-        tensors = (*layer.named_parameters(), *layer.named_buffers())
-        return {name: type(tensor) for name, tensor in tensors}
+    def look(*_: object) -> tuple[dict[str, type], list[int]]:
+        tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
+        addresses = [each.data_ptr() for each in tensors.values()]
+        return {name: type(tensor) for name, tensor in tensors.items()}, addresses
 
-    at_rest = kinds()
-    addresses = [parameter.data_ptr() for parameter in layer.parameters()]
-    with streamed_layer(layer).visit(Phase.INFERENCE, ()):
-        assert kinds() == at_rest
-        assert [parameter.data_ptr() for parameter in layer.parameters()] != addresses
+    seen = [look()]
+    layer.mlp.register_forward_hook(lambda *_: seen.append(look()))
+    with torch.no_grad():
+        model(**batches()[0])
+    assert seen[0][0] == seen[1][0] and seen[0][1] != seen[1][1]

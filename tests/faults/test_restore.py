@@ -10,7 +10,7 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -18,13 +18,10 @@ import pytest
 import torch
 
 import poros
-from poros.api import prepare_with
 from poros.errors import HostMemoryError, PreparedModelError
 from poros.gates import tiny
-from poros.host.slab import HostSlab
 from poros.replay.call import LayerCall
 from poros.stream.general import RecomputedCall
-from poros.streams import EagerStreams
 from tests.covers import with_slow
 from tests.snapshots import (
     assert_same_run,
@@ -37,7 +34,7 @@ from tests.snapshots import (
     resident_run,
     run,
 )
-from tests.support import AS_PLAIN, prepare_plain, same_bits
+from tests.support import num_arenas, prepare_plain, same_bits
 
 
 @pytest.mark.cover("values")
@@ -119,16 +116,6 @@ def test_hooks_of_the_user_survive() -> None:
     assert seen == ["before", "forward", "backward"] * 2
 
 
-def test_restore_then_prepare_again_with_other_options() -> None:
-    model, twin = build(), build()
-    for options in ({"block_size": 1}, {"block_size": 3}, {"block_size": 2, "slots": 3}, {}):
-        prepare_plain(model, **options)
-        assert poros.runtime(model).policy == poros.StreamingPolicy(**AS_PLAIN, **options)
-        assert_same_run(run(twin, 1), run(model, 1))
-        poros.restore(model)
-    assert_same_run(run(twin), run(model))
-
-
 def test_restore_with_a_graph_alive_never_gives_another_gradient() -> None:
     def gradients(model: Any) -> dict[str, torch.Tensor]:
         named = model.named_parameters()
@@ -170,6 +157,7 @@ def test_what_streamed_is_freed(how: str) -> None:
     model(**batches()[0]).loss.backward()
     runtime = poros.runtime(model)
     parts = [runtime.ring, runtime.manager, *(slot.buffer for slot in runtime.ring.slots)]
+    parts += runtime.small._buffers
     if how == "restored":
         poros.restore(model)
     else:
@@ -231,13 +219,20 @@ def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = True
     model(**batches()[0]).loss.backward()
-    before = picture(model)
+    before, arenas = picture(model), num_arenas()
     with monkeypatch.context() as patch:
+        unpinned = _replace(patch, "poros.host.store.HostStore.unpin")
         _replace(patch, target, error, call)
-        with pytest.raises(type(error)) as caught:
+        try:
             prepare_plain(model)
-        assert caught.value is error
+        except BaseException as caught:
+            assert caught is error
+            caught.__traceback__ = None  # whose frames would keep everything alive
     assert changes(before, picture(model)) == {}
+    gc.collect()
+    assert num_arenas() <= arenas, "memory of the host"
+    # What a loader has locked stays so, unless it is told.
+    assert len(unpinned) == (where not in ("host store", "second slab"))
     with pytest.raises(PreparedModelError):
         poros.runtime(model)
     for module in model.modules():
@@ -256,31 +251,6 @@ def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.Mon
         prepare_plain(build())
     for target, call, _ in FAILURES.values():
         assert len(calls[target]) >= call, target
-
-
-def test_a_failed_allocation_of_slots_frees_the_host_store(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def slabs() -> set[int]:
-        gc.collect()
-        return {id(value) for value in gc.get_objects() if type(value) is HostSlab}
-
-    class NoRoom(EagerStreams):
-        def allocate(self, num_bytes: int) -> torch.Tensor:
-            found.update(slabs() - earlier)
-            raise torch.OutOfMemoryError("no room for slots")
-
-    unpinned = _replace(monkeypatch, "poros.host.store.HostStore.unpin")
-    model = build()
-    before = picture(model)
-    earlier, found = slabs(), set[int]()
-    with suppress(torch.OutOfMemoryError):  # pytest.raises would keep the frames alive
-        prepare_with(
-            model, poros.StreamingPolicy(loss="reference"), streams=NoRoom(torch.device("cpu"))
-        )
-    assert changes(before, picture(model)) == {}
-    assert len(found) == 3 and not slabs() & found
-    assert len(unpinned) == 1, "a store that a loader has filled lives on"
 
 
 # Nothing of a step is left. Counted without the collector of cycles: what only it could free waits
@@ -334,12 +304,16 @@ def evaluate(model: Any, number: int) -> None:
 
 
 SLOW = [each for each in tiny.ARCHITECTURES if each not in ("qwen2", "gemma4_shared_kv")]
+HOOKED = "qwen2 with a hook inside"
 
 
-@pytest.mark.parametrize("architecture", with_slow(tiny.ARCHITECTURES, SLOW))
+@pytest.mark.parametrize("architecture", with_slow([*tiny.ARCHITECTURES, HOOKED], SLOW))
 def test_as_much_is_held_after_six_steps_as_after_three(architecture: str) -> None:
     options = {"num_layers": 4, "hidden_size": 32} if "shared" in architecture else {}
-    model = prepare_plain(build(architecture, **options))
+    model = prepare_plain(build(architecture.split()[0], **options))
+    if architecture == HOOKED:
+        # What is packed for its tensors must not keep the nodes that they come from.
+        layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
     with without_collector():
         earlier = weakref.WeakSet(calls())
         for once in (train, abandon, evaluate):

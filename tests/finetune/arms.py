@@ -26,17 +26,6 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lora+": ("text", {"training__lora_plus": 16, "training__max_steps": 3}),
     "schedule-free": ("text", {"training__optim": "schedule_free_adamw", "training__max_steps": 3}),
-    "smoothed": (
-        "text",
-        {
-            **{
-                "training__label_smoothing_factor": 0.1,
-                "training__z_loss": 0.01,
-                "training__max_steps": 3,
-            },
-            "model__quantization": "none",
-        },
-    ),
     "schedule-free, warmed up and evaluated": (
         "text",
         {

@@ -11,8 +11,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from poros.finetune.data import read_data
-from poros.finetune.resuming import inspect_run_dir
-from poros.finetune.run import Data, finetune
+from poros.finetune.resuming import require_usable
+from poros.finetune.run import finetune
 from poros.finetune.stopping import Stopping
 from poros.gates import tiny
 from poros.recipes.checks import checked
@@ -156,18 +156,15 @@ def announced(recipe: Recipe) -> str:
 
 
 def _finetune(recipe: Recipe, *, is_dry: bool = False) -> tuple[Path | None, str]:
-    train, validation = read_data(recipe)
-    data = Data(train, validation, {"train": train.digest})
+    require_usable(recipe)
     said = io.StringIO()
-    folder = inspect_run_dir(recipe, data.digests)
-    adapter = finetune(recipe, data, folder, Console(file=said, width=200), is_dry=is_dry)
-    return adapter, said.getvalue()
+    console = Console(file=said, width=200)
+    return finetune(recipe, *read_data(recipe), console, is_dry=is_dry), said.getvalue()
 
 
 def losses(run: Path) -> list[float]:
     """Of every step, as the Trainer has logged them."""
-    whole = (each for each in run.glob("checkpoint-*") if each.suffix != ".broken")
-    newest = max(whole, key=lambda each: int(each.name.split("-")[1]))
+    newest = max(run.glob("checkpoint-*"), key=lambda each: int(each.name.split("-")[1]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return [line["loss"] for line in history if "loss" in line]
 

@@ -22,7 +22,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "name without a hint": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train"),
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
     "kind until now": ("adapter:\n  kind: dora\n", 4, "unknown", "use_dora"),
-    "optimizer until now": ("training:\n  optim: adamw\n", 4, "found adamw", "adamw_torch_fused"),
+    "optimizer until now": ("training:\n  optim: adamw\n", 4, "found 'adamw'", "adamw_torch_fused"),
     "output until now": ("output:\n  save_every: 5\n", 4, "unknown", "training.save_steps here"),
     "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
@@ -60,7 +60,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  desirable_weight: 2\n", 4, "unknown", "one of training.method: kto; remove",
     ),
     "list of another kind": (
-        "training:\n  method: dpo\n  loss_type: [sigmoid, mine]\n", 5, "list of one of", "leave",
+        "training:\n  method: dpo\n  loss_type: [sigmoid, mine]\n", 5, "found 'mine'", "leave",
     ),
     "field that Poros sets": ("training:\n  output_dir: a\n", 4, "passes on", "output.folder"),
     "field that would break": ("training:\n  torch_compile: true\n", 4, "layers come and", "go"),

@@ -1,7 +1,5 @@
 """A streamed run gives the bits of the same recipe with the base resident."""
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from poros.head.logits import LazyLogits
 from tests.covers import with_slow
 from tests.finetune.arms import RECIPES, arm
 from tests.finetune.subjects import rows, write_model, write_rows
@@ -26,7 +23,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SLOW = (
     *("schedule-free", "lora+", "validation", "bfloat16 adapter", "dense base"),
-    *("bfloat16 adapter, bf16", "sft, packed", "sft, padded", "kto", "smoothed"),
+    *("bfloat16 adapter, bf16", "sft, packed", "sft, padded", "kto"),
 )
 """What they have others have, or the tests below."""
 
@@ -43,32 +40,6 @@ def test_streamed_equals_resident(
     # The first rate of a warmup is 0, so the first two losses of DPO are alike.
     assert len(set(streamed.losses)) >= len(streamed.losses) - 1 >= 2
     assert "going on" not in streamed.said
-
-
-def test_smoothing_and_z_loss_read_no_logits(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: LazyLogits) -> None:
-        raise RuntimeError("expected nobody to read logits")
-
-    monkeypatch.setattr(LazyLogits, "computed", refuse)
-    once: Any = {"memory__slots": 2, "training__max_steps": 1}
-    losses = {
-        name: arm(model, data, tmp_path / name, "smoothed", **once, **weights).losses[0]
-        for name, weights in {
-            "none": {"training__label_smoothing_factor": 0, "training__z_loss": 0},
-            "smoothing": {"training__z_loss": 0},
-            "z": {"training__label_smoothing_factor": 0},
-            "both": {},
-        }.items()
-    }
-    assert len(set(losses.values())) == 4
-    parts = losses["smoothing"] + losses["z"] - losses["none"]
-    assert losses["both"] == pytest.approx(parts, rel=1e-5)
-    # Random logits: nearly all tokens are as likely, so z is the log of their number, squared.
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    z = (losses["z"] - losses["none"]) / 0.01
-    assert z == pytest.approx(math.log(vocab_size) ** 2, rel=0.1)
 
 
 @pytest.mark.slow

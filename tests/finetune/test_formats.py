@@ -174,7 +174,6 @@ def test_the_tokens_are_those_of_messages(
     assert tokens.columns == expected.columns
     assert found.read == ((title, COUNT),)
     assert found.unused == (("text",) if content is ALPACA else ())
-    assert found.digest == made(model, source, **said)[1].digest
 
 
 def mixed(folder: Path, model: Path, **data: Any) -> Recipe:
@@ -254,36 +253,12 @@ def test_several_sources_one_after_the_other(model: Path, tmp_path: Path, expect
     found, _ = read_data(recipe)
     assert found.rows == CHATS
     assert [number for _, number in found.read] == [9, 5, 10]
-    assert found.place(2).endswith("a.jsonl:3")
-    assert found.place(9).endswith("b [*].parquet, row 1")
-    assert found.place(14).endswith("c.csv:2")
-    other, _ = read_data(mixed(tmp_path, model, source=sources[::-1]))
-    assert len({found.digest, other.digest}) == 2
+    assert found.places[2].endswith("a.jsonl:3")
+    assert found.places[9].endswith("b [*].parquet, row 1")
+    assert found.places[14].endswith("c.csv:2")
     train, validation = read_data(mixed(tmp_path, model, source=sources, validation=0.25))
     assert validation is not None and len(validation.rows) == 6
     assert sorted(map(str, [*train.rows, *validation.rows])) == sorted(map(str, CHATS))
-
-
-def test_the_digest_is_of_all_files(model: Path, tmp_path: Path) -> None:
-    digests = set()
-
-    def add(source: Path, **said: str) -> None:
-        options = {f"data__{name}": value for name, value in said.items()}
-        found, _ = read_data(recipe_of(model__source=model, data__source=source, **options))
-        digests.add(found.digest)
-
-    source = folder(tmp_path / "folder", CHATS)
-    add(source)
-    with (source / "b.jsonl").open("a") as file:
-        file.write(json.dumps(CHATS[0]) + "\n")
-    add(source)
-    add(saved(tmp_path / "saved", CHATS))
-    add(saved(tmp_path / "other", CHATS[1:]))
-    add(repository(tmp_path / "named", CHATS), config="other", split="held")
-    add(tmp_path / "named", config="main")
-    lines(tmp_path / "named" / "data" / "other-held", CHATS[::-1])
-    add(tmp_path / "named", config="other", split="held")
-    assert len(digests) == 7
 
 
 @pytest.mark.parametrize("write", [saved, saved_splits, repository, nowhere])

@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import poros
-from poros.errors import CheckpointFormatError, PolicyError
+from poros.errors import CheckpointFormatError
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.store import PLACE, open_store
-from poros.loaders.store_writer import StoreWriter
+from poros.loaders.store import open_store
 from poros.merging.base import base_to_load
 from poros.merging.merge import merge
 from poros.merging.saved_adapter import SavedAdapter
@@ -195,32 +194,6 @@ def test_a_source_with_other_bytes_is_refused(
             merge(adapter, tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()
     assert_merged(merge(adapter, tmp_path / "out", base=source), source, adapter)
-
-
-def test_a_store_of_an_earlier_release(
-    base: Path, data: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """It opens; its adapters name the store, and the printed lines leave the base to the user."""
-    commit = StoreWriter.commit
-
-    def without(self: Any, rest: Any, about: Any, files: Any = None) -> Path:
-        kept = {name: value for name, value in about.items() if name != PLACE}
-        return commit(self, rest, kept, files)
-
-    store = tmp_path / "store"
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "commit", without)
-        poros.load(base, store=store)
-    run = str(tmp_path / "run")
-    rows = str(data / "completions.jsonl")
-    done = poros_command("finetune", str(store), rows, "--out", run, *SHORT)
-    assert done.exit_code == 0
-    lines = printed(text(done))
-    assert lines["merge"].endswith("--out FOLDER --base CHECKPOINT")
-    assert 'from_pretrained("CHECKPOINT")' in lines["Python"]
-    with pytest.raises(PolicyError, match="earlier release, which does not; name the checkpoint"):
-        merge(run, tmp_path / "out")
-    assert_merged(merge(run, tmp_path / "out", base=base), base, Path(lines["adapter"]))
 
 
 def test_a_repository_is_named_with_its_commit(

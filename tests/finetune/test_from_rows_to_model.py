@@ -70,15 +70,11 @@ def test_a_folder_that_is_there_is_no_place_for_a_merged_model(
         recipe_of(**options, output__merged=tmp_path)
 
 
-def test_without_the_hub_nothing_is_loaded(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_dry_run_sends_nothing_and_no_checkpoint_is_sent(
+    model: Path, data: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     options = settings_for(model, data, tmp_path / "run")
-    with pytest.raises(RecipeError, match=r"training\.push_to_hub: .*OfflineModeIsEnabled"):
-        run(recipe_of(**options))
-    assert not (tmp_path / "run").exists()
-    announced(recipe_of(**options))  # a dry run sends nothing
+    announced(recipe_of(**options))
     with pytest.raises(RecipeError, match="once the run has ended"):
         recipe_of(**options, training__hub_strategy="every_save")
 

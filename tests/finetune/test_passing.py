@@ -316,7 +316,7 @@ def test_every_field_is_passed_on_or_refused_with_a_reason() -> None:
         # Ours have the names of theirs.
         own = {
             key.split(".")[1]
-            for key, each in settings()
+            for key, each in settings().items()
             if key.startswith(section) and method in each.methods
         }
         assert own - {*_OURS, "dtype"} <= known.keys()

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from poros.errors import RunFolderError
 from poros.finetune import run as running
-from poros.finetune.resuming import inspect_run_dir
+from poros.finetune.resuming import require_usable
 from poros.finetune.run import Interrupted
 from poros.finetune.templates import NAMED
 from poros.recipes.recipe import Recipe
+from poros.reporting.events import read_run
 from tests.children import run_forked
 from tests.finetune.subjects import (
     SHORT,
@@ -63,9 +64,7 @@ def checkpoints(recipe: Recipe) -> set[str]:
 
 
 def events(recipe: Recipe) -> list[int]:
-    lines = (Path(recipe.output.folder or "") / "events.jsonl").read_text().splitlines()
-    logged = [json.loads(line) for line in lines]
-    return [event["step"] for event in logged if event["event"] == "log"]
+    return [each["step"] for each in read_run(Path(recipe.output.folder or "")).logs]
 
 
 def test_going_on_gives_the_same_bits(
@@ -134,7 +133,7 @@ def test_what_may_change_between_and_what_may_not(
             run(recipe_of(**{**options, **change}))
         assert what in str(caught.value)
     write_rows(own, rows("completions", 199))
-    with pytest.raises(RunFolderError, match=r"rows of data\.source: another now"):
+    with pytest.raises(RunFolderError, match=r"rows of data\.source as tokens: another now"):
         run(recipe)
     write_rows(own, rows("completions"))
     with (folder / ".lock").open("w") as lock:
@@ -145,7 +144,7 @@ def test_what_may_change_between_and_what_may_not(
     assert "going on after step 1 of 4" in found.said
     assert found.adapter == expected.adapter
     with pytest.raises(RunFolderError, match="finished one: its adapter is"):
-        inspect_run_dir(recipe, {})
+        require_usable(recipe)
 
 
 def test_another_run_that_ends_while_rows_become_tokens(
@@ -272,31 +271,27 @@ def other_weights(file: Path) -> None:
 
 
 def more(text: str) -> Any:
-    return lambda file: file.write_text((file.read_text() if file.exists() else "") + text)
+    return lambda file: file.write_text(file.read_text() + text)
 
 
 def without_digests(file: Path) -> None:
     noted = json.loads(file.read_text())
-    digests = {"train": noted["digests"]["train"]}
-    old = {"recipe": noted["recipe"], "digests": digests, "versions": noted["versions"]}
+    old = {"recipe": noted["recipe"], "digests": {}, "versions": noted["versions"]}
     file.write_text(json.dumps(old))
 
 
 @pytest.mark.parametrize(
     ("file", "change", "named"),
     [
-        ("own.jinja", more("{# #}"), "chat template: another now"),
-        ("model/tokenizer.json", more(" "), "tokenizer.json: another now"),
-        ("model/tokenizer_config.json", more("\n"), "tokenizer_config.json: another now"),
-        ("model/merges.txt", more("a b"), "merges.txt: new now"),
-        ("model/config.json", more(" "), "config.json: another now"),
-        ("model/model.safetensors", other_weights, "weights of model.source: another now"),
+        ("own.jinja", more("the slot"), "rows of data.source as tokens: another now"),
+        ("model/config.json", more(" "), "configuration of model.source: another now"),
+        ("model/model.safetensors", other_weights, "configuration of model.source: another now"),
         ("run/run.json", without_digests, "end it with the release that began it"),
     ],
 )
 def test_what_a_run_is_made_of(file: str, change: Any, named: str, begun: Begun) -> None:
     path = begun.folder / file
-    before = path.read_bytes() if path.exists() else None
+    before = path.read_bytes()
     kept = checkpoints(begun.recipe)
     change(path)
     try:
@@ -305,7 +300,7 @@ def test_what_a_run_is_made_of(file: str, change: Any, named: str, begun: Begun)
         assert named in str(caught.value)
         assert checkpoints(begun.recipe) == kept
     finally:
-        path.unlink() if before is None else path.write_bytes(before)
+        path.write_bytes(before)
 
 
 def test_other_versions_are_said(
@@ -334,7 +329,7 @@ def test_rows_that_become_other_tokens(
         }
     )
     break_at(monkeypatch, recipe, 2)
-    with pytest.raises(RunFolderError, match="\ntokens: another now\n"):
+    with pytest.raises(RunFolderError, match=r"\nrows of data\.source as tokens: another now\n"):
         run(recipe)
 
 

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from poros.errors import RecipeError, VRAMBudgetError
 from poros.finetune.data import read_data
-from poros.finetune.resuming import inspect_run_dir
-from poros.finetune.run import Data, finetune
+from poros.finetune.run import finetune
 from poros.host import limits
 from poros.recipes.reading import read_recipe
 from tests.command import poros_command, text
@@ -30,11 +29,10 @@ def dry(model: Path, data: Path, tmp_path: Path) -> Callable[..., str]:
         source = {"model__source": model, "data__source": data / "text.jsonl"}
         common = {**source, "training__max_length": 64, "output__folder": tmp_path / "run"}
         recipe = recipe_of(**{**common, **changes})
-        train, validation = read_data(recipe)
-        said, folder = io.StringIO(), inspect_run_dir(recipe, {})
+        said = io.StringIO()
         console = Console(file=said, width=200)
-        assert finetune(recipe, Data(train, validation, {}), folder, console, is_dry=True) is None
-        assert not folder.path.exists()
+        assert finetune(recipe, *read_data(recipe), console, is_dry=True) is None
+        assert not (tmp_path / "run").exists()
         return said.getvalue()
 
     return look

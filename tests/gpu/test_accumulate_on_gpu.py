@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import poros
-from poros.kernels import dense_layer
+from poros.kernels import dequantize
 from tests.comparing import compare_trajectories
 from tests.exact.trainer_arms import FULL, Arms
 from tests.gpu.models import BF16, model_of, run, same_runs
@@ -84,14 +84,14 @@ def test_shared_dense_weights(
 ) -> None:
     """Each weight is made dense once a pass and group, also by visits that are replayed."""
     num_fills = 0
-    genuine = dense_layer.dequantize_into
+    genuine = dequantize.dequantize_into
 
     def counted(*args: Any) -> None:
         nonlocal num_fills
         num_fills += 1
         genuine(*args)
 
-    monkeypatch.setattr(dense_layer, "dequantize_into", counted)
+    monkeypatch.setattr(dequantize, "dequantize_into", counted)
     policy = {"slots": 4, "keep_last": keep_last, "adapter_kernels": adapters}
     stats = check(tmp_path, {**policy, "share_dense": True})
     assert stats["num_replayed_visits"] > 0

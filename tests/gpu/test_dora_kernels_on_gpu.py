@@ -27,7 +27,6 @@ ROWS = [3584, 512, 18944, 33]
 TOKENS = [7, 512, 2048]
 RANKS = [1, 16, 64, 384, 768]
 DTYPES = [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32), (FP32, BF16)]
-TIERS = ["fused", "eager"]
 SCALING = 2 / 3
 U, OF_INNER = 2.0**-24, {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
 
@@ -77,20 +76,19 @@ def test_composition_has_the_bits_of_its_reference(
         assert inner is not None
         terms = (gradient.double() * inner.double()).flatten(0, -2)
         bound = 1.01 * len(terms) * U * terms.abs().sum(0)
-        for tier in (None, *TIERS):
-            found = compose(**given, scaling=SCALING, wants_inner=True, tier=tier)
-            assert same(found[0], sum_) and same(found[1], inner)
-            found = compose(**given, scaling=SCALING, tier=tier)
-            assert same(found[0], sum_) and found[1] is None
-            backward = compose_backward(gradient, given["g"], SCALING, inner, **how, tier=tier)
-            assert same(backward[0], expected[0]) and same(backward[1], expected[1])
-            of_g = backward[2]
+        found = compose(**given, scaling=SCALING, wants_inner=True)
+        assert same(found[0], sum_) and same(found[1], inner)
+        found = compose(**given, scaling=SCALING)
+        assert same(found[0], sum_) and found[1] is None
+        backward = compose_backward(gradient, given["g"], SCALING, inner, **how)
+        assert same(backward[0], expected[0]) and same(backward[1], expected[1])
+        for of_g in (backward[2], expected[2]):
             assert of_g is not None and of_g.dtype == FP32
             assert bool(((of_g.double() - terms.sum(0)).abs() <= bound).all())
             # Certain to be seen: a token more or less.
             assert not bool(((of_g.double() - terms[1:].sum(0)).abs() <= bound).all())
-            without = compose_backward(gradient, given["g"], SCALING, None, **how, tier=tier)
-            assert all(map(same, without, (*expected[:2], None)))
+        without = compose_backward(gradient, given["g"], SCALING, None, **how)
+        assert all(map(same, without, (*expected[:2], None)))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -101,7 +99,7 @@ def test_near_one_the_stable_form_is_closer_than_the_naive(dtype: torch.dtype) -
     base, term = given["base"].double(), SCALING * given["lora"].double()
     expected = (given["g"].double() - 1) * base + given["g"].double() * term
     zero = torch.zeros_like(given["result"])
-    found, _ = compose(zero, given["base"], given["lora"], given["g"], SCALING, tier="fused")
+    found, _ = compose(zero, given["base"], given["lora"], given["g"], SCALING)
     parts = (given["g"].double() - 1).abs() * base.abs() + (given["g"].double() * term).abs()
     bound = (8 * U + OF_INNER[dtype]) * 1.01 * parts + 2.0**-25
     low = (SCALING * given["lora"]).to(dtype)
@@ -110,15 +108,14 @@ def test_near_one_the_stable_form_is_closer_than_the_naive(dtype: torch.dtype) -
     assert not bool(((naive.double() - expected).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_composition_a_hundred_times_the_same(tier: Any) -> None:
+def test_composition_a_hundred_times_the_same() -> None:
     given = forms(tensors(3584, 1000, BF16, FP32))[1]
     gradient = normal(*given["result"].shape, dtype=BF16)
 
     def run() -> list[torch.Tensor | None]:
-        sum_, inner = compose(**given, scaling=SCALING, wants_inner=True, tier=tier)
+        sum_, inner = compose(**given, scaling=SCALING, wants_inner=True)
         how = of_backward(given)
-        backward = compose_backward(gradient, given["g"], SCALING, inner, **how, tier=tier)
+        backward = compose_backward(gradient, given["g"], SCALING, inner, **how)
         return [sum_, inner, *backward]
 
     expected = run()
@@ -132,8 +129,8 @@ def test_of_more_elements_than_32_bits_can_count() -> None:
         pytest.skip("expected 40 GB of free memory on the device")
     g, gradient = 1 + 1e-2 * normal(rows), torch.ones(tokens, rows, device="cuda", dtype=BF16)
     given = {"result": gradient, "base": None, "lora": gradient, "g": g, "bias": None}
-    sum_, inner = compose(**given, scaling=SCALING, wants_inner=True, tier="fused")
-    backward = compose_backward(gradient, g, SCALING, inner, **of_backward(given), tier="fused")
+    sum_, inner = compose(**given, scaling=SCALING, wants_inner=True)
+    backward = compose_backward(gradient, g, SCALING, inner, **of_backward(given))
     assert inner is not None and backward[2] is not None
     # Every row of a tensor of ones is the same.
     for each in (sum_, inner, *backward[:2]):
@@ -267,7 +264,7 @@ def test_norm_a_hundred_times_the_same(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norm_allocates_what_it_says(shape: tuple[int, int], rank: int) -> None:
+def test_norm_makes_no_copy(shape: tuple[int, int], rank: int) -> None:
     dense = normal(*shape, dtype=BF16)
     a, b = adapters(shape, rank, FP32)
     square = square_of_rows(dense)
@@ -277,12 +274,11 @@ def test_norm_allocates_what_it_says(shape: tuple[int, int], rank: int) -> None:
     # What is asked for: what the allocator gives may be up to 1 MiB more, if it has that left over.
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     row_norm(dense, square, a, b, SCALING)
-    allowed = row_norm_gpu.num_extra_bytes(*shape, rank)
-    assert torch.cuda.memory_stats()["requested_bytes.all.peak"] - before <= allowed
+    found = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     # What is never made: A in parts, A times W, a copy of W. Below rank 16 sums in parts are more.
     if rank >= 64:
-        assert allowed <= 4 * (shape[0] * rank + rank * rank) + 4 * 2**20 + 2**17
-    assert allowed < 4 * shape[0] * shape[1]
+        assert found <= 4 * (shape[0] * rank + rank * rank) + 4 * 2**20 + 2**17
+    assert found < 4 * shape[0] * shape[1]
 
 
 # ------------------------------------------------------------------- CUDA graphs

@@ -46,17 +46,17 @@ def test_results_and_gradients_are_within_their_bounds(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
-@pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_streamed_equals_resident(
-    dtype: torch.dtype, dropout: float, quantize: bool, autocast: bool, tmp_path: Path
+    dtype: torch.dtype, quantize: bool, autocast: bool, tmp_path: Path
 ) -> None:
-    model = model_of(tmp_path, dtype=dtype, dropout=dropout, quantize=quantize)
+    model = model_of(tmp_path, dtype=dtype, dropout=0.0, quantize=quantize)
     plain = gradients(model, autocast)
     poros.use_adapter_kernels(model, "grouped")
     expected = gradients(model, autocast)
-    # A 4-bit weight that multiplies in float32 is not what autocast multiplies in.
-    is_known = not (autocast and quantize and dtype is FP32)
+    # A 4-bit weight that multiplies in float32 is not what autocast multiplies in; without it,
+    # adapters in float32 multiply in that.
+    is_known = not (quantize and dtype is FP32) if autocast else dtype is FP32
     assert poros.kernel_stats(model)["num_grouped_adapters"] == 4 * 7 * is_known
     assert same(expected["random"], plain["random"])
     poros.restore(model)
@@ -72,17 +72,15 @@ def test_streamed_equals_resident(
         poros.restore(model)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.05])
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16, autocast", "fp32"])
 @pytest.mark.parametrize(
     "policy", [{"slots": 2}, {"slots": 4, "keep_last": 4}, {"offload_boundaries": True}], ids=str
 )
-def test_micro_batches_together(
-    policy: dict[str, Any], autocast: bool, dropout: float, tmp_path: Path
-) -> None:
+def test_micro_batches_together(policy: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     def made() -> Any:
-        return model_of(tmp_path, dropout=dropout)
+        return model_of(tmp_path, dtype=dtype, dropout=0.0)
 
+    autocast = dtype is BF16
     expected = run(poros.use_adapter_kernels(made(), "grouped"), False, autocast=autocast)
     model = poros.prepare(made(), **GROUPED, **{"slots": 2, "keep_last": 0, **policy})
     assert same_runs(run(model, True, autocast=autocast), expected)

@@ -23,7 +23,6 @@ from poros.loaders import checkpoint as checkpoint_module
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import DTYPES, TensorEntry, open_regular, read_at
 from poros.loaders.shard import Shard
-from poros.loaders.source import Place
 from tests.children import run_forked
 from tests.loading.checkpoints import (
     CONFIG,
@@ -101,7 +100,7 @@ def test_where_it_may_lie(tmp_path: Path, write: Callable[[Path], Path], kind: A
 
 def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(tmp_path: Path) -> None:
     snapshot = as_hub_cache(write_sharded(tmp_path / "source"), tmp_path / "cache")
-    hub = Place(hub={"cache_dir": tmp_path / "cache", "local_files_only": True})
+    hub = {"cache_dir": tmp_path / "cache", "local_files_only": True}
     for found in (Checkpoint.open(snapshot), Checkpoint.open("org/name", hub)):
         with found as checkpoint:
             assert_good(checkpoint, snapshot)
@@ -152,7 +151,7 @@ def test_a_file_that_ends_while_it_is_read_is_an_error(tmp_path: Path) -> None:
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
     with Checkpoint.open(write_single(tmp_path)) as checkpoint:
-        for ask in (checkpoint.entry, checkpoint.fetch, checkpoint.prefetch):
+        for ask in (checkpoint.entry, checkpoint.fetch):
             with pytest.raises(CheckpointFormatError, match=r"tensor 'layers.9', found 4 others"):
                 ask("layers.9")
 
@@ -216,8 +215,7 @@ def test_nothing_is_open_and_a_tensor_outlives_the_checkpoint(tmp_path: Path) ->
     checkpoint.close()
     assert torch.equal(kept, good_tensors()[LAST])
     assert checkpoint.entry(LAST).num_bytes == 60
-    uses = [checkpoint.fetch, checkpoint.prefetch]
-    uses += [lambda name: slices[name][...]]
+    uses = [checkpoint.fetch, lambda name: slices[name][...]]
     uses += [lambda _: checkpoint.fingerprint(), lambda _: checkpoint.check_unchanged()]
     for use in uses:
         with pytest.raises(ValueError, match=r"open checkpoint, found .* closed"):

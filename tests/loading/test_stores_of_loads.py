@@ -11,13 +11,12 @@ import signal
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import poros.loaders.load
-from poros.errors import CheckpointFormatError, PolicyError
+from poros.errors import CheckpointFormatError
 from poros.host.store import attached_store
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
@@ -179,25 +178,6 @@ def test_files_that_nobody_has_touched_are_not_hashed_again(
     with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint"):
         load(source, store=store)
     assert hashed == [source, source]
-
-
-@pytest.mark.parametrize("is_nan", BOTH)
-def test_what_was_allowed_is_on_record(kinds: Kinds, tmp_path: Path, is_nan: bool) -> None:
-    def spoil(found: dict[str, Any]) -> None:
-        if is_nan:
-            found["model.norm.weight"][3] = float("nan")
-
-    source, store = copy_of(kinds.dense(), tmp_path / "source", spoil), tmp_path / "store"
-    load(source, store=store, allow_nonfinite=True)
-    for path, options in ((store, {}), (source, {"store": store})):
-        with pytest.raises(PolicyError, match="allow_nonfinite: expected a store of finite"):
-            load(path, **options)
-        model = load(path, allow_nonfinite=True, **options)
-        assert bool(model.model.norm.weight.isnan().any()) == is_nan
-    if not is_nan:
-        strict = load(source, store=tmp_path / "strict")
-        model = load(source, store=tmp_path / "strict", allow_nonfinite=True)
-        assert differences(model, strict) == []
 
 
 def test_another_process_that_was_faster_is_no_error(

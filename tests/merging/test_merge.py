@@ -66,6 +66,7 @@ ADAPTERS: dict[str, Any] = {
     "orthogonal": LoraConfig(r=4, target_modules=LINEAR, init_lora_weights="orthogonal"),
     "a trained head": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "loha": LoHaConfig(r=4, target_modules=LINEAR),
+    "vera": VeraConfig(r=4, target_modules=["q_proj"]),
     "ia3": IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
 
@@ -253,7 +254,8 @@ def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
     refused(tmp_path, tmp_path / "nothing", CheckpointFormatError, "adapter_config.json")
     refused(tmp_path, adapter, PolicyError, "into: ", into="elsewhere")
-    vera = trained(base, tmp_path / "vera", VeraConfig(r=4, target_modules=["q_proj"]))
+    vera = VeraConfig(r=4, target_modules=["q_proj"], save_projection=False)
+    vera = trained(base, tmp_path / "vera", vera)
     refused(tmp_path, vera, UnsupportedModelError, "shares matrices")
     other = tiny.write_checkpoint(
         tiny.small_config("llama", num_layers=1, hidden_size=32),

@@ -19,8 +19,7 @@ from poros.planning.formula import (
     StepCost,
     plan_for,
 )
-from poros.planning.optimizers import optimizer_cost
-from poros.planning.request import PlanRequest, Speeds
+from poros.planning.request import PlanRequest, Speeds, optimizer_cost
 from tests.planning.cells import OperatorBytes, num_bytes, optimizer_of, state_of
 
 _TENSOR = torch.empty(1000, dtype=torch.uint8, device="meta")

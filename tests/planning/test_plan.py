@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
+from transformers import BitsAndBytesConfig
 
 import poros
 from poros.errors import PolicyError, UnsupportedModelError
@@ -49,6 +50,11 @@ def trained_in(model: Any) -> tuple[int, int]:
 # Those that training is tested with, some that only change what is drawn, and fused experts.
 OTHERS_HAVE = ("plain", "gaussian", "rank pattern", "experts of mixtral", "everything of mixtral")
 SLOW = {*tiny.ARCHITECTURES} - {"qwen2", "gemma4_shared_kv", "mixtral"}
+FP4: Any = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "fp4",
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: ("qwen2", options) for kind, options in TRAINED.items()},
@@ -159,18 +165,40 @@ def test_leaving_layers_out_changes_no_figure(
         ran.append(own)
         return own(*args, **kwargs)
 
-    def cost(*, is_whole: bool = False) -> StepCost:
+    def cost() -> StepCost:
         ran.clear()
-        recipe = recipe_of(config_of(architecture, num_layers=6))
-        costs = CostModel(replace(recipe, is_whole=is_whole or recipe.is_whole))
+        costs = CostModel(recipe_of(config_of(architecture, num_layers=6)))
         for layer in costs.layers:
             layer.forward = partial(note, layer.forward)
         return costs.cost(2, 32)
 
     some, num_some = cost(), len(ran)
     monkeypatch.setattr(cost_model, "_has_side_channels", lambda kwargs: True)
-    assert cost(is_whole=True) == some
+    assert cost() == some
     assert len(ran) == 6
-    # Four layers stand for all that are alike; where nothing passes aside, one for each kind.
-    all_run = {"gemma4": 6, "gemma4_shared_kv": 6, "mixtral": 4, "qwen3_moe": 4}
-    assert num_some == all_run[architecture] if architecture in all_run else num_some < 4
+    # Where nothing passes aside, one of each kind.
+    passes_aside = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
+    assert num_some == 6 if architecture in passes_aside else num_some < 4
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("use_dora", [False, True], ids=["", "dora"])
+@pytest.mark.parametrize("kernels", ["fused", "peft"])
+@pytest.mark.parametrize("seq_len", [16, 256])
+def test_beside_dense_weights_a_layer_takes_what_it_does_with_a_dense_base(
+    kernels: str, seq_len: int, use_dora: bool
+) -> None:
+    recipe = recipe_of(config_of(), r=4, target_modules="all-linear", use_dora=use_dora)
+    quantized, dense = CostModel(recipe), CostModel(replace(recipe, quantization=None))
+    (found, *_), (expected, *_) = (
+        model.cost(1, seq_len, "chunked", kernels).layers for model in (quantized, dense)
+    )
+    assert found.peak - found.dense == pytest.approx(expected.peak, rel=0.02)
+    assert expected.dense == 0
+    if kernels == "fused":
+        assert found.dense > 0 or seq_len > 16, "of few tokens the dense weight is most of it"
+    config = recipe.config
+    largest = config.hidden_size * config.intermediate_size * 2
+    assert (quantized.shapes.dense_weight, dense.shapes.dense_weight) == (largest, 0)
+    in_fp4 = CostModel(replace(recipe, quantization=BitsAndBytesConfig(**FP4)))
+    assert in_fp4.shapes.dense_weight == 0, "made dense in memory of their own"

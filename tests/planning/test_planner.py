@@ -27,17 +27,17 @@ def model_of(architecture: str = "qwen2") -> Any:
 
 def test_another_batch_needs_no_other_model_and_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made, ran = [], []
-    make, layer_cost = Recipe.make_short, cost_model.layer_cost
+    make, layer_cost = Recipe.make, cost_model.layer_cost
 
-    def noted_make(recipe: Recipe, **options: Any) -> Any:
+    def noted_make(recipe: Recipe) -> Any:
         made.append(recipe)
-        return make(recipe, **options)
+        return make(recipe)
 
     def noted_cost(*args: Any) -> Any:
         ran.append(args)
         return layer_cost(*args)
 
-    monkeypatch.setattr(Recipe, "make_short", noted_make)
+    monkeypatch.setattr(Recipe, "make", noted_make)
     monkeypatch.setattr(cost_model, "layer_cost", noted_cost)
     planner = Planner(config_of("qwen2.5-72b"))
     first = planner.plan(PlanRequest.of(seq_len=256, loss="reference"))
@@ -146,19 +146,16 @@ def test_code_that_liger_has_replaced_is_not_run_on_the_meta_device(
 @pytest.mark.parametrize("share", with_slow((0.7, 0.99), [0.99]))
 def test_each_advice_makes_it_fit_and_hardly_a_larger_value_does(share: float) -> None:
     config = tiny.small_config("qwen2", num_layers=4, hidden_size=64, dropout=0.0)
-    asked: dict[str, Any] = {"seq_len": 192, "batch_size": 5, "block_size": 2, "rank": 32}
+    asked: dict[str, Any] = {"seq_len": 192, "batch_size": 5, "block_size": 2}
+    planner = Planner(config, lora=lora(target_modules="all-linear"))
 
     def needed(**changes: int) -> int:
         options = {**asked, **changes}
-        planner = Planner(config, lora=lora(r=options.pop("rank"), target_modules="all-linear"))
         request = PlanRequest.of(**options, offload_boundaries=True, without_recordings=True)
         return planner.plan(request).total_num_bytes
 
     budget = int(share * needed())
-    rank = asked["rank"]
-    step = {name: value for name, value in asked.items() if name != "rank"}
-    planner = Planner(config, lora=lora(r=rank, target_modules="all-linear"))
-    remedies = planner.remedies(PlanRequest.of(**step, vram_budget=budget))
+    remedies = planner.remedies(PlanRequest.of(**asked, vram_budget=budget))
     found = {each.knob: each.value for each in remedies if each.fits}
     assert {"seq_len", "batch_size"} <= found.keys()
     for name, value in found.items():

@@ -1,4 +1,4 @@
-"""A stand-in for the driver that page-locks, and tensors of every kind to lay into slabs."""
+"""A stand-in for the driver that page-locks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,25 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from poros.host.layout import BlockLayout
-
-
-def some_tensors() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {
-        "packed": torch.randint(0, 256, (300, 1), dtype=torch.uint8),
-        "absmax": torch.rand(5),
-        "norm": torch.rand(33).bfloat16(),
-        "empty": torch.empty(0, 4),
-        "scalar": torch.tensor(2.5),
-        "flags": torch.tensor([True, False, True]),
-        "counts": torch.arange(7),
-    }
-
-
-def some_layout() -> BlockLayout:
-    return BlockLayout.pack(some_tensors().items())
 
 
 class FakeDriver:

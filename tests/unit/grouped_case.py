@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from poros.kernels.grouped import Projection, project
-from poros.kernels.lora import Added
 from poros.kernels.product import product_of
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -34,7 +33,6 @@ class Case(NamedTuple):
     modules: Sequence[nn.Linear]
     all_a: Sequence[torch.Tensor]
     all_b: Sequence[torch.Tensor]
-    biases: Sequence[torch.Tensor | None]
     scalings: Sequence[float]
     arriving: Sequence[torch.Tensor]
 
@@ -43,16 +41,13 @@ class Case(NamedTuple):
         cls,
         dtype: torch.dtype,
         device: str = "cpu",
-        adapters: torch.dtype | None = None,
         rows: Sequence[int] = ROWS,
         columns: int = COLUMNS,
-        has_bias: bool = False,
         base_bias: bool = False,
     ) -> "Case":
         def of(kind: torch.dtype, *sizes: int, seed: int) -> torch.Tensor:
             return normal(*sizes, seed=seed).to(device, kind)
 
-        own = adapters or dtype
         modules = []
         for place, number in enumerate(rows):
             module = nn.Linear(columns, number, bias=base_bias, dtype=dtype, device=device)
@@ -63,27 +58,25 @@ class Case(NamedTuple):
         return cls(
             of(dtype, 2, TOKENS // 2, columns, seed=10),
             modules,
-            [of(own, r, columns, seed=20 + n) / columns**0.5 for n, (_, r) in pairs],
-            [of(own, o, r, seed=30 + n) for n, (o, r) in pairs],
-            [of(own, o, seed=40 + n) if has_bias else None for n, (o, _) in pairs],
+            [of(dtype, r, columns, seed=20 + n) / columns**0.5 for n, (_, r) in pairs],
+            [of(dtype, o, r, seed=30 + n) for n, (o, r) in pairs],
             SCALINGS[: len(rows)],
             [of(dtype, 2, TOKENS // 2, o, seed=50 + n) for n, (o, _) in pairs],
         )
 
-    def projections(self, dropout: float = 0.0) -> list[Projection]:
+    def projections(self) -> list[Projection]:
         found = []
         for place, module in enumerate(self.modules):
             a, b = self.all_a[place], self.all_b[place]
             product = product_of(module, self.input, leaves_out=True)
             assert product is not None
-            how = Added(self.scalings[place], dropout, a.dtype, rounds=False, keeps_dtype=True)
-            found.append(Projection(product, a, b, self.biases[place], how, a.dtype))
+            found.append(Projection(product, a, b, self.scalings[place]))
         return found
 
     def trained(self) -> list[torch.Tensor]:
-        """The input, and A, B and bias of each projection in turn."""
-        three = zip(self.all_a, self.all_b, self.biases, strict=True)
-        return [self.input, *(each for these in three for each in these if each is not None)]
+        """The input, and A and B of each projection in turn."""
+        two = zip(self.all_a, self.all_b, strict=True)
+        return [self.input, *(each for these in two for each in these)]
 
     def run(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The results, and the gradients of ``trained``."""
@@ -95,15 +88,7 @@ class Case(NamedTuple):
 
     def with_trained(self, leaves: Sequence[torch.Tensor]) -> "Case":
         input, *others = leaves
-        width = len(others) // len(self.modules)
-        rows = [others[begin : begin + width] for begin in range(0, len(others), width)]
-        biases = [each[2] if width == 3 else None for each in rows]
-        return self._replace(
-            input=input,
-            all_a=[each[0] for each in rows],
-            all_b=[each[1] for each in rows],
-            biases=biases,
-        )
+        return self._replace(input=input, all_a=others[::2], all_b=others[1::2])
 
 
 def gamma(n: int, unit: float = SUMS_UNIT) -> float:

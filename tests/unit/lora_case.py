@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from poros.kernels.lora import Added, add_lora
-from poros.kernels.ordered import InOrder, multiply_in_order
+from poros.kernels.paths import InOrder, multiply_in_order
 from poros.kernels.product import product_of
 
 FP32 = torch.float32
@@ -44,24 +44,19 @@ class Case:
         self.input, self.arriving = (normal(2, 24, n).to(device) for n in (i, o))
         self.a = (normal(rank, i, seed=2) / i**0.5).to(device)
         self.b = (normal(o, rank, seed=3) / rank**0.5).to(device)
-        self.bias = normal(o, seed=4).to(device) if bias else None
 
     def run(self, order: str, leaves_out: bool = False) -> list[torch.Tensor]:
-        own = [self.input, self.bias, self.b, self.a]
-        given = [None if each is None else each.clone().requires_grad_() for each in own]
-        input, bias, b, a = given
-        assert input is not None and a is not None and b is not None
+        given = [each.clone().requires_grad_() for each in (self.input, self.b, self.a)]
+        input, b, a = given
         known = product_of(self.module, input, leaves_out=True)
         assert known is not None
         how = Added(self.scaling, 0.0, FP32, rounds=True, keeps_dtype=False)
         if order == "peft":
-            sum_ = add_lora(known, input, a, b, bias, how, leaves_out=leaves_out)
+            sum_ = add_lora(known, input, a, b, how, leaves_out=leaves_out)
         else:
-            sum_ = multiply_in_order(
-                InOrder(order, known, how, leaves_out=leaves_out), input, a, b, bias
-            )
-        wanted = [each for each in given if each is not None]
-        gradients = torch.autograd.grad(sum_, wanted, self.arriving)
+            call = InOrder(order, known, how, leaves_out=leaves_out)
+            sum_ = multiply_in_order(call, input, a, b)
+        gradients = torch.autograd.grad(sum_, given, self.arriving)
         return [sum_.detach(), *gradients]
 
     def bounds(self, order: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -72,27 +67,23 @@ class Case:
         a, b, g = self.a.double(), self.b.double(), self.arriving.double().flatten(0, -2)
         s, (o, r), (n, i) = self.scaling, b.shape, x.shape
         of_base = 0.0 if known.bias is None else known.bias.double()
-        of_lora = torch.zeros_like(b[:, 0]) if self.bias is None else self.bias.double()
         merged = w + s * b @ a
         first, second = order.split(":") if order != "peft" else ("f1", "b1")
         # Of a merged weight, its own rounding, and that of sAB beside it.
         ab = abs(s) * b.abs() @ a.abs()
         off = gamma(2) * merged.abs() + gamma(r + 2) * ab
-        lora_bias = abs(s) * of_lora.abs()
         if first == "f2":
-            size = x.abs() @ (merged.abs() + off).T + abs(of_base) + lora_bias
+            size = x.abs() @ (merged.abs() + off).T + abs(of_base)
             forward = gamma(i + 4) * size + x.abs() @ off.T
         else:
-            size = x.abs() @ (w.abs() + ab).T + abs(of_base) + lora_bias
+            size = x.abs() @ (w.abs() + ab).T + abs(of_base)
             forward = gamma(i + r + 6) * size
-        found = [(x @ merged.T + of_base + s * of_lora, forward)]
+        found = [(x @ merged.T + of_base, forward)]
         if second in ("b4", "b5"):
             into = gamma(o) * (g.abs() @ (merged.abs() + off)) + g.abs() @ off
         else:
             into = gamma(o + r + 6) * (g.abs() @ (w.abs() + ab))
         found.append((g @ merged, into))
-        if self.bias is not None:
-            found.append((s * g.sum(0), gamma(n + 1) * abs(s) * g.abs().sum(0)))
         depth = gamma(n + i + 3), gamma(n + o + 3)
         of_b = abs(s) * g.abs().T @ x.abs() @ a.abs().T
         of_a = abs(s) * b.abs().T @ g.abs().T @ x.abs()

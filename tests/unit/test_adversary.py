@@ -100,52 +100,28 @@ def test_any_operator_that_reads_before_the_wait_is_caught(name: str) -> None:
 # An overwrite of what is still read.
 
 
-def fresh(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
-    """Memory counts as read until an event after its allocation."""
-    too_early = streams.record()
-    return streams.allocate(SIZE), too_early
+EARLY = ("no event", "before the allocation", "before a read", "before a wait", "of a copy")
 
 
-def read_after(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
-    slot, event = ready(streams)
-    slot.sum()
-    return slot, event
+@pytest.mark.parametrize("which", EARLY)
+def test_an_overwrite_behind_no_event_or_one_before_the_last_read_is_caught(which: str) -> None:
+    """Memory counts as read until an event after its allocation; the event of a copy covers none.
 
-
-def waited_after(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
-    """Where nobody watches, reads are taken from the waits."""
-    slot = streams.allocate(SIZE)
-    before = streams.record()
-    streams.wait(streams.copy(slot, source(), after=before))
-    return slot, before
-
-
-def behind_a_copy(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
-    """The event of a copy covers no reads."""
-    slot = streams.allocate(SIZE)
-    done = streams.copy(slot, source(), after=streams.record())
-    streams.wait(done)
-    return slot, done
-
-
-@pytest.mark.parametrize(
-    ("arrange", "watched", "message"),
-    [
-        (lambda streams: (streams.allocate(SIZE), None), False, "while it is read"),
-        (fresh, False, ""),
-        (read_after, True, "up to time"),
-        (waited_after, False, ""),
-        (behind_a_copy, False, ""),
-    ],
-)
-def test_an_overwrite_behind_no_event_or_one_before_the_last_read_is_caught(
-    arrange: Callable[[AdversarialStreams], tuple[torch.Tensor, Event]], watched: bool, message: str
-) -> None:
+    Where nobody watches, reads are taken from the waits.
+    """
     streams = AdversarialStreams()
-    with streams.watch() if watched else nullcontext():
-        slot, event = arrange(streams)
+    with streams.watch() if which == "before a read" else nullcontext():
+        events: dict[str, Event] = {"no event": None, "before the allocation": streams.record()}
+        slot = streams.allocate(SIZE)
+        if which not in events:
+            events["before a wait"] = streams.record()
+            events["of a copy"] = streams.copy(slot, source(), after=streams.record())
+            streams.wait(events["of a copy"])
+            events["before a read"] = streams.record()
+        if which == "before a read":
+            slot.sum()
         num_copies, before = streams.num_copies, slot.numpy().copy()
-        with pytest.raises(SlotHazard, match=message):
-            streams.copy(slot, source(8), after=event)
+        with pytest.raises(SlotHazard, match=r"while it is read|up to time"):
+            streams.copy(slot, source(8), after=events[which])
         assert streams.num_copies == num_copies and (slot.numpy() == before).all()
         streams.copy(slot, source(8), after=streams.record())

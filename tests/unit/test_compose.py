@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from poros.errors import PolicyError
 from poros.kernels import compose as module
 from poros.kernels.compose import (
     compose,
     compose_backward,
+    compose_backward_ref,
+    compose_ref,
 )
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 U = 2.0**-24
-TIERS = ["fused", "eager"]
 SHAPES = [(2, 7, 48), (20, 300), (33, 1), (5,), (0, 8), (2, 0, 5)]
 SCALING = 2 / 3
 CPU = torch.device("cpu")
@@ -49,25 +49,20 @@ def forms(given: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**given, "bias": None}, {**given, "base": None}, {**given, "base": None, "bias": None}]
 
 
-def run(given: dict[str, Any], tier: Any, wants_inner: bool = True) -> list[torch.Tensor | None]:
-    """The sum, inner and gradients."""
-    return both(given, arriving(given["result"]), tier, wants_inner)
-
-
 def arriving(result: torch.Tensor) -> torch.Tensor:
     return torch.randn(result.shape, generator=torch.Generator().manual_seed(9)).to(result.dtype)
 
 
-def both(
-    given: dict[str, Any], gradient: torch.Tensor, tier: Any, wants_inner: bool
-) -> list[torch.Tensor | None]:
-    sum_, inner = compose(**given, scaling=SCALING, wants_inner=wants_inner, tier=tier)
-    backward = compose_backward(
-        *(gradient, given["g"], SCALING, inner),
+def run(given: dict[str, Any], tier: str, wants_inner: bool = True) -> list[torch.Tensor | None]:
+    """The sum, inner and gradients."""
+    is_eager = tier == "eager"
+    forward = compose_ref if is_eager else compose
+    sum_, inner = forward(**given, scaling=SCALING, wants_inner=wants_inner)
+    backward = (compose_backward_ref if is_eager else compose_backward)(
+        *(arriving(given["result"]), given["g"], SCALING, inner),
         has_base=given["base"] is not None,
         result_dtype=given["result"].dtype,
         lora_dtype=given["lora"].dtype,
-        tier=tier,
     )
     return [sum_, inner, *backward]
 
@@ -127,9 +122,8 @@ def test_control_a_step_left_out_is_seen(gpu: Any, step: str) -> None:
 # ------------------------------------------------------------------- tiers
 
 
-@pytest.mark.parametrize("asked", [None, *TIERS])
-def test_a_tier_does_not_depend_on_whether_gradients_are_wanted(
-    gpu: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_does_not_depend_on_whether_gradients_are_wanted(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
     for name in ("compose", "backward"):
@@ -143,24 +137,15 @@ def test_a_tier_does_not_depend_on_whether_gradients_are_wanted(
             for each in given.values():
                 each.requires_grad_(wants and mode is not torch.inference_mode)
             with mode():
-                outcomes.append(run({**given, "base": None}, asked))
-            assert launched == ([] if asked == "eager" else ["compose", "backward"])
+                outcomes.append(run({**given, "base": None}, "fused"))
+            assert launched == ["compose", "backward"]
     assert all(all(map(same, each, outcomes[0])) for each in outcomes)
-
-
-@pytest.mark.parametrize("tier", ["fused", "forward", "Fused", ""])
-def test_what_is_no_tier_or_cannot_run_is_refused(tier: Any) -> None:
-    with pytest.raises(PolicyError, match=f"dora_tier: expected .* found .{tier}"):
-        compose(**tensors((2, 3), FP32), scaling=1.0, tier=tier)
 
 
 def test_what_a_kernel_cannot_read_is_left_to_pytorch(gpu: Any) -> None:
     given = {**tensors((6, 8), FP32), "base": None}
     expected = run(given, "eager")
     strided = {**given, "lora": given["lora"].t().contiguous().t()}
-    assert all(map(same, run(strided, None)[:4], expected[:4]))
+    assert all(map(same, run(strided, "fused")[:4], expected[:4]))
     double = {**given, "g": given["g"].double()}
     assert compose(**double, scaling=SCALING)[0].dtype == FP32
-    for refused in (strided, double):
-        with pytest.raises(PolicyError, match='dora_tier: expected "eager"'):
-            compose(**refused, scaling=SCALING, tier="fused")

@@ -111,9 +111,16 @@ def test_recordings_share_memory_as_long_as_there_is_one(cuda: Cuda) -> None:
 
 @pytest.mark.parametrize("ends_badly", [False, True])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("recovers", [True, False], ids=["", "control"])
 def test_a_recording_that_fails_leaves_random_numbers_alone(
-    error: type[BaseException], ends_badly: bool, cuda: Cuda
+    error: type[BaseException],
+    ends_badly: bool,
+    recovers: bool,
+    cuda: Cuda,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not recovers:
+        monkeypatch.setattr(CudaRecorder, "_recover", lambda self, pool: None)
     recorder = CudaRecorder(torch.device("cpu"))
     kept = recorder.record(nothing)
 
@@ -123,24 +130,11 @@ def test_a_recording_that_fails_leaves_random_numbers_alone(
 
     with pytest.raises(error):
         recorder.record(run)
-    assert not cuda.is_capturing and not cuda.underway
-    recorder.record(nothing)
+    assert cuda.is_capturing == (ends_badly and not recovers)
+    if recovers:
+        assert not cuda.underway
+        recorder.record(nothing)
     del kept
-
-
-def test_control_without_recovery_random_numbers_are_taken_for_recorded_ones(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CudaRecorder, "_recover", lambda self, pool: None)
-    recorder = CudaRecorder(torch.device("cpu"))
-
-    def run() -> None:
-        cuda.ends_badly = True
-        raise torch.OutOfMemoryError("no room")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        recorder.record(run)
-    assert cuda.is_capturing
 
 
 def test_one_that_could_not_begin_leaves_them_alone_too(cuda: Cuda) -> None:

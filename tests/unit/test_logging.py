@@ -31,38 +31,22 @@ model(input_ids=tokens, labels=tokens).loss.backward()
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base")
+def test_a_plain_script_sees_a_line_each_for_preparing_and_checking_unless_it_is_silenced(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "base"
     config = tiny.small_config("qwen2", num_layers=3, hidden_size=64)
-    tiny.write_checkpoint(config, path / "base", dtype=torch.bfloat16)
-    return path / "base"
-
-
-@pytest.fixture(scope="module")
-def said(folder: Path) -> dict[str, list[str]]:
-    """By the setup, what a script says of poros."""
-    found = {}
+    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
+    said = []
     for setup in SETUPS:
         done = run_forked(CODE.format(setup=setup, folder=str(folder)))
         assert done.returncode == 0, done.stderr
-        lines = done.stderr.splitlines()
-        found[setup] = [line for line in lines if line.startswith("poros: ")]
-    return found
-
-
-def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(
-    said: dict[str, list[str]],
-) -> None:
-    prepared, checked = said[SETUPS[0]]
+        said.append([line for line in done.stderr.splitlines() if line.startswith("poros: ")])
+    prepared, checked = said[0]
     assert "PeftModel" in prepared or "Qwen2" in prepared
     assert "3 blocks" in prepared and "2 at a time on cpu" in prepared
     assert "3 layers give the bits" in checked
-
-
-@pytest.mark.parametrize("setup", SETUPS[1:])
-def test_it_can_be_silenced(setup: str, said: dict[str, list[str]]) -> None:
-    assert said[setup] == []
+    assert said[1:] == [[], []]
 
 
 def test_logging_that_is_configured_later_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,37 +1,172 @@
-"""A run on a device with an allocator starts with two slots and spends what a step has left."""
+"""A run on a device with an allocator starts with two slots and spends what a step has left.
 
+The allocator is simulated, over a CPU: what a step takes follows from a few numbers that the tests
+know and the runtime does not.
+"""
+
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import poros
 from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, train
-from poros.model.measuring import DeviceMemory, MeasuredSizer
+from poros.model.measuring import MAX_ROUNDS, RESERVE, DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
-from poros.model.sizing import ResidencyPlan
+from poros.model.sizing import ResidencyPlan, Wanted
 from tests.comparing import compare_trajectories
 from tests.snapshots import layers_of
-from tests.support import prepare_plain
-from tests.unit.simulated import (
-    BLOCK,
-    NUM_LAYERS,
-    PER_TOKEN,
-    Loop,
-    Prepare,
-    SimulatedMemory,
-    budget,
-    build,
-    simulated,
-)
+from tests.support import make_base, prepare_plain
+
+NUM_LAYERS = 6
+KB = 1024
+STANDING, OTHERS = 300 * KB, 5000 * KB
+PER_TOKEN, GRAPH_PER_TOKEN = 4 * KB, 2 * KB
+
+
+class SimulatedMemory(DeviceMemory):
+    """Holds what the numbers above say; ``overhead`` is lost between the graphs of kept layers."""
+
+    def __init__(self, overhead: float = 1.0) -> None:
+        self.overhead = overhead
+        self.runtime: Runtime | None = None
+        self.peaks: list[int] = []
+        """Of each micro-batch, without what is not the model's."""
+        self.given_back = 0
+        self.num_tokens = 0
+        """Of the batch that is trained on."""
+        self._reserved = OTHERS
+        self._is_recomputed = False
+
+    def allocated(self) -> int:
+        found = OTHERS
+        if self.runtime is not None:
+            found += STANDING + self.runtime.ring.num_bytes
+        if torch._C._current_graph_task_id() != -1:
+            # Asked before a layer is recomputed, and after it, when its graph is there.
+            found += GRAPH_PER_TOKEN * self.num_tokens * self._is_recomputed
+            self._is_recomputed = not self._is_recomputed
+        return found
+
+    def reserved(self) -> int:
+        return self._reserved
+
+    def num_given_back(self) -> int:
+        return self.given_back
+
+    def give_back(self) -> None:
+        self.given_back += 1
+        self._reserved = self.allocated()
+
+    def free(self) -> int:
+        return 10**9
+
+    def hold(self, runtime: Runtime) -> None:
+        """Belong to ``runtime``'s model."""
+        self.runtime = runtime
+        sizer: Any = runtime.sizer
+        genuine = sizer._held
+
+        def held() -> int:
+            genuine()  # looks at the model's tensors and their gradients
+            return STANDING + runtime.ring.num_bytes
+
+        sizer._held = held
+
+    def train(self, num_tokens: int, times: float = 1.0, together: int = 1) -> None:
+        """So many micro-batches have passed together."""
+        assert self.runtime is not None
+        num_tokens *= together
+        graphs = self.runtime.room.keep_last * GRAPH_PER_TOKEN * num_tokens * self.overhead
+        passing = PER_TOKEN * num_tokens * times + graphs
+        self.peaks.append(STANDING + self.runtime.ring.num_bytes + int(passing))
+        self._reserved = max(self._reserved, OTHERS + self.peaks[-1])
+
+
+Prepare = Callable[..., "Loop"]
+
+
+def build() -> Any:
+    """With few adapters: what is tested is how often it moves, over many steps."""
+    base = make_base("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
+    torch.manual_seed(1)
+    options = {"target_modules": ["q_proj"], "init_lora_weights": False, "lora_dropout": 0.05}
+    return get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
 
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    return simulated(monkeypatch)
+    """What prepares a model on a device whose memory is simulated, for a loop of steps."""
+
+    def prepare(num_bytes: int | None = None, overhead: float = 1.0, **policy: Any) -> Loop:
+        memory = SimulatedMemory(overhead)
+        monkeypatch.setattr("poros.model.runtime.device_memory", lambda device: memory)
+        if num_bytes is not None:
+            policy["vram_budget"] = f"{num_bytes}B"
+        model = prepare_plain(build(), device="cpu", **{"self_check": "off", **policy}).train()
+        runtime = poros.runtime(model)
+        runtime.sizer._estimate = lambda _, budget, wanted, *rest: Estimated(wanted)  # type: ignore[assignment]
+        memory.hold(runtime)
+        return Loop(model, memory)
+
+    return prepare
+
+
+class Estimated:
+    """An estimate that everything fits: the floor is not what is tested."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.num_slots, self.keep_last = wanted.num_slots, wanted.keep_last
+        self.offload_boundaries = bool(wanted.offload_inputs)
+        self.num_blocks, self.total_num_bytes = NUM_LAYERS, 1
+        self.check_kernels = "peft"
+        self.replays = self.shares_dense = False
+
+    def table(self) -> str:
+        return "nothing"
+
+
+class Loop:
+    """Optimizer steps over batches of given lengths; the room in which each ran."""
+
+    def __init__(self, model: Any, memory: SimulatedMemory) -> None:
+        self.model, self.memory = model, memory
+        self.runtime = poros.runtime(model)
+        self.sizer: Any = self.runtime.sizer
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
+
+    def run(self, *lengths: int, times: float = 1.0, steps: bool = True) -> list[ResidencyPlan]:
+        rooms = []
+        for length in lengths:
+            batch = tiny.make_batches(1, batch_size=1, num_tokens=length, padded=False)[0]
+            self.memory.num_tokens = length
+            self.model(**batch).loss.backward()
+            rooms.append(self.runtime.room)
+            self.memory.train(length, times)
+            if steps:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return rooms
+
+
+@cache
+def block_num_bytes() -> int:
+    return poros.runtime(prepare_plain(build(), device="cpu", slots=2)).ring.num_bytes // 2
+
+
+def budget(num_slots: int, keep_last: int, length: int) -> int:
+    graphs = keep_last * GRAPH_PER_TOKEN * length
+    return STANDING + num_slots * block_num_bytes() + PER_TOKEN * length + graphs
+
+
+# What is spent.
 
 
 @pytest.mark.cover("values")
@@ -40,8 +175,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
 def test_what_a_step_leaves_is_spent_to_the_byte(
     prepared: Prepare, slots: int, kept: int, check: str
 ) -> None:
+    """What the check of the first step takes is not counted."""
     loop = prepared(budget(slots, kept, 16), self_check=check)
-    rooms = loop.run(16, 16, 16, 16)
+    rooms = loop.run(16, times=20.0 if check == "strict" else 1.0) + loop.run(16, 16, 16)
     assert rooms == [
         ResidencyPlan(2, 0),
         ResidencyPlan(2, 0),
@@ -52,14 +188,11 @@ def test_what_a_step_leaves_is_spent_to_the_byte(
     assert loop.runtime.stats()["num_resizes"] == (slots > 2)
 
 
+# Slots for which a step of 16 tokens has room but for a byte; None: all free memory.
 ROOMS: dict[str, tuple[int | None, dict[str, Any], ResidencyPlan]] = {
-    "a byte less, a slot less": (budget(5, 0, 16) - 1, {}, ResidencyPlan(4, 0)),
-    "more than the floor": (
-        budget(2, 0, 16) - 1,
-        {"offload_boundaries": False},
-        ResidencyPlan(2, 0),
-    ),
-    "inputs go to the host": (budget(2, 0, 16) - 1, {}, ResidencyPlan(2, 0, offload_inputs=True)),
+    "a byte less, a slot less": (5, {}, ResidencyPlan(4, 0)),
+    "more than the floor": (2, {"offload_boundaries": False}, ResidencyPlan(2, 0)),
+    "inputs go to the host": (2, {}, ResidencyPlan(2, 0, offload_inputs=True)),
     "all free memory": (None, {}, ResidencyPlan(NUM_LAYERS, NUM_LAYERS)),
     "chosen slots": (None, {"slots": 2}, ResidencyPlan(2, 0)),
     "chosen layers": (None, {"keep_last": 0}, ResidencyPlan(2, 0)),
@@ -70,7 +203,8 @@ ROOMS: dict[str, tuple[int | None, dict[str, Any], ResidencyPlan]] = {
 def test_the_room_of_the_third_step(
     case: str, prepared: Prepare, caplog: pytest.LogCaptureFixture
 ) -> None:
-    num_bytes, policy, room = ROOMS[case]
+    slots, policy, room = ROOMS[case]
+    num_bytes = None if slots is None else budget(slots, 0, 16) - 1
     assert prepared(num_bytes, **policy).run(16, 16, 16)[-1] == room
     assert ("more than the budget" in caplog.text) == (case == "more than the floor")
 
@@ -92,7 +226,7 @@ def test_a_whole_step_is_measured_not_its_first_micro_batch(prepared: Prepare) -
     loop.run(16, times=2.0)  # clipping, the optimizer's step
     (room,) = loop.run(16, steps=False)
     spare = budget(6, 0, 16) - budget(2, 0, 16) - PER_TOKEN * 16
-    assert room == ResidencyPlan(2 + spare // BLOCK, 0) and room.num_slots < 6
+    assert room == ResidencyPlan(2 + spare // block_num_bytes(), 0) and room.num_slots < 6
 
 
 def test_a_step_in_which_somebody_empties_the_cache_is_not_measured(
@@ -103,12 +237,6 @@ def test_a_step_in_which_somebody_empties_the_cache_is_not_measured(
     loop.memory.give_back()
     assert loop.run(16, 16, 16) == [ResidencyPlan(2, 0)] * 3
     assert "torch_empty_cache_steps" in caplog.text
-
-
-def test_the_share_of_the_check_is_not_counted(prepared: Prepare) -> None:
-    loop = prepared(budget(5, 0, 16), self_check="strict")
-    loop.run(16, times=20.0)
-    assert loop.run(16, 16)[-1] == ResidencyPlan(5, 0)
 
 
 def test_the_plan_is_estimated_anew_only_for_other_rooms_and_shapes(prepared: Prepare) -> None:
@@ -180,53 +308,38 @@ def test_graphs_are_looked_at_in_the_first_measurement_alone(prepared: Prepare) 
     assert sizer.watching_graph() is not None, "of a larger batch nothing is known yet"
 
 
-def creep(prepared: Prepare) -> int:
-    """Train with lengths that grow by a token at a time; how often the blocks got other room."""
-    loop = prepared(budget(6, 4, 24))
-    lengths = [length for length in range(17, 33) for _ in range(2)]
-    loop.run(16, 16, 16, 16, *lengths)
-    assert max(loop.memory.peaks) <= budget(6, 4, 24)
-    return int(loop.runtime.stats()["num_resizes"])
-
-
 def test_lengths_that_creep_up_do_not_resize_at_each_step(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert creep(prepared) <= 6
-    monkeypatch.setattr("poros.model.measuring.RESERVE", 1.0)
-    assert creep(prepared) > 12, "without what is left for larger batches nothing is shown"
+    """By a token at a time. Control: without what is left for larger batches they do."""
+    for reserve, is_kept in ((RESERVE, True), (1.0, False)):
+        monkeypatch.setattr("poros.model.measuring.RESERVE", reserve)
+        loop = prepared(budget(6, 4, 24))
+        loop.run(16, 16, 16, 16, *(length for length in range(17, 33) for _ in range(2)))
+        assert max(loop.memory.peaks) <= budget(6, 4, 24)
+        num_resizes = loop.runtime.stats()["num_resizes"]
+        assert num_resizes <= 6 if is_kept else num_resizes > 12
 
 
-def test_what_cannot_be_planned_is_measured_within_a_given_budget(
-    prepared: Prepare, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = prepared(budget(6, 6, 16))
-
-    def estimate(*_: object) -> Any:
-        raise UnsupportedModelError("expected code that can be planned, found other")
-
-    loop.sizer._estimate = estimate
-    assert loop.run(16)[0] == ResidencyPlan(2, 0)
-    assert "continuing with the fewest blocks" in caplog.text and "found other" in caplog.text
-
-
+@pytest.mark.parametrize("error", [UnsupportedModelError, VRAMBudgetError])
 @pytest.mark.parametrize("is_given", [True, False])
-def test_what_cannot_fit_is_refused_before_it_trains(
-    prepared: Prepare, is_given: bool, caplog: pytest.LogCaptureFixture
+def test_what_cannot_fit_a_given_budget_is_refused_and_all_else_begins_with_the_fewest_blocks(
+    prepared: Prepare, is_given: bool, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """What cannot be planned is measured."""
     loop = prepared(2**30 if is_given else None)
 
     def estimate(*_: object) -> Any:
-        raise VRAMBudgetError("expected more, found less")
+        raise error("expected more, found less")
 
     loop.sizer._estimate = estimate
-    if is_given:
+    if is_given and error is VRAMBudgetError:
         with pytest.raises(VRAMBudgetError, match="found less\nRefused before"):
             loop.run(16)
         assert all(parameter.grad is None for parameter in loop.model.parameters())
-    else:
-        assert loop.run(16) == [ResidencyPlan(2, 0)]
-        assert "continuing with the fewest blocks" in caplog.text
+        return
+    assert loop.run(16) == [ResidencyPlan(2, 0)]
+    assert "continuing with the fewest blocks" in caplog.text and "found less" in caplog.text
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -268,22 +381,19 @@ def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
     assert loop.run(16, 16, 16)[-1] == ResidencyPlan(6, 6)
 
 
-def alternate(prepared: Prepare) -> int:
-    """Train with steps that take now less and now more; how often the blocks got other room."""
-    loop = prepared(budget(6, 2, 16))
-    loop.run(16, 16)
-    for _ in range(8):
-        loop.run(16, times=4.0)
-        loop.run(16)
-    return int(loop.runtime.stats()["num_resizes"])
-
-
 def test_steps_that_take_now_less_and_now_more_do_not_resize_for_good(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert alternate(prepared) == 4
-    monkeypatch.setattr("poros.model.measuring.MAX_ROUNDS", 99)
-    assert alternate(prepared) > 12, "without an end of measuring nothing is shown"
+    """Control: without an end of measuring they do."""
+    for max_rounds, is_over in ((MAX_ROUNDS, True), (99, False)):
+        monkeypatch.setattr("poros.model.measuring.MAX_ROUNDS", max_rounds)
+        loop = prepared(budget(6, 2, 16))
+        loop.run(16, 16)
+        for _ in range(8):
+            loop.run(16, times=4.0)
+            loop.run(16)
+        num_resizes = loop.runtime.stats()["num_resizes"]
+        assert num_resizes == 4 if is_over else num_resizes > 12
 
 
 def test_what_the_model_has_on_the_device_counts_each_byte_once(

@@ -1,11 +1,9 @@
 """Settings that pick kernels: every mix of old and new names is read, and is left as it was.
 
-The self-check has each of them again. The runtime does so but with the precision of float32, which
-it compares alone.
+The precision of float32 is compared alone.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,9 +11,7 @@ import torch
 
 import poros
 from poros.errors import RematerializationError
-from poros.self_check.switches import current_settings, set_settings
 from poros.stream.settings import Settings
-from tests.children import run_python
 from tests.covers import with_slow
 from tests.snapshots import assert_same_run, build, changes, run, step
 from tests.support import prepare_plain
@@ -117,35 +113,19 @@ def test_any_mix_of_precisions_trains_as_resident(change: str) -> None:
 
 @pytest.mark.parametrize("between", CHANGES)
 @pytest.mark.parametrize("first", ["nothing", "new matmul", "old medium", "new everywhere"])
-@pytest.mark.parametrize("kind", ["runtime", "self-check"])
-def test_a_setting_is_replayed_and_put_back(first: str, between: str, kind: str) -> None:
+def test_a_setting_is_replayed_and_put_back(first: str, between: str) -> None:
     CHANGES[first]()
-    wanted, evidence = Settings.capture(), current_settings()
+    wanted = Settings.capture()
     CHANGES[between]()
     before = everything()
-    if kind == "runtime" and not wanted.has_precisions_of(before[0]):
+    if not wanted.has_precisions_of(before[0]):
         with pytest.raises(RematerializationError, match="between steps"), wanted.replay():
             pass
         assert everything() == before
         return
-    with ExitStack() as stack:
-        if kind == "runtime":
-            stack.enter_context(wanted.replay())
-        else:
-            set_settings(evidence, stack)
-        now = Settings.capture()
-        assert now.switches == wanted.switches
-        # What nothing was said of is IEEE.
-        assert [each.replace("none", "ieee") for each in now.precisions] == [
-            each.replace("none", "ieee") for each in wanted.precisions
-        ]
+    with wanted.replay():
+        assert Settings.capture().switches == wanted.switches
     assert everything() == before
-
-
-@pytest.mark.parametrize("between", ["new matmul", "old medium"])
-def test_another_precision_before_the_backward_is_refused(between: str) -> None:
-    with pytest.raises(RematerializationError, match="precision"):
-        step(prepare_plain(build()), between=lambda model: CHANGES[between]())
 
 
 @pytest.mark.parametrize("between", ["deterministic", "order of attention"])
@@ -154,42 +134,3 @@ def test_a_step_with_a_setting_changed_before_its_backward_is_exact(between: str
     put_back()
     found = step(prepare_plain(build()), between=lambda model: CHANGES[between]())
     assert changes(expected, found) == {}
-
-
-SILENCE = """
-import torch
-from contextlib import ExitStack
-from poros.errors import RematerializationError
-from poros.self_check.switches import current_settings, set_settings
-from poros.stream.settings import Settings
-
-def followed():
-    found = []
-    for said in ("ieee", "none"):
-        torch.backends.fp32_precision = said
-        found.append(Settings.capture().precisions)
-    return found
-
-def current():
-    return [each.replace("none", "ieee") for each in Settings.capture().precisions]
-
-expected = ["ieee", "tf32", "tf32", "ieee", "ieee", "ieee"]
-wanted, evidence, silent = Settings.capture(), current_settings(), followed()
-if [each[1] for each in silent] != ["ieee", "tf32"]:
-    raise SystemExit(f"no silence: {silent}")  # of cuDNN, which follows as long as nothing is said
-for owner in (torch.backends, torch.backends.cudnn):
-    owner.fp32_precision = "ieee"
-    with ExitStack() as stack:
-        set_settings(evidence, stack)
-        assert current() == expected
-    owner.fp32_precision = "none"
-    assert followed() == silent and Settings.capture() == wanted
-"""
-
-
-def test_what_was_never_set_is_left_unset() -> None:
-    """In a process of its own: PyTorch has no way back to that."""
-    done = run_python(SILENCE)
-    if "no silence" in done.stderr and torch.__version__ < "2.13":
-        pytest.skip(f"torch {torch.__version__}: {done.stderr}")
-    assert done.returncode == 0, done.stderr

@@ -14,21 +14,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from poros import cuda_streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
-from poros.cuda_streams import CudaStreams
 from poros.replay.remat import RematerializeLayer
 from poros.slots.manager import BlockManager
-from poros.slots.schedule import training_visits
 from poros.stream import general
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
 from poros.streams import EagerStreams, Event
-from tests.fake_cuda import FakeCuda
-from tests.slots import Slots
 from tests.snapshots import batches, build
 from tests.support import prepare_plain
 
@@ -232,29 +227,6 @@ def test_control_a_costly_visit_is_noticed(
 ) -> None:
     spoil(monkeypatch)
     assert CONTROLS[spoil] in " ".join(problems(2))
-
-
-# On a CUDA. The stand-in has no call by which the host would wait: see
-# tests/faults/test_missing_waits.py.
-
-
-@pytest.mark.parametrize("num_slots", [2, 3, 5])
-def test_no_step_allocates_on_a_cuda(num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the slots, which are there before it."""
-    cuda, made = FakeCuda(), list[object]()
-
-    def empty(*args: Any, **options: Any) -> Any:
-        made.append(cuda.empty(*args, **options))
-        return made[-1]
-
-    cuda.torch.empty = empty
-    monkeypatch.setattr(streams_module, "torch", cuda.torch)
-    slots = Slots(5, num_slots, CudaStreams(torch.device("cuda", 0)))
-    assert len(made) == num_slots
-    for block, phase in training_visits(5, 2):
-        slots.manager.acquire(block, phase)
-        slots.manager.release(block)
-    assert len(made) == num_slots <= slots.manager.num_loads
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import poros
 from poros.gates import tiny
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
-from poros.kernels.quantized import state_of
+from poros.kernels.nf4 import state_of
 from tools.fuzz import actions, optimizers
 from tools.fuzz.hooks import Hooked, Thrown
 from tools.fuzz.models import layers_of
@@ -387,7 +387,7 @@ def _slice_loss(model: Any) -> None:
     base = model.get_base_model()
     head, _ = find_head(model, base, "chunked", False)
     if head is not None:
-        slice_loss(base, head.products)
+        slice_loss(base, head.modules)
 
 
 def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

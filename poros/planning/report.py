@@ -1,0 +1,347 @@
+"""The report of ``poros plan``: does a step fit, how long may rows be, how long does it take.
+
+Nothing is measured, so every figure is a forecast. Times leave the optimizer's own step, evaluation
+and data loading out.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from poros.errors import quoted
+from poros.host.limits import RESERVE_NUM_BYTES
+from poros.planning.formula import MemoryPlan
+from poros.planning.planner import Planner, Remedy, format_remedies
+from poros.planning.request import PlanRequest, Speeds
+from poros.utils.formatting import size, two_digits
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+LENGTH_STEP = 256
+"""The longest rows that fit are reported in multiples of this many tokens."""
+MOST_TOKENS = 2**20
+"""The longest rows to try for a model whose configuration has no number of positions."""
+TOGETHER = (8, 4, 2)
+"""Micro-batches that are tried, in case the link is what a step waits for."""
+WORTH_SAYING = 1.15
+_EVERYTHING = 10**6  # slots and kept layers: more than there are means all
+
+_FIGURES = {
+    "total_num_bytes": "memory on the card",
+    "longest_seq_len": "longest rows that fit, in tokens",
+    "max_seq_len": "longest rows of the model, in tokens",
+    "step_ms": "time of a micro-batch, in ms",
+    "times_checkpointed": "x the time with gradient checkpointing",
+    "resident_num_bytes": "a resident run needs",
+    "forecast": "forecast from",
+    "copy_gb_per_s": "PCIe copies, in GB/s",
+    "tflop_per_s": "matrix products, in TFLOP/s",
+}
+"""What values of ``as_dict`` are called."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that a step is planned for."""
+
+    title: str
+    """As a sentence has it: "an RTX 4090 (24 GB)"."""
+    rates: Callable[[int], Speeds] | None = None
+    """For a micro-batch of so many tokens; None forecasts no time."""
+    rates_from: str = ""
+    """Where those come from, for the label of the forecast."""
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """The result of ``poros plan`` for one request.
+
+    Attributes:
+        request: What was asked for, with the budget.
+        device: On what.
+        ram: Host memory, in bytes; None is not known.
+        plan: The step's plan; if it does not fit, the least that there may be.
+        fits_device: Whether the step fits the budget.
+        remedies: What would make it fit, if it does not, or save something at least.
+        resident: A run with everything on the device and every graph kept, whether that would fit
+            or not.
+        checkpointed: The same where that run recomputes every layer.
+        longest: The longest rows that fit, in tokens; None without a budget, 0 if none does. The
+            host counts too, unless the base alone is too much for it.
+        max_seq_len: Positions of the model, if its configuration has them.
+        together: The step with several micro-batches going together, where that is worth it.
+        record: Of the family, in the registry: its outcome, and the reason of that.
+        model_type: The family.
+    """
+
+    request: PlanRequest
+    device: Device
+    ram: int | None
+    plan: MemoryPlan
+    fits_device: bool
+    remedies: Sequence[Remedy]
+    resident: MemoryPlan
+    checkpointed: MemoryPlan
+    longest: int | None
+    max_seq_len: int | None
+    together: MemoryPlan | None
+    record: tuple[str, str]
+    model_type: str
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the base and what else waits there fit the host memory, as far as it is known."""
+        return _holds(self.ram, self.plan)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both do."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate of a step that fits."""
+        return _tokens_per_s(self.plan) if self.fits_device else None
+
+    def times(self, other: MemoryPlan) -> float | None:
+        """How long the step takes beside another."""
+        if self.tokens_per_s is None or not self.plan.step_ms or not other.step_ms:
+            return None
+        return self.plan.step_ms / other.step_ms
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: whether it fits, with what on the card and the host, and how fast it is."""
+        plan, title, budget = self.plan, self.device.title, self.request.budget
+        needed = f"at least {size(plan.total_num_bytes)}"
+        if budget is None:
+            begin = f"Needs {needed} on the card"
+        elif not self.fits_device:
+            return (
+                f"Does not fit {title}: the step needs {needed}, and the budget for training is "
+                f"{size(budget)}."
+            )
+        else:
+            begin = f"Fits {title}" + ("" if self.fits_host else ", but not the host memory")
+        host = "" if self.ram is None else f" (of {size(self.ram)})"
+        parts = [
+            f"{plan.num_slots} of {plan.num_blocks} blocks stay on the card",
+            f"{plan.keep_last} layers are not recomputed" if plan.keep_last else "",
+            f"{size(plan.host_num_bytes)} of host memory{host}",
+        ]
+        if self.tokens_per_s is not None:
+            parts += [
+                f"about {two_digits(self.tokens_per_s)} tokens/s",
+                f"{self.times(self.resident):.1f} x the time of a resident run",
+            ]
+        return f"{begin}: {', '.join(filter(None, parts))}."
+
+    @property
+    def advice(self) -> str:
+        """Changes that make it fit or faster, a sentence per line."""
+        return "\n".join(self._advice())
+
+    def _advice(self) -> Iterator[str]:
+        plan, wanted, together = self.plan, self.request.micro_batches, self.together
+        if self.request.budget is None:
+            yield "Give --vram or --card to see what fits."
+        if not self.fits_device:
+            yield format_remedies(self.remedies)
+            return
+        if not self.fits_host:
+            if plan.offload_boundaries:
+                yield "Shorter rows, fewer rows or fewer micro-batches need less host memory."
+            yield "Part of the base can stay on disk: poros.load(..., store=DIR, host_budget=...)."
+        if self.tokens_per_s is None:
+            yield "Time is not forecast without --card."
+        if plan.micro_batches == 1 < wanted and plan.keep_last:
+            yield (
+                f"The {wanted} micro-batches of a step run one after the other, which is faster "
+                "here: most layers keep their activations, so that nothing is recomputed for them."
+            )
+        elif plan.micro_batches < wanted:
+            number = plan.micro_batches
+            yield f"{number} of {wanted} micro-batches share each block; more do not fit."
+        if together is not None:
+            yield (
+                f"PCIe copies limit the step: --accumulate {together.micro_batches} would "
+                f"reach about {two_digits(_tokens_per_s(together) or 0.0)} tokens/s."
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as ``poros plan --json`` prints them: the plan's, and what is beside it."""
+        return {
+            **self.plan.as_dict(),
+            "verdict": self.verdict,
+            "fits": self.fits,
+            "fits_device": self.fits_device,
+            "fits_host": self.fits_host,
+            "advice": self.advice,
+            "forecast": self.device.rates_from,
+            "tokens_per_s": self.tokens_per_s,
+            "times_resident": self.times(self.resident),
+            "times_checkpointed": self.times(self.checkpointed),
+            "resident_num_bytes": self.resident.total_num_bytes,
+            "ram_num_bytes": self.ram,
+            "longest_seq_len": self.longest,
+            "max_seq_len": self.max_seq_len,
+            "model_type": self.model_type,
+            "registry": dict(zip(("outcome", "reason"), self.record, strict=True)),
+        }
+
+
+def report_fit(
+    planner: Planner, request: PlanRequest, device: Device, ram: int | None = None
+) -> FitReport:
+    """Plan the requested step, and search the longest rows: some seconds for 72B.
+
+    Args:
+        planner: Of the model.
+        request: The step; without a budget it is planned with as little as there may be, and
+            nothing is said about what fits.
+        device: On what, and at which rates.
+        ram: Host memory in bytes, to be compared with; None compares nothing.
+
+    Raises:
+        PolicyError: If the request makes no sense for the model.
+        UnsupportedModelError: If the model cannot be streamed.
+    """
+    from poros.gates.registry import OUTCOMES, read_registry
+
+    if device.rates is not None:
+        request = request.override(speeds=device.rates(request.seq_len * request.batch_size))
+    found = planner.find(request)
+    record = read_registry().family(planner.model_type)
+    return FitReport(
+        request=request,
+        device=device,
+        ram=ram,
+        plan=found or _least(planner, request),
+        fits_device=found is not None,
+        remedies=() if found else planner.remedies(request),
+        resident=_resident(planner, request, keep_last=_EVERYTHING),
+        checkpointed=_resident(planner, request, keep_last=0),
+        longest=None if request.budget is None else _longest(planner, request, ram),
+        max_seq_len=planner.max_seq_len,
+        together=_together(planner, request, found),
+        record=(record.outcome, record.reason or OUTCOMES[record.outcome]),
+        model_type=planner.model_type,
+    )
+
+
+def _holds(ram: int | None, plan: MemoryPlan) -> bool:
+    """Whether host memory holds what a plan leaves there, and all else that runs."""
+    return ram is None or plan.host_num_bytes + RESERVE_NUM_BYTES <= ram
+
+
+def _tokens_per_s(plan: MemoryPlan) -> float | None:
+    if plan.step_ms is None:
+        return None
+    num_tokens: int = plan.options["batch_size"] * plan.options["seq_len"]
+    return 1e3 * num_tokens / plan.step_ms
+
+
+def _resident(planner: Planner, request: PlanRequest, keep_last: int) -> MemoryPlan:
+    """Plan a run with everything on the device that keeps so many graphs."""
+    everything = request.override(
+        vram_budget=None,
+        num_slots=_EVERYTHING,
+        keep_last=keep_last,
+        offload_boundaries=False,
+        stream_head=False,
+        stream_embedding=False,
+        micro_batches=1,
+        self_check=False,
+        cuda_graphs=False,
+    )
+    return planner.plan(everything)
+
+
+def _least(planner: Planner, request: PlanRequest, **changes: Any) -> MemoryPlan:
+    """Plan the requested step with the least memory, with other fields changed."""
+    least = {"vram_budget": None, "micro_batches": 1, "without_recordings": True}
+    request = request.override(**least, **changes)
+    offload = request.policy.offload_boundaries
+    plans = (
+        planner.plan(request.override(offload_boundaries=choice))
+        for choice in ((False, True) if offload is None else (offload,))
+    )
+    return min(plans, key=lambda plan: plan.total_num_bytes)
+
+
+def _together(
+    planner: Planner, request: PlanRequest, found: MemoryPlan | None
+) -> MemoryPlan | None:
+    """Plan micro-batches that go together; None unless that is much faster."""
+    if found is None or not found.step_ms or request.micro_batches > 1:
+        return None
+    several = (request.override(micro_batches=each, accumulation=each) for each in TOGETHER)
+    plans = [plan for plan in map(planner.find, several) if plan and plan.micro_batches > 1]
+    best = min(plans, key=lambda plan: plan.step_ms or 0.0, default=None)
+    is_worth_it = best and found.step_ms >= WORTH_SAYING * (best.step_ms or 0.0)
+    return best if is_worth_it else None
+
+
+def _longest(planner: Planner, request: PlanRequest, ram: int | None) -> int:
+    """Find the longest rows that fit: a multiple of ``LENGTH_STEP``, or all positions; or 0."""
+    # If the base alone is too much for the host, what is on a disk is nobody's limit here.
+    if not _holds(ram, _least(planner, request, offload_boundaries=False)):
+        ram = None
+
+    def fits(seq_len: int) -> bool:
+        plan = planner.find(request.override(seq_len=seq_len))
+        return plan is not None and _holds(ram, plan)
+
+    limit = planner.max_seq_len or MOST_TOKENS
+    if fits(limit):
+        return limit
+    steps = range(LENGTH_STEP, limit, LENGTH_STEP)
+    return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length))
+
+
+def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
+    """Format a report for ``rich``: verdict, advice, and the figures that are known.
+
+    Args:
+        report: What is said of a step.
+        with_terms: Show the plan's memory term by term too.
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    def table(figures: Mapping[str, str]) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        for title, text in figures.items():
+            if text:
+                grid.add_row(Text(title), Text(text))
+        return grid
+
+    values = report.as_dict()
+    color = "" if report.request.budget is None else "green" if report.fits else "red"
+    outcome, reason = report.record
+    figures = {title: _text(name, values[name]) for name, title in _FIGURES.items()}
+    figures[report.model_type] = f"{outcome} ({quoted(reason, is_bare=True)})"
+    parts: list[Any] = [
+        Text(report.verdict, style=f"bold {color}"),
+        *map(Text, report.advice.splitlines()),
+        "\nAll figures are forecasts:\n",
+        table(figures),
+    ]
+    if with_terms:
+        terms = {name: _text("num_bytes", each) for name, each in values["terms"].items()}
+        parts += ["\nMemory on the card:\n", table(terms)]
+    return Group(*parts)
+
+
+def _text(name: str, value: Any) -> str:
+    """Format a figure in the unit that its name implies."""
+    if value is None:
+        return ""
+    if name.endswith("num_bytes"):
+        return size(value)
+    if isinstance(value, float):
+        return f"{value:.2f}" if name.startswith("times") else two_digits(value)
+    return f"{value:,}" if isinstance(value, int) else quoted(value, is_bare=True)

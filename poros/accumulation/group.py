@@ -3,9 +3,8 @@
 The code of each runs up to behind the first layer, then on to the last one, and its calls of layers
 are noted; then the layers run, each for all micro-batches; then each in its turn computes norm,
 head and loss, and their backward; then for each layer, from the last to the first, the backwards of
-all micro-batches. A gradient is summed over micro-batches
-in the order in which a run of one after the other sums it, by the same node of autograd, so the
-bits are the same, and hooks on parameters see the same gradients.
+all micro-batches. A gradient is summed over micro-batches in the order in which a run of one after
+the other sums it, by the same node of autograd, so the bits are the same.
 
 Note: The random plan
     One after the other, micro-batch g + 1 starts from the random state that g has left. Here it

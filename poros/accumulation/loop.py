@@ -44,8 +44,9 @@ def accumulate(
         loss: Function of the model and one of ``batches`` that returns the tensor to call
             ``backward`` on; by default the model's own loss for ``model(**batch)``, divided by the
             number of batches. It is called once for each batch, and must call the model exactly
-            once with gradients. It is interrupted behind each of the model's layers, and before a
-            head in host memory, while the others come to the same place.
+            once with gradients. It is interrupted at the first and the last of the model's layers,
+            and before a head in host memory, while the others come to the same place. What code
+            between layers is handed has no values, so it can only pass it on.
 
     Returns:
         The losses that ``loss`` returned, detached, in order.

@@ -36,7 +36,7 @@ class BlockMajorMixin:
         ``training_step`` of another class, or a callback, that uses gradients between micro-batches
         gets those of sequential micro-batches: each such use completes the backwards of the
         micro-batches before it, which then load their blocks for themselves. A ``training_step``
-        runs once for each micro-batch, and is interrupted behind each layer: see
+        runs once for each micro-batch, and is interrupted in between: see
         ``poros.accumulate`` for the requirements on it, and for what Poros does not see.
     """
 

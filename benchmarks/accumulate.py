@@ -11,7 +11,6 @@ measured before the next way's, and the ways take turns in passes:
 - two slots, with weights made dense by each micro-batch for itself (``share_dense=False``);
 - all blocks on the GPU, layers recomputed, micro-batches one after the other and together: what
   streaming is compared with, the same work without a link;
-- with ``--soup``, where soup-cli is installed: its streamed layers, one after the other;
 - with ``--checkpointing``: PEFT and transformers alone, the base on the GPU, activation
   checkpointing.
 
@@ -40,7 +39,7 @@ import torch
 from transformers.integrations.liger import apply_liger_kernel
 
 import poros
-from benchmarks import memory, soup
+from benchmarks import memory
 from benchmarks.loops import make_optimizer
 from benchmarks.models import config_of, random_model, with_lora
 from benchmarks.work import Work, batch_of
@@ -215,18 +214,6 @@ def prepared_ways(options: argparse.Namespace, model: Any, take: Take) -> None:
             poros.restore(model)
 
 
-def of_soup(options: argparse.Namespace, config: Any, take: Take) -> None:
-    """The closest competitor, in the same process."""
-    device = torch.device("cuda")
-    gc.collect()
-    memory.empty(device)
-    with soup.streamed(config, options.rank, options.dropout, device) as model:
-        steps = Steps(model, options.seq, max(options.sizes))
-        for size in (1, options.alone):
-            steps.ms(size, False)
-            take("Soup", "one after the other", size, steps, dict)
-
-
 def checkpointing(options: argparse.Namespace, model: Any, take: Take) -> None:
     """PEFT and transformers alone."""
     model.to(torch.device("cuda"))
@@ -270,8 +257,6 @@ def measure(options: argparse.Namespace, model: Any, show: Callable[[Row], None]
         )
 
     prepared_ways(options, model, take)
-    if options.soup:
-        of_soup(options, config_of(options.model, options.layers), take)
     if options.checkpointing:
         checkpointing(options, model, take)
 
@@ -291,7 +276,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stream-head", action=argparse.BooleanOptionalAction)
     parser.add_argument("--adapter-kernels", choices=ADAPTER_KERNELS, nargs="+", default=["fused"])
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--soup", action="store_true")
     parser.add_argument("--autocast", action="store_true")
     parser.add_argument("--liger", action="store_true")
     parser.add_argument("--kernels", action="store_true")
@@ -300,8 +284,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a line of JSON for each row")
     options = parser.parse_args(argv)
-    if options.soup and not soup.is_installed():
-        parser.error("--soup: expected soup-cli to be installed, found none")
     config = config_of(options.model, options.layers)
     model = with_lora(random_model(config, "nf4"), options.rank, options.dropout).train()
     if options.liger:

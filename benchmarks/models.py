@@ -214,21 +214,3 @@ def _tiled(tile: torch.Tensor, num_elements: int, number: int) -> torch.Tensor:
         piece = out[start : start + tile.numel()]
         piece.copy_(shifted[: piece.numel()])
     return out
-
-
-def small_model(num_layers: int, rank: int) -> Any:
-    """A qwen2 with nothing left out but size."""
-    from transformers import Qwen2Config
-
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-        attention_dropout=0.0,
-    )
-    config._attn_implementation = "sdpa"
-    return with_lora(random_nf4(config), rank)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.command import poros_command, text
-from tests.finetune.subjects import write_base, write_rows
+from tests.finetune.subjects import TEMPLATE, write_base, write_rows
 
 pytest.importorskip("trl", reason="poros finetune needs TRL")
 
@@ -77,8 +77,7 @@ SCRIPTS = [block for block in ALL if block.language == "python"]
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("material")
     base = write_base(folder / "base")
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    (base / "chat_template.jinja").write_text(template)
+    (base / "chat_template.jinja").write_text(TEMPLATE)
     write_rows(folder / "train.jsonl", "text", 8)
     write_rows(folder / "preferences.jsonl", "preferences", 8)
     run = ("finetune", str(base), str(folder / "train.jsonl"), "--out", str(folder / "runs/mine"))

@@ -14,7 +14,7 @@ from transformers import set_seed
 import poros
 from poros.examples import load_elsewhere, own_loop
 from tests.covers import with_slow
-from tests.finetune.subjects import write_base, write_rows
+from tests.finetune.subjects import TEMPLATE, write_base, write_rows
 from tests.support import AS_PLAIN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,8 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_base(tmp_path_factory.mktemp("base") / "base")
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 

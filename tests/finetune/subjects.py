@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
@@ -29,6 +30,8 @@ SHORT: dict[str, Any] = {
 
 WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"
 SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+"""For chats; it does not mark the assistant's tokens."""
 
 
 def sentence(number: int, length: int) -> str:
@@ -109,6 +112,18 @@ def write_model(
 def write_base(folder: Path) -> Path:
     """A checkpoint without a chat template, for rows of any length."""
     return write_model(folder, positions=32768)
+
+
+def write_adapter(base: Path, folder: Path, config: Any, named: str | None = None) -> Path:
+    """A random adapter of any configuration, which names its base by its path or as ``named``."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), config)
+    generator = torch.Generator().manual_seed(0)
+    for each in model.parameters():
+        if each.requires_grad:
+            each.data += 0.05 * torch.randn(each.shape, generator=generator)
+    model.peft_config["default"].base_model_name_or_path = named or str(base)
+    model.save_pretrained(folder)
+    return folder
 
 
 def plain_base(source: Any, kind: Any = AutoModelForCausalLM, **options: Any) -> Any:

@@ -21,21 +21,14 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
     "name without a hint": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train"),
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
-    "kind until now": ("adapter:\n  kind: dora\n", 4, "unknown", "use_dora"),
-    "optimizer until now": ("training:\n  optim: adamw\n", 4, "found 'adamw'", "adamw_torch_fused"),
-    "output until now": ("output:\n  save_every: 5\n", 4, "unknown", "training.save_steps here"),
     "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
     "endless": ("training:\n  max_steps: 1e999\n", 4, "a whole number", "leave it out"),
     "text for a number": ("adapter:\n  r: many\n", 4, "found 'many'", "r: 16"),
     "number too small": ("adapter:\n  r: 0\n", 4, "1 to 4096", "r: 16"),
-    "not a number": ("training:\n  learning_rate: .nan\n", 4, "above 0", "0.0002"),
     "negative rate": ("training:\n  learning_rate: -1e-4\n", 4, "above 0", "0.0002"),
-    "unknown optimizer": ("training:\n  optim: adam\n", 4, "one of adamw_torch", "adamw_torch_f"),
     "optimizer of all weights": ("training:\n  optim: flora\n", 4, "adapters", "poros.optim"),
-    "unknown schedule": ("training:\n  lr_scheduler_type: cos\n", 4, "constant_with", "cosine"),
     "unknown method": ("training:\n  method: ppo\n", 4, "one of sft, dpo, kto", "method: sft"),
-    "list for a number": ("adapter:\n  r: [1, 2]\n", 4, "found a list", "r: 16"),
     "nothing given": ("adapter:\n  r:\n", 4, "found nothing", "r: 16"),
     "yes or no": ("memory:\n  resident: maybe\n", 4, "true or false", "resident: false"),
     "size without unit": ("memory:\n  vram: lots\n", 4, "such as 22GiB", "leave it out"),
@@ -43,13 +36,9 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  num_train_epochs: 1\n  max_steps: 5\n", 5, "found both", "remove one",
     ),
     "beta of sft": ("training:\n  beta: 0.1\n", 4, "method dpo or kto", "remove it"),
-    "packed pairs": (
-        "training:\n  method: dpo\nextra: 1\n", 5, "unknown name", "there are adapter",
-    ),
     "field of TRL, of another type": (
         "training:\n  adam_beta1: high\n", 4, "a number from 0, found 'high'", "leave it out",
     ),
-    "field of TRL, negative": ("training:\n  adam_epsilon: -1\n", 4, "from 0", "leave it out"),
     "field of TRL, a text for a mapping": (
         "training:\n  lr_scheduler_kwargs: 3\n", 4, "a mapping", "leave it out",
     ),
@@ -67,7 +56,6 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "field of several GPUs": ("training:\n  deepspeed: a.json\n", 4, "one GPU", "accelerate"),
     "a secret": ("training:\n  hub_token: abc\n", 4, "secret", "HF_TOKEN"),
     "field of PEFT, misspelt": ("adapter:\n  modules_to_sav: [a]\n", 4, "unknown", "to_save?"),
-    "field of PEFT, no such choice": ("adapter:\n  bias: some\n", 4, "none, all, lora", "leave"),
     "adapter that edits the base": (
         "adapter:\n  init_lora_weights: pissa\n", 4, "which change the base", "leave it out",
     ),
@@ -75,7 +63,6 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "resident and budget": ("memory:\n  resident: true\n  vram: 8GiB\n", 5, "and vram", "remove"),
     "budget and slots": ("memory:\n  vram: 8GiB\n  slots: 2\n", 5, "vram and slots", "remove one"),
     "no such device": ("memory:\n  device: cuda:1\n", 4, "one of cpu, cuda", "leave it out"),
-    "host budget without store": ("memory:\n  slots: 2\n  slot: 3\n", 5, "slot", "mean slots?"),
     "nothing to validate on": ("training:\n  eval_steps: 5\n", 4, "validate", "--validation"),
     "nothing to be best at": (
         "training:\n  load_best_model_at_end: true\n", 4, "validate", "--validation",
@@ -92,7 +79,6 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         5, "constant", "remove it",
     ),
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "a number above 0", "save_steps: 50"),
-    "saved between steps": ("training:\n  save_steps: 1.5\n", 4, "a whole number", "s: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
     "name twice in a mapping": (
         "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "found one twice", "remove one",
@@ -106,7 +92,6 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "a list": (['[{"prompt": "a"}]'], 1, "found a list", "write one a line"),
     "pretty-printed": (["{", ' "prompt": "a"'], 1, "expected JSON", "jq -c"),
     "missing key": ([GOOD, '{"prompt": "a"}'], 2, "found 'prompt'", "write rows such as"),
-    "no key of any form": ([GOOD, '{"id": 3}'], 2, "found 'id'", "write rows such as"),
     "number for a text": ([GOOD, '{"prompt": "a", "completion": 3}'], 2, "a number", "quotes"),
     "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "an empty one", "fill it in"),
     "key twice": (['{"prompt": "a", "prompt": "b", "completion": "c"}'], 1, "twice", "remove one"),
@@ -153,13 +138,6 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "ShareGPT after messages": (
         [json.dumps(CHAT), json.dumps(SHARED)], 2, "conversations after messages", "all alike",
     ),
-    "no output": (['{"instruction": "a", "input": "b"}'], 1, "found 'input'", "such as"),
-    "empty output": (
-        ['{"instruction": "a", "output": ""}'], 1, "output: expected a text", "fill it in",
-    ),
-    "input of no text": (
-        ['{"instruction": "a", "input": 3, "output": "b"}'], 1, "input: expected a", "in quotes",
-    ),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
 }  # fmt: skip
 
@@ -188,13 +166,18 @@ def refused(place: Path, *command: str) -> str:
     return result.output
 
 
+def assert_said(said: str, where: str, what: str, remedy: str, number: int | None = 1) -> None:
+    """The first line of the place says what is wrong and what to do; there are so many."""
+    wrong = [each for each in said.splitlines() if where in each]
+    assert wrong and what in wrong[0] and remedy in wrong[0], said
+    assert number in (None, len(wrong)), said
+
+
 @pytest.mark.parametrize("case", RECIPES)
 def test_a_bad_recipe(case: str, place: Path) -> None:
     text, line, what, remedy = RECIPES[case]
     (place / "recipe.yaml").write_text(START + text)
-    said = refused(place, "recipe.yaml")
-    wrong = [each for each in said.splitlines() if f"recipe.yaml:{line}:" in each]
-    assert len(wrong) == 1 and what in wrong[0] and remedy in wrong[0], said
+    assert_said(refused(place, "recipe.yaml"), f"recipe.yaml:{line}:", what, remedy)
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -202,9 +185,7 @@ def test_bad_rows(case: str, place: Path) -> None:
     lines, line, what, remedy = ROWS[case]
     raw = [each.encode() if isinstance(each, str) else each for each in lines]
     (place / "rows.jsonl").write_bytes(b"\n".join(raw) + b"\n")
-    said = refused(place, "model", "rows.jsonl")
-    wrong = [each for each in said.splitlines() if f"rows.jsonl:{line}:" in each]
-    assert wrong and what in wrong[0] and remedy in wrong[0], said
+    assert_said(refused(place, "model", "rows.jsonl"), f"rows.jsonl:{line}:", what, remedy, None)
 
 
 # Several sources: what is appended to a good recipe; line, what is said of it, and the remedy.
@@ -222,10 +203,8 @@ def test_bad_sources(case: str, place: Path) -> None:
     text, line, what, remedy = SOURCES[case]
     (place / "more.jsonl").write_text('{"text": "a"}\n')
     (place / "recipe.yaml").write_text(SEVERAL + text)
-    said = refused(place, "recipe.yaml")
     where = f"recipe.yaml:{line}: data." if text else "more.jsonl:1:"
-    wrong = [each for each in said.splitlines() if where in each]
-    assert len(wrong) == 1 and what in wrong[0] and remedy in wrong[0], said
+    assert_said(refused(place, "recipe.yaml"), where, what, remedy)
 
 
 def parquet() -> bytes:
@@ -245,7 +224,6 @@ LIST = b'[\n {"text": "a"},\n {"text": "b"}\n]\n'
 # A file, or the files of a folder; the place that is wrong, what is said of it, and the remedy.
 FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one, two'", "names its col"),
-    "CSV with a name twice": ("a.csv", b"text,text\na,b\n", ":1:", "'text, text'", "names its col"),
     "CSV with a cell too many": (
         "a.csv", b'prompt,completion\n"a\na",b\na,b,c\n', ":4:", "2 cells", "double quotes",
     ),
@@ -264,12 +242,7 @@ FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     "one object on several lines": ("a.json", b'{\n"text": "a"\n}', ":1:2:", "JSON", "jq -c"),
     "empty list": ("a.json", b"[]", ":1:", "found none", "write some"),
     "Parquet cut off": ("a.parquet", parquet()[:-20], ", row 1:", "a Parquet file", "anew"),
-    "Parquet damaged": (
-        "a.parquet", parquet().replace(b"slot", b"\0\0\0\0").replace(b"PAR1", b"PAR2", 1)[9:],
-        ", row 1:", "a Parquet file", "write it anew",
-    ),
     "other suffix": ("a.txt", b"a", "DATA:", "ends in .jsonl, .json, .csv", "one JSON object"),
-    "Parquet in gzip": ("a.parquet.gz", b"", "DATA:", "found 'a.parquet.gz'", "one JSON"),
     "folder without rows": ("a", {"a.txt": b""}, "DATA:", "files that end in", "write JSON"),
     "folder of two kinds": (
         "a", {"a.jsonl": LINES, "b.csv": b"text\na\n"}, "DATA:", ".csv and .jsonl", "[a.jsonl, b",
@@ -287,10 +260,8 @@ def test_bad_files(case: str, place: Path) -> None:
         files = {f"{name}/{each}": inner for each, inner in content.items()}
     for file, inner in files.items():
         (place / file).write_bytes(inner)
-    said = refused(place, "model", name)
     where = where if where == "DATA:" else name + where
-    wrong = [each for each in said.splitlines() if where in each]
-    assert wrong and what in wrong[0] and remedy in wrong[0], said
+    assert_said(refused(place, "model", name), where, what, remedy, None)
 
 
 FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -300,9 +271,6 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "no model": (("nowhere/at/all", "rows.jsonl"), "MODEL: expected", "check it"),
     "no data": (("model", "gone.jsonl"), "DATA: expected", "check the path"),
     "nothing": ((), "model.source: expected", "poros finetune MODEL DATA"),
-    "place until now": (
-        ("model", "rows.jsonl", "--set", "data.max_length=64"), "data.max_length", "training.max_l",
-    ),
     "no recipe": (("gone.yaml",), "gone.yaml: expected a file", "check the path"),
     "packed pairs": (
         ("model", "rows.jsonl", "--dpo", "--packing"), "--packing: expected method", "remove it",
@@ -326,7 +294,6 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "store": (("model", "rows.jsonl", "--store", "rows.jsonl"), "--store: expected", "another"),
     "store in nothing": (("model", "rows.jsonl", "--store", "a/b"), "above it", "another folder"),
     "store elsewhere": (("model", "rows.jsonl", "--store", "model"), "something else", "another"),
-    "endless": (("model", "rows.jsonl", "--steps", "1e999"), "--steps: expected", "leave it out"),
     "no template": (
         ("model", "rows.jsonl", "--chat-template", "a.jinja"), "--chat-template:", "check the path",
     ),
@@ -336,9 +303,6 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "set without a value": (("model", "rows.jsonl", "--set", "training.seed"), "--set", "VALUE"),
     "set without a section": (
         ("model", "rows.jsonl", "--set", "seed=1"), "--set: seed", "did you mean training.seed",
-    ),
-    "set of nothing": (
-        ("model", "rows.jsonl", "--set", "training.sede=1"), "training.sede", "did you mean seed?",
     ),
     "set of a mapping": (
         ("model", "rows.jsonl", "--set", "adapter.rank_pattern=[3]"), "a mapping", "leave it out",
@@ -351,9 +315,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
 @pytest.mark.parametrize("case", FLAGS)
 def test_bad_flags(case: str, place: Path) -> None:
     command, what, remedy = FLAGS[case]
-    said = refused(place, *command)
-    wrong = [each for each in said.splitlines() if what in each]
-    assert wrong and remedy in wrong[0], said
+    assert_said(refused(place, *command), what, what, remedy, None)
 
 
 def test_a_label_that_is_no_truth_value(place: Path) -> None:

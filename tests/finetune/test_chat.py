@@ -3,29 +3,20 @@
 from pathlib import Path
 
 import pytest
-import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import AutoPeftModelForCausalLM, LoraConfig
+from transformers import AutoTokenizer
 
 from poros.cli.conversation import Chat, questions
 from poros.merging.saved_adapter import SavedAdapter
 from tests.command import poros_command
-from tests.finetune.subjects import plain_base, write_base
-
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+from tests.finetune.subjects import TEMPLATE, plain_base, write_adapter, write_base
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     base = write_base(folder / "base")
-    torch.manual_seed(0)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16),
-        LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
-    )
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    model.save_pretrained(folder / "adapter")
+    write_adapter(base, folder / "adapter", LoraConfig(r=4, target_modules="all-linear"))
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "adapter")

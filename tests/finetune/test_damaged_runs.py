@@ -12,7 +12,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -25,10 +25,10 @@ from poros.finetune.checkpoints import damage_of
 from poros.finetune.resuming import inspect_run_dir, lock_run_dir
 from tests.command import poros_command
 from tests.covers import cover, with_slow
+from tests.damage import ANY, NO_JSON, Damage, field
 from tests.finetune.subjects import SHORT, at_step, break_at, recipe_of, run, write_model
 
 MOST_SECONDS = 20
-Damage = Callable[[Path], object]
 
 
 class Interrupted(NamedTuple):
@@ -84,88 +84,23 @@ def nothing_waits() -> Iterator[None]:
     assert time.process_time() - begin < MOST_SECONDS
 
 
-def written(content: bytes | str) -> Damage:
-    return lambda file: file.write_bytes(
-        content if isinstance(content, bytes) else content.encode()
-    )
-
-
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flipped(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2 : len(content) // 2 + 1] = b"\x15"
-    file.write_bytes(content)
-
-
-def a_folder(file: Path) -> None:
-    file.unlink()
-    (file / "more").mkdir(parents=True)
-
-
-def a_pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def a_loop(file: Path) -> None:
-    file.unlink()
-    file.symlink_to(file.name)
-
-
-ANY: dict[str, Damage] = {
-    "empty": written(b""),
-    "cut": cut,
-    "flipped": flipped,
-    "zeros": written(bytes(500)),
-    "missing": Path.unlink,
-    "a folder": a_folder,
-    "a pipe": a_pipe,
-    "a loop": a_loop,
-}
-JSON: dict[str, Damage] = {
-    **ANY,
-    "no object": written("[1, 2]"),
-    "null": written("null"),
-    "an empty object": written("{}"),
-    "deep": written("[" * 100_000),
-    "a huge number": written('{"a": ' + "9" * 5000 + "}"),
-    "not UTF-8": written(b'{"a": "\xff\xfe"}'),
-    "half a character": written('{"a": "\\ud800"}'),
-}
-
-
-def changed(*keys: str, to: object) -> Damage:
-    """Another value somewhere in a JSON file."""
-
-    def change(file: Path) -> None:
-        content = inner = json.loads(file.read_text())
-        for key in keys[:-1]:
-            inner = inner[key]
-        inner[keys[-1]] = to
-        file.write_text(json.dumps(content))
-
-    return change
-
-
+JSON = {**ANY, **NO_JSON}
 RUN = {
     **JSON,
-    "a recipe of text": changed("recipe", to="text"),
-    "a section of text": changed("recipe", "model", to="text"),
-    "digests of numbers": changed("digests", to=[1]),
-    "versions of numbers": changed("versions", to=5),
-    "a version that is none": changed("versions", "torch", to={"a": 1}),
-    "no base": changed("digests", "weights and configuration of model.source", to=None),
-    "another format": changed("format", to="2"),
+    "a recipe of text": field("recipe", to="text"),
+    "a section of text": field("recipe", "model", to="text"),
+    "digests of numbers": field("digests", to=[1]),
+    "versions of numbers": field("versions", to=5),
+    "a version that is none": field("versions", "torch", to={"a": 1}),
+    "no base": field("digests", "weights and configuration of model.source", to=None),
+    "another format": field("format", to="2"),
 }
 LISTED = {
     **JSON,
-    "a path for a size": changed("optimizer.pt", to="x"),
-    "an endless file": changed("/dev/zero", to=[0, "0"]),
-    "a name that is none": changed("\0", to=[0, "0"]),
-    "a name that is too long": changed("a" * 5000, to=[0, "0"]),
+    "a path for a size": field("optimizer.pt", to="x"),
+    "an endless file": field("/dev/zero", to=[0, "0"]),
+    "a name that is none": field("\0", to=[0, "0"]),
+    "a name that is too long": field("a" * 5000, to=[0, "0"]),
 }
 """Of whole.json."""
 

@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import poros
@@ -28,6 +28,7 @@ from poros.merging.saved_adapter import SavedAdapter
 from poros.model.origin import RECORD, origin_of
 from tests.command import poros_command, text
 from tests.covers import with_slow
+from tests.damage import tensors
 from tests.finetune.subjects import write_base
 from tests.loading.checkpoints import as_hub_cache
 from tests.support import same_bits
@@ -99,9 +100,12 @@ def test_the_printed_lines_run(
     """From a folder with a blank in its name; of a store that PEFT alone could not open."""
     run, rows = tmp_path / "a run", data / "completions.jsonl"
     done = poros_command("finetune", str(store), str(rows), "--out", str(run), *SHORT)
-    assert done.exit_code == 0
+    assert done.exit_code == 0 and "\x1b" not in done.output
+    assert "step 2 of 2: {'loss': " in text(done), "plain lines, for nobody is at a terminal"
     lines = printed(text(done))
     adapter = Path(lines["adapter"])
+    names = {"adapter_model.safetensors", "adapter_config.json", "recipe.yaml", "tokenizer.json"}
+    assert names <= {each.name for each in adapter.iterdir()}
     assert named_by(adapter)["base_model_name_or_path"] == str(base)
     assert f"base_model: {base}\n" in (adapter / "README.md").read_text()
 
@@ -186,9 +190,7 @@ def test_a_source_with_other_bytes_is_refused(
         merge(adapter, tmp_path / "untouched")
     os.utime(source / "model.safetensors")
     merge(adapter, tmp_path / "touched")
-    weights = weights_of(source)
-    weights["model.norm.weight"][0] += 1
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    tensors(lambda found: found["model.norm.weight"].add_(1))(source / "model.safetensors")
     for options in ({}, {"base": store}):
         with pytest.raises(CheckpointFormatError, match=r"trained on .*found others.*--base"):
             merge(adapter, tmp_path / "out", **options)
@@ -242,7 +244,6 @@ def test_a_store_of_another_checkpoint_is_not_taken_for_a_chat(
     source, store, adapter = moving
     shutil.rmtree(store)
     other = write_base(tmp_path / "other")
-    weights = {name: each * 2 for name, each in weights_of(other).items()}
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    tensors(lambda found: [each.mul_(2) for each in found.values()])(other / "model.safetensors")
     poros.load(other, store=store)
     assert base_to_load(SavedAdapter(adapter)) == (str(source), None)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from poros.errors import RecipeError, StoreWriteError
 from tests.command import poros_command, text
-from tests.finetune.subjects import SHORT, announced, recipe_of, rows, run, write_model
+from tests.finetune.subjects import SHORT, TEMPLATE, announced, recipe_of, rows, run, write_model
 from tests.support import same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +28,7 @@ def test_from_a_checkpoint_to_a_merged_model(
 ) -> None:
     pytest.importorskip("tensorboardX", reason="TensorBoard's files need a package of it")
     monkeypatch.chdir(tmp_path)
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    base = write_model(tmp_path / "base", template=template)
+    base = write_model(tmp_path / "base", template=TEMPLATE)
     spoken = [
         {"conversations": [{"from": "human", "value": a}, {"from": "gpt", "value": b}]}
         for a, b in ((row["prompt"], row["completion"]) for row in rows("completions", 12))

@@ -1,7 +1,7 @@
 """Rows with images: the bits of TRL's ``SFTTrainer`` and its collator on a resident model.
 
-Gemma 3 goes through transformers' own processor, the other families through a stand-in that gives
-what theirs give for one image in each row.
+Gemma 3 with transformers' own processor. Other families: tests/loading/test_multimodal.py, and with
+TRL's collator tests/exact/test_trl_images.py.
 """
 
 import json
@@ -18,19 +18,15 @@ from safetensors import safe_open
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
-    BatchFeature,
     PreTrainedTokenizerFast,
-    ProcessorMixin,
     Trainer,
 )
 from trl import SFTConfig, SFTTrainer
 
 from poros.errors import DataFormatError, RecipeError, RunFolderError
-from poros.finetune import run as runs
 from poros.finetune.adapters import adapter_config
 from poros.finetune.data import read_data
 from tests.command import poros_command, text
-from tests.covers import with_slow
 from tests.exact.trl_arms import tokenizer
 from tests.finetune.subjects import (
     announced,
@@ -42,8 +38,8 @@ from tests.finetune.subjects import (
     write_rows,
 )
 from tests.finetune.trl_runs import SETTINGS, by_poros, by_trl
-from tests.loading.images import IMAGE_TOKEN, NUM_TOKENS, with_images
-from tests.loading.towers import FAMILIES, write
+from tests.loading.images import IMAGE_TOKEN, NUM_TOKENS
+from tests.loading.towers import write
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need pillow")
 TEMPLATE = (
@@ -162,7 +158,10 @@ PATTERN = r".*(language_model|vision_tower).*(q_proj|v_proj|fc1)"
 def test_streamed_equals_trl_on_a_resident_model(
     loss_on: str, targets: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adapters are on the language model alone, unless a pattern takes in the tower."""
+    """Adapters are on the language model alone, unless a pattern takes in the tower.
+
+    Control: with other pictures the bits are others.
+    """
     file = write_pictures(tmp_path, all_have=loss_on == "auto")
     said = {
         **{"model__source": gemma3, "data__source": file, "data__loss_on": loss_on},
@@ -179,61 +178,9 @@ def test_streamed_equals_trl_on_a_resident_model(
     assert any("language_model" in name for name in names)
     assert any("vision" in name for name in names) == (targets != "all-linear")
     assert (tmp_path / "streamed" / "adapter" / "processor_config.json").is_file()
-
-
-class StandIn(ProcessorMixin):  # type: ignore[misc]
-    """Gives what a family's processor gives for one image in each row: its pixels draw others."""
-
-    attributes = ("tokenizer",)
-    tokenizer_class = "PreTrainedTokenizerFast"
-
-    def __init__(self, words: PreTrainedTokenizerFast, family: str = "gemma3") -> None:
-        super().__init__(words)
-        self.family = family
-
-    def apply_chat_template(self, conversation: Any, *_: Any, **options: Any) -> BatchFeature:
-        texts, seed = [], 0
-        for messages in conversation:
-            parts = [part for message in messages for part in message["content"]]
-            (image,) = [part["image"] for part in parts if part["type"] == "image"]
-            seed += sum(image.tobytes()) % 997
-            words = " ".join(part["text"] for part in parts if part["type"] == "text").split()
-            # Room for the image's tokens, near the end of the row.
-            texts.append(" ".join([*words[:8], *["the"] * (8 - len(words)), *["slot"] * 5]))
-        # Of words, by whichever rules the family reads the files.
-        tokens = tokenizer()(texts, return_tensors="pt", padding=True)
-        given = {"input_ids": tokens.input_ids, "labels": tokens.input_ids}
-        batch = with_images(self.family, FAMILIES[self.family].types, given, seed=seed)
-        del batch["labels"]
-        return BatchFeature({**batch, "attention_mask": tokens.attention_mask})
-
-
-OTHERS = [name for name in FAMILIES if name != "gemma3"]
-
-
-@pytest.mark.parametrize("family", with_slow(OTHERS, ("llama4", "qwen3_5", "mistral3")))
-def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: with other pictures the bits are others."""
-    model = write(family, tmp_path / "base")
-    words = tokenizer()
-    words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    words.save_pretrained(model)
-    monkeypatch.setattr(runs, "load_processor", lambda recipe: StandIn(tokenizer(), family))
-    file = write_pictures(tmp_path)
-    said = {"model__source": model, "data__source": file, "data__loss_on": "all"}
-    said["training__max_steps"] = 2
-    found = by_poros(monkeypatch, tmp_path / "streamed", **said)
-    recipe = recipe_of(**said, adapter__r=4, adapter__lora_dropout=0.1)
-    rows = for_trl(file)
-    expected = plain(
-        tmp_path / "trl", model, rows, StandIn(tokenizer(), family), recipe, max_steps=2
-    )
-    assert (found.losses, found.adapter) == (expected.losses, expected.adapter)
-    assert all("language_model" in name for name in names_in(tmp_path / "streamed" / "adapter"))
-    if family == "qwen3_vl":
+    if (loss_on, targets) == ("all", "all-linear"):
         for number in range(16):
-            picture(number + 100, tmp_path)
-            (tmp_path / "pictures" / f"{number + 100}.png").rename(
+            Path(tmp_path / picture(number + 100, tmp_path)).rename(
                 tmp_path / "pictures" / f"{number}.png"
             )
         assert by_poros(monkeypatch, tmp_path / "control", **said).adapter != found.adapter

@@ -10,6 +10,7 @@ import pytest
 from transformers import Trainer
 
 from poros.finetune.trainers import Sft
+from tests.covers import with_slow
 from tests.finetune.arms import arm
 from tests.finetune.subjects import recipe_of, rows, run, write_rows
 
@@ -48,19 +49,9 @@ def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
     assert num_tokens > 500
 
 
-@pytest.mark.parametrize(
-    "kind", ["sft, packed", pytest.param("sft, padded", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "added", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("added", with_slow((float("nan"), float("inf")), [float("inf")]))
 def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(
-    kind: str,
-    added: float,
-    model: Path,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    added: float, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its gradients are fine; so are the losses behind it."""
 
@@ -69,14 +60,10 @@ def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(
         loss = Trainer.compute_loss(self, model, inputs, *args, **kwargs)
         return loss + added if self.state.global_step == 1 else loss
 
-    short: Any = {
-        "memory__slots": 2,
-        "training__max_steps": 3,
-        "training__gradient_accumulation_steps": 2,
-    }
-    expected = arm(model, data, tmp_path / "expected", kind, **short)
+    short: Any = {"memory__slots": 2, "training__max_steps": 3}
+    expected = arm(model, data, tmp_path / "expected", "sft, packed", **short)
     monkeypatch.setattr(Sft, "compute_loss", compute_loss)
-    arm(model, data, tmp_path / "run", kind, **short)
+    arm(model, data, tmp_path / "run", "sft, packed", **short)
     losses = [each["loss"] for each in logs(tmp_path / "run")]
     assert not math.isfinite(losses[1])
     assert [*losses[:1], *losses[2:]] == [*expected.losses[:1], *expected.losses[2:]]

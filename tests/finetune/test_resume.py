@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from poros.errors import RunFolderError
 from poros.finetune import run as running
@@ -18,6 +17,7 @@ from poros.finetune.templates import NAMED
 from poros.recipes.recipe import Recipe
 from poros.reporting.events import read_run
 from tests.children import run_forked
+from tests.damage import tensors
 from tests.finetune.subjects import (
     SHORT,
     Broken,
@@ -65,19 +65,6 @@ def checkpoints(recipe: Recipe) -> set[str]:
 
 def events(recipe: Recipe) -> list[int]:
     return [each["step"] for each in read_run(Path(recipe.output.folder or "")).logs]
-
-
-def test_going_on_gives_the_same_bits(
-    options: dict[str, Any], expected: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of(**options)
-    break_at(monkeypatch, recipe, 3)
-    assert checkpoints(recipe) == {"checkpoint-1", "checkpoint-2"}
-    assert events(recipe) == [1, 2, 3]
-    found = run(recipe)
-    assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
-    assert "going on after step 2 of 4" in found.said
-    assert events(recipe) == list(range(1, NUM_STEPS + 1))
 
 
 def test_a_signal_ends_a_run_with_a_checkpoint(
@@ -264,10 +251,7 @@ def begun(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     return Begun(recipe, model, folder)
 
 
-def other_weights(file: Path) -> None:
-    tensors = load_file(file)
-    tensors["model.norm.weight"][0] += 1
-    save_file(tensors, file, {"format": "pt"})
+OTHER_WEIGHTS = tensors(lambda found: found["model.norm.weight"].add_(1))
 
 
 def more(text: str) -> Any:
@@ -285,7 +269,7 @@ def without_digests(file: Path) -> None:
     [
         ("own.jinja", more("the slot"), "rows of data.source as tokens: another now"),
         ("model/config.json", more(" "), "configuration of model.source: another now"),
-        ("model/model.safetensors", other_weights, "configuration of model.source: another now"),
+        ("model/model.safetensors", OTHER_WEIGHTS, "configuration of model.source: another now"),
         ("run/run.json", without_digests, "end it with the release that began it"),
     ],
 )
@@ -349,6 +333,8 @@ def test_a_run_that_is_killed(step: int, options: dict[str, Any], expected: Trai
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     recipe = recipe_of(**options)
     assert events(recipe) == list(range(1, step + 1))
+    assert checkpoints(recipe) == {f"checkpoint-{each}" for each in range(1, step)}
     found = run(recipe)
     assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
+    assert events(recipe) == list(range(1, NUM_STEPS + 1))
     assert ("going on after step 2 of 4" in found.said) == (step == 3)

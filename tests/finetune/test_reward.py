@@ -14,11 +14,16 @@ from transformers import AutoTokenizer
 
 from poros.errors import DataFormatError, UnsupportedModelError
 from tests.command import poros_command, text
-from tests.finetune.subjects import announced, recipe_of, rows, write_model, write_rows
+from tests.finetune.subjects import (
+    TEMPLATE,
+    announced,
+    recipe_of,
+    rows,
+    write_model,
+    write_rows,
+)
 from tests.finetune.trl_runs import by_poros, by_trl
 from tests.support import same_bits
-
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
 def as_messages(row: dict[str, Any]) -> dict[str, Any]:

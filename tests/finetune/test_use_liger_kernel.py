@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from peft import get_peft_model
 from transformers import set_seed
 from transformers.integrations import liger as integration
@@ -26,7 +25,7 @@ from poros.finetune.trainers import make_arguments
 from poros.gates import tiny
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
-from tests.finetune.subjects import SHORT, announced, at_step, break_at, recipe_of, run, write_model
+from tests.finetune.subjects import SHORT, announced, break_at, recipe_of, run, write_model
 from tests.liger import liger_alone, liger_interpreted, names_of_liger
 from tests.support import AS_PLAIN
 
@@ -91,30 +90,6 @@ def test_streamed_equals_ligers_own(
     found = run(recipe(small, data, tmp_path / "streamed"))
     assert found.losses == expected.losses and len(set(found.losses)) == 2
     assert found.adapter == expected.adapter
-
-
-@pytest.mark.slow
-def test_the_setting(
-    small: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: None
-) -> None:
-    """Streamed gives the resident bits, and runs with and without do not see each other."""
-    names: list[str] = []
-    used = {"training__use_liger_kernel": True}
-    at_step(monkeypatch, 1, lambda: names.extend(names_of_liger()))
-    before = run(recipe(small, data, tmp_path / "before", memory__slots=2))
-    streamed = run(recipe(small, data, tmp_path / "streamed", memory__slots=2, **used))
-    resident = run(recipe(small, data, tmp_path / "resident", memory__resident=True, **used))
-    after = run(recipe(small, data, tmp_path / "after", memory__slots=2))
-    assert (streamed.losses, streamed.adapter) == (resident.losses, resident.adapter)
-    assert (before.losses, before.adapter) == (after.losses, after.adapter)
-    assert streamed.adapter != before.adapter  # control
-    assert names == names_of_liger() == []
-    assert "kernels" in streamed.said
-    assert "Liger's feed-forwards, norms, rotary embeddings" in streamed.said
-    assert "Liger's are off" in before.said
-    for name, is_used in (("streamed", True), ("before", False)):
-        written = yaml.safe_load((tmp_path / name / "adapter" / "recipe.yaml").read_text())
-        assert written["training"]["use_liger_kernel"] is is_used
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)

@@ -1,6 +1,6 @@
 """Small models with adapters on a GPU, what training makes of them, and equality of bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,57 +61,24 @@ def trained(model: Model) -> list[Any]:
 def train(
     model: Model,
     num_steps: int = 8,
-    accumulation: int = 1,
+    size: int = 1,
+    *,
+    together: bool = False,
+    lengths: tuple[int, ...] = (96, 64, 96, 33),
     autocast: bool = False,
     between: Callable[[Model, int], None] | None = None,
 ) -> list[torch.Tensor]:
-    """Losses, gradients, adapters and random states; math attention, which repeats itself."""
-    torch.manual_seed(5)
-    optimizer = torch.optim.AdamW(trained(model), lr=1e-3, fused=True)
-    generator = torch.Generator().manual_seed(2)
-    facts = []
-    for number in range(num_steps):
-        for part in range(accumulation):
-            length = (96, 64)[part % 2]
-            tokens = torch.randint(0, 100, (2, length), generator=generator).cuda()
-            with (
-                sdpa_kernel(SDPBackend.MATH),
-                torch.autocast("cuda", dtype=BF16, enabled=autocast),
-            ):
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            (loss / accumulation).backward()
-            facts.append(loss.detach())
-        facts += [each.grad.clone() for each in trained(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-        if between is not None:
-            between(model, number)
-    facts += [each.detach().clone() for each in trained(model)]
-    return [*facts, torch.cuda.get_rng_state()]
+    """Losses, gradients, adapters and random states; math attention, which repeats itself.
 
-
-def gradients(model: Model, autocast: bool = False, num_tokens: int = 300) -> dict[str, Any]:
-    """Of one batch; the loss and the random state besides."""
-    torch.manual_seed(5)
-    tokens = torch.randint(0, 100, (2, num_tokens), device="cuda")
-    with torch.autocast("cuda", dtype=BF16, enabled=autocast):
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    model.zero_grad()
-    return {"loss": loss.detach(), "random": torch.cuda.get_rng_state(), **found}
-
-
-def run(
-    model: Model,
-    together: bool,
-    *,
-    size: int = 4,
-    num_steps: int = 8,
-    lengths: tuple[int, ...] = (96, 64, 96, 33),
-    autocast: bool = False,
-) -> list[torch.Tensor]:
-    """What training with micro-batches gives, these together or one after the other."""
+    Args:
+        model: What is trained.
+        num_steps: Of the optimizer.
+        size: Micro-batches of a step.
+        together: They go through the blocks together, else one after the other.
+        lengths: Of their rows, in turn.
+        autocast: To bfloat16.
+        between: Called with the model and the number of the step that has ended.
+    """
 
     def loss(model: Model, tokens: torch.Tensor) -> torch.Tensor:
         with (
@@ -125,7 +92,7 @@ def run(
     optimizer = torch.optim.AdamW(trained(model), lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(2)
     facts: list[torch.Tensor] = []
-    for _ in range(num_steps):
+    for number in range(num_steps):
         step = [
             torch.randint(0, 100, (2, lengths[place % len(lengths)]), generator=generator).cuda()
             for place in range(size)
@@ -140,5 +107,51 @@ def run(
         facts += [each.grad.clone() for each in trained(model)]
         optimizer.step()
         optimizer.zero_grad()
+        if between is not None:
+            between(model, number)
     facts += [each.detach().clone() for each in trained(model)]
     return [*facts, torch.cuda.get_rng_state(), torch.get_rng_state()]
+
+
+def gradients(model: Model, autocast: bool = False, num_tokens: int = 300) -> dict[str, Any]:
+    """Of one batch; the loss and the random state besides."""
+    torch.manual_seed(5)
+    tokens = torch.randint(0, 100, (2, num_tokens), device="cuda")
+    with torch.autocast("cuda", dtype=BF16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return {"loss": loss.detach(), "random": torch.cuda.get_rng_state(), **found}
+
+
+def assert_streamed(
+    model: Model,
+    expected: dict[str, Any],
+    policies: Sequence[dict[str, Any]],
+    *,
+    repeats: int = 2,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Prepared with each policy in turn, its gradients are ``expected``, however often.
+
+    With recorded visits, six are a checked step, two counted ones, a compared one and replays.
+
+    Returns:
+        Of each, the statistics, and how its self-check has ended.
+    """
+    found_stats = []
+    for policy in policies:
+        poros.prepare(model, **{"loss": "reference", **policy})
+        for _ in range(repeats):
+            assert differing(gradients(model, **options), expected) == []
+        runtime = poros.runtime(model)
+        found_stats.append({**runtime.stats(), "self_check": runtime.self_check["status"]})
+        poros.restore(model)
+    return found_stats
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Names of what is not the same, or missing."""
+    names = found.keys() | expected.keys()
+    return sorted(name for name in names if not same(found.get(name), expected.get(name)))

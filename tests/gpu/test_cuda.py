@@ -26,9 +26,8 @@ from poros.gates.parity import ParityReport, run_parity
 from poros.gates.reference import TrainingSpec, start_digests, train
 from poros.head.takeover import slice_loss
 from poros.slots.ring import SlotState
-from tests.comparing import compare_mappings, compare_trajectories
+from tests.comparing import compare_mappings
 from tests.exact.arms import narrow_slices
-from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
 from tests.hostile_streams import MEGA, HostileStreams
 from tests.support import prepare_plain, same_bits
@@ -135,17 +134,6 @@ def test_parity_with_hostile_streams(checkpoint: Path, slots: int, is_poisoning:
     check_exact(gate(checkpoint, hostile(slots, is_poisoning=is_poisoning)), slots)
     unchecked = hostile(slots, self_check="off", is_poisoning=is_poisoning)
     check_exact(gate(checkpoint, unchecked), slots, is_checked=False)
-
-
-@pytest.mark.parametrize("is_poisoning", [False, True], ids=["slow", "slow and poisoned"])
-def test_parity_with_the_embedding_in_host_memory(checkpoint: Path, is_poisoning: bool) -> None:
-    prepare = hostile(policy={"stream_embedding": True}, is_poisoning=is_poisoning)
-    report = gate(checkpoint, prepare)
-    assert report.exact, f"{report.verdict()}\n{report.traceback or ''}"
-    num_forwards = SPEC.num_steps * SPEC.accumulation
-    assert report.stats["num_index_transfers"] == num_forwards
-    rows = sum(batch["input_ids"].numel() for batch in BATCHES)
-    assert report.stats["rows_num_bytes"] == rows * 1024 * 2
 
 
 HEAD_POLICIES: dict[str, dict[str, Any]] = {
@@ -329,35 +317,6 @@ def test_prepare_moves_the_base_to_the_host_and_restore_back(checkpoint: Path, o
     assert {str(each.device) for each in (*model.parameters(), *model.buffers())} == {origin}
     assert start_digests(model) == before
     assert compare_mappings(streamed, answers(model.to(DEVICE))) == []
-
-
-def test_a_model_loaded_on_the_cpu_trains_like_a_resident_one(checkpoint: Path) -> None:
-    expected = train(load(checkpoint, "cpu").to(DEVICE), BATCHES, SPEC)
-    model = prepare_plain(load(checkpoint, "cpu"), device=str(DEVICE), slots=2)
-    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
-
-
-@pytest.fixture
-def settings() -> Iterator[None]:
-    """TrainingArguments(tf32=True) sets them for the whole process."""
-    before = torch.backends.fp32_precision
-    yield
-    torch.backends.fp32_precision = before
-
-
-@pytest.mark.parametrize("tf32", [None, True])
-def test_a_trainer_run_is_bitwise_equal(tf32: bool | None, tmp_path: Path, settings: None) -> None:
-    options = FULL | ({} if tf32 is None else {"tf32": tf32})
-    two_slots = partial(prepare_plain, slots=2)
-    arms = Arms.make(tmp_path, torch.float32, str(DEVICE))
-    expected = arms.run("resident", **options)
-    check_not_vacuous(expected)
-    assert compare_trajectories(expected, arms.run("streamed", two_slots, **options)) == []
-    assert arms.log_history("streamed") == arms.log_history("resident")
-    resumed = arms.run("resumed", two_slots, arms.checkpoint("streamed", RESUME_AT), **options)
-    assert arms.log_history("resumed") == arms.log_history("resident")
-    for name, weight in expected.steps[-1].weights.items():
-        assert same_bits(weight, resumed.steps[-1].weights[name]), name
 
 
 def test_a_model_may_go_with_copies_in_flight(checkpoint: Path) -> None:

@@ -11,7 +11,6 @@ from poros.kernels import row_norm_gpu
 from poros.kernels.compose import compose, compose_backward, compose_backward_ref, compose_ref
 from poros.kernels.row_norm import (
     assembled_ref,
-    divisor_of,
     row_norm,
     row_norm_ref,
     square_of_rows,
@@ -206,18 +205,6 @@ def test_norm_is_within_its_bound(shape: tuple[int, int], rank: int) -> None:
         assert relative < 64 * U < of_control, (dtype, of_adapters, relative, of_control)
 
 
-@pytest.mark.parametrize("of_adapters", [BF16, FP16, FP32])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_products_keep_every_bit(dtype: torch.dtype, of_adapters: torch.dtype) -> None:
-    """Of one column and rank 1: three parts make up what is multiplied by a power of two."""
-    x, ones = normal(900, 1, dtype=dtype), torch.ones(900, 1, device="cuda", dtype=of_adapters)
-    y = 4 * ones[:1]
-    assert same(row_norm_gpu._weighted(x, y, ones), 4 * x[:, 0].float())
-    b, one = normal(900, 1, dtype=of_adapters), torch.ones(1, 1, device="cuda", dtype=dtype)
-    found = [row_norm_gpu._weighted(one, each[None], ones[:1]) for each in b[:50]]
-    assert same(torch.cat(found), b[:50, 0].float())
-
-
 def test_assembly_has_the_same_bits() -> None:
     terms = [normal(100_000) for _ in range(3)]
     terms[0][7] = float("nan")
@@ -279,45 +266,3 @@ def test_norm_makes_no_copy(shape: tuple[int, int], rank: int) -> None:
     if rank >= 64:
         assert found <= 4 * (shape[0] * rank + rank * rank) + 4 * 2**20 + 2**17
     assert found < 4 * shape[0] * shape[1]
-
-
-# ------------------------------------------------------------------- CUDA graphs
-
-
-@pytest.mark.parametrize("rank", [16, 384])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_a_captured_graph_replays_all_of_it(
-    dtypes: tuple[torch.dtype, torch.dtype], rank: int
-) -> None:
-    """Norm, scale, composition and its backward: recorded once, replayed on other values."""
-    dtype, of_lora = dtypes
-    rows, columns, tokens = 512, 3584, 96
-    dense, magnitude = normal(rows, columns, dtype=dtype), normal(rows).abs()
-    a, b = normal(rank, columns, dtype=of_lora), normal(rows, rank, dtype=of_lora)
-    square = square_of_rows(dense)
-    result, lora = normal(tokens, rows, dtype=dtype), normal(tokens, rows, dtype=of_lora)
-    gradient = normal(tokens, rows, dtype=dtype)
-    places = [a, b, result, lora, gradient]
-
-    def run() -> list[torch.Tensor | None]:
-        norm = row_norm(dense, square, a, b, SCALING)
-        g = magnitude / divisor_of(norm, dtype)
-        sum_, inner = compose(result, None, lora, g, SCALING, wants_inner=True)
-        how: dict[str, Any] = {"has_base": False, "result_dtype": dtype, "lora_dtype": of_lora}
-        return [norm, g, sum_, inner, *compose_backward(gradient, g, SCALING, inner, **how)]
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = run()
-    before: list[torch.Tensor | None] = []
-    for _ in range(3):
-        for place in places:
-            place.copy_(torch.randn_like(place))
-        expected = run()
-        graph.replay()
-        assert all(map(same, recorded, expected))
-        assert not all(map(same, expected, before)) or not before
-        before = expected

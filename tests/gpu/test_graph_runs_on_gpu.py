@@ -1,6 +1,5 @@
-"""Whole runs with recorded visits on a GPU: 200 steps of a real size, a Trainer, resuming."""
+"""Whole runs with recorded visits on a GPU: 200 steps of a real size, TRL's trainers."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ from transformers import Qwen2Config
 
 import poros
 from poros.gates import tiny
-from tests.comparing import compare_trajectories
-from tests.exact.trainer_arms import FULL, NUM_LAYERS, RESUME_AT, Arms, check_not_vacuous
-from tests.gpu.models import BF16, Model, model_of, same, same_runs, train, trained
-from tests.support import prepare_plain, same_bits
+from tests.gpu.models import BF16, Model, same, same_runs, trained
 
 pytestmark = pytest.mark.gpu
 
@@ -74,47 +70,18 @@ def test_two_hundred_steps_of_half_a_billion_parameters(tmp_path: Path) -> None:
     assert not same(found[0], found[NUM_STEPS - 1])
 
 
-@pytest.mark.parametrize("keep_last", [0, NUM_LAYERS])
-def test_a_trainer_that_evaluates_and_resumes(keep_last: int, tmp_path: Path) -> None:
-    replayed = partial(prepare_plain, slots=NUM_LAYERS, keep_last=keep_last, cuda_graphs=True)
-    arms = Arms.make(tmp_path, torch.float32, "cuda")
-    expected = arms.run("resident", **FULL)
-    check_not_vacuous(expected)
-    assert compare_trajectories(expected, arms.run("streamed", replayed, **FULL)) == []
-    assert poros.runtime(arms.model).stats()["num_replayed_visits"] > 0
-    resumed = arms.run("resumed", replayed, arms.checkpoint("streamed", RESUME_AT), **FULL)
-    assert poros.runtime(arms.model).stats()["num_replayed_visits"] > 0
-    assert arms.log_history("resumed") == arms.log_history("resident")
-    for name, weight in expected.steps[-1].weights.items():
-        assert same_bits(weight, resumed.steps[-1].weights[name]), name
-
-
-@pytest.mark.parametrize("architecture", ["gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe"])
-def test_architectures_with_more_than_layers_that_repeat(architecture: str, tmp_path: Path) -> None:
-    """Shared keys and values, routed experts: what cannot be replayed runs, to the same bits."""
-    options = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-    expected = train(model_of(tmp_path, architecture, **options))
-    model = model_of(tmp_path, architecture, **options)
-    poros.prepare(model, slots=2, keep_last=0, loss="reference", cuda_graphs=True)
-    assert same_runs(train(model), expected)
-    captures = poros.runtime(model).context.captures
-    print(architecture, captures.num_replays, dict(captures.eager))
-    assert captures.num_replays or captures.eager
-
-
 @pytest.mark.parametrize("keep_last", [0, 1])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_trainers_of_trl(kind: str, keep_last: int, tmp_path: Path) -> None:
     """Batches of changing lengths, and DPO's reference pass, which takes no gradients."""
     pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
-    from tests.exact.trl_arms import PREFERENCES, TEXTS, check, trl
-    from tests.exact.trl_arms import Arms as TrlArms
+    from tests.exact.trl_arms import PREFERENCES, TEXTS, Arms, check, trl
 
     classes = {
         "sft": (trl.SFTTrainer, trl.SFTConfig, TEXTS),
         "dpo": (trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
     }
-    arms = TrlArms(tmp_path, *classes[kind], device="cuda", num_steps=12)
+    arms = Arms(tmp_path, *classes[kind], device="cuda", num_steps=12)
     policy = {"keep_last": keep_last, "slots": 2 + keep_last, "cuda_graphs": True}
     check(arms, policy, pad_to_multiple_of=4)
     assert poros.runtime(arms.model).stats()["num_replayed_visits"] > 0

@@ -45,12 +45,6 @@ def resident(checkpoint: Path, **options: Any) -> Trajectory:
     return train(with_lora(poros.load(checkpoint, **options).to("cuda")), BATCHES, SPEC)
 
 
-def test_a_loaded_model_is_the_one_of_from_pretrained(checkpoint: Path) -> None:
-    base = tiny.load_base(checkpoint, dtype=torch.bfloat16, device="cuda")
-    expected = train(with_lora(base), BATCHES, SPEC)
-    assert compare_trajectories(expected, resident(checkpoint)) == []
-
-
 @pytest.mark.parametrize("quantization", ["nf4", None])
 def test_streaming_from_where_it_was_loaded(checkpoint: Path, quantization: str | None) -> None:
     expected = resident(checkpoint, quantization=quantization)

@@ -1,19 +1,16 @@
-"""LoRA's operator, gated activations and what is left out, on a GPU, to the bit."""
+"""LoRA's operator and gated activations on a GPU, to the bit; in models: test_adapters_on_gpu."""
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import poros
-from poros.gates import tiny
 from poros.kernels import lora
 from poros.kernels.lora import Added, add_lora, add_lora_ref
 from poros.kernels.swiglu import swiglu, swiglu_ref
-from tests.gpu.models import gradients, same
+from tests.gpu.models import same
 
 pytestmark = pytest.mark.gpu
 
@@ -107,36 +104,3 @@ def test_a_hundred_times_the_same() -> None:
     expected = outcome(add_lora, given, how)
     for _ in range(100):
         assert all(map(same, outcome(add_lora, given, how), expected))
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
-@pytest.mark.parametrize("dropout", [0.0, 0.05])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "gemma3", "phi3"])
-def test_a_model_trains_as_with_peft(
-    architecture: str,
-    dtype: torch.dtype,
-    dropout: float,
-    quantize: bool,
-    autocast: bool,
-    tmp_path: Path,
-) -> None:
-    """Resident, and streamed, which leaves out last products."""
-    config = tiny.small_config(architecture, num_layers=3, hidden_size=128)
-    tiny.write_checkpoint(config, tmp_path / "checkpoint", dtype=dtype)
-    base = tiny.load_base(tmp_path / "checkpoint", dtype=dtype, quantize=quantize, device="cuda")
-    model = tiny.attach_lora(base, dropout=dropout).train()
-    expected = gradients(model, autocast)
-    poros.use_adapter_kernels(model)
-    resident = gradients(model, autocast)
-    poros.restore(model)
-    poros.prepare(model, slots=2, loss="reference")
-    streamed = [gradients(model, autocast) for _ in range(2)]
-    stats = poros.runtime(model).stats()
-    assert stats["num_fused_adapters"] > 0 and not stats["fallbacks"]
-    if architecture in ("qwen2", "llama", "mistral") and not (autocast and dtype is FP32):
-        assert stats["num_left_out_adapters"] == 2 * 3
-    for found in (resident, *streamed):
-        assert found.keys() == expected.keys()
-        assert [name for name in expected if not same(found[name], expected[name])] == []

@@ -57,13 +57,11 @@ def adapted(base: Any) -> Any:
     return tiny.attach_lora(tiny.without_repacking(base), rank=8, dropout=0.05, seed=1)
 
 
-def resident(
-    kinds: Kinds, path: Path, is_quantized: bool = True, adapt: Callable[[Any], Any] = adapted
-) -> Trajectory:
+def resident(kinds: Kinds, path: Path, is_quantized: bool = True) -> Trajectory:
     """How a model of ``from_pretrained`` trains."""
     return kinds.kept(
-        f"trained {path} {is_quantized} {adapt.__name__}",
-        lambda: run(adapt(standard(path, wanted(is_quantized)[1]))),
+        f"trained {path} {is_quantized}",
+        lambda: run(adapted(standard(path, wanted(is_quantized)[1]))),
     )
 
 
@@ -105,29 +103,19 @@ class Cell(NamedTuple):
     num_resident: int = ON_DISK
 
 
-MOST = [*((name, True) for name in ("qwen2", "gemma4_shared_kv", "mixtral", "phi3"))]
-MOST += [("qwen2", False), ("mixtral", False)]
 CELLS = [
-    *(Cell(name, how, 2) for name in tiny.ARCHITECTURES for how in (True, False)),
-    *(Cell(*most, size) for most in MOST for size in (1, 9)),
-    *(Cell(*most, 2, "reopened") for most in MOST),
-    *(Cell(*most, 1, "disk", 2) for most in (*MOST, ("gemma3", True))),
-    # All on the disk; blocks of two; a block in memory and on the disk; nothing on the disk.
-    *(Cell("qwen2", True, size, "disk", at) for at, size in ((0, 1), (4, 2), (3, 2), (7, 1))),
-]
-
-
-FAST = {
-    *(Cell(name, how, 2) for name, how in (("qwen2", True), ("mixtral", False))),
+    *(Cell(name, how, 2) for name, how in (("qwen2", True), ("mixtral", False), ("phi3", True))),
     Cell("gemma4_shared_kv", True, 9),
     Cell("mixtral", True, 2, "reopened"),
     Cell("gemma4_shared_kv", True, 1, "disk", 2),
-    *(Cell("qwen2", True, size, "disk", at) for at, size in ((0, 1), (3, 2))),
-}
-"""Where the bytes come from has no bearing on what a layer computes."""
+    # All on the disk; blocks of two; a block in memory and on the disk; nothing on the disk.
+    *(Cell("qwen2", True, size, "disk", at) for at, size in ((0, 1), (4, 2), (3, 2), (7, 1))),
+]
+"""Where the bytes come from has no bearing on what a layer computes: see tests/exact for that."""
+SLOW = {CELLS[2], CELLS[7], CELLS[9]}
 
 
-@pytest.mark.parametrize("cell", with_slow(CELLS, {*CELLS} - FAST), ids=str)
+@pytest.mark.parametrize("cell", with_slow(CELLS, SLOW), ids=str)
 def test_training_is_exact_and_nothing_is_copied(
     kinds: Kinds, cell: Cell, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,115 +174,97 @@ def test_control_one_bit_of_a_loaded_base_shows(kinds: Kinds) -> None:
 # What is changed between loading and training.
 
 
-@pytest.mark.parametrize("tier", with_slow(("memory", "disk"), ["memory"]))
-def test_what_is_cast_for_training_is_in_no_slab(kinds: Kinds, tier: str) -> None:
-    """The usual preparation casts norms and biases to fp32; slabs are taken over all the same."""
-
-    def cast(base: Any) -> Any:
-        return adapted(prepare_model_for_kbit_training(base, use_gradient_checkpointing=False))
-
-    path = kind(kinds, num_layers=ON_DISK if tier == "disk" else 5)
-    base = from_disk(kinds, path) if tier == "disk" else load(path)
-    before = places(base)
-    model = cast(base)
-    bits = bits_of(model)
-    for block_size in (2, 1):
-        prepare_plain(model, block_size=block_size)
-        stats = poros.runtime(model).stats()
-        assert all(adopted(model, block_size)) and stats["fallbacks"] == []
-        assert (stats["disk_num_bytes"] > 0) == (tier == "disk")
-        assert changes(bits, bits_of(model)) == {} and set(places(base)) <= set(before)
-        if block_size == 1:
-            assert_same_run(resident(kinds, path, adapt=cast), run(model))
-        poros.restore(model)
+def casting(base: Any) -> Any:
+    """The usual preparation: norms and biases in fp32."""
+    return adapted(prepare_model_for_kbit_training(base, use_gradient_checkpointing=False))
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "moved weight": lambda weight, _: weight.clone(),
-    "replaced weight": lambda weight, _: weight * 2,
-    "overlap": lambda _, neighbour: neighbour,
-    "written in place": lambda weight, _: weight.mul_(2),
+def with_bias(base: Any) -> Any:
+    """``bias="lora_only"`` trains biases that the loader laid down: they go to the device."""
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], bias="lora_only", r=4)
+    torch.manual_seed(3)
+    return get_peft_model(tiny.without_repacking(base), config)
+
+
+def of_layer_4(change: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    def make(base: Any) -> Any:
+        mlp = base.model.layers[4].mlp
+        mlp.up_proj.weight.data = change(mlp.up_proj.weight.data, mlp.gate_proj.weight.data)
+        return adapted(base)
+
+    return make
+
+
+def without_a_slab(base: Any) -> Any:
+    store = attached_store(base)
+    if store is not None:
+        store.slabs.pop()
+    return adapted(base)
+
+
+def without_a_layer(base: Any) -> Any:
+    base.model.layers = base.model.layers[1:]
+    base.config.num_hidden_layers -= 1
+    base.config.layer_types = base.config.layer_types[1:]
+    for index, layer in enumerate(base.model.layers):
+        layer.self_attn.layer_idx = index
+    return adapted(base)
+
+
+# What is done, to a quantized base or not, where it lies, and the layer that is copied for it.
+CHANGES: dict[str, tuple[Callable[[Any], Any], bool, str, int | None]] = {
+    "cast": (casting, True, "disk", None),
+    "a trained bias": (with_bias, True, "memory", None),
+    "overlap": (of_layer_4(lambda _, neighbour: neighbour), False, "memory", 4),
+    "written in place": (of_layer_4(lambda weight, _: weight.mul_(2)), False, "disk", 4),
 }
 
 
-@pytest.mark.parametrize(
-    ("reason", "block_size", "tier"),
-    [
-        ("overlap", 1, "memory"),
-        *(
-            pytest.param(*each, "memory", marks=pytest.mark.slow)
-            for each in (("moved weight", 1), ("replaced weight", 2))
-        ),
-        ("written in place", 1, "disk"),
-    ],
-)
-def test_a_block_that_was_changed_is_copied_loudly(
-    kinds: Kinds, reason: str, block_size: int, tier: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_is_changed_is_copied_loudly_and_the_rest_taken_over(
+    kinds: Kinds, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A changed layer is copied with its block; what is cast or trained is in no slab."""
+    change, is_quantized, tier, copied = CHANGES[case]
     path = kind(kinds, num_layers=ON_DISK if tier == "disk" else 5)
-
-    def make(base: Any) -> Any:
-        mlp = base.model.layers[4].mlp
-        weight, neighbour = mlp.up_proj.weight.data, mlp.gate_proj.weight.data
-        mlp.up_proj.weight.data = CHANGES[reason](weight, neighbour)
-        return adapted(base)
-
     on_disk = tier == "disk"
-    base = from_disk(kinds, path, 2, False) if on_disk else load(path, quantization=None)
-    model = make(base)
+    quantization, theirs = wanted(is_quantized)
+    base = (
+        from_disk(kinds, path, 2, is_quantized)
+        if on_disk
+        else load(path, quantization=quantization)
+    )
+    before = places(base)
+    model = change(base)
     bits = bits_of(model)
-    with caplog.at_level(logging.WARNING, "poros"):
-        prepare_plain(model, block_size=block_size)
-    changed = 4 // block_size
-    assert changes(bits, bits_of(model)) == {}
-    fallbacks = poros.runtime(model).stats()["fallbacks"]
-    assert fallbacks == [f"blocks [{changed}] copied to new host memory"]
-    assert sum("more host memory" in line.getMessage() for line in caplog.records) == 1
-    assert [k for k, is_old in enumerate(adopted(model, block_size)) if not is_old] == [changed]
-    expected = run(make(standard(path, None)))
-    assert_same_run(expected, run(model))
-    # With other blocks, from adapters as at the start.
-    poros.restore(model)
-    fresh = make(standard(path, None)).state_dict()
-    model.load_state_dict({key: fresh[key] for key in fresh if "lora" in key}, strict=False)
-    assert_same_run(expected, run(prepare_plain(model, block_size=3)))
+    for block_size in (2, 1) if copied is None else (1,):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "poros"):
+            prepare_plain(model, block_size=block_size)
+        changed = [] if copied is None else [copied // block_size]
+        stats = poros.runtime(model).stats()
+        assert [k for k, is_old in enumerate(adopted(model, block_size)) if not is_old] == changed
+        lines = [f"blocks {changed} copied to new host memory"] if changed else []
+        assert stats["fallbacks"] == lines and (stats["disk_num_bytes"] > 0) == on_disk
+        found = sum("more host memory" in line.getMessage() for line in caplog.records)
+        assert found == len(changed) and changes(bits, bits_of(model)) == {}
+        assert copied is not None or set(places(base)) <= set(before)
+        if block_size == 1:
+            assert_same_run(run(change(standard(path, theirs))), run(model))
+        poros.restore(model)
 
 
-def test_a_trained_bias_leaves_its_slab(kinds: Kinds) -> None:
-    """``bias="lora_only"`` trains biases that the loader laid down: they go to the device."""
-
-    def with_bias(base: Any) -> Any:
-        config = LoraConfig(target_modules=["q_proj", "v_proj"], bias="lora_only", r=4)
-        torch.manual_seed(3)
-        return get_peft_model(tiny.without_repacking(base), config)
-
-    model = prepare_plain(with_bias(load(kind(kinds))))
-    assert all(adopted(model, 1))
-    assert_same_run(resident(kinds, kind(kinds), adapt=with_bias), run(model))
-
-
-@pytest.mark.parametrize("reason", ["another number of slabs", "another number of layers"])
+@pytest.mark.parametrize("change", [without_a_slab, without_a_layer])
 def test_a_store_that_does_not_fit_is_copied_and_dropped(
-    kinds: Kinds, reason: str, caplog: pytest.LogCaptureFixture
+    kinds: Kinds, change: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    base, expected = load(kind(kinds)), standard(kind(kinds), wanted(True)[1])
-    store = attached_store(base)
-    assert store is not None
-    if reason == "another number of slabs":
-        store.slabs.pop()
-    else:
-        for one in (base, expected):
-            one.model.layers = one.model.layers[1:]
-            one.config.num_hidden_layers -= 1
-            one.config.layer_types = one.config.layer_types[1:]
-            for index, layer in enumerate(one.model.layers):
-                layer.self_attn.layer_idx = index
-    model = adapted(base)
+    base = load(kind(kinds))
+    model = change(base)
     with caplog.at_level(logging.WARNING, "poros"):
         prepare_plain(model)
     assert attached_store(base) is None
     assert sum("held twice" in line.getMessage() for line in caplog.records) == 1
-    assert_same_run(run(adapted(expected)), run(model))
+    assert_same_run(run(change(standard(kind(kinds), wanted(True)[1]))), run(model))
 
 
 # The store that a loader left.

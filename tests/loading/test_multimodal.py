@@ -356,7 +356,7 @@ READERS = {
 @pytest.mark.parametrize(
     ("name", "auto_class"),
     [
-        pytest.param(name, each, marks=[pytest.mark.slow] * (name == "qwen3_5"))
+        pytest.param(name, each, marks=[pytest.mark.slow] * (name != "gemma3"))
         for name, every in READERS.items()
         for each in every
     ],

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,9 +22,7 @@ from poros.loaders.header import defect
 from poros.loaders.load import load
 from poros.loaders.store import open_store
 from tests.children import run_forked
-from tests.loading.checkpoints import header_of
 from tests.loading.loaded import (
-    DOWN,
     Kinds,
     copy_of,
     differences,
@@ -123,39 +120,6 @@ def test_a_store_of_a_checkpoint_that_is_4bit_already(kinds: Kinds, tmp_path: Pa
 
 
 # A store of another checkpoint, or of another state of it.
-
-
-def edit(source: Path, *, is_time_kept: bool = False) -> None:
-    """One bit in the middle of the weights of a layer."""
-    file = source / "model.safetensors"
-    before = file.stat()
-    entry = header_of(file).tensors[DOWN]
-    patch(file, entry.offset + entry.num_bytes // 2, flip)
-    if is_time_kept:
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def patch(file: Path, offset: int, change: Callable[[bytes], bytes], num_bytes: int = 1) -> None:
-    with file.open("r+b") as stream:
-        stream.seek(offset)
-        before = stream.read(num_bytes)
-        stream.seek(offset)
-        stream.write(change(before))
-
-
-def flip(text: bytes) -> bytes:
-    return bytes([text[0] ^ 16])
-
-
-@pytest.mark.parametrize("is_time_kept", BOTH)
-def test_one_bit_of_the_checkpoint_makes_it_another(
-    kinds: Kinds, source: Path, is_time_kept: bool
-) -> None:
-    """By the content, not by the name."""
-    load(source, store=kinds.store())
-    edit(source, is_time_kept=is_time_kept)
-    with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint xxh3"):
-        load(source, store=kinds.store())
 
 
 def test_files_that_nobody_has_touched_are_not_hashed_again(

@@ -9,50 +9,25 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load, load_file, save
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.command import poros_command
-from tests.finetune.subjects import write_base
+from tests.damage import NO_JSON, NO_TEXT, Damage, field, tensors, written
+from tests.finetune.subjects import TEMPLATE, write_adapter, write_base
 from tests.support import same_bits
 
 pytest.importorskip("trl", reason="poros finetune trains with TRL")
 
-Damage = Callable[[bytes], bytes]
 MOST_SECONDS = 20
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 ROW = {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}
-
-
-def field(*path: str | int, to: Any) -> Damage:
-    """Set one field of a JSON file."""
-
-    def damage(content: bytes) -> bytes:
-        fields = json.loads(content)
-        inner = fields
-        for each in path[:-1]:
-            inner = inner[each]
-        inner[path[-1]] = to
-        return json.dumps(fields).encode()
-
-    return damage
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    """Change the tensors of a safetensors file."""
-
-    def damage(content: bytes) -> bytes:
-        found = load(content)
-        change(found)
-        return save(found, metadata={"format": "pt"})
-
-    return damage
 
 
 def first(found: dict[str, Any], part: str = "") -> str:
@@ -66,22 +41,10 @@ def put(part: str, value: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
     return change
 
 
-TEXT: dict[str, Damage] = {
-    "empty": lambda content: b"",
-    "cut off": lambda content: content[: len(content) // 2],
-    "zeros": lambda content: bytes(len(content)),
-    "a list": lambda content: b"[]",
-    "null": lambda content: b"null",
-    "a number": lambda content: b"1" * 5000,
-    "no field": lambda content: b"{}",
-    "UTF-16": lambda content: content.decode().encode("utf-16"),
-    "deep": lambda content: b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
-    "deep list": lambda content: b'{"a":' + b"[" * 200 + b"]" * 200 + b"}",
-}
+TEXT = {**NO_TEXT, **NO_JSON, "UTF-16": written("{}".encode("utf-16"))}
 BINARY: dict[str, Damage] = {
-    "empty": lambda content: b"",
-    "cut off": lambda content: content[:-100],
-    "a pickle": lambda content: b"\x80\x04" + content,
+    **NO_TEXT,
+    "a pickle": lambda file: file.write_bytes(b"\x80\x04" + file.read_bytes()),
     "NaN": tensors(put("", float("nan"))),
     "infinity": tensors(put("", float("inf"))),
     "missing": tensors(lambda found: found.pop(first(found))),
@@ -99,8 +62,9 @@ WRONG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def wrong(name: str, *kinds: str) -> dict[str, Damage]:
-    return {f"{name}: {kind}": field(name, to=WRONG[kind]) for kind in kinds or WRONG}
+def wrong(*names: str) -> dict[str, Damage]:
+    """Each of these fields with each of these values."""
+    return {f"{name}: {kind}": field(name, to=WRONG[kind]) for name, kind in product(names, WRONG)}
 
 
 def split_by(pattern: str) -> Damage:
@@ -109,13 +73,13 @@ def split_by(pattern: str) -> Damage:
     return field("pre_tokenizer", to=split | {"invert": False})
 
 
-def large_vocabulary(content: bytes) -> bytes:
+def large_vocabulary(file: Path) -> None:
     """Every letter is a token that no model has."""
-    fields = json.loads(content)
+    fields = json.loads(file.read_text())
     vocabulary = fields["model"]["vocab"]
     for name in "abcdefgh":
         vocabulary[name] += 10**6
-    return json.dumps(fields).encode()
+    file.write_text(json.dumps(fields))
 
 
 ADAPTER, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
@@ -129,19 +93,9 @@ TEMPLATE_FILE = "base/chat_template.jinja"
 DAMAGES: dict[str, dict[str, Damage]] = {
     ADAPTER: {
         **TEXT,
-        **wrong("r"),
-        **wrong("lora_alpha"),
-        **wrong("target_modules"),
-        **wrong("peft_type", "null", "text", "a list", "zero"),
-        **wrong("task_type", "text", "a list", "zero"),
-        **wrong("base_model_name_or_path", "text", "a list", "zero", "null"),
-        **wrong("rank_pattern", "text", "a list", "zero", "an object"),
-        **wrong("alpha_pattern", "text", "a list", "an object"),
-        **wrong("modules_to_save", "text", "an object", "zero"),
-        **wrong("bias", "text", "a list", "zero"),
-        **wrong("use_dora", "text", "a list"),
-        **wrong("lora_dropout", "text", "negative", "huge", "null"),
-        **wrong("layers_to_transform", "text", "negative", "huge", "a list"),
+        **wrong("r", "lora_alpha", "target_modules", "peft_type", "task_type", "rank_pattern"),
+        **wrong("alpha_pattern", "modules_to_save", "bias", "use_dora", "lora_dropout"),
+        **wrong("base_model_name_or_path", "layers_to_transform"),
         "rank too large": field("r", to=2**31),
         "no pattern": field("target_modules", to="(["),
         "infinite": field("lora_alpha", to=float("inf")),
@@ -158,16 +112,12 @@ DAMAGES: dict[str, dict[str, Damage]] = {
             )
         ),
     },
-    CONFIG: wrong("max_position_embeddings", "text", "negative", "zero", "huge"),
-    GENERATION: wrong("eos_token_id", "text", "negative", "huge", "an object", "a fraction"),
+    CONFIG: wrong("max_position_embeddings"),
+    GENERATION: wrong("eos_token_id"),
     MODEL: {"missing": BINARY["missing"]},
     TOKENIZER: {
         **TEXT,
-        **wrong("model"),
-        **wrong("added_tokens", "text", "an object"),
-        **wrong("normalizer", "text", "an object"),
-        **wrong("decoder", "text", "an object"),
-        **wrong("post_processor", "text", "an object"),
+        **wrong("model", "added_tokens", "normalizer", "decoder", "post_processor"),
         "no pattern": split_by(r"(["),
         "large vocabulary": large_vocabulary,
         "no vocabulary": field("model", "vocab", to={}),
@@ -176,31 +126,25 @@ DAMAGES: dict[str, dict[str, Damage]] = {
     },
     SETTINGS: {
         **TEXT,
-        **wrong("tokenizer_class", "text", "a list", "zero"),
-        **wrong("eos_token", "null", "a list", "zero", "an object"),
-        **wrong("pad_token", "a list", "zero", "huge"),
-        **wrong("chat_template", "a list", "zero", "an object"),
-        **wrong("model_max_length", "text", "negative", "zero"),
-        **wrong("added_tokens_decoder", "text", "a list", "an object"),
-        **wrong("extra_special_tokens", "text", "zero", "an object"),
-        **wrong("padding_side", "text", "zero"),
-        **wrong("model_input_names", "text", "zero"),
+        **wrong("tokenizer_class", "eos_token", "pad_token", "chat_template", "model_max_length"),
+        **wrong("added_tokens_decoder", "extra_special_tokens", "padding_side"),
+        **wrong("model_input_names"),
         "another class": field("tokenizer_class", to="BertTokenizer"),
     },
     TEMPLATE_FILE: {
-        "empty": TEXT["empty"],
-        "no template": lambda content: b"{% for",
-        "Latin-1": lambda content: "{{ 'é' }}".encode("latin-1"),
-        "zeros": lambda content: bytes(10),
-        "recursion": lambda content: b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-        "deep": lambda content: b"{% if true %}" * 2000 + b"{% endif %}" * 2000,
-        "unknown name": lambda content: b"{{ nobody.knows.it }}",
-        "refuses": lambda content: b"{{ raise_exception('no') }}",
-        "escapes": lambda content: b"{{ ''.__class__.__mro__ }}",
-        "text alone": lambda content: b"hello",
-        "nothing": lambda content: b"{{ '' }}",
+        "empty": written(b""),
+        "no template": written("{% for"),
+        "Latin-1": written("{{ 'é' }}".encode("latin-1")),
+        "zeros": written(bytes(10)),
+        "recursion": written("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
+        "deep": written("{% if true %}" * 2000 + "{% endif %}" * 2000),
+        "unknown name": written("{{ nobody.knows.it }}"),
+        "refuses": written("{{ raise_exception('no') }}"),
+        "escapes": written("{{ ''.__class__.__mro__ }}"),
+        "text alone": written("hello"),
+        "nothing": written("{{ '' }}"),
     },
-}  # fmt: skip
+}
 READ_BY = {
     ADAPTER: ("merge", "chat"),
     WEIGHTS: ("merge", "chat"),
@@ -215,14 +159,16 @@ CELLS = [
 ]
 # Of the others every seventeenth, which is one of each command in turn.
 ALWAYS = {
-    *((WEIGHTS, damage, "chat") for damage in ("cut off", "NaN", "missing", "one too many")),
+    *((WEIGHTS, damage, "chat") for damage in ("cut", "NaN", "missing", "one too many")),
     *((TOKENIZER, damage, "chat") for damage in ("no pattern", "large vocabulary")),
-    *((TOKENIZER, damage, "finetune") for damage in ("a list",)),
+    *((TOKENIZER, damage, "finetune") for damage in ("no object",)),
     *((TOKENIZER, damage, "finetune") for damage in ("large vocabulary", "deep")),
     *((TEMPLATE_FILE, damage, "finetune") for damage in ("recursion", "deep")),
     (TEMPLATE_FILE, "no template", "chat"),
     (MODEL, "missing", "merge"),
     (ADAPTER, "rank too large", "chat"),
+    *((ADAPTER, f"lora_alpha: {kind}", "merge") for kind in ("NaN", "huge")),
+    *((WEIGHTS, damage, "merge") for damage in ("NaN", "infinity")),
     (GENERATION, "eos_token_id: text", "chat"),
     (CONFIG, "max_position_embeddings: negative", "finetune"),
 }
@@ -230,7 +176,9 @@ ALWAYS = {
 
 def marked(cell: tuple[str, str, str], number: int) -> Any:
     is_fast = cell in ALWAYS or number % 17 == 0
-    marks = [] if is_fast else [pytest.mark.slow]
+    marks: list[Any] = [] if is_fast else [pytest.mark.slow]
+    if cell == (GENERATION, "eos_token_id: NaN", "chat"):
+        marks.append(pytest.mark.xfail(strict=True, reason="is not refused yet: RuntimeError"))
     return pytest.param(*cell, marks=marks, id=", ".join(cell))
 
 
@@ -238,13 +186,8 @@ def marked(cell: tuple[str, str, str], number: int) -> Any:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base with its tokenizer, an adapter, and rows."""
     folder = tmp_path_factory.mktemp("whole")
-    base = write_base(folder / "base")
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16),
-        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
-    )
-    model.peft_config["default"].base_model_name_or_path = "base"
-    model.save_pretrained(folder / "adapter")
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    write_adapter(write_base(folder / "base"), folder / "adapter", config, named="base")
     (folder / "rows.jsonl").write_text('{"text": "a b"}\n')
     return folder
 
@@ -271,8 +214,7 @@ def test_a_damaged_file(
     if file == TEMPLATE_FILE:
         (tmp_path / file).write_text(TEMPLATE)
         (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
-    content = (tmp_path / file).read_bytes()
-    (tmp_path / file).write_bytes(DAMAGES[file][damage](content))
+    DAMAGES[file][damage](tmp_path / file)
     monkeypatch.chdir(tmp_path)
     before = sorted(each.name for each in tmp_path.iterdir())
     start = seconds()

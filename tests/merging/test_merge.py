@@ -46,6 +46,8 @@ from poros.loaders.load import load
 from poros.merging.merge import merge
 from tests.children import run_forked
 from tests.command import poros_command
+from tests.damage import tensors
+from tests.finetune.subjects import write_adapter as trained
 from tests.finetune.subjects import write_base
 from tests.support import same_bits
 
@@ -78,22 +80,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def dense(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-
-
-def with_adapter(model: Any, config: Any) -> Any:
-    torch.manual_seed(0)
-    found = get_peft_model(model, config)
-    for each in found.parameters():
-        if each.requires_grad:
-            each.data += 0.05 * torch.randn_like(each)
-    return found
-
-
-def trained(base: Path, folder: Path, config: Any) -> Path:
-    model = with_adapter(dense(base), config)
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    model.save_pretrained(folder)
-    return folder
 
 
 def merged_by_peft(base: Path, adapter: Path, model: Any) -> dict[str, torch.Tensor]:
@@ -221,17 +207,6 @@ def test_a_head_that_nobody_trained_is_missed(base: Path, tmp_path: Path) -> Non
     refused(tmp_path, tmp_path / "adapter", CheckpointFormatError, match)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_into_the_base_that_was_trained_on(kind: str, base: Path, tmp_path: Path) -> None:
-    """Its matrices are what ``poros.load`` has quantized, made dense."""
-    adapter = trained(base, tmp_path / "adapter", ADAPTERS[kind])
-    out = merge(adapter, tmp_path / "merged", into="trained")
-    found, expected = weights(out), merged_by_peft(base, adapter, as_trained(base))
-    assert [name for name in expected if not same_bits(found[name], expected[name])] == []
-    plain_base = weights(base)
-    assert any(not same_bits(found[name], plain_base[name]) for name in found if "k_proj.w" in name)
-
-
 def test_the_command(base: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(base, run / "adapter", ADAPTERS["lora"])
@@ -312,51 +287,32 @@ def test_a_tied_tensor_is_not_changed_in_one_place(options: Any, tmp_path: Path)
 
 def test_biases_that_a_file_lacks_are_missed(base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["trained biases"])
-    file = adapter / "adapter_model.safetensors"
-    kept = {name: each for name, each in load_file(file).items() if "bias" not in name}
-    save_file(kept, file, metadata={"format": "pt"})
+    biases = tensors(lambda found: [found.pop(name) for name in [*found] if "bias" in name])
+    biases(adapter / "adapter_model.safetensors")
     refused(tmp_path, adapter, UnsupportedModelError, "bias='all'")
 
 
-def changed(adapter: Path, part: str, change: Any) -> Path:
-    """With another first tensor whose name has that part."""
-    file = adapter / "adapter_model.safetensors"
-    found = load_file(file)
-    name = next(each for each in found if part in each)
-    save_file(found | {name: change(found[name])}, file, metadata={"format": "pt"})
+def filled(adapter: Path, value: float, *parts: str) -> Path:
+    """The first tensor with each of these in its name."""
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        for part in parts:
+            next(each for name, each in found.items() if part in name).fill_(value)
+
+    tensors(change)(adapter / "adapter_model.safetensors")
     return adapter
 
 
-NOT_FINITE: dict[str, tuple[Any, str]] = {
-    "NaN": (lambda value: value.fill_(float("nan")), "adapter_model.safetensors: tensor"),
-    "infinity": (lambda value: value.fill_(float("-inf")), "adapter_model.safetensors: tensor"),
-    "too large together": (
-        lambda value: value.fill_(1e20),
-        "down_proj.weight.*finite weights",
-    ),
-}
-
-
-@pytest.mark.parametrize("why", NOT_FINITE)
-def test_what_is_not_finite_is_refused(why: str, base: Path, tmp_path: Path) -> None:
-    change, match = NOT_FINITE[why]
+def test_what_is_not_finite_together_is_refused(base: Path, tmp_path: Path) -> None:
+    """Single values that are not finite: test_damaged_files."""
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
-    for part in ("lora_A", "lora_B"):
-        changed(adapter, part, change)
-    refused(tmp_path, adapter, CheckpointFormatError, match)
-
-
-@pytest.mark.parametrize("value", [float("nan"), 10**400])
-def test_a_scaling_that_is_not_finite_is_refused(value: float, base: Path, tmp_path: Path) -> None:
-    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": value}))
-    refused(tmp_path, adapter, UnsupportedModelError, "lora_alpha|too large")
+    filled(adapter, 1e20, "lora_A", "lora_B")
+    refused(tmp_path, adapter, CheckpointFormatError, "down_proj.weight.*finite weights")
 
 
 def test_a_dtype_with_too_small_a_range_is_refused(base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
-    changed(adapter, "lora_A", lambda value: value.fill_(1e6))
+    filled(adapter, 1e6, "lora_A")
     merge(adapter, tmp_path / "fits", dtype=torch.float32)
     refused(tmp_path, adapter, CheckpointFormatError, "--dtype", dtype=torch.float16)
 

@@ -336,62 +336,45 @@ def too_many() -> None:
     optimizer.step()
 
 
-def more_parameters() -> None:
-    Flora(Small().named_parameters()).add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+def flora_of(model: nn.Module | None = None, **options: Any) -> Flora:
+    return Flora((model or Small()).named_parameters(), **options)
 
 
-def other_shapes() -> None:
-    state = Flora(nn.Linear(4, 4).named_parameters()).state_dict()
-    Flora(nn.Linear(8, 8).named_parameters()).load_state_dict(state)
+def loading(other: Callable[[], Any], model: nn.Module | None = None) -> Callable[[], None]:
+    """The state of another optimizer into one of ``RANK``."""
+    return lambda: flora_of(model, rank=RANK).load_state_dict(other().state_dict())
 
 
-def with_closure() -> None:
-    Flora(Small().named_parameters()).step(lambda: 0.0)
-
-
-def undecided() -> None:
-    """As accelerate calls it, below a Trainer's clipping."""
-    Flora(Small().named_parameters()).step(None)
-
-
-def other_state() -> None:
-    state = Flora(Small().named_parameters(), rank=4).state_dict()
-    Flora(Small().named_parameters(), rank=RANK).load_state_dict(state)
-
-
-def other_model() -> None:
-    state = Flora(nn.Linear(3, 3).named_parameters()).state_dict()
-    Flora(Small().named_parameters()).load_state_dict(state)
-
-
-def other_optimizer() -> None:
-    state = torch.optim.AdamW(Small().parameters()).state_dict()
-    Flora(Small().named_parameters(), rank=RANK).load_state_dict(state)
-
-
-def flora_of(**options: Any) -> Callable[[], None]:
-    return lambda: Flora(Small().named_parameters(), **options) and None
+def new_group() -> dict[str, Any]:
+    return {"params": [nn.Parameter(torch.ones(2))]}
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "parameters without names": (lambda: Flora(Small().parameters()), "named_parameters"),
     "nothing to train": (lambda: Flora([]), "requires gradients"),
-    "fp16": (lambda: Flora(Small(torch.float16).named_parameters()), "float16"),
-    "rank": (flora_of(rank=0), "rank"),
-    "base": (flora_of(base="sgd"), "base"),
-    "momentum": (flora_of(momentum=1.0), "momentum"),
-    "seed": (flora_of(seed=-1), "seed"),
-    "projected": (flora_of(projected=["layers.7.weight"]), "layers.7.weight"),
+    "fp16": (lambda: flora_of(Small(torch.float16)), "float16"),
+    "rank": (lambda: flora_of(rank=0), "rank"),
+    "base": (lambda: flora_of(base="sgd"), "base"),
+    "momentum": (lambda: flora_of(momentum=1.0), "momentum"),
+    "seed": (lambda: flora_of(seed=-1), "seed"),
+    "projected": (lambda: flora_of(projected=["layers.7.weight"]), "layers.7.weight"),
     "sparse gradients": (sparse, "sparse"),
     "GradScaler": (scaled, "GradScaler"),
     "too many micro-batches": (too_many, "accumulation="),
-    "closure": (with_closure, "closure"),
-    "clipping undecided": (undecided, "FloraCallback"),
-    "another rank's state": (other_state, "saved run with 8"),
-    "another model's state": (other_model, "param_names"),
-    "another optimizer's state": (other_optimizer, "param_names"),
-    "other shapes": (other_shapes, "shapes"),
-    "more parameters": (more_parameters, "made with"),
+    "closure": (lambda: flora_of().step(lambda: 0.0), "closure"),
+    # As accelerate calls it, below a Trainer's clipping.
+    "clipping undecided": (lambda: flora_of().step(None), "FloraCallback"),
+    "another rank's state": (loading(lambda: flora_of(rank=4)), "saved run with 8"),
+    "another model's state": (loading(lambda: flora_of(nn.Linear(3, 3))), "param_names"),
+    "another optimizer's state": (
+        loading(lambda: torch.optim.AdamW(Small().parameters())),
+        "param_names",
+    ),
+    "other shapes": (
+        loading(lambda: flora_of(nn.Linear(4, 4), rank=RANK), nn.Linear(8, 8)),
+        "shapes",
+    ),
+    "more parameters": (lambda: flora_of().add_param_group(new_group()), "made with"),
 }
 
 

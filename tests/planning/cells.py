@@ -1,9 +1,8 @@
-"""Models of chosen sizes that are planned and trained, and two ways of counting what they take.
+"""Models of chosen sizes that are planned and trained, and a way of counting what they take.
 
-Neither way shares anything with the planner: it counts on the meta device.
+It shares nothing with the planner, which counts on the meta device.
 """
 
-import gc
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
@@ -122,42 +120,6 @@ RNG_NUM_BYTES = torch.get_rng_state().numel()
 """Of the state of a CPU's generator, which layers keep: 5 kB here, and 16 bytes on a GPU."""
 
 
-class AllocatedBytes:
-    """By how much the CPU's allocator exceeds, at its peak, what it had given out before.
-
-    Everything counts, whatever kernels allocate inside too; the host store lies in mappings of its
-    own and does not. oneDNN is switched off meanwhile: what it allocates for a product in bfloat16
-    depends on the processor.
-
-    Attributes:
-        peak: Bytes, known at the end.
-    """
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-    def __enter__(self) -> "AllocatedBytes":
-        gc.collect()
-        self._was_enabled, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._profile.__exit__(*error)
-        torch.backends.mkldnn.enabled = self._was_enabled
-        events: Any = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-        changes = [
-            (event.start_ns(), event.nbytes())
-            for event in events
-            if event.name() == "[memory]" and abs(event.nbytes()) != RNG_NUM_BYTES
-        ]
-        now = 0
-        for _, change in sorted(changes, key=lambda change: change[0]):
-            now += change
-            self.peak = max(self.peak, now)
-
-
 class OperatorBytes(TorchDispatchMode):
     """Bytes of what operators make, while anybody holds it: storages that no argument has.
 
@@ -184,6 +146,8 @@ class OperatorBytes(TorchDispatchMode):
         self.peak = max(self.peak, self._count() + inside)
         known = {each.untyped_storage()._cdata for each in given}
         result = func(*args, **(kwargs or {}))
+        if func.is_view:  # of a head in host memory: its storage is no argument's
+            return result
         for storage in (each.untyped_storage() for each in tensors_in(result)):
             if storage._cdata not in known and storage.nbytes() != RNG_NUM_BYTES:
                 self._made[storage._cdata] = weakref.ref(storage)

@@ -1,7 +1,7 @@
 """The planned peak of a step against one counted while a real model trains, on a CPU.
 
 Counted are slots, blocks that stay, everything outside the layers, the optimizer's state, and what
-comes and goes in a step (see ``cells``). Nothing of it comes from the plan or the way it counts.
+operators make in a step (see ``cells``). Nothing of it comes from the plan or the way it counts.
 """
 
 from pathlib import Path
@@ -17,7 +17,6 @@ from poros.planning.meta_model import COUNTED_KINDS
 from tests.covers import with_slow
 from tests.planning.cells import (
     USUAL,
-    AllocatedBytes,
     OperatorBytes,
     Steps,
     config_of,
@@ -29,8 +28,6 @@ from tests.support import make_model
 
 TOLERANCE = 0.03
 RISE_TOLERANCE = 0.05
-SCRATCH = 2**15
-"""Bytes that a CPU's kernels allocate inside, which is more than that where a step is small."""
 # In float32, whose products a CPU computes without copies in another type.
 # A layer is the peak. At 256 the loss would be: planned with a GPU's kernels, 7 % above a CPU's.
 SLICED = {
@@ -40,24 +37,17 @@ SLICED = {
 DEEP = {"num_layers": 12, "seq_len": 256, "rank": 2}
 CASES: dict[str, dict[str, Any]] = {
     "usual": {},
-    "many layers": {"num_layers": 16},
-    "wide": {"hidden_size": 256},
     "large vocabulary": {"vocab_size": 8192},
     "short": {"seq_len": 16},
     "long": {"seq_len": 512, "vocab_size": 128},
     # 32 tokens are 5.5 % off: the first layer's norm, without a gradient, keeps 33 kB less.
     "batch of two": {"batch_size": 2, "seq_len": 96},
-    "batch of three": {"batch_size": 3, "seq_len": 64},
     "high rank": {"rank": 64},
-    "four slots": {"slots": 4},
     "two layers kept": {"slots": 6, "keep_last": 2, "seq_len": 256},
     "all kept": {"slots": 6, "keep_last": 6},
-    "blocks of two": {"block_size": 2},
     "blocks of two, two layers kept": {"block_size": 2, "slots": 3, "keep_last": 2},
     "accumulation": {"accumulation": 3, "rank": 64},
-    "accumulation, batch of two": {"accumulation": 3, "batch_size": 2, "seq_len": 32},
     "many boundaries": DEEP,
-    "offloaded": {**DEEP, "offload_boundaries": True},
     "offloaded, two layers kept": {
         **DEEP,
         "slots": 12,
@@ -67,19 +57,13 @@ CASES: dict[str, dict[str, Any]] = {
     "embedding on the host": {"vocab_size": 8192, "stream_embedding": True},
     "one of its embeddings": {"architecture": "gemma4", "stream_embedding": True},
     "loss in slices": SLICED,
-    "head on the host": {**SLICED, "stream_head": True},
     "head and embedding on the host": {**SLICED, "stream_head": True, "stream_embedding": True},
     "llama": {"architecture": "llama"},
     "gemma3": {"architecture": "gemma3"},
     # 128 tokens are 6.2 % off: the 83 kB that layers share are planned as inputs, not in RISING.
     "gemma4 with shared keys": {"architecture": "gemma4_shared_kv", "seq_len": 64},
     "mixtral": {"architecture": "mixtral"},
-    "mixtral in float32": {"architecture": "mixtral", "dtype": torch.float32, "seq_len": 64},
     "adapters on fused experts": {"architecture": "mixtral", "target_modules": "all-linear"},
-    "on fused experts in float32": {
-        **{"architecture": "mixtral", "target_modules": "all-linear"},
-        "dtype": torch.float32,
-    },
     "on many fused experts": {"architecture": "qwen3_moe", "target_modules": "all-linear"},
 }
 # Where the optimizer's state is the smaller, the check is the peak.
@@ -100,12 +84,10 @@ CHECKED: dict[str, dict[str, Any]] = {
 }
 # Whose parts others have.
 SLOW = {
-    *("many layers", "wide", "batch of three", "accumulation, batch of two", "blocks of two"),
-    *("offloaded", "head on the host", "two layers kept", "short"),
-    *("llama", "gemma3", "mixtral in float32", "on fused experts in float32", "long"),
+    *("batch of two", "two layers kept", "short", "llama", "gemma3", "long", "usual", "mixtral"),
     *("on many fused experts", "low rank, many layers", "low rank, long", "blocks of three"),
-    *("batch of two", "four slots", "embedding on the host", "loss in slices", "mixtral"),
-    *("usual", "high rank", "one of its embeddings", "large vocabulary"),
+    *("embedding on the host", "loss in slices", "high rank", "one of its embeddings"),
+    "large vocabulary",
 }
 SMALL = {"num_layers": 4, "hidden_size": 64, "seq_len": 256, "vocab_size": 256}
 RISING = ("gradients", "boundaries", "kept graphs", "workspace")
@@ -125,13 +107,13 @@ def test_planned_is_allocated(case: str, tmp_path: Path) -> None:
     assert expected.offload_boundaries == cell["offload_boundaries"]
     steps = Steps(prepare(model, cell, device="cpu", self_check="off"), cell)
     steps.train()
-    with AllocatedBytes() as allocated:
+    with OperatorBytes() as allocated:
         steps.train()
     found = steps.held() + allocated.peak
     assert found == pytest.approx(expected.total_num_bytes, rel=TOLERANCE)
     # What comes and goes in a step, by itself: the larger part does not hide it.
     rise = sum(expected.terms[name] for name in RISING)
-    assert allocated.peak == pytest.approx(rise, rel=RISE_TOLERANCE, abs=SCRATCH)
+    assert allocated.peak == pytest.approx(rise, rel=RISE_TOLERANCE)
     stats = poros.runtime(model).stats()
     assert stats["host_num_bytes"] + stats["offloaded_num_bytes"] == expected.host_num_bytes
 
@@ -143,7 +125,7 @@ def test_graphs_of_all_layers_would_be_seen(tmp_path: Path) -> None:
     rise = sum(planned(model, cell).terms[name] for name in RISING)
     steps = Steps(model, cell)
     steps.train()
-    with AllocatedBytes() as allocated:
+    with OperatorBytes() as allocated:
         steps.train()
     assert allocated.peak > 2 * rise
 
@@ -159,7 +141,6 @@ IN_TIME = {"dora", "ia3", "loha", "prompt_tuning", "trainable_tokens", "vera"}
     ],
 )
 def test_kinds_of_adapters_are_counted(kind: str, tmp_path: Path) -> None:
-    """As operators see it: on a CPU, Fourier transforms and solvers allocate inside."""
     # Some train in bfloat16 under autocast alone.
     dtype = torch.bfloat16 if KINDS[kind].without_autocast else torch.float32
     cell = {**USUAL, **SMALL, "adapter": kind, "dtype": dtype}

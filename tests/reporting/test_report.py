@@ -72,22 +72,15 @@ def test_what_comes_from_files_is_no_code(run: Path, tmp_path: Path) -> None:
     assert "<script" not in text and "&lt;script&gt;" in text
 
 
-def test_a_cut_last_line_is_left_out_and_said(run: Path, tmp_path: Path) -> None:
-    whole = [json.dumps(each) for each in events(run)]
-    folder = write(tmp_path / "run", [*whole[:4], whole[4][: len(whole[4]) // 2]])
-    found = read_run(folder)
-    assert found.is_cut and "cut off" in verdict(found)
-    assert page(found)
-
-
-def test_damage_elsewhere_is_left_out_and_the_lines_are_named(run: Path, tmp_path: Path) -> None:
+def test_damaged_lines_are_left_out_and_named(run: Path, tmp_path: Path) -> None:
+    """The last one is cut off."""
     whole = [json.dumps(each) for each in events(run)]
     folder = write(tmp_path / "run", [whole[0], "{garbage", *whole[1:], whole[-1][:9]])
     found = read_run(folder)
-    assert found.damaged == [2, len(whole) + 2] and found.logs == read_run(run).logs
-    assert "Damaged lines of its event log that are skipped: 2." in verdict(
-        found
-    ) and "cut off" in verdict(found)
+    assert found.is_cut and found.damaged == [2, len(whole) + 2]
+    assert found.logs == read_run(run).logs and page(found)
+    said = verdict(found)
+    assert "Damaged lines of its event log that are skipped: 2." in said and "cut off" in said
     assert poros_command("report", str(folder)).exit_code == 0
 
 

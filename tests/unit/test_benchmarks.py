@@ -27,7 +27,7 @@ SHORT = ["--warm", "1", "--steps", "2", "--passes", "1"]
 def test_every_benchmark_has_a_description_and_a_row() -> None:
     """Of the modules that can be run; the page names no other."""
     known = entry.names()
-    assert {"tables", "paths", "versus"} <= set(known) and "protocol" not in known
+    assert {"tables", "accumulate", "versus"} <= set(known) and "protocol" not in known
     assert all(line.endswith((".", "?")) and len(line) <= 100 for line in known.values())
     page = (entry.FOLDER / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)[` ]", page, re.MULTILINE)) == set(known)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tests.exact.arms import Bases
 from tests.support import same_bits
 
 Model = Any
+autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -55,7 +57,8 @@ def fill(model: Model, dtype: torch.dtype = torch.float32) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             values = 0.1 * torch.randn(parameter.shape, generator=generator)
-            parameter.data = values.to(dtype)
+            # Magnitudes of DoRA are not the norms.
+            parameter.data = (values + 3 if "magnitude" in name else values).to(dtype)
 
 
 def with_kernels(model: Model, around: Callable[[], Any] = nullcontext, **choice: Any) -> Found:
@@ -64,6 +67,37 @@ def with_kernels(model: Model, around: Callable[[], Any] = nullcontext, **choice
     found = step(model, around)
     poros.restore(model)
     return found
+
+
+def at(act: Callable[[Any], object], *endings: str) -> Callable[[Model], None]:
+    """``act`` on each module whose name ends so."""
+
+    def change(model: Model) -> None:
+        for name, module in list(model.named_modules()):
+            if name.endswith(endings):
+                act(module)
+
+    return change
+
+
+def behind(hook: Callable[..., Any], *endings: str) -> Callable[[Model], None]:
+    """A forward hook on each module whose name ends so."""
+    return at(lambda module: module.register_forward_hook(hook), *endings)
+
+
+def before(hook: Callable[..., Any], *endings: str) -> Callable[[Model], None]:
+    return at(lambda module: module.register_forward_pre_hook(hook), *endings)
+
+
+def nothing(model: Model) -> None:
+    pass
+
+
+def several(model: Model) -> None:
+    """A second adapter, which acts beside the first."""
+    model.add_adapter("other", LoraConfig(r=4, target_modules=SEVEN))
+    fill(model)
+    model.base_model.set_adapter(["default", "other"])
 
 
 def mlps(model: Model) -> list[Any]:

@@ -73,13 +73,6 @@ def with_hook(hook: Callable[..., Any], path: str = "mlp") -> Program:
     return program
 
 
-def trainable_from_outside(model: Model) -> object:
-    scale = torch.nn.Parameter(torch.ones(()))
-    with_hook(lambda m, args, output: output * scale)(model)
-    assert scale.grad is not None
-    return scale.grad
-
-
 def own_generator(model: Model) -> object:
     generator = torch.Generator().manual_seed(3)
 
@@ -147,16 +140,22 @@ def kept_by_kernels(part: str) -> Program:
     return program
 
 
+def older_hook(model: Model) -> object:
+    handle = layers_of(model)[1].mlp.act_fn.register_backward_hook(
+        lambda module, given, found: tuple(each if each is None else 1.5 * each for each in given)
+    )
+    try:
+        return P.STEP(model)
+    finally:
+        handle.remove()
+
+
 def python_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * (1 + random.random())
 
 
 def numpy_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * (1 + float(np.random.rand()))
-
-
-def torch_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output + torch.randn_like(output)
 
 
 def another_forward(*, gradients: bool) -> Program:
@@ -353,12 +352,12 @@ def retained_and_partial(model: Model) -> object:
     return found
 
 
-def failing(where: str, error: type[BaseException]) -> Program:
-    """An exception in the middle, and a step behind it."""
+def interrupted(where: str) -> Program:
+    """Ctrl-C in the middle, and a step behind it."""
 
     def program(model: Model) -> object:
         def fail(*_: Any) -> None:
-            raise error
+            raise KeyboardInterrupt
 
         module = layers_of(model)[1].mlp
         if where == "forward":
@@ -367,7 +366,7 @@ def failing(where: str, error: type[BaseException]) -> Program:
             handle = module.register_full_backward_hook(fail)
         else:
             handle = P.trained(model)[where].register_hook(fail)
-        with pytest.raises(error):
+        with pytest.raises(KeyboardInterrupt):
             P.loss_of(model).backward()
         handle.remove()
         model.zero_grad()
@@ -378,30 +377,6 @@ def failing(where: str, error: type[BaseException]) -> Program:
 
 
 A_MATRIX = "base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight"
-
-
-def evaluated_between(model: Model) -> object:
-    loss = P.loss_of(model)
-    with torch.no_grad():
-        P.loss_of(model, 1)
-    loss.backward()
-    return loss
-
-
-def setting_between(model: Model) -> object:
-    loss = P.loss_of(model)
-    torch.backends.mkldnn.enabled = False
-    try:
-        loss.backward()
-    finally:
-        torch.backends.mkldnn.enabled = True
-    return loss
-
-
-def with_cache(model: Model) -> object:
-    out = model(**batches()[0], use_cache=True)
-    out.loss.backward()
-    return out.loss
 
 
 def inspected(model: Model) -> object:

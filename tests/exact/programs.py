@@ -70,28 +70,10 @@ STEP = one_step()
 STEP_UNDER_AUTOCAST = one_step(forward=bf16)
 
 
-def freeze_one(model: Model) -> None:
-    """Frozen between forward and backward, the gradient still arrives."""
-    layers_of(model)[0].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
-
-
-def evaluate_then_train(model: Model) -> None:
-    """A forward in evaluation mode has no dropout, whatever the mode is at its backward."""
-    model.eval()
-    loss = loss_of(model)
-    model.train()
-    loss.backward()
-
-
 def step_and_flags(model: Model) -> object:
     """Flags are after backward what they were before."""
     one_step(between=lambda each: each.eval())(model)
     return [each.training for each in model.modules()]
-
-
-def late_input_require_grads(model: Model) -> object:
-    model.get_base_model().enable_input_require_grads()
-    return STEP(model)
 
 
 # Backwards.
@@ -162,20 +144,10 @@ def layer_outside_of_the_model(model: Model) -> object:
 # Losses on what passes between the layers.
 
 
-def loss_on_states(*wanted: int, loss: bool = False) -> Program:
-    """On hidden states of these numbers, and on the logits if ``loss``."""
-
-    def program(model: Model) -> object:
-        out = model(**batches()[1], output_hidden_states=True)
-        states = [out.hidden_states[number] for number in wanted]
-        terms = [out.loss] * loss + [each.float() for each in states]
-        total = torch.stack([each.square().mean() for each in terms]).sum()
-        total.backward()
-        assert len(out.hidden_states) == len(layers_of(model)) + 1
-        assert all(bool(each.abs().sum() > 0) for each in out.hidden_states)
-        return [(each, each.requires_grad) for each in out.hidden_states]
-
-    return program
+def loss_on_the_last_state(model: Model) -> object:
+    out = model(**batches()[1], output_hidden_states=True)
+    out.hidden_states[-1].float().square().mean().backward()
+    return [(each, each.requires_grad) for each in out.hidden_states]
 
 
 def loss_on_outputs(model: Model) -> None:
@@ -196,19 +168,6 @@ def hidden_states_alone(model: Model) -> object:
     out = model(**batches()[1], output_hidden_states=True)
     out.loss.backward()
     return [(each, each.requires_grad) for each in out.hidden_states]
-
-
-def given_embeddings(model: Model, *, penalty: bool = False, frozen: bool = False) -> object:
-    """Embeddings that a user makes, and that require gradients."""
-    if frozen:
-        model.eval().requires_grad_(False)
-    data = batches()[0]
-    embeddings = model.get_input_embeddings()(data.pop("input_ids"))
-    embeddings = embeddings.detach().requires_grad_()
-    loss = model(**data, inputs_embeds=embeddings).loss
-    (loss + embeddings.square().mean() if penalty else loss).backward()
-    assert embeddings.grad is not None and embeddings.grad.any()
-    return embeddings.grad
 
 
 def read_an_encoder(model: Model) -> object:
@@ -240,15 +199,14 @@ def train_below_the_layers(model: Model) -> object:
 # Models without the head of a language model.
 
 
-def _steps(model: Model, loss_of_step: Callable[[int], torch.Tensor], accumulation: int) -> object:
+def _steps(model: Model, loss_of_step: Callable[[int], torch.Tensor]) -> object:
     """Two steps of an optimizer: losses, gradients and weights of each."""
     found: list[object] = []
     optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
     for step in range(2):
-        for part in range(accumulation):
-            loss = loss_of_step(step * accumulation + part)
-            loss.backward()
-            found.append(loss.detach().clone())
+        loss = loss_of_step(step)
+        loss.backward()
+        found.append(loss.detach().clone())
         gradients = gradients_now(model)
         assert gradients.keys() == trained(model).keys()
         assert all(bool(each.any()) for each in gradients.values())
@@ -263,26 +221,12 @@ def _rows(number: int) -> dict[str, torch.Tensor]:
     return {key: each for key, each in batches()[number % 2].items() if key != "labels"}
 
 
-def prefer(model: Model) -> object:
-    """The loss of a reward model, of pairs: the first row of each batch is the chosen one."""
-    model.train()
-
-    def loss(number: int) -> torch.Tensor:
-        chosen, rejected = model(**_rows(number)).logits.squeeze(-1).chunk(2)
-        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-
-    found = _steps(model, loss, accumulation=2)
-    heads = [name for name in trained(model) if "score" in name]
-    assert len(heads) == 1 and "modules_to_save" in heads[0]
-    return found
-
-
 def classify(model: Model) -> object:
     """The model's own loss, of labels: a regression, with one class."""
     model.train()
     # Of the dtype of the logits: the loss of older releases of PyTorch takes no others.
     labels = torch.tensor([0.5, -1.0], dtype=next(model.parameters()).dtype)
-    return _steps(model, lambda number: model(**_rows(number), labels=labels).loss, accumulation=1)
+    return _steps(model, lambda number: model(**_rows(number), labels=labels).loss)
 
 
 def contrast(model: Model) -> object:
@@ -299,27 +243,4 @@ def contrast(model: Model) -> object:
         similarities = embedded(number) @ embedded(number + 1).T / 0.1
         return torch.nn.functional.cross_entropy(similarities, torch.arange(len(similarities)))
 
-    return _steps(model, loss, accumulation=1)
-
-
-# Hooks on parameters.
-
-
-def double_and_count(model: Model) -> object:
-    """Each hook runs once, also behind the accumulation."""
-    before: dict[str, int] = {}
-    after: dict[str, int] = {}
-
-    def double(gradient: torch.Tensor, name: str) -> torch.Tensor:
-        before[name] = before.get(name, 0) + 1
-        return gradient * 2
-
-    def count(_: torch.Tensor, name: str) -> None:
-        after[name] = after.get(name, 0) + 1
-
-    for name, each in trained(model).items():
-        each.register_hook(lambda gradient, name=name: double(gradient, name))
-        each.register_post_accumulate_grad_hook(lambda p, name=name: count(p, name))
-    found = STEP(model)
-    assert before == after == dict.fromkeys(trained(model), 1)
-    return found
+    return _steps(model, loss)

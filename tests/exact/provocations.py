@@ -12,7 +12,6 @@ from peft import LoraConfig
 from torch import nn
 
 from tests.exact import hazards as H
-from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact.arms import Bases, Model, Program
 from tests.snapshots import batches, layers_of
@@ -58,10 +57,6 @@ def doubled(value: Any) -> Any:
     return 2 * value
 
 
-def doubled_gradients(module: Any, *gradients: Any) -> Any:
-    return tuple(each if each is None else 2 * each for each in gradients[0])
-
-
 def add_bias(model: Model) -> torch.Tensor:
     """Of a projection of the base that has none."""
     projection = layer(model, 1).self_attn.o_proj.base_layer
@@ -74,9 +69,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "another adapter": lambda model: model.set_adapter("second"),
     "another in one module": lambda model: layer(model, 1).self_attn.q_proj.set_adapter("second"),
     "none in one module": lambda model: layer(model, 0).mlp.down_proj.enable_adapters(False),
-    "no adapters": lambda model: model.base_model.disable_adapter_layers(),
     "scaling": lambda model: layer(model, 2).self_attn.v_proj.scaling.update(default=4.0),
-    "scaled layer": lambda model: layer(model, 0).self_attn.q_proj.scale_layer(0.5),
     "adapter deleted": lambda model: model.delete_adapter("default"),
     "adapter added": lambda model: model.add_adapter(
         "third", LoraConfig(r=4, target_modules=["k_proj"])
@@ -88,30 +81,17 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "data replaced by equal": lambda model: setattr(
         matrix(model), "data", matrix(model).data.clone()
     ),
-    "data cast": lambda model: setattr(matrix(model), "data", matrix(model).data.half()),
     "parameter replaced": replace_parameter,
     "bias added": add_bias,
     "module replaced": assign("1.mlp.act_fn", lambda _: nn.ReLU()),
     "dropout replaced": lambda model: layer(model, 1).mlp.up_proj.lora_dropout.update(
         {"default": nn.Dropout(0.5)}
     ),
-    "rate of dropout": assign("1.mlp.up_proj.lora_dropout.default.p", lambda _: 0.5),
-    "dropout of attention": assign("2.self_attn.attention_dropout", lambda _: 0.5),
-    "kind of attention": lambda model: model.get_base_model().set_attn_implementation("eager"),
     "scale of attention": assign("0.self_attn.scaling", doubled),
     "epsilon": assign("0.input_layernorm.variance_epsilon", lambda _: 1e-3),
     "activation": assign("1.mlp.act_fn.forward", lambda _: torch.relu),
     "new attribute": assign("0.mlp.is_observed", lambda _: True),
     "last attribute": assign("0.post_attention_layernorm.is_observed", lambda _: True),
-    "backward hook": lambda model: layer(model, 1).mlp.register_full_backward_hook(
-        doubled_gradients
-    ),
-    "backward pre hook": lambda model: layer(model, 1).mlp.register_full_backward_pre_hook(
-        doubled_gradients
-    ),
-    "forward hook": lambda model: layer(model, 1).mlp.register_forward_hook(
-        lambda module, args, output: 2 * output
-    ),
 }
 SAYS_WHERE = r"(?=[\s\S]*layers\.)[\s\S]*(between|expected)"
 
@@ -141,26 +121,6 @@ def train_the_second(model: Model) -> object:
     model.base_model.enable_adapter_layers()
     model.set_adapter("second")
     return P.train(model)
-
-
-def hooks_added(which: str) -> Provocation:
-    def provocation(model: Model) -> Iterator[None]:
-        loss = P.loss_of(model)
-        with hooks.hooked(model, which):
-            yield
-            loss.backward()
-
-    return provocation
-
-
-def hooks_removed(which: str) -> Provocation:
-    def provocation(model: Model) -> Iterator[None]:
-        with hooks.hooked(model, which):
-            loss = P.loss_of(model)
-        yield
-        loss.backward()
-
-    return provocation
 
 
 @contextmanager
@@ -266,13 +226,6 @@ def trainable_base_weight(model: Model) -> Iterator[None]:
         P.STEP(model)
     finally:
         weight.requires_grad_(False)
-
-
-def merge(model: Model) -> Iterator[None]:
-    loss = P.loss_of(model)
-    yield
-    model.merge_adapter()
-    loss.backward()
 
 
 def merged_module(model: Model) -> Iterator[None]:

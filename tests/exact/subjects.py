@@ -6,7 +6,6 @@ import torch
 from peft import LoraConfig, VBLoRAConfig, get_peft_model
 from transformers import BartConfig, BartForCausalLM
 
-from tests import adapted
 from tests.exact.arms import Bases, Model, Subject
 from tests.snapshots import layers_of
 
@@ -23,12 +22,6 @@ FP32_NO_DROPOUT = small(dropout=0.0, dtype=torch.float32)
 FP32_DENSE = small(dropout=0.0, dtype=torch.float32, quantize=False)
 """Of 4-bit weights in full precision tapes give other bits under autocast."""
 DENSE = small(quantize=False)
-
-
-PROJECTIONS = [
-    *(f"self_attn.{each}" for each in ("q_proj", "k_proj", "v_proj", "o_proj")),
-    *(f"mlp.{each}" for each in ("gate_proj", "up_proj", "down_proj")),
-]
 
 
 def adapters_on(
@@ -49,10 +42,6 @@ def on_layers(layers: list[int], **options: Any) -> Subject:
     """Adapters in some layers only."""
     options |= {"dropout": 0.05, "layers_to_transform": layers}
     return adapters_on("q_proj", "down_proj", **options)
-
-
-def dense_lora(**options: Any) -> Subject:
-    return lambda bases: adapted.lora(**options)()
 
 
 def two_adapters(bases: Bases) -> Model:
@@ -86,33 +75,11 @@ def reading(auto_class: str, architecture: str = "qwen2", **options: Any) -> Sub
     return make
 
 
-def tied_within(bases: Bases) -> Model:
-    """One matrix for two adapters of a layer."""
-    model = bases.build(dropout=0.0)
-    mlp = layers_of(model)[0].mlp
-    mlp.gate_proj.lora_A["default"].weight = mlp.up_proj.lora_A["default"].weight
-    return model
-
-
-def tied_across(bases: Bases) -> Model:
-    """One matrix for adapters of two layers."""
-    model = bases.build(dropout=0.0)
-    first, last = layers_of(model)[0].mlp, layers_of(model)[2].mlp
-    last.up_proj.lora_A["default"].weight = first.up_proj.lora_A["default"].weight
-    return model
-
-
 def shared_within(bases: Bases) -> Model:
     """One adapter module for two projections of equal shape."""
     model = NO_DROPOUT(bases)
     mlp = layers_of(model)[1].mlp
     mlp.gate_proj.lora_A, mlp.gate_proj.lora_B = mlp.up_proj.lora_A, mlp.up_proj.lora_B
-    return model
-
-
-def called_twice(bases: Bases) -> Model:
-    model = FP32_DENSE(bases)
-    layers_of(model)[1].mlp.up_proj = adapted.Twice(layers_of(model)[1].mlp.up_proj)
     return model
 
 
@@ -141,14 +108,6 @@ def shifted(bases: Bases) -> Model:
     model = FP32_DENSE(bases)
     adapter = layers_of(model)[1].mlp.up_proj.lora_B
     adapter["default"] = Shift(adapter["default"])
-    return model
-
-
-def with_hooks_on_a_layer(bases: Bases) -> Model:
-    model = bases.build()
-    layer = layers_of(model)[1]
-    layer.register_forward_hook(lambda module, args, output: output * 1.5)
-    layer.register_full_backward_hook(lambda module, gin, gout: (gin[0] * 0.5, *gin[1:]))
     return model
 
 

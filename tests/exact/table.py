@@ -1,22 +1,17 @@
 """Programs that a prepared model computes with the bits of a resident one, in the same order."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from tests.covers import cover
 from tests.exact import hazards as H
-from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact import provocations as V
 from tests.exact import regions as R
 from tests.exact import subjects as S
 from tests.exact.arms import Program, Subject
-from tests.snapshots import bf16, layers_of
+from tests.snapshots import bf16
 
 
 class Row(NamedTuple):
@@ -26,18 +21,8 @@ class Row(NamedTuple):
     policy: dict[str, Any] = {}  # noqa: RUF012
     replays: bool = True
     """Whether visits of some layers may be replayed."""
-    is_slow: bool = False
-    """Left out of `make test`, in which other rows have all that comes together here."""
     num_times: int = 0
     """The first shows what is to be recorded, the second proves it, the third replays it."""
-
-
-def crossed(*axes: Any) -> Iterator[tuple[bool, Any]]:
-    """All combinations of values; whether a row of it is slow: few in turn have every value."""
-    points = list(product(*axes))
-    kept = cover(points, 1)
-    for place, point in enumerate(points):
-        yield place not in kept, point
 
 
 PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
@@ -46,81 +31,29 @@ CHECKED: dict[str, Any] = {"self_check": "strict"}
 UNCHECKED: dict[str, Any] = {"self_check": "off"}
 """The self-check itself runs hooks, restores PyTorch's random states alone, and takes gradients as
 reentrant checkpoints refuse."""
-PRECISIONS = {"bf16": S.PLAIN, "fp32": S.small(dtype=torch.float32, quantize=False)}
-ORDERED = {  # by when their gradients arrive within a region
-    "lora": S.FP32_DENSE,
-    "lora bias": S.dense_lora(lora_bias=True),
-    "dora": S.dense_lora(use_dora=True),
-    "dora, norms": S.dense_lora(use_dora=True, modules_to_save=["post_attention_layernorm"]),
-}
-IN_ORDER = {each.__name__: R.in_order(each) for each in R.REGIONS}
-# With visits like those of the region behind them: twice as many. See the controls.
-SOON = {"region", "several", "without_a_cache", "beside_a_penalty", "twice", "in_evaluation_mode"}
-HOOKED = {which: hooks.all_the_time(which) for which in hooks.HOOKS}
-STATES = {
-    "a middle state": P.loss_on_states(2),
-    "the last state": P.loss_on_states(3),
-    "the loss and the last state": P.loss_on_states(3, loss=True),
-    "the loss and a middle state": P.loss_on_states(1, loss=True),
-    "two middle states": P.loss_on_states(1, 2),
-    "everything": P.loss_on_states(0, 1, 2, 3, loss=True),
-}
 KINDS: dict[str, dict[str, Any]] = {
-    "rslora": {"use_rslora": True},
-    "dora": {"use_dora": True},
-    "lora bias": {"lora_bias": True},
     "head saved": {"modules_to_save": ["lm_head"]},
-    "norms saved": {"modules_to_save": ["input_layernorm"]},
+    "dora, norms saved": {"use_dora": True, "modules_to_save": ["input_layernorm"]},
 }
 SHARED = S.small("gemma4_shared_kv", num_layers=4)
-FAMILIES = {
-    "gemma4_shared_kv": SHARED,
-    **{name: S.small(name, num_layers=4) for name in ("gemma4", "mixtral", "qwen3_moe")},
-}
-ROUTED = {name: S.small(name) for name in ("mixtral", "qwen3_moe")}
-CONTEXTS = {"nothing": nullcontext, "autocast": bf16}
-BACKENDS = {"nothing": nullcontext, "math only": P.only_math}
 MEETINGS = {  # of gradients of adapters, within a region or not
-    "a penalty": R.with_penalty(R.penalty),
+    "float16": R.half,
+    "without a cache": R.without_a_cache,
+    "a region of the model": R.own_region,
+    "behind a penalty": R.behind_a_penalty,
+    "beside a penalty": R.beside_a_penalty,
+    "behind an evaluation": R.behind_an_evaluation,
     "a penalty first": R.penalty_first,
     "a penalty beside a backward of its own": R.retained,
-    "a penalty in full precision": R.with_penalty(R.powers),
-    "a penalty outside": R.penalty_outside,
-    "a backward of its own": R.beside_a_penalty,
     "regions of their own": R.regions_of_their_own,
     "a penalty outside of accelerate": R.penalty_by_accelerate,
     "a penalty, no cache": R.with_penalty(R.penalty, R.uncached),
-    "forwards in one region": R.forwards_in_one_region,
-    "forwards in two regions": R.forwards_in_two_regions,
-    "backwards in one region": R.backwards_in_one_region,
 }
-SHARING = {  # adapters, or casts of them
-    "tied within layers": S.tied_within,
-    "tied across layers": S.tied_across,
-    "called twice": S.called_twice,
-    "one for two projections": S.shared_within,
-}
-ARRIVING = {
-    **{name: S.small(name) for name in ("gemma3", "gemma4", "mixtral", "phi3", "prophetnet")},
-    "vblora": S.vblora,
-    "called twice": S.called_twice,
-}
-"""Gradients arrive in an order of its own in each. Not replayed are those in which the values of
-a tensor decide what is computed, and those that share states between layers."""
-READERS = ("qwen2", "qwen3", "llama", "gemma3", "mistral")
-READING = (
-    ("AutoModelForSequenceClassification", P.prefer),
-    ("AutoModelForSequenceClassification", P.classify),
-    ("AutoModel", P.contrast),
-)
 MATH_STEP = P.one_step(forward=P.only_math)
-STEP_WITHOUT_CACHE = P.one_step(forward=R.uncached)
 
 
 def backwards() -> Iterator[Row]:
     yield Row("different losses", S.PLAIN, P.different_losses, replays=False)
-    for order in ((0, 1), (1, 0)):
-        yield Row(f"two forwards, backwards {order}", S.PLAIN, P.two_forwards(order))
     yield Row("gradients of some parameters", S.PLAIN, P.some_parameters, replays=False)
     yield Row("partial backwards", S.PLAIN, H.retained_and_partial)
     name, policy = "partial backwards, inputs on the host", {"offload_boundaries": True}
@@ -129,13 +62,8 @@ def backwards() -> Iterator[Row]:
     yield Row("forward in another thread", S.PLAIN, H.forward_in_another_thread)
     yield Row("a backward below another", S.PLAIN, P.backward_below_an_earlier_one, replays=False)
     yield Row("a layer called outside of the model", S.PLAIN, P.layer_outside_of_the_model)
-    errors = (ZeroDivisionError, KeyboardInterrupt), ("forward", "backward", H.A_MATRIX)
-    for is_slow, (error, where) in crossed(*errors):
-        name, program = f"{error.__name__} in {where[-20:]}", H.failing(where, error)
-        yield Row(name, S.PLAIN, program, UNCHECKED, is_slow=is_slow)
-    yield Row("an evaluation in between", S.PLAIN, H.evaluated_between)
-    yield Row("mkldnn off in between", S.FP32, H.setting_between)
-    yield Row("use_cache", S.PLAIN, H.with_cache)
+    for where in ("forward", "backward", H.A_MATRIX):
+        yield Row(f"Ctrl-C in {where[-20:]}", S.PLAIN, H.interrupted(where), UNCHECKED)
     yield Row("saved tensors looked at", S.PLAIN, H.inspected)
     yield Row("zero_grad in between", S.two_adapters, P.one_step(between=lambda m: m.zero_grad()))
 
@@ -146,48 +74,23 @@ def losses() -> Iterator[Row]:
     A state that feeds the next layer and a loss has a gradient of three terms: a resident run adds
     the loss's, the residual path's, then the norm's.
     """
-    for name, program in STATES.items():
-        row = Row(f"a loss on {name}", S.PLAIN, program, replays=False)
-        yield row._replace(is_slow=name.endswith("middle states") or name == "a middle state")
+    yield Row("a loss on the last state", S.PLAIN, P.loss_on_the_last_state, replays=False)
     yield Row("losses on what layers give", S.PLAIN, P.loss_on_outputs)
     yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
-    for name, subject in FAMILIES.items():
-        # Which have nothing that the other two have not.
-        is_slow = name in ("gemma4", "qwen3_moe")
-        row = Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
-        yield row._replace(is_slow=is_slow)
+    yield Row("hidden states of gemma4", SHARED, P.hidden_states_alone, replays=False)
     yield Row("shared keys and values", SHARED, P.train_once, replays=False)
-    for name, subject in ROUTED.items():
-        yield Row(f"router logits of {name}", subject, P.routers_alone, replays=False)
-    programs = {
-        "": H.attentions(alone=False),
-        " alone": H.attentions(alone=True),
-        ", no gradients": H.attentions_without_gradients,
-    }
-    eager = {
-        name: S.small(name, attn_implementation="eager") for name in ("gemma4", "mixtral", "qwen2")
-    }
-    for is_slow, (name, how) in crossed(eager, programs):
-        row = Row(f"attentions of {name}{how}", eager[name], programs[how], replays=False)
-        yield row._replace(is_slow=is_slow)
-    yield Row("given embeddings", S.PLAIN, P.given_embeddings)
-    yield Row("a penalty on embeddings", S.PLAIN, partial(P.given_embeddings, penalty=True))
-    yield Row("no trainable adapter", S.PLAIN, partial(P.given_embeddings, frozen=True))
+    for name in ("mixtral", "qwen3_moe"):
+        yield Row(f"router logits of {name}", S.small(name), P.routers_alone, replays=False)
+    for name, program in {
+        "gemma4": H.attentions(alone=False),
+        "mixtral": H.attentions(alone=True),
+        "qwen2": H.attentions_without_gradients,
+    }.items():
+        subject = S.small(name, attn_implementation="eager")
+        yield Row(f"attentions of {name}", subject, program, replays=False)
     yield Row("states of an encoder", S.decoder, P.read_an_encoder)
     below = S.adapter_below_the_layers, P.train_below_the_layers
     yield Row("an adapter below the layers", *below, replays=False)
-    subjects = {
-        name: S.adapters_on("q_proj", "v_proj", quantize=name == "4 bits")
-        for name in ("4 bits", "dense")
-    }
-    hows: dict[str, Any] = {"alone": {}, "as well": {"alone": False, "around": bf16}}
-    paths = (*S.PROJECTIONS, "self_attn", "mlp", "input_layernorm")
-    for is_slow, (which, path, how) in crossed(subjects, paths, hows):
-        is_slow |= path.endswith(("k_proj", "v_proj", "gate_proj"))
-        row = Row(
-            f"a loss on {path}, {which}, {how}", subjects[which], H.inner_loss(path, **hows[how])
-        )
-        yield row._replace(is_slow=is_slow)
     subject = S.adapters_on("q_proj", "v_proj")
     yield Row("an inner loss, PEFT", subject, H.inner_loss("mlp.down_proj"), PEFT)
     for kind in (list, dict):
@@ -199,32 +102,18 @@ def losses() -> Iterator[Row]:
 
 def surroundings() -> Iterator[Row]:
     """What surrounds a forward is replayed at its recomputation."""
-    for name, between in {
-        "eval": lambda model: model.eval(),
-        "train": lambda model: model.train(),
-        "eval of a layer": lambda model: layers_of(model)[1].eval(),
-        "a parameter frozen": P.freeze_one,
-    }.items():
-        yield Row(f"{name} in between", S.PLAIN, P.one_step(between=between))
-    yield Row("train behind a forward of eval", S.PLAIN, P.evaluate_then_train)
     yield Row("flags behind a step", S.PLAIN, P.step_and_flags)
-    for precision, subject in PRECISIONS.items():
-        yield Row(f"autocast around backward, {precision}", subject, P.one_step(backward=bf16))
-    for is_slow, (precision, name) in crossed(PRECISIONS, CONTEXTS):
-        program = P.one_step(forward=bf16, backward=CONTEXTS[name])
-        row = Row(f"autocast, {name} around backward, {precision}", PRECISIONS[precision], program)
-        yield row._replace(is_slow=is_slow)
-    # With dropout there is one backend only.
-    subjects = {"bf16": S.NO_DROPOUT, "fp32": S.FP32_NO_DROPOUT}
-    for is_slow, (precision, name) in crossed(subjects, BACKENDS):
-        program = P.one_step(forward=P.only_math, backward=BACKENDS[name])
-        row = Row(
-            f"math attention, {name} around backward, {precision}", subjects[precision], program
-        )
-        yield row._replace(is_slow=is_slow)
-    yield Row("inputs that require gradients", S.inputs_require_gradients, P.STEP)
-    yield Row("inputs that require them later", S.PLAIN, P.late_input_require_grads)
-    yield Row("much dropout", S.small(dropout=0.5), P.STEP)
+    full = S.small(dtype=torch.float32, quantize=False)
+    for name, subject, step in (
+        # With dropout there is one backend only.
+        ("math attention", S.FP32_NO_DROPOUT, MATH_STEP),
+        ("math attention twice", S.NO_DROPOUT, P.one_step(P.only_math, P.only_math)),
+        ("autocast around backward", S.PLAIN, P.one_step(backward=bf16)),
+        ("autocast around backward, float32", full, P.one_step(backward=bf16)),
+        ("autocast around both", S.PLAIN, P.one_step(bf16, bf16)),
+        ("autocast, float32", full, P.STEP_UNDER_AUTOCAST),
+    ):
+        yield Row(name, subject, step)
     for reentrant in (True, False):
         name = f"a module checkpointed, {'reentrant' if reentrant else 'not reentrant'}"
         policy = UNCHECKED if reentrant else {}
@@ -236,74 +125,38 @@ def surroundings() -> Iterator[Row]:
 
 
 def adapters() -> Iterator[Row]:
-    for layers in ([0], [1], [2], [0, 2]):
-        row = Row(f"adapters on layers {layers}", S.on_layers(layers), P.train_once)
-        yield row._replace(is_slow=1 in layers)
     for name, options in KINDS.items():
         yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train_once)
-    targets = ("q_proj, v_proj", *S.PROJECTIONS)
-    for is_slow, (which, target) in crossed(("4 bits", "dense"), targets):
-        # Both ends of each half of a layer.
-        is_slow |= target.endswith(("k_proj", "v_proj", "gate_proj"))
-        subject = S.adapters_on(*target.split(", "), quantize=which == "4 bits")
-        yield Row(f"adapters on {target}, {which}", subject, P.train_once, is_slow=is_slow)
     yield Row("adapters of DoRA on v", S.adapters_on("v_proj", use_dora=True), P.train_once)
     yield Row("PEFT's own modules", S.adapters_on("q_proj", "v_proj"), P.train_once, PEFT)
-    yield Row("adapters frozen by hand", S.partly_frozen, P.STEP)
-    programs = {
-        "no cache": STEP_WITHOUT_CACHE,
+    for name, program in {
+        "train": P.train_once,
+        "no cache": P.one_step(forward=R.uncached),
         "autocast": P.STEP_UNDER_AUTOCAST,
         "a region of the model": R.own_region,
-        "forwards in one region": R.forwards_in_one_region,
-    }
-    yield from (Row(name, subject, P.train_once) for name, subject in SHARING.items())
-    for is_slow, (name, where) in crossed(SHARING, programs):
-        row = Row(f"{name}, {where}", SHARING[name], programs[where])
-        yield row._replace(is_slow=is_slow)
+    }.items():
+        yield Row(f"one adapter for two projections, {name}", S.shared_within, program)
     yield Row("two parameters that are added", S.shifted, P.gradients_of_their_own)
-    for name, subject in ARRIVING.items():
-        replays = name in ("gemma3", "phi3", "called twice")
-        is_used_often = name in ("vblora", "prophetnet", "called twice")
-        program = P.sums if is_used_often else P.STEP
-        policy = CHECKED if name == "vblora" else {}
-        yield Row(f"when gradients arrive: {name}", subject, program, policy, replays)
     yield Row("vblora", S.vblora, P.train_once, CHECKED, replays=False)
-    # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
-    for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
-        # DoRA remembers its norms in evaluation mode.
-        is_slow &= name != "dora" or region not in ("in_evaluation_mode", "region")
-        row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region], is_slow=is_slow)
-        yield row._replace(num_times=2 if region in SOON else 3)
-    for is_slow, (name, which) in crossed(MEETINGS, ("dense", "4 bits, in order")):
-        program = MEETINGS[name]
+    for name, program in MEETINGS.items():
         # Where casts are there before the layers are, it is not seen when gradients arrive.
-        row = Row(name, S.FP32_DENSE, program, replays=name != "a penalty first")
-        if which != "dense":
-            row = Row(name, S.FP32_NO_DROPOUT, R.in_order(program), replays=False, num_times=3)
-        yield row._replace(name=f"{name}, {which}", is_slow=is_slow)
+        is_before = name in ("a penalty first", "behind a penalty", "behind an evaluation")
+        yield Row(f"an adapter, {name}", S.FP32_DENSE, program, replays=not is_before)
 
 
 def readers() -> Iterator[Row]:
-    """Without the head of a language model: reward models, classifiers, embedding models."""
-    for is_slow, (name, (auto_class, program)) in crossed(READERS, READING):
-        row = Row(f"{program.__name__}, {name}", S.reading(auto_class, name), program)
-        # Of the others a run has four forwards, which are enough to replay some.
-        is_slow |= name in ("mistral", "gemma3")
-        yield row._replace(is_slow=is_slow, num_times=3 if program is P.classify else 2)
+    """Without the head of a language model. Reward models: ``test_trl``."""
+    score = "AutoModelForSequenceClassification"
+    yield Row("a classifier", S.reading(score), P.classify, num_times=3)
+    yield Row("a classifier, llama", S.reading(score, "llama"), P.classify, num_times=3)
+    # A run has four forwards, which are enough to replay some.
+    yield Row("embeddings", S.reading("AutoModel", "qwen3"), P.contrast, num_times=2)
+    yield Row("embeddings of gemma3", S.reading("AutoModel", "gemma3"), P.contrast, num_times=2)
 
 
 def hooked() -> Iterator[Row]:
-    yield Row("hooks on parameters", S.PLAIN, P.double_and_count)
-    yield Row("hooks on a layer", S.with_hooks_on_a_layer, P.STEP)
-    for which, program in HOOKED.items():
-        yield Row(f"hooks: {which}", S.PLAIN, program, replays=which in hooks.OUTSIDE)
-    program = hooks.notes_and_older_forwards
-    yield Row("notes of hooks and older forwards", S.PLAIN, program, replays=False)
-    for name, hook in {
-        "Python's": H.python_random,
-        "NumPy's": H.numpy_random,
-        "PyTorch's": H.torch_random,
-    }.items():
+    yield Row("an older hook on backward", S.PLAIN, H.older_hook, replays=False)
+    for name, hook in {"Python's": H.python_random, "NumPy's": H.numpy_random}.items():
         program = H.with_hook(hook, "input_layernorm")
         yield Row(f"{name} generator in a hook", S.PLAIN, program, UNCHECKED)
     for part in ("seed", "padding"):
@@ -311,12 +164,12 @@ def hooked() -> Iterator[Row]:
     inner = H.forward_without_gradients, H.forward_and_backward
     yield Row("a forward inside a backward", S.PLAIN, H.in_backward(inner[0]))
     yield Row("a step inside a backward", S.PLAIN, H.in_backward(inner[1]))
-    yield Row("trainable from outside", S.NO_DROPOUT, H.trainable_from_outside)
     subject = S.adapters_on("q_proj", "v_proj", quantize=False)
     places = ("within", "an inner loss", "beside", "beside, alone")
-    for is_slow, (how, where) in crossed(("attribute", "closure"), places):
+    for place, where in enumerate(places):
+        how = ("attribute", "closure")[place % 2]
         program = H.function_of_others(how, where)
-        yield Row(f"a function of others, {how}, {where}", subject, program, is_slow=is_slow)
+        yield Row(f"a function of others, {how}, {where}", subject, program)
     subject = S.adapters_on("q_proj", "v_proj")
     yield Row("bitsandbytes beside a layer", subject, H.bitsandbytes_beside)
 

@@ -20,11 +20,9 @@ from poros.errors import RematerializationError
 from poros.gates import tiny
 from poros.kernels import dequantize
 from poros.kernels.dequantize import DenseLayer
-from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase, count, walk
 from poros.stream.body import LayerBody
 from poros.stream.rng import RngStash
-from tests.covers import with_slow
 from tests.exact import together
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases, on_tapes
@@ -44,7 +42,7 @@ from tests.exact.together import (
     trained,
 )
 from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
-from tools.adversary import AdversarialStreams, SlotHazard
+from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -56,22 +54,18 @@ MIXED: Any = {"sizes": (3, 1, 5), "clip": 0.5, "padded": True}
 
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "two slots": {},
     "all kept": {"slots": 3, "keep_last": 3},
-    "one kept": {"slots": 3, "keep_last": 1},
+    "one kept": {"slots": 3, "keep_last": 1, "share_dense": True},
     "all slots": {"slots": 3},
     "blocks of two layers": {"block_size": 2},
-    "inputs on the host": {"offload_boundaries": True},
-    "adapters of PEFT": {"adapter_kernels": "peft"},
+    "inputs on the host": {"offload_boundaries": True, "share_dense": True},
+    "adapters of PEFT": {"adapter_kernels": "peft", "share_dense": True},
     "a budget": {"slots": None, "vram_budget": "1GiB"},
-    "all on the host": {"loss": "chunked", "stream_head": True, "stream_embedding": True},
+    "all on the host": {
+        **{"loss": "chunked", "stream_head": True, "stream_embedding": True, "share_dense": True}
+    },
 }
-
-
-def of_policy(name: str, share_dense: bool) -> Program:
-    make = build if share_dense else dense
-    policy = {**POLICIES[name], "share_dense": share_dense}
-    return program(base=make, policy=policy, sizes=(3, 3))
+"""Weights that are dense already are not shared: these have 4 bits."""
 
 
 def of_base(*architecture: str, **options: Any) -> Program:
@@ -85,28 +79,25 @@ def evaluating(model: Model, number: int) -> None:
     model.train()
 
 
-# Layers of gemma4 share a mapping, and router logits are recorded: these run one after the other.
-ALONE = {
-    "gemma4": "layers share tensors",
-    "gemma4_shared_kv": "layers share tensors",
-    "mixtral": "outputs of layers are recorded",
-    "qwen3_moe": "outputs of layers are recorded",
-}
+# Layers of gemma4 share a mapping, and router logits are recorded: they run one after the other.
+ALONE = {"gemma4": "layers share tensors", "mixtral": "outputs of layers are recorded"}
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
 PROGRAMS = {
+    # Of dtypes, dropout and forms of the base each comes, with others.
+    "nf4": program(base=build, **MIXED),
+    "dense, no dropout": program(base=partial(dense, dropout=0.0), **MIXED),
+    "dense, float32": program(base=partial(dense, dtype=FP32), **MIXED),
     **{
-        f"{'nf4' if quantize else 'dense'} {dtype} {dropout}": program(
-            base=partial(build, quantize=quantize, dtype=dtype, dropout=dropout), **MIXED
+        name: program(
+            base=build if policy.get("share_dense") else dense, policy=policy, sizes=(3, 3)
         )
-        for quantize in (True, False)
-        for dtype, dropout in ((BF16, 0.0), (BF16, 0.05), (FP32, 0.05))
+        for name, policy in POLICIES.items()
     },
-    **{name: of_policy(name, share_dense=False) for name in POLICIES},
-    **{f"{name}, dense weights shared": of_policy(name, share_dense=True) for name in POLICIES},
     **{
-        name: of_base(name, num_layers=3 + ("shared" in name))._replace(end=ALONE.get(name))
+        name: of_base(name)._replace(end=ALONE.get(name))
         for name in tiny.ARCHITECTURES
-        if name != "qwen2"  # that is all the others
+        # Others have the operators of qwen2, in which the rest of the table is.
+        if name not in ("qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gemma4_shared_kv")
     },
     **{
         name: of_base(adapter=name)
@@ -121,15 +112,7 @@ PROGRAMS = {
 }
 
 
-# Of dtypes and dropout each comes, with 4 bits and dense; these have the operators of others.
-SLOW = ("nf4 torch.bfloat16 0.0", "nf4 torch.float32 0.05", "dense torch.bfloat16 0.05")
-SLOW += ("llama", "mistral", "qwen3", "gemma4_shared_kv", "qwen3_moe")
-SHARED = ("one kept", "inputs on the host", "adapters of PEFT", "all on the host")
-"""Policies that `make test` has with dense weights shared; the others it has without."""
-SLOW += tuple(name if name in SHARED else f"{name}, dense weights shared" for name in POLICIES)
-
-
-@pytest.mark.parametrize("which", with_slow(PROGRAMS, SLOW))
+@pytest.mark.parametrize("which", PROGRAMS)
 def test_programs(which: str, bases: Bases) -> None:
     assert ends(PROGRAMS[which], bases)
 
@@ -156,23 +139,7 @@ def test_a_group_loads_each_block_once_a_pass(bases: Bases) -> None:
     assert count(prepare.journal, "prefetch") == len(groups) * 2 * (NUM_LAYERS - 2) + 2
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("share_dense", [False, True], ids=["", "dense weights shared"])
-def test_replayed_visits(share_dense: bool, policy: dict[str, Any], bases: Bases) -> None:
-    run: Any = {"sizes": (4,) * 4, "lengths": (12, 12, 20, 12)}
-    expected = train(adapted(bases, lora_dropout=0.1), False, **run)
-    model = adapted(bases, lora_dropout=0.1)
-    captures, _ = recorded(model, **policy, share_dense=share_dense)
-    assert same(train(model, **run), expected)
-    assert num_groups(model) == 4 and captures.num_replays > 10
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param({}, id="recomputed", marks=pytest.mark.slow), pytest.param(KEPT, id="kept")],
-)
-def test_replayed_visits_of_a_reference_between(policy: dict[str, Any], bases: Bases) -> None:
+def test_replayed_visits_of_a_reference_between(bases: Bases) -> None:
     """As DPO has it, of several lengths: kept graphs stay, whatever is replayed meanwhile."""
 
     def loss(model: Model, batch: Batch) -> torch.Tensor:
@@ -186,7 +153,7 @@ def test_replayed_visits_of_a_reference_between(policy: dict[str, Any], bases: B
     run: Any = {"sizes": (4,) * 6, "lengths": (12, 20, 12, 9), "loss": loss}
     expected = train(adapted(bases), False, **run)
     model = adapted(bases)
-    captures, _ = recorded(model, **policy)
+    captures, _ = recorded(model, **KEPT)
     assert same(train(model, **run), expected) and captures.num_replays > 10
 
 
@@ -290,19 +257,6 @@ def test_without_sharing_each_micro_batch_makes_weights_dense(
     assert counted.num_shared == 0
     # In what is recorded at least, whose gradient is ours on a CPU too.
     assert counted.num_single >= THREE_EACH[0] * NUM_LAYERS
-
-
-@pytest.mark.parametrize("use_dora", [False, True])
-def test_shared_dense_weights_under_adversarial_streams_and_of_dora(
-    use_dora: bool, bases: Bases
-) -> None:
-    options: Any = {"use_dora": use_dora, "lora_dropout": 0.05}
-    policy: Any = {"adapter_kernels": "fused", "slots": 2}
-    prepare = AdversarialPrepare()
-    found = train_threes(prepare(adapted(bases, **options), share_dense=True, **policy))
-    assert same(
-        found, train_threes(prepare_plain(adapted(bases, **options), **policy), together=False)
-    )
 
 
 @pytest.mark.parametrize("keep_last", [0, pytest.param(3, marks=pytest.mark.slow)])
@@ -489,25 +443,3 @@ CONTROLS = {
 @pytest.mark.parametrize("which", CONTROLS)
 def test_controls(which: str, bases: Bases, monkeypatch: Patch) -> None:
     assert CONTROLS[which].is_seen(bases, monkeypatch)
-
-
-@pytest.mark.parametrize("policy", [{"offload_boundaries": True}, {"keep_last": 1, "slots": 3}])
-def test_adversarial_streams(policy: dict[str, Any], bases: Bases) -> None:
-    run: Any = {"sizes": (3, 3)}
-    with AdversarialPrepare().watching() as prepare:
-        model = prepare(build(bases), **{"slots": 2, **policy})
-        found = train(model, **run)
-    assert same(found, train(build(bases), False, **run)) and num_groups(model) == 2
-
-
-def test_control_a_slot_that_is_overwritten_too_early(bases: Bases, monkeypatch: Patch) -> None:
-    genuine = BlockManager.release
-
-    def release(self: BlockManager, block: int) -> None:
-        before = self._ring.slot(block).released
-        genuine(self, block)
-        self._ring.slot(block).released = before  # so the last reads are not waited for
-
-    monkeypatch.setattr(BlockManager, "release", release)
-    with pytest.raises(SlotHazard), AdversarialPrepare().watching() as prepare:
-        train(prepare(build(bases), slots=2))

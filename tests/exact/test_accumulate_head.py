@@ -11,7 +11,6 @@ import torch
 import poros
 import poros.head.loss as sliced_loss
 from poros.errors import UnsupportedModelError
-from tests.covers import with_slow
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.together import (
@@ -114,8 +113,7 @@ def evaluating(model: Model, step: int) -> None:
 FP32 = partial(dense, dtype=torch.float32)
 # Name, loss, model, how often all of the head is brought, more of ``train``.
 PROGRAMS: dict[str, tuple[Any, Any, int | None, dict[str, Any]]] = {
-    "once for a group": (unchanged, dense, AHEAD, {}),
-    "padded": (unchanged, FP32, AHEAD, {"padded": True}),
+    "once for a group": (unchanged, dense, AHEAD, {"padded": True}),
     "autocast": (of(in_autocast), FP32, AHEAD, {}),
     "evaluation between": (unchanged, dense, AHEAD + len(SIZES), {"between": evaluating}),
     "read logits": (counted, dense, None, {}),
@@ -143,7 +141,7 @@ def num_heads(model: Model) -> float:
     return float(runtime.stats()["head_num_bytes"] / runtime.head.sliced_num_bytes)
 
 
-@pytest.mark.parametrize("which", with_slow(PROGRAMS, ("padded", "evaluation between")))
+@pytest.mark.parametrize("which", PROGRAMS)
 def test_programs(which: str, bases: Bases) -> None:
     model, expected = pair(which, bases), PROGRAMS[which][2]
     assert expected is None or num_heads(model) == expected

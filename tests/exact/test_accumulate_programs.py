@@ -6,9 +6,8 @@ Each program runs resident, one micro-batch after the other, and prepared, in gr
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from poros.accumulation.micro_batch import Cut
 from poros.accumulation.observed import Names
 from poros.accumulation.parked import Regions
 from poros.errors import UnsupportedModelError
-from tests.covers import with_slow
 from tests.exact import subjects as S
 from tests.exact.arms import Bases
 from tests.exact.together import (
@@ -42,17 +40,6 @@ from tests.exact.together import (
 Model = Any
 
 # Batches of all forms, which the loss edits.
-
-
-@dataclass
-class Sample:
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-
-
-class Pair(NamedTuple):
-    input_ids: torch.Tensor
-    labels: torch.Tensor
 
 
 def masking(model: Model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -110,8 +97,6 @@ FORMS = {
     "tuple": program(
         of(lambda model, batch: masking(model, *batch)), form=lambda b: tuple(apart(b).values())
     ),
-    "named tuple": program(EDITS, form=lambda batch: Pair(**apart(batch))),
-    "data class": program(EDITS, form=lambda batch: Sample(**apart(batch))),
     "object": program(EDITS, form=lambda batch: SimpleNamespace(**apart(batch))),
     "nested": program(
         of(popping),
@@ -120,9 +105,6 @@ FORMS = {
     "a view": program(of(editing_a_view), form=viewed),
     "a state": program(of(by_number), form=lambda b: {**b, "state": SimpleNamespace(calls=0)}),
     "an iterator": program(of(taking_the_next), form=lambda b: {**b, "rows": iter(rows_of(b))}),
-    "a generator": program(
-        of(taking_the_next), form=lambda b: {**b, "rows": (each for each in rows_of(b))}
-    ),
     "taken apart": program(of(taking_out)),
     "edited": program(of(editing)),
 }
@@ -321,7 +303,6 @@ WHILE = "gradients are used while"
 GRADIENTS = {
     "read": program(of(reading), WHILE),
     "read before": program(of(reading_before), "gradients are used before"),
-    "clamped": program(then(clamp), WHILE),
     "set": program(then(put), WHILE),
     "clamped behind its backward": program(then(clamp, True)),
     "noise behind its backward": program(then(add_noise, True), lengths=(8,)),
@@ -461,16 +442,12 @@ LOSSES = {
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
     "settings that change": program(of(setting), (UnsupportedModelError, "settings of PyTorch")),
     "edited adapters": program(of(scaling), "edits parameters"),
-    "a reference before": program(reference(True), base=S.partly_frozen, sizes=(3, 3, 3)),
     "a reference behind": program(reference(False), base=S.partly_frozen, sizes=(3, 3, 3)),
     "a reference before, frozen again": program(
         *(reference(True), THAWS),
         **{"base": S.partly_frozen, "between": frozen_again, "lengths": (8,)},
     ),
     "autocast": program(of(in_autocast), base=lambda bases: build(bases)),
-    "autocast, float32": program(
-        of(in_autocast), base=lambda bases: build(bases, dtype=torch.float32)
-    ),
     "autocast for some": program(
         of(in_autocast_at_times), base=lambda bases: build(bases, dtype=torch.float32)
     ),
@@ -517,7 +494,6 @@ LATER = {
     ),
     "saved tensors that are packed": later(packed, says="saved-tensor hooks"),
     "evaluation mode while it runs": later(in_evaluation_mode),
-    "edited adapters": later(scaling, says="edits, freezes or thaws"),
 }
 PROGRAMS = {
     **{**FORMS, **STATES, **GRADIENTS, **LOSSES},
@@ -525,12 +501,7 @@ PROGRAMS = {
 }
 
 
-# Others of their kind are made of the same parts.
-SLOW = ("named tuple", "data class", "a generator", "clamped", "a reference before")
-SLOW += ("autocast, float32", "taken by autograd.grad, later", "edited adapters, later")
-
-
-@pytest.mark.parametrize("which", with_slow(PROGRAMS, SLOW))
+@pytest.mark.parametrize("which", PROGRAMS)
 def test_programs(which: str, bases: Bases) -> None:
     try:
         assert ends(PROGRAMS[which], bases)

@@ -13,7 +13,6 @@ from transformers import Trainer, TrainerCallback
 import poros
 from poros.errors import UnsupportedModelError
 from tests.comparing import compare_trajectories
-from tests.covers import with_slow
 from tests.exact.arms import Bases
 from tests.exact.together import (
     Batch,
@@ -101,22 +100,12 @@ def scale_weights(model: Model) -> None:
             each.mul_(0.99)
 
 
-def freeze(model: Model) -> None:
-    for each in trained(model)[:2]:
-        each.requires_grad_(False)
-
-
 def settings(model: Model) -> None:
     torch.use_deterministic_algorithms(True)
 
 
 def leave(model: Model) -> None:
     """Ends the first epoch within a step."""
-
-
-def count(trainer: Any, inputs: Batch) -> None:
-    trainer.calls += 1
-    inputs["labels"][:, : trainer.calls % 5] = -100
 
 
 def write(trainer: Any, inputs: Batch) -> None:
@@ -134,18 +123,13 @@ def late_penalty(trainer: Any, model: Model) -> Any:
 
 TRAINERS: dict[str, tuple[Kind, Any]] = {
     "clamps, behind": (stepping(clamp, is_behind=True), None),
-    "clamps, before": (stepping(clamp), None),
-    "clamps, called back": (called_back(clamp), None),
-    "noise, behind": (stepping(add_noise, is_behind=True), None),
     "noise, before": (stepping(add_noise), "drawn between"),
     "drops, called back": (called_back(torch.nn.Module.zero_grad), None),
     "steps, behind": (stepping(step, is_behind=True), "edits parameters"),
     "weights, called back": (called_back(scale_weights), "edited, frozen"),
-    "freezes, called back": (called_back(freeze), "edited, frozen"),
     "evaluation mode, called back": (called_back(torch.nn.Module.eval), None),
     "settings, called back": (called_back(settings), None),
     "leaves within a step": (called_back(leave), None),
-    "counts": (with_loss(count), None),
     "writes": (with_loss(write), None),
     "edits, and a penalty later": (
         *(with_loss(edit, late_penalty), (UnsupportedModelError, "uses parameters of")),
@@ -153,10 +137,7 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
 }
 
 
-SLOW = ("clamps, before", "clamps, called back", "noise, behind", "freezes, called back", "counts")
-
-
-@pytest.mark.parametrize("which", with_slow(TRAINERS, SLOW))
+@pytest.mark.parametrize("which", TRAINERS)
 def test_trainers_that_act(which: str, bases: Bases, tmp_path: Path) -> None:
     make, end = TRAINERS[which]
     model = TWO_SLOTS(dense(bases))
@@ -184,17 +165,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"bf16": False, "gradient_accumulation_steps": 2},
         **{"max_grad_norm": 0.1, "logging_steps": 1},
     },
-    "one": {"gradient_accumulation_steps": 1},
     "labels smoothed": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 3},
     # The epoch of 8 batches of 2 rows ends with a group of three. Weights of this optimizer are
     # others in an evaluation, and edited as the next step begins.
     "five, the last incomplete, schedule-free": {
-        **{"gradient_accumulation_steps": 5, "optim": "schedule_free_adamw"},
+        **{"gradient_accumulation_steps": 5, "optim": "schedule_free_adamw"}
     },
 }
 
 
-@pytest.mark.parametrize("which", with_slow(OPTIONS, ("one",)))
+@pytest.mark.parametrize("which", OPTIONS)
 def test_the_trainer(which: str, tmp_path: Path) -> None:
     arms = Arms.make(tmp_path, torch.float32)
     options = {**SHORT, **OPTIONS[which]}
@@ -203,7 +183,7 @@ def test_the_trainer(which: str, tmp_path: Path) -> None:
     logs = [arms.log_history(name, NUM_STEPS) for name in ("resident", "grouped")]
     assert compare_trajectories(expected, found) == [] and logs[0] == logs[1]
     # The first micro-batch goes alone.
-    num_missing = {1: NUM_STEPS, 2: 1}.get(options["gradient_accumulation_steps"], 0)
+    num_missing = options["gradient_accumulation_steps"] == 2
     assert num_groups(arms.model) == NUM_STEPS - num_missing and reasons(arms.model) == []
     if which != "labels smoothed":
         return

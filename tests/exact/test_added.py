@@ -8,24 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import (
-    IA3Config,
-    LoraConfig,
-    MontecloraConfig,
-    VeloraConfig,
-    get_peft_model,
-)
+from peft import IA3Config, LoraConfig, MontecloraConfig, VeloraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 
 import poros
-from poros.errors import (
-    PreparedModelError,
-    RematerializationError,
-    UnvalidatedArchitectureError,
-)
+from poros.errors import PreparedModelError, RematerializationError, UnvalidatedArchitectureError
 from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
-from tests.covers import with_slow
 from tests.snapshots import (
     assert_same_run,
     batches,
@@ -66,7 +55,7 @@ def loaded_without_memory(model: Any, folder: Path) -> None:
 
 WAYS = [added, loaded, loaded_without_memory]
 # Each holds its parameters or buffers otherwise: in modules, in lists, shared by all layers.
-KINDS = ["boft", "hra", "ia3", "ln_tuning", "loha", "oft", "randlora", "road", "shira", "vera"]
+KINDS = ["boft", "ia3", "ln_tuning", "vera"]
 
 
 def late(model: Any) -> dict[str, Any]:
@@ -113,7 +102,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     return Sent(monkeypatch)
 
 
-@pytest.mark.parametrize("way", with_slow(WAYS, [loaded]), ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_an_adapter_that_comes_later_is_brought_to_the_device(
     way: Callable[[Any, Path], None], tmp_path: Path, sent: Sent
 ) -> None:
@@ -145,7 +134,7 @@ def another(model: Any) -> None:
                 each.add_(0.05 * torch.randn(each.shape).to(each))
 
 
-@pytest.mark.parametrize("kind", with_slow(KINDS, set(KINDS) - {"boft", "ln_tuning", "vera"}))
+@pytest.mark.parametrize("kind", KINDS)
 def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
     spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
     quantize = gates.KINDS[kind].on_4bit
@@ -200,9 +189,7 @@ def test_frozen_ones_that_exchange_their_names_are_watched() -> None:
         loss.backward()
 
 
-def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, model = build(), prepare_plain(build())
     mlp: Any = type(layers_of(model)[0].mlp)
     own = mlp.forward
@@ -241,21 +228,19 @@ def test_a_kind_that_is_not_on_record_is_refused_when_it_comes_later(kind: str) 
 
 
 READERS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "dora": {"use_dora": True},
-    "orthogonal": {"init_lora_weights": "orthogonal"},
     "mica": {"init_lora_weights": "mica"},
     "new modules": {"target_modules": ["k_proj", "o_proj"], "use_dora": True},
 }
 
 
-@pytest.mark.parametrize("name", with_slow(READERS, ("plain", "orthogonal")))
+@pytest.mark.parametrize("name", READERS)
 def test_an_initialisation_finds_the_base_on_the_device(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it reads and draws there is what a resident run reads and draws."""
     options = {"target_modules": ["q_proj", "down_proj"], "r": 4, **READERS[name]}
-    quantize = name not in ("mica", "orthogonal")
+    quantize = name != "mica"
     base = build(quantize=quantize, num_layers=4)
     expected = build(quantize=quantize, num_layers=4)
     model = AdversarialPrepare()(base, slots=2)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from poros.slots.ring import DeviceRing
 from poros.stream.boundary import is_streamed
 from poros.streams import EagerStreams, StreamContext
 from tests.comparing import compare_trajectories
-from tests.covers import cover
 from tests.exact.arms import Model, Residents, Run
 from tests.snapshots import layers_of
 from tests.support import prepare_plain, same_bits
@@ -43,7 +41,6 @@ class Cell:
     run: Run
     streams: str = "eager"
     policy: Mapping[str, Any] = field(default_factory=dict)
-    is_slow: bool = False
 
     def __str__(self) -> str:
         default = Run()
@@ -52,12 +49,6 @@ class Cell:
         return " ".join(map(str, said)).replace("torch.", "")
 
 
-GRID = [
-    Run(dtype=dtype, dropout=dropout, accumulation=accumulation)
-    for dtype in (BF16, FP32)
-    for dropout in (0.0, 0.05)
-    for accumulation in (1, 2, 4)
-]
 OFF = {"self_check": "off"}
 # From two slots to everything resident with all layers kept; inputs on the device or on the host.
 BUDGETS: list[dict[str, Any]] = [
@@ -69,7 +60,6 @@ BUDGETS: list[dict[str, Any]] = [
     {"slots": 4, "keep_last": 4, **OFF},
 ]
 AUTOCAST = Run(dtype=FP32, autocast=BF16, accumulation=2)
-FIVE = Run(num_layers=5)
 SIDE_CHANNELS = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
 pytestmark = pytest.mark.usefixtures("narrow")
 
@@ -77,92 +67,53 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("eager", {}),
     ("watched", OFF),
     *(("adversarial", policy) for policy in BUDGETS),
+    ("adversarial", {"block_size": 2, "keep_last": 3}),
 ]
+SCALED = {"slots": 4, "keep_last": 4}
 
 
-def grid() -> Iterator[Cell]:
-    """Every run in every way; of the shorter ones each way once, except in the slow tests."""
-    points = list(product(GRID, range(len(WAYS))))
-    short = [(run, way) for run, way in points if run.accumulation < 4]
-    kept = cover([(run.dtype, run.dropout, run.accumulation, way) for run, way in short], 1)
-    fast = [short[place] for place in kept]
-    for run, way in points:
-        yield Cell(run, *WAYS[way], is_slow=(run, way) not in fast)
+def of(architecture: str, **options: Any) -> Run:
+    """Of five layers, Gemma 4 with shared states computes three; the last two reuse two of them."""
+    num_layers = 5 if architecture == "gemma4_shared_kv" else 4
+    return Run(architecture=architecture, num_layers=num_layers, **options)
 
 
 def cells() -> Iterator[Cell]:
-    yield from grid()
-    for dtype in (BF16, FP32):
-        for keep_last in (1, 2, 3, 4, 9):  # the last is more than there are
-            run = Run(dtype=dtype, accumulation=2)
-            is_slow = keep_last != (9 if dtype is BF16 else 2)
-            yield Cell(run, policy={"slots": 3, "keep_last": keep_last}, is_slow=is_slow)
-    # Of five layers, Gemma 4 with shared states computes three; the last two reuse two of them.
-    for name in tiny.ARCHITECTURES:
-        run = Run(architecture=name, num_layers=5 if name == "gemma4_shared_kv" else 3)
-        twice = replace(run, num_layers=max(run.num_layers, 4), accumulation=2)
-        # Others have the operators of qwen2, which the grid watches, and nothing beside them.
-        is_apart = name in SIDE_CHANNELS
-        yield Cell(run, is_slow=is_apart)  # below, in blocks of two
-        yield Cell(run, "watched", OFF, is_slow=name not in ("gemma4_shared_kv", "mixtral"))
-        if name in SIDE_CHANNELS:
-            yield Cell(run, "adversarial", is_slow=True)
-            yield Cell(twice, "adversarial", {"block_size": 2})
-        if name in ("gemma3", "gemma4", "gemma4_shared_kv", "mixtral"):
-            yield Cell(twice, policy={"keep_last": 3}, is_slow=True)
-            policy = {"keep_last": 3, "block_size": 2}
-            yield Cell(twice, policy=policy, is_slow=name != "gemma4")
-        if name != "qwen2":
-            for policy in BUDGETS:
-                is_fast = name == "gemma4_shared_kv" and policy == BUDGETS[1]
-                yield Cell(twice, "adversarial", policy, is_slow=not is_fast)
-        wide = replace(twice, num_layers=8, hidden_size=256, num_tokens=64, num_steps=20)
-        for block_size, slots in ((1, 3), (2, 2)):
-            yield Cell(wide, policy={"block_size": block_size, "slots": slots}, is_slow=True)
-    yield Cell(AUTOCAST)
-    yield Cell(replace(AUTOCAST, is_watched=True), "watched", OFF)
-    for policy in ({"keep_last": 2}, {"offload_boundaries": True}):
-        is_slow = "keep_last" in policy
-        yield Cell(replace(AUTOCAST, is_watched=True), "watched", {**OFF, **policy}, is_slow)
+    for name in SIDE_CHANNELS:
+        run = of(name, accumulation=2)
+        yield Cell(run, "adversarial", {"block_size": 2})
+        yield Cell(run, "watched", OFF)
     # Five layers, so that the last block is a short one; all of them in one block at the end.
-    for block_size in (1, 2, 3, 5):
-        for slots in (2, 3, 5):
-            # Two slots are checked; with more, every read is watched.
-            streams, check = ("eager", {}) if slots == 2 else ("watched", OFF)
-            is_slow = (block_size, slots) not in ((2, 3), (3, 2))
-            policy = {"block_size": block_size, "slots": slots, **check}
-            yield Cell(FIVE, streams, policy, is_slow=is_slow)
-
+    for size, slots in ((1, 5), (2, 3), (3, 2), (5, 3)):
+        yield Cell(Run(num_layers=5), "watched", {"block_size": size, "slots": slots, **OFF})
+    for dtype, keep_last in ((BF16, 9), (FP32, 2)):  # the former is more than there are
+        run = Run(dtype=dtype, accumulation=2)
+        yield Cell(run, policy={"slots": 3, "keep_last": keep_last})
+    yield Cell(AUTOCAST)
+    for policy in (OFF, {**OFF, "offload_boundaries": True}, {**OFF, "keep_last": 2}):
+        yield Cell(replace(AUTOCAST, is_watched=True), "watched", policy)
     # Gemma 4 has an embedding for each layer in one matrix, and scales it; its other one is tied.
-    for name in ("qwen2", "gemma4"):
-        run = Run(architecture=name, accumulation=2)
-        for policy in ({}, {"slots": 4, "keep_last": 4}):
-            given = {"stream_embedding": True, **policy}
-            yield Cell(run, policy=given, is_slow=bool(policy) or name == "qwen2")
-            yield Cell(run, "adversarial", given, is_slow=not policy or name == "gemma4")
-        given = {"stream_embedding": True, **OFF}
-        yield Cell(run, "watched", given, is_slow=name == "qwen2")
-    yield Cell(AUTOCAST, policy={"stream_embedding": True})
-
+    embedding = {"stream_embedding": True}
+    gemma4, qwen2 = (Run(architecture=name, accumulation=2) for name in ("gemma4", "qwen2"))
+    yield Cell(gemma4, policy=embedding)
+    yield Cell(gemma4, "watched", {**embedding, **OFF})
+    yield Cell(qwen2, "adversarial", {**embedding, **SCALED})
+    yield Cell(AUTOCAST, policy=embedding)
     # The loss in slices, against a resident run with the same loss: the head resident or in host
     # memory, where Gemma's is the embedding too. Gemma 4 caps its logits, Mixtral adds to its loss.
-    for name in ("qwen2", "gemma4", "mixtral"):
-        run = Run(architecture=name, accumulation=2, loss="chunked")
-        yield Cell(run, is_slow=name == "qwen2")
-        for policy in ({}, {"slots": 4, "keep_last": 4}):
-            given = {"stream_head": True, **policy}
-            yield Cell(run, policy=given, is_slow=not policy or name == "mixtral")
-            yield Cell(run, "adversarial", given, is_slow=bool(policy) or name == "gemma4")
-        yield Cell(run, "watched", {"stream_head": True, **OFF}, is_slow=name != "gemma4")
-    run = Run(dtype=FP32, loss="chunked")
-    yield Cell(run, "adversarial", {"stream_head": True, "stream_embedding": True})
-    yield Cell(replace(AUTOCAST, loss="chunked"), policy={"stream_head": True})
+    head = {"stream_head": True}
+    mixtral, gemma4, qwen2 = (
+        Run(architecture=name, accumulation=2, loss="chunked")
+        for name in ("mixtral", "gemma4", "qwen2")
+    )
+    yield from (Cell(mixtral), Cell(gemma4), Cell(mixtral, "adversarial", head))
+    yield Cell(gemma4, "watched", {**head, **OFF})
+    yield Cell(gemma4, policy={**head, **SCALED})
+    yield Cell(qwen2, "adversarial", {**head, **SCALED})
+    yield Cell(Run(dtype=FP32, loss="chunked"), "adversarial", {**head, **embedding})
+    yield Cell(replace(AUTOCAST, loss="chunked"), policy=head)
     # The model's own loss, with its head in host memory, whole for as long as it is used.
-    yield Cell(Run(), policy={"stream_head": True})
-
-
-def as_parameter(cell: Cell) -> Any:
-    return pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if cell.is_slow else [])
+    yield Cell(Run(), policy=head)
 
 
 def run_streamed(
@@ -181,7 +132,7 @@ def run_streamed(
         return model, cell.run.train(model), streams
 
 
-@pytest.mark.parametrize("cell", [as_parameter(cell) for cell in cells()])
+@pytest.mark.parametrize("cell", cells(), ids=str)
 def test_a_cell_is_exact(
     cell: Cell, residents: Residents, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,6 +142,27 @@ def test_a_cell_is_exact(
     assert [str(each) for each in compare_trajectories(expected, found)] == []
     assert expected.hash() == found.hash()
     require_streamed(cell, model, streams, [each.getMessage() for each in caplog.records])
+
+
+RUNS = [of(name, accumulation=2) for name in tiny.ARCHITECTURES]
+RUNS += [
+    Run(dtype=dtype, dropout=dropout, accumulation=accumulation)
+    for dtype in (BF16, FP32)
+    for dropout in (0.0, 0.05)
+    for accumulation in (1, 2, 4)
+]
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: str(Cell(run)))
+def test_the_grid(
+    run: Run,
+    way: tuple[str, dict[str, Any]],
+    residents: Residents,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    test_a_cell_is_exact(Cell(run, *way), residents, caplog)
 
 
 def require_streamed(cell: Cell, model: Model, streams: Any, warnings: list[str]) -> None:

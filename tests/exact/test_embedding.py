@@ -1,6 +1,5 @@
 """An embedding that stays in host memory: what it may not change, and what notices if it does."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -78,15 +77,6 @@ def test_a_fault_is_caught_before_the_first_update(fault: Callable[[Model], None
     with pytest.raises(ParityError, match=f"embed_tokens.weight: {FAULTS[fault]}"):
         run(model)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_with_a_warning_only_it_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    model = prepared(build(), self_check="warn")
-    flipped_byte(model)
-    with caplog.at_level(logging.WARNING):
-        run(model)
-    assert "not those that poros.prepare took over" in caplog.text
-    assert poros.runtime(model).self_check["status"] == "failed"
 
 
 def test_without_the_reader_nothing_would_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,19 @@ import torch
 
 import poros
 from poros.errors import RematerializationError
-from tests.exact.adapter_arms import Found, adapted, differences, mlps, step, with_kernels
+from tests.exact.adapter_arms import (
+    Found,
+    adapted,
+    behind,
+    differences,
+    mlps,
+    nothing,
+    step,
+    with_kernels,
+)
 from tests.exact.arms import Bases
 from tests.exact.recorded import record_on_tapes
-from tests.exact.writing import DTYPES, PROGRAMS, Model, nothing, on, within
+from tests.exact.writing import DTYPES, PROGRAMS, Model, within
 
 
 @pytest.mark.cover("values")
@@ -84,7 +93,7 @@ def write_to_the_input(module: Any, given: Any, result: torch.Tensor) -> None:
 SPOILT: dict[str, tuple[Callable[[Model], None], bool]] = {
     "gate": (later("mlp.gate_proj"), False),
     "up": (later("mlp.up_proj"), False),
-    "an input": (on("v_proj", hook=write_to_the_input), True),
+    "an input": (behind(write_to_the_input, "v_proj"), True),
 }
 
 
@@ -93,10 +102,7 @@ SPOILT: dict[str, tuple[Callable[[Model], None], bool]] = {
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("case", SPOILT)
 def test_what_backward_needs_is_not_written_to_unseen(
-    case: str,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    use_dora: bool,
-    bases: Bases,
+    case: str, dtypes: tuple[torch.dtype, torch.dtype], use_dora: bool, bases: Bases
 ) -> None:
     (change, is_copied), (dtype, adapters) = SPOILT[case], dtypes
     model = adapted(bases, dtype=dtype, quantize=False, adapters=adapters, use_dora=use_dora)

@@ -1,7 +1,7 @@
 """Adapter kernels with bits of their own, in each way that layers run: those of a resident model.
 
 It takes the same kernels, by ``poros.use_adapter_kernels``. Which model and which adapters: in
-``test_grouped_adapters``, ``test_lora_paths`` and ``test_dora``.
+``test_adapter_kernels``.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import poros
-from tests.exact.adapter_arms import adapted
+from tests.exact.adapter_arms import adapted, autocast
 from tests.exact.arms import Bases
-from tests.exact.recorded import autocast, recorded
+from tests.exact.recorded import recorded
 from tests.exact.together import num_groups, own_loss, same, train, trained
 from tests.support import AdversarialPrepare
 

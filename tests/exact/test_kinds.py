@@ -92,29 +92,20 @@ def cases() -> Iterator[Case]:
         yield Case(kind, with_kind(kind), of_base, {**autocast, "lr": 0.02})
     for name, options in KINDS.items():
         yield Case(f"lora: {name}", with_lora(**options), is_slow=name in REPEATED)
-    for quantize in (True, False):
-        said = "4 bits" if quantize else "dense"
-        for number, name in enumerate(
-            ("rslora", "dora", "norm saved", "bias of lora", "lora bias")
-        ):
-            of_base, attach = {"dtype": BF16, "quantize": quantize}, with_lora(**KINDS[name])
-            yield Case(f"lora: {name} in bf16, {said}", attach, of_base, is_slow=True)
-            for dtype in (FP32, BF16) if name != "rslora" else ():
-                of_base = {"dtype": dtype, "quantize": quantize}
-                # One of the four of each, in turns; the rest is slow.
-                is_slow = number % 4 != 2 * quantize + (dtype is FP32)
-                full_name = f"lora: {name} under autocast, {dtype}, {said}"
-                yield Case(full_name, attach, of_base, autocast, is_slow=is_slow)
-    for architecture, num_modules in {"llama": 7, "phi3": 4, "gemma3": 7}.items():
+    for place, name in enumerate(("dora", "norm saved", "bias of lora", "lora bias")):
+        # Of dtypes, 4 bits or dense each comes twice.
+        of_base = {"dtype": (FP32, BF16)[place // 2], "quantize": place % 2 == 0}
+        attach = with_lora(**KINDS[name])
+        yield Case(f"lora: {name} under autocast", attach, of_base, autocast)
+    for architecture, num_modules in {"phi3": 4, "gemma3": 7}.items():
         name, of_base = f"all linear of {architecture}", {"architecture": architecture}
         count = NUM_LAYERS * num_modules
-        is_slow = architecture == "llama"  # whose modules are those of gemma3
-        yield Case(name, with_lora(**ALL_LINEAR), of_base, is_slow=is_slow, num_modules=count)
-    for init in ("pissa", "pissa_niter_4", "olora"):
+        yield Case(name, with_lora(**ALL_LINEAR), of_base, num_modules=count)
+    for init in ("pissa", "olora"):
         for quantize in (False, True) if init == "olora" else (False,):
             attach = with_lora(init_lora_weights=init)
             name, of_base = f"{init}, {'4 bits' if quantize else 'dense'}", {"quantize": quantize}
-            yield Case(name, attach, of_base, is_slow=init == "pissa_niter_4")
+            yield Case(name, attach, of_base)
 
 
 def as_parameter(case: Case) -> Any:

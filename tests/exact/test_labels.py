@@ -46,10 +46,6 @@ def of_copies(names: list[str]) -> list[str]:
     return [each for each in names if each.startswith(f"{PREFIX}copy block")]
 
 
-def of_head(names: list[str]) -> list[str]:
-    return [each for each in names if " rows " in each]
-
-
 def profiled(run: Any, model: Any) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         run(model)
@@ -95,12 +91,15 @@ def test_the_loss_shows_which_rows_of_the_head_it_reads() -> None:
     model, _ = streamed(slots=2, stream_head=True)
     found = profiled(step, model)
     # So small a head comes in one piece.
-    assert of_head(found) == [f"{PREFIX}copy head rows 0", f"{PREFIX}head rows 0"]
-    first, last = (found.index(each) for each in of_head(found))
+    assert [each for each in found if " rows " in each] == [
+        f"{PREFIX}copy head rows 0",
+        f"{PREFIX}head rows 0",
+    ]
+    first, last = (found.index(each) for each in [each for each in found if " rows " in each])
     assert found.index(PREFIX + f"forward layers.{NUM_LAYERS - 1}") < first < last
     assert last < found.index(PREFIX + f"backward layers.{NUM_LAYERS - 1}")
     resident, _ = streamed(slots=2, loss="reference", stream_head=False)
-    assert of_head(profiled(step, resident)) == []
+    assert not any(" rows " in each for each in profiled(step, resident))
 
 
 def test_kept_layers_have_a_forward_and_their_blocks_one_copy() -> None:
@@ -113,7 +112,7 @@ def test_kept_layers_have_a_forward_and_their_blocks_one_copy() -> None:
     assert of_visits(found) == forward_and_backward()[:NUM_LAYERS] and not of_copies(found)
 
 
-def test_what_a_layer_computes_is_inside_of_its_label() -> None:
+def test_what_a_layer_computes_is_inside_of_its_label_and_has_the_same_bits() -> None:
     model, _ = streamed(slots=2)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         step(model)
@@ -124,20 +123,10 @@ def test_what_a_layer_computes_is_inside_of_its_label() -> None:
     for each in products:
         at = each.time_range
         assert any(one.start <= at.start and at.end <= one.end for one in ranges), each
-
-
-def test_a_model_that_does_not_stream_has_no_labels() -> None:
-    assert profiled(step, build()) == []
-    model, _ = streamed(slots=2)
-    assert profiled(step, poros.restore(model)) == []
-
-
-def test_a_profiler_changes_no_bit() -> None:
     plain, _ = streamed(slots=2)
     step(plain)
-    model, _ = streamed(slots=2)
-    assert profiled(step, model)
     assert changes(bits_of(plain), bits_of(model)) == {}
+    assert profiled(step, poros.restore(model)) == [], "it does not stream any more"
 
 
 def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tests.exact.arms import Bases
 from tests.support import prepare_plain
 
 Model = Any
-Change = Callable[[nn.Module], object]
+Change = Callable[[Any], object]
 
 
 class Counting:
@@ -25,16 +25,30 @@ class Counting:
         return super().train(mode)  # type: ignore[misc]
 
 
+class Freezing:
+    """Keeps a part in evaluation."""
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)  # type: ignore[misc]
+        self.mlp.eval()  # type: ignore[attr-defined]
+        return self
+
+
 class Counts(Counting, nn.Module):
     pass
 
 
-def add(layer: nn.Module) -> None:
-    layer.mlp.extra = nn.Identity().eval()  # type: ignore[union-attr]
+def of_class(kind: type) -> Change:
+    def change(module: Any) -> None:
+        if not isinstance(module, kind):
+            own = type(module)
+            module.__class__ = type(own.__name__, (kind, own), {})
+
+    return change
 
 
-def count_on_the_instance(layer: nn.Module) -> None:
-    module: Any = layer.mlp.act_fn  # type: ignore[union-attr]
+def count_on_the_instance(layer: Any) -> None:
+    module = layer.mlp.act_fn
     module.num_calls = 0
 
     def train(mode: bool = True) -> Any:
@@ -44,50 +58,37 @@ def count_on_the_instance(layer: nn.Module) -> None:
     module.train = train
 
 
-def count_from_now_on(module: nn.Module) -> None:
-    if not isinstance(module, Counting):
-        module.__class__ = type("Counts", (Counting, type(module)), {})
+def nothing(layer: Any) -> None:
+    pass
 
 
 CHANGES: dict[str, Change] = {
-    "nothing": lambda layer: None,
-    "a module": lambda layer: layer.self_attn.q_proj.eval(),  # type: ignore[operator, union-attr]
+    "nothing": nothing,
+    "a module": lambda layer: layer.self_attn.q_proj.eval(),
     "a flag": lambda layer: setattr(layer.self_attn.o_proj, "training", False),
     "the layer's own": lambda layer: setattr(layer, "training", False),
     "all but the layer's own": lambda layer: (layer.eval(), setattr(layer, "training", True)),
-    "another module": add,
+    "another module": lambda layer: setattr(layer.mlp, "extra", nn.Identity().eval()),
     "a method": count_on_the_instance,
     "a class": lambda layer: setattr(layer.mlp, "counts", Counts()),
-    "another class": lambda layer: count_from_now_on(layer.mlp),  # type: ignore[arg-type]
+    "another class": lambda layer: of_class(Counting)(layer.mlp),
+}
+"""Of a layer, before each call; and before the model is prepared."""
+CASES: dict[str, tuple[Change, Change]] = {
+    **{name: (change, nothing) for name, change in CHANGES.items()},
+    "a layer that counts": (nothing, of_class(Counting)),
+    "a layer that freezes": (nothing, of_class(Freezing)),
 }
 
 
-class Freezing:
-    """Keeps a part in evaluation. Placed before a layer's own class."""
-
-    def train(self, mode: bool = True) -> Any:
-        super().train(mode)  # type: ignore[misc]
-        self.mlp.eval()  # type: ignore[attr-defined]
-        return self
-
-
-def built(bases: Bases, is_prepared: bool, of_layers: type | None = None) -> Model:
+def built(bases: Bases, is_prepared: bool, before: Change = nothing) -> Model:
     model = bases.build("qwen2").train()
-    if of_layers is not None:
-        layer = layer_of(model)
-        layer.__class__ = type(type(layer).__name__, (of_layers, type(layer)), {})
+    before(layer_of(model))
     return prepare_plain(model, slots=2) if is_prepared else model
 
 
 def layer_of(model: Model) -> nn.Module:
     return next(each for name, each in model.named_modules() if name.endswith("layers.1"))
-
-
-def modes(model: Model) -> list[tuple[str, bool, int]]:
-    return [
-        (name, module.training, getattr(module, "num_calls", 0))
-        for name, module in model.named_modules()
-    ]
 
 
 def after(model: Model, change: Change) -> list[list[tuple[str, bool, int]]]:
@@ -96,24 +97,18 @@ def after(model: Model, change: Change) -> list[list[tuple[str, bool, int]]]:
     for mode in (True, True, False, False, True):
         change(layer_of(model))
         model.train(mode)
-        found.append(modes(model))
+        named = model.named_modules()
+        found.append([(name, m.training, getattr(m, "num_calls", 0)) for name, m in named])
     return found
-
-
-CASES: dict[str, tuple[Change, type | None]] = {
-    **{name: (change, None) for name, change in CHANGES.items()},
-    "a layer that counts": (CHANGES["nothing"], Counting),
-    "a layer that freezes": (CHANGES["nothing"], Freezing),
-}
 
 
 @pytest.mark.parametrize("which", CASES)
 def test_each_module_has_the_mode_it_has_otherwise(which: str, bases: Bases) -> None:
-    change, of_layers = CASES[which]
-    found, expected = (after(built(bases, each, of_layers), change) for each in (True, False))
+    change, before = CASES[which]
+    found, expected = (after(built(bases, each, before), change) for each in (True, False))
     assert found == expected
-    plain = after(built(bases, False), CHANGES["nothing"])
-    assert of_layers is None or expected != plain
+    plain = after(built(bases, False), nothing)
+    assert before is nothing or expected != plain
 
 
 def test_control_of_the_comparison(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from poros.kernels.autocast import cached_cast
 from poros.stream.body import ModelContext
 from poros.stream.boundary import is_streamed
 from tests.exact import hazards as H
-from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact import provocations as V
 from tests.exact import regions as R
@@ -42,7 +41,6 @@ from tests.exact.arms import (
     poisoned,
     streamed,
 )
-from tests.exact.table import crossed
 from tests.snapshots import batches, bf16, changes, layers_of
 
 Patch = pytest.MonkeyPatch
@@ -64,7 +62,6 @@ class Row:
     """By a resident model."""
     after: Program = P.STEP
     kernels: str = "exact"
-    is_slow: bool = False
 
     def program(self, model: Model) -> object:
         steps = self.provocation(model)
@@ -87,24 +84,16 @@ def rows() -> Iterator[Row]:
     for name, change in V.CHANGES.items():
         raised = V.behind(change), REMAT, V.SAYS_WHERE
         yield Row(name, *raised, S.two_adapters, is_accepted=False, after=V.train_the_second)
-    inside = [which for which in hooks.HOOKS if which not in hooks.OUTSIDE]
-    changes_of = {"added": V.hooks_added, "removed": V.hooks_removed}
-    for is_slow, (which, how) in crossed(inside, changes_of):
-        raised = changes_of[how](which), REMAT, r"layers\.2: .*hooks", S.PLAIN, False
-        yield Row(f"hooks {how}: {which}", *raised, is_slow=is_slow)
-    for is_slow, (what, index) in crossed(V.INPUTS, (0, 2)):
+    for place, what in enumerate(V.INPUTS):
+        index = 2 * (place % 2)
         raised = V.edited_input(what, index), REMAT, r"layers\.\d.*edited in place", S.PLAIN, False
-        yield Row(f"edit of {what} of layer {index}", *raised, is_slow=is_slow)
+        yield Row(f"edit of {what} of layer {index}", *raised)
     for start in V.SECOND_ORDER:
         provocation, errors = V.second_order(start), (RuntimeError, PorosError)
         match = "twice|gradients of gradients"
         # Fused attention gives none of its own.
         yield Row(f"second order of {start}", provocation, errors, match, S.PLAIN, False)
-    merges = {"merge": V.merge, "merge of a module": V.merged_module}
-    for is_slow, (how, name) in crossed(merges, ("4 bits", "dense")):
-        subject = S.PLAIN if name == "4 bits" else S.DENSE
-        errors = (PREPARED,) if how == "merge" else (PREPARED, REMAT)
-        yield Row(f"{how}, {name}", merges[how], errors, "", subject, False, is_slow=is_slow)
+    yield Row("merge of a module", V.merged_module, (PREPARED, REMAT), "", S.DENSE, False)
     inside = V.backward_inside_disable_adapter
     yield Row("backward inside disable_adapter", inside, REMAT, "adapters", S.PLAIN, False)
     yield Row("vanishing hook", V.vanishing_hook, REMAT, r"layers\.1: .*hooks")
@@ -132,7 +121,6 @@ def rows() -> Iterator[Row]:
         yield Row(name, provocation, SlotStateError, "one layer to run at a time", S.PLAIN)
     for name, program in {
         "saved tensors copied": P.one_step(forward=P.copies_of_saved),
-        "saved on the host": R.on_the_host,
         "the whole model checkpointed": H.whole_model_checkpointed,
     }.items():
         yield Row(name, V.run(program), UNSUPPORTED, "saved-tensor hooks", S.PLAIN)
@@ -143,12 +131,9 @@ def rows() -> Iterator[Row]:
     yield Row("torch.func.grad", functional, UNSUPPORTED, "torch.func.grad", is_accepted=False)
 
 
-ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.is_slow) for row in rows()]
-
-
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("way", ["as is", "behind replayed visits"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 def test_it_is_refused_and_then_all_is_well(row: Row, way: str, residents: Residents) -> None:
     policy = {"adapter_kernels": row.kernels}
     if way == "as is":
@@ -285,25 +270,6 @@ def test_a_failed_backward_does_not_change_random_state_or_flags(
     assert torch.equal(random_state, torch.get_rng_state())
     assert changes(flags, {name: each.training for name, each in model.named_modules()}) == {}
     assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
-
-
-def test_a_buffer_that_the_layers_own_forward_replaces(bases: Bases) -> None:
-    def count(module: Any, args: Any, output: Any) -> None:
-        module.calls = module.calls + 1
-
-    model = S.NO_DROPOUT(bases)
-    norm = V.layer(model, 1).input_layernorm
-    norm.register_buffer("calls", torch.zeros(()))
-    handle = norm.register_forward_hook(count)
-    model(**batches()[0])
-    assert norm.calls == 1
-    streamed(model)
-    with pytest.raises(PreparedModelError, match=r"calls: .*replaced"):
-        model(**batches()[0])
-    handle.remove()
-    poros.restore(model)
-    # An ordinary tensor of the device: what the hook wrote before the error stays.
-    assert norm.calls == 2
 
 
 def test_a_region_that_ends_with_the_model_makes_no_casts(bases: Bases, monkeypatch: Patch) -> None:

@@ -70,34 +70,6 @@ def test_the_logs_add_up_and_nothing_changes(tmp_path: Path) -> None:
     assert all(each["poros/stall_ms"] > 0 for each in logged)
 
 
-def test_the_events_show_what_a_larger_budget_saves(tmp_path: Path) -> None:
-    shape: dict[str, Any] = {
-        **{"seq_len": 8, "batch_size": 2, "accumulation": 2},
-        "loss": "reference",
-    }
-    moved = []
-    for slots in (2, 3):
-        budget = poros.plan(build(), **shape, num_slots=slots, cuda_graphs=False).total_num_bytes
-        model = prepare_plain(build(), device="cpu", vram_budget=budget, self_check="off")
-        trainer = trainer_of(model, tmp_path / str(slots))
-        trainer.args.eval_strategy = "no"
-        trainer.control.should_evaluate = False
-        poros.log_streaming(trainer, events=tmp_path / f"{slots}.jsonl")
-        trainer.train()
-        lines = [
-            json.loads(line) for line in (tmp_path / f"{slots}.jsonl").read_text().splitlines()
-        ]
-        plans = [each["plan"] for each in lines if "plan" in each]
-        assert [each["num_slots"] for each in plans] == [slots]
-        assert [each["budget"] for each in lines if "plan" in each] == [budget]
-        num_blocks = plans[0]["num_blocks"]
-        # The second log is of warm steps.
-        logs = [each for each in lines if each["event"] == "log"]
-        moved.append((logs[-1]["poros/h2d_gb"], num_blocks - slots))
-    (large, streamed), (small, still_streamed) = moved
-    assert small / large == pytest.approx(still_streamed / streamed)
-
-
 def test_a_model_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PreparedModelError, match="expected a prepared model"):
         poros.log_streaming(trainer_of(build(), tmp_path))

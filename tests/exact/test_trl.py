@@ -5,22 +5,24 @@ model ignores), adapters of a 4-bit model cast to bf16 by the trainer, its own c
 loss, computed from the head's weight. The trainers are subclassed only to listen.
 """
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
 from poros.gates.reference import Trajectory
 from poros.head.host_matrix import HostMatrix
 from tests.comparing import compare_trajectories
-from tests.covers import with_slow
 from tests.exact.recorded import record_on_tapes
 from tests.exact.together import num_groups, reasons
 from tests.exact.trl_arms import COMPLETIONS, PREFERENCES, TEXTS, Arms, Prepare, check, trl
+from tests.loading.towers import FAMILIES, write
 from tests.support import prepare_plain
 
 SFT = (trl.SFTTrainer, trl.SFTConfig, TEXTS)
@@ -60,50 +62,31 @@ SLICED = {"loss": "chunked", "stream_head": True}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 BY_TRAINER = {"attach_in_trainer": True}
 ROWS = {
-    "sft": Row(SFT),
-    "sft, accumulation": Row(SFT, {"gradient_accumulation_steps": 2}),
-    "sft, packing": Row(SFT, {"packing": True, "max_length": 24}),
-    "sft, no autocast": Row(SFT, {"bf16": False}),
-    "sft, no checkpointing": Row(SFT, {"gradient_checkpointing": False}),
+    "sft, packing, an adapter made by the trainer": Row(
+        SFT, {"packing": True, "max_length": 24, **BY_TRAINER}
+    ),
+    "sft, no autocast, dense": Row(SFT, {"bf16": False}, of_arms={"quantize": False}),
     "sft, completions, evaluation": Row((*SFT[:2], COMPLETIONS), EVALUATED),
-    **{
-        f"sft, dense {dtype}": Row(SFT, of_arms={"dtype": dtype, "quantize": False})
-        for dtype in (torch.float32, torch.bfloat16)
-    },
-    "sft, an adapter made by the trainer": Row(SFT, BY_TRAINER),
-    # They take whole logits, which are the model's own to the bit.
-    "sft, dft": Row(SFT, {"loss_type": "dft"}, HEAD_ON_HOST),
+    # It takes whole logits, which are the model's own to the bit.
     "sft, labels smoothed": Row(SFT, {"label_smoothing_factor": 0.1}, HEAD_ON_HOST),
     # Their gradients arrive as one sum.
     "dpo, all losses at once": Row(
         DPO, {"loss_type": DPO_LOSSES, "label_smoothing": 0.1}, HEAD_ON_HOST
     ),
     # TRL adds a second adapter, "ref", to a model that comes with one.
-    "dpo, the start of the adapter as reference": Row(DPO),
+    "dpo, the start of the adapter as reference": Row(DPO, {"gradient_checkpointing": False}),
     # The reference pass runs with the adapter disabled.
-    "dpo, the base": Row(DPO, BY_TRAINER),
     "dpo, the base, accumulation": Row(DPO, {**BY_TRAINER, "gradient_accumulation_steps": 2}),
     "dpo, the base, before": Row(DPO, {**BY_TRAINER, "precompute_ref_log_probs": True}),
-    "sft, grouped": Row(SFT, THREE, SLICED, grouped=GroupedSft),
     "sft, packed, grouped": Row(SFT, PACKED, grouped=GroupedSft),
     "sft, dft, grouped": Row(SFT, {**THREE, "loss_type": "dft"}, SLICED, grouped=GroupedSft),
-    "dpo, grouped": Row(DPO, THREE, grouped=GroupedDpo),
     "dpo, on the host, grouped": Row(DPO, THREE, SLICED, grouped=GroupedDpo),
-    "reward": Row(REWARD, of_arms=OF_REWARDS),
-    "reward, accumulation": Row(REWARD, THREE, of_arms=OF_REWARDS),
     "reward, an adapter made by the trainer": Row(REWARD, BY_TRAINER, of_arms=OF_REWARDS),
     "reward, grouped": Row(REWARD, THREE, of_arms=OF_REWARDS, grouped=GroupedReward),
 }
 
 
-SLOW = ("sft, accumulation", "sft, no checkpointing", "sft, packing", "dpo, grouped")
-SLOW += ("dpo, the base, accumulation", "dpo, the base", "reward", "reward, accumulation")
-SLOW += ("sft, dense torch.float32", "sft, dense torch.bfloat16", "sft, dft", "sft, grouped")
-SLOW += ("sft",)
-"""What they have comes together in others."""
-
-
-@pytest.mark.parametrize("which", with_slow(ROWS, SLOW))
+@pytest.mark.parametrize("which", ROWS)
 def test_trainers(which: str, tmp_path: Path) -> None:
     kind, options, policy, of_arms, grouped = ROWS[which]
     arms = Arms(tmp_path, *kind, **of_arms)
@@ -185,3 +168,19 @@ def test_control_a_reference_pass_that_keeps_the_adapter(
     monkeypatch.setattr("peft.PeftModel.disable_adapter", lambda model: nullcontext())
     found = arms.run(prepare_plain, attach_in_trainer=True)
     assert compare_trajectories(expected, found)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "multimodal.md"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_pattern_of_the_docs_keeps_to_the_language_model(family: str, tmp_path: Path) -> None:
+    """docs/how-to/multimodal.md has it."""
+    base = poros.load(write(family, tmp_path / "base"), device="cpu")
+    (pattern,) = set(re.findall(r'exclude_modules=r"([^"]+)"', PAGE.read_text()))
+    config = LoraConfig(target_modules="all-linear", exclude_modules=pattern)
+    model = get_peft_model(base, config)
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    layers = f"base_model.model.{FAMILIES[family].own_layers}."
+    assert names and all("language_model" in name for name in names)
+    assert any(name.startswith(layers) for name in names)

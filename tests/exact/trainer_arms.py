@@ -42,30 +42,6 @@ def rows(num_rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
     return [{name: tensor[0] for name, tensor in batch.items()} for batch in batches]
 
 
-def two_steps(
-    model: Any, folder: Path, kind: type[Trainer], resume: bool = False
-) -> dict[str, torch.Tensor]:
-    """Two optimizer steps, or the second alone; the adapters afterwards."""
-    arguments = trainer_arguments(
-        folder,
-        use_cpu=True,
-        max_steps=2,
-        save_strategy="steps",
-        save_steps=1,
-        gradient_accumulation_steps=2,
-        bf16=True,
-    )
-    trainer = kind(model=model, args=arguments, train_dataset=rows(8, seed=0))
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if resume else None)
-    return weights(model)
-
-
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    return {
-        name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad
-    }
-
-
 @dataclass
 class Arms:
     """Builds and runs both arms. Equal folders make even the paths in the saved adapters agree.

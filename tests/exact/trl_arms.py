@@ -1,6 +1,8 @@
 """TRL's trainers on a resident and on a prepared model, on the CPU or a GPU."""
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,10 +67,11 @@ def tokenizer(more: Mapping[str, int] | None = None) -> PreTrainedTokenizerFast:
     )
 
 
+@dataclass
 class Arms:
     """Runs a trainer on a resident and on a prepared model, made from equal bytes.
 
-    Args:
+    Attributes:
         folder: Where the checkpoint and the outputs go.
         trainer_class: Of TRL.
         arguments_class: Its arguments.
@@ -78,51 +81,33 @@ class Arms:
         device: Where both arms run.
         num_steps: Of a run.
         auto_class: As in ``poros.load``; with a head for one class.
-        checkpoint: Another than a small one of qwen2.
-        processing: Another class that processes rows than ``tokenizer()``.
+        eval_rows: Rows to evaluate on.
+        trainer: That of the latest run.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        trainer_class: type,
-        arguments_class: type,
-        rows: list[dict[str, Any]],
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        quantize: bool = True,
-        device: str = "cpu",
-        num_steps: int = NUM_STEPS,
-        auto_class: str | None = None,
-        checkpoint: Path | None = None,
-        processing: Any = None,
-    ) -> None:
-        self.folder = folder
-        self.trainer_class = trainer_class
-        self.arguments_class = arguments_class
-        self.rows = rows
-        self.dtype = dtype
-        self.quantize = quantize
-        self.device = device
-        self.num_steps = num_steps
-        self.auto_class = auto_class
-        self.trainer: Any = None
-        """The trainer of the latest run."""
-        self.eval_rows: list[dict[str, str]] | None = None
-        self.collator: Any = None
-        """Another than the trainer's own."""
-        self.processing = processing or tokenizer()
-        self.checkpoint = checkpoint or folder / "base"
-        if checkpoint is not None:
-            return
+    folder: Path
+    trainer_class: type
+    arguments_class: type
+    rows: list[dict[str, Any]]
+    _: KW_ONLY
+    dtype: torch.dtype = torch.bfloat16
+    quantize: bool = True
+    device: str = "cpu"
+    num_steps: int = NUM_STEPS
+    auto_class: str | None = None
+    eval_rows: list[dict[str, str]] | None = None
+    trainer: Any = None
+
+    def __post_init__(self) -> None:
         config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
-        if auto_class is not None:
+        if self.auto_class is not None:
             config.num_labels = 1
-        tiny.write_checkpoint(config, folder / "base", dtype=dtype, auto_class=auto_class)
+        where = self.folder / "base"
+        tiny.write_checkpoint(config, where, dtype=self.dtype, auto_class=self.auto_class)
 
     def base(self) -> Any:
         return tiny.load_base(
-            self.checkpoint,
+            self.folder / "base",
             dtype=self.dtype,
             quantize=self.quantize,
             device=self.device,
@@ -131,18 +116,14 @@ class Arms:
 
     def adapter(self) -> LoraConfig:
         """As users attach it to a base; the head of a reward model is trained as a whole."""
-        config = LoraConfig(
-            r=4, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        if self.auto_class is not None:
-            config.task_type = "SEQ_CLS"
-        return config
+        task = "CAUSAL_LM" if self.auto_class is None else "SEQ_CLS"
+        return LoraConfig(r=4, lora_dropout=0.05, target_modules="all-linear", task_type=task)
 
     def run(
         self, prepare: Prepare | None = None, *, attach_in_trainer: bool = False, **options: Any
     ) -> Trajectory:
         """One training run; the adapter is made by the caller, or by the trainer."""
-        extra: dict[str, Any] = {} if self.collator is None else {"data_collator": self.collator}
+        extra: dict[str, Any] = {}
         if attach_in_trainer:
             model = self.base()
             extra["peft_config"] = self.adapter()
@@ -182,7 +163,7 @@ class Arms:
             datasets.Dataset.from_list(self.rows),
             eval_dataset=self.eval_rows and datasets.Dataset.from_list(self.eval_rows),
             trainer_class=Prepared,
-            processing_class=self.processing,
+            processing_class=tokenizer(),
             **extra,
         )
         for number, line in enumerate(self.trainer.state.log_history):
@@ -198,17 +179,6 @@ class Arms:
         return self.trainer.model
 
 
-def require_equal(arms: Any, expected: Trajectory, found: Trajectory) -> None:
-    """Every bit is the same, the model was streamed and checked, and there is something in it."""
-    assert [str(each) for each in compare_trajectories(expected, found)] == []
-    assert poros.runtime(arms.model).self_check["status"] == "passed"
-    assert poros.runtime(arms.model).stats()["num_loads"] > 0
-    assert len(found.steps) == arms.num_steps
-    for step in found.steps:
-        assert step.losses and all(bool(each.isfinite()) for each in step.losses)
-    assert all(bool(each.any()) for each in found.steps[-1].gradients.values())
-
-
 def check(
     arms: Arms, policy: dict[str, Any] | None = None, grouped: type | None = None, **options: Any
 ) -> Trajectory:
@@ -216,11 +186,15 @@ def check(
     expected = arms.run(**options)
     arms.trainer_class = grouped or arms.trainer_class
     found = arms.run(partial(prepare_plain, **(policy or {})), **options)
-    require_equal(arms, expected, found)
+    assert [str(each) for each in compare_trajectories(expected, found)] == []
+    assert poros.runtime(arms.model).self_check["status"] == "passed"
+    assert poros.runtime(arms.model).stats()["num_loads"] > 0
+    assert len(found.steps) == arms.num_steps
+    assert all(bool(each.any()) for each in found.steps[-1].gradients.values())
     num_trained = 2 * 7 * NUM_LAYERS + (arms.auto_class is not None)
     for step in found.steps:
         assert len(step.gradients) == len(step.exp_avg) == num_trained
     losses = [float(each) for step in found.steps for each in step.losses]
-    assert len(set(losses)) == len(losses)
+    assert len(set(losses)) == len(losses) > 0 and all(map(math.isfinite, losses))
     assert sum(entry.quantity == ADAPTER_FILES for entry in found.extras) >= 2
     return found

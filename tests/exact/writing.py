@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-Model = Any
+from tests.exact.adapter_arms import Model, behind, nothing
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -17,15 +18,6 @@ def steer(module: Any, given: Any, result: torch.Tensor) -> None:
     """As steering vectors and patches of activations are added."""
     # Made on the device: a copy from the host cannot be recorded.
     result[:, -1] += torch.linspace(-1, 1, result.shape[-1], device=result.device).to(result.dtype)
-
-
-def on(*names: str, hook: Callable[..., Any]) -> Callable[[Model], None]:
-    def register(model: Model) -> None:
-        for name, module in model.named_modules():
-            if name.endswith(names):
-                module.register_forward_hook(hook)
-
-    return register
 
 
 def within(write: Callable[..., None]) -> Callable[[Model], None]:
@@ -47,25 +39,21 @@ def within(write: Callable[..., None]) -> Callable[[Model], None]:
     return change
 
 
-def nothing(model: Model) -> None:
-    pass
-
-
 ALL = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Which model, its adapters, what is done to it before it is trained, and whether its visits can be
 # recorded then.
 PROGRAMS: dict[str, tuple[str, dict[str, Any], Callable[[Model], None], bool]] = {
     "falcon": ("falcon", {}, nothing, True),
     "falcon with DoRA": ("falcon", {"use_dora": True}, nothing, True),
-    "scaled": ("qwen2", {}, on(*ALL, hook=scale), False),
-    "steered": ("qwen2", {}, on(*ALL, hook=steer), False),
-    "with a bias": ("qwen2", {"lora_bias": True}, on(*ALL, hook=steer), False),
-    "with DoRA": ("qwen2", {"use_dora": True}, on(*ALL, hook=steer), False),
+    "scaled": ("qwen2", {}, behind(scale, *ALL), False),
+    "steered": ("qwen2", {}, behind(steer, *ALL), False),
+    "with a bias": ("qwen2", {"lora_bias": True}, behind(steer, *ALL), False),
+    "with DoRA": ("qwen2", {"use_dora": True}, behind(steer, *ALL), False),
     # 4-bit modules of bitsandbytes with a bias give views themselves.
-    "not adapted": ("qwen2", {"target_modules": ["k_proj"]}, on(*ALL[2:], hook=steer), False),
-    "feed-forward": ("qwen2", {}, on("mlp", hook=scale), False),
-    "fused projections": ("phi3", {}, on("qkv_proj", "gate_up_proj", hook=steer), False),
-    "layers": ("qwen2", {}, on("layers.0", "layers.1", hook=steer), True),
+    "not adapted": ("qwen2", {"target_modules": ["k_proj"]}, behind(steer, *ALL[2:]), False),
+    "feed-forward": ("qwen2", {}, behind(scale, "mlp"), False),
+    "fused projections": ("phi3", {}, behind(steer, "qkv_proj", "gate_up_proj"), False),
+    "layers": ("qwen2", {}, behind(steer, "layers.0", "layers.1"), True),
     "all of what is left out": ("qwen2", {}, within(scale), True),
     "a part of what is left out": ("qwen2", {}, within(steer), True),
     "what is left out, with DoRA": ("qwen2", {"use_dora": True}, within(steer), True),

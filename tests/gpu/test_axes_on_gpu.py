@@ -11,7 +11,7 @@ import os
 import pytest
 
 from tests.exact.arms import Bases
-from tests.exact.axes import Cell, Facts, all_cells, difference, pairwise
+from tests.gpu.axes import Cell, Facts, all_cells, difference, pairwise
 
 pytestmark = pytest.mark.gpu
 

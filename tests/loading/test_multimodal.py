@@ -1,7 +1,7 @@
 """Checkpoints with a vision tower, as the hub has them: rows of text, with and without the tower.
 
 And rows with images, adapters on the language model or on all of it. What TRL's collator makes of
-image rows is in tests/exact/test_trl_images.py.
+image rows is in tests/finetune/test_images.py.
 """
 
 import json

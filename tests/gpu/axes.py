@@ -1,13 +1,13 @@
 """Training programs by their axes: kinds of adapters, optimizers, grouping, recording, residency.
 
-One program with all that comes between steps; on a CPU recorded visits are tapes. Used by the tests
-on a CPU, which take pairs of axes, and by those on a GPU, which take all.
+One program with all that comes between steps. On a CPU programs of the fuzzer's language show the
+same: ``tests/exact/test_written_programs``.
 """
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,10 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch import nn
 
 import poros
-from poros.api import prepare_with
 from poros.errors import PorosError
+from tests.covers import cover
 from tests.exact.arms import Bases
 from tests.support import same_bits
-from tools.tape import TapeRecorder
 
 Model = Any
 Facts = dict[str, torch.Tensor]
@@ -158,11 +157,6 @@ class Program:
         self.activate()
         self.model.train()
 
-    @staticmethod
-    def call(model: Model, batch: dict[str, Any]) -> Any:
-        """Of the model; programs may take another."""
-        return model(**batch)
-
     def activate(self) -> None:
         """The adapters of the cell, and what of them is frozen."""
         both = ["default", "second"] if self.cell.adapter == "second frozen" else ["default"]
@@ -297,9 +291,7 @@ def prepared(program: Program, self_check: str = "strict") -> Model:
         cuda_graphs=None if cell.is_recorded else False,
         self_check=self_check,
     )
-    recorder = TapeRecorder() if cell.is_recorded and device == "cpu" else None
-    prepare_with(program.model, policy, recorder=recorder)
-    return program.model
+    return poros.prepare(program.model, policy)
 
 
 def streamed(cell: Cell, bases: Bases, device: str) -> tuple[Facts, Model]:
@@ -351,23 +343,6 @@ def all_cells() -> list[Cell]:
     return [Cell(*values) for values in product(*axes)]
 
 
-def pairwise(
-    cells: Sequence[Cell], unrelated: Callable[[Any, Any], bool] = lambda one, other: False
-) -> list[Cell]:
-    """Few of them in which each pair of values of two axes comes that comes in ``cells``.
-
-    But for pairs of values that are ``unrelated``: of them, each comes in some pair.
-    """
-
-    def pairs(cell: Cell) -> set[Any]:
-        found = combinations(zip(Cell._fields, cell, strict=True), 2)
-        return {(a, b) for a, b in found if not unrelated(a, b)}
-
-    pairs_of = {cell: pairs(cell) for cell in cells}
-    left = set().union(*pairs_of.values())
-    chosen = []
-    while left:
-        best = max(cells, key=lambda cell: len(pairs_of[cell] & left))
-        chosen.append(best)
-        left -= pairs_of[best]
-    return chosen
+def pairwise(cells: Sequence[Cell]) -> list[Cell]:
+    """Few of them in which each pair of values of two axes comes that comes in ``cells``."""
+    return [cells[place] for place in sorted(cover(cells, 2))]

@@ -14,6 +14,7 @@ from poros.io.digests import checksum
 from poros.model import recorded as chosen
 from poros.model.sizing import ResidencyPlan
 from poros.replay.captures import NEW
+from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
 from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, few, loss_of, recorded, spoil, train
@@ -282,10 +283,16 @@ def test_kept_layers_replay_a_second_length_as_recomputed_ones(bases: Bases) -> 
 
 
 @pytest.mark.parametrize("keep_last", [0, 2])
-def test_what_is_known_of_calls_stays_known_in_other_rooms(keep_last: int, bases: Bases) -> None:
+def test_what_is_known_of_calls_stays_known_in_other_rooms(
+    keep_last: int, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layer keeps a graph beside its recording: both of all layers may be above a budget."""
     model = few(bases, lora_dropout=0.1)
     captures, recorder = recorded(model, self_check="off")
     eager: list[int] = []
+
+    def refuse_to_keep(*_: Any) -> None:
+        pytest.fail("a graph is kept")
 
     def change(model: Any, number: int) -> None:
         eager.append(captures.eager[NEW])
@@ -293,6 +300,7 @@ def test_what_is_known_of_calls_stays_known_in_other_rooms(keep_last: int, bases
             assert recorder.num_recorded == 2 * 2 * (1 if number == 5 else 2)
             room = ResidencyPlan(3, keep_last) if number == 5 else ResidencyPlan(2, 0)
             poros.runtime(model).resize(room)
+            monkeypatch.setattr(StreamedLayer, "_keep", refuse_to_keep)
 
     expected = train(few(bases, lora_dropout=0.1), 14)
     assert same(train(model, 14, change=change), expected)

@@ -31,7 +31,6 @@ class StreamedLayer(LayerBody):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._dropped_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-        self._has_kept = False
         super().__init__(*args, **kwargs)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,10 +86,8 @@ class StreamedLayer(LayerBody):
         replays, keep = self.context.captures, partial(self._keep, args, kwargs)
         check = self.context.check
         if check is not None and self.index in check.unchecked:
-            self._has_kept = True
             return check.watch(self.index, keep, given)
-        if replays is None or not self._has_kept:
-            self._has_kept = True
+        if replays is None:
             return keep()
         # A recording holds what a graph does: both of all kept layers would be twice the memory.
         forward = partial(self._recompute, args, kwargs, condition)

@@ -1,7 +1,6 @@
 """Rows with images: the bits of TRL's ``SFTTrainer`` and its collator on a resident model.
 
-Gemma 3 with transformers' own processor. Other families: tests/loading/test_multimodal.py, and with
-TRL's collator tests/exact/test_trl_images.py.
+Gemma 3 with transformers' own processor. Other families: tests/loading/test_multimodal.py.
 """
 
 import json

@@ -159,7 +159,7 @@ def test_a_report_shows_both_streams(finished: Path) -> None:
     assert done.exit_code == 0, done.output
     page = (finished / "report.html").read_text(encoding="utf-8")
     assert "there was no GPU" not in page
-    assert all(f'y="{row}" width=' in page for row in (8, 52))  # compute and copies
+    assert all(f'y="{row}" width=' in page for row in (6, 46))  # compute and copies
     trace = json.loads((finished / "step_trace.json").read_text(encoding="utf-8"))
     names = {event.get("name", "") for event in trace["traceEvents"]}
     assert any("Memcpy HtoD" in name for name in names)

@@ -1,4 +1,4 @@
-"""Every wait and every record is needed: take one away, and a test fails, every time.
+"""Every wait and record of slots and copies is needed: without one a test fails, every time.
 
 The mutations come from the source itself (see ``mutants``), so that a wait which is added later has
 to earn its place here too. That any walk at all of blocks in slots reads its own blocks is in
@@ -189,7 +189,7 @@ def test_every_point_of_order_is_mutated() -> None:
     assert any("manager" in each and "record() replaced by None" in each for each in changes)
     assert any("manager" in each and "an older event" in each for each in changes)
     assert len({str(mutation) for mutation in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
-    # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``.
+    # Nobody else in poros/ does so; who starts to, belongs into ``mutants.MANAGED``.
     others = {f"poros.{name}" for name in ("stream.offload", "head.rows", "head.slices")}
     assert OFFLOAD_MUTATIONS and ROWS_MUTATIONS and SLICES_MUTATIONS
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others

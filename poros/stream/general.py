@@ -3,10 +3,10 @@
 The forward of a layer runs as it would in a resident model, in the same autograd graph. Only what
 the operators of the layer save for their backward is left away, as in non-reentrant activation
 checkpointing (Chen et al. 2016; ``torch.utils.checkpoint``). As backward reaches the layer's
-result, or asks for a saved tensor before, the layer is recomputed: its block is brought back, random states, autocast, training
-flags and the settings that pick kernels are those of the forward, and what the operators save the
-second time is handed to the first graph, in the same order. So the order of gradients, their sums,
-shared casts, hooks and side channels are autograd's own.
+result, or asks for a saved tensor before, the layer is recomputed: its block is brought back,
+random states, autocast, training flags and the settings that pick kernels are those of the forward,
+and what the operators save the second time is handed to the first graph, in the same order. So the
+order of gradients, their sums, shared casts, hooks and side channels are autograd's own.
 
 A saved tensor that lies in a slot is kept as the block and the view of the slot. Whoever asks for
 it has the block acquired first, so that an operator may run whenever autograd wants it to.

@@ -58,12 +58,36 @@ class HiddenStates(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
+class WithoutValues(HiddenStates):
+    """The same of a layer that is yet to run: no operator may see it, by whatever way."""
+
+    @staticmethod
+    def like(
+        shape: torch.Size, dtype: torch.dtype, device: torch.device, used: Callable[[], None]
+    ) -> "WithoutValues":
+        """One of that form; ``used`` raises."""
+        made: WithoutValues = torch.Tensor._make_wrapper_subclass(
+            WithoutValues, shape, dtype=dtype, device=device, requires_grad=True
+        )
+        made.used = used
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for each in pytree.tree_leaves((args, kwargs)):
+            if isinstance(each, cls):
+                each.used()
+        raise RuntimeError("expected hidden states that are passed on, found an operator on them")
+
+
 def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
 
 
 _OF_FORM = {
-    *map(_getter, ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")),
+    *map(_getter, ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
     *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.is_floating_point),
 }
 
@@ -92,6 +116,8 @@ class Calls:
         self._objects: tuple[Any, ...] = ()
         self._surroundings: Surroundings | None = None
         self.latest: torch.Tensor | None = None
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        """Of what layers were given besides hidden states."""
 
     def require(
         self, layer: LayerBody, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -120,6 +146,8 @@ class Calls:
         if index and surroundings != self._surroundings:
             raise NotGrouped("the model changes autocast or settings between its layers")
         self._surroundings = surroundings
+        if any(each._version != version for each, version in self._versions):
+            raise NotGrouped("tensors that layers are given, edited in place between their calls")
         return given
 
     def note(self, handed: torch.Tensor | None) -> None:
@@ -134,13 +162,17 @@ class Calls:
         objects = (len(args), *kwargs, *values)
         if len(objects) == len(self._objects) and all(map(is_, objects, self._objects)):
             return  # most layers are given the same objects as the one before
-        if any(each.requires_grad for each in tensors_of(tuple(values))):
+        tensors = list(tensors_of(tuple(values)))
+        if any(isinstance(each, HiddenStates) for each in tensors):
+            raise NotGrouped("layers are given what other layers than the latest have returned")
+        if any(each.requires_grad for each in tensors):
             raise NotGrouped("layers are given other tensors that need gradients")
         if any(map(is_shared_mapping, values)):
             raise NotGrouped("layers share tensors")
         if not all(map(_is_fixed, values)):
             raise NotGrouped("layers are given objects that may change")
         self._objects = objects
+        self._versions += [(each, each._version) for each in tensors]
 
 
 def _is_fixed(value: Any) -> bool:

@@ -142,6 +142,8 @@ class Group:
 
     def _through_layers(self) -> None:
         """Have their code call the layers behind the first, and run these."""
+        if len(self._layers) == 1:
+            return
         for number, batch in enumerate(self._batches):
             self._go_on(batch)
             if batch.code.is_over:
@@ -189,6 +191,7 @@ class Group:
                 )
                 with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
                     self._go_on(batch)
+                self._require_unedited()
                 if number and before.changed():
                     raise UnsupportedModelError(
                         "expected a loss that calls the model before its backward, as the first "
@@ -205,7 +208,6 @@ class Group:
                     return
         finally:
             self._runtime.num_grouped = 1
-            self._require_unedited()
 
     def _plan_behind(self, batch: MicroBatch) -> bool:
         """Have the random state that this one will leave; whether it is known."""
@@ -225,15 +227,15 @@ class Group:
 
     def _go_on(self, batch: MicroBatch) -> None:
         """Its code goes on, before its turn to end has come."""
-        is_before_layers = not batch.num_done
-        if is_before_layers:
+        is_before_end = batch.num_done < len(self._layers)
+        if is_before_end:
             self._watch.begin()
         try:
             self._running = batch
             batch.resume()
         finally:
             self._running = None
-            if is_before_layers:
+            if is_before_end:
                 self._watch.end()
         if batch.error is not None:
             raise batch.error
@@ -361,6 +363,8 @@ class Group:
                 "expected gradients to be exchanged with the last micro-batch of a step alone, "
                 f"found that they are to be with each. Use no_sync. {ADVICE}"
             )
+        if not self._modules.are_unedited(self._mark, self._trained):
+            self._require_unedited()
         batch.begin_at(Start.capture(self._device))
         self._turn = self._tail = batch
         self._before, self._has_last = Gradients(self._trained), is_last

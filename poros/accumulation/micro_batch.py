@@ -12,8 +12,9 @@ Note: Cuts
     A layer whose visits are replayed has no graph at all: see ``poros.replay.remat.ReplayedVisit``.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -24,8 +25,10 @@ from poros.accumulation.calls import (
     HiddenStates,
     NotGrouped,
     Watchers,
+    WithoutValues,
     key_of,
     require_hidden_states,
+    tensors_of,
 )
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
@@ -141,6 +144,21 @@ class _Taken(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
+class _Noted(NamedTuple):
+    """The call of a layer that is to run later."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[tuple[torch.Tensor, int]]
+    """Of the tensors that it is given, besides hidden states."""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Noted":
+        tensors = tensors_of((*args, *kwargs.values()))
+        others = [each for each in tensors if not isinstance(each, HiddenStates)]
+        return cls(args, kwargs, [(each, each._version) for each in others])
+
+
 class MicroBatch:
     """One micro-batch on its way through the layers.
 
@@ -195,12 +213,12 @@ class MicroBatch:
         self._is_confined = not self.code_is_within_a_region()
         self._state = self.start
         """Where it goes on from."""
+        self._resumed_at = self.start
         self._cuts: list[Cut] = []
-        self._noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        """Arguments of the layers behind the first, for layers that have not run."""
+        self._noted: list[_Noted] = []
+        """Calls of the layers behind the first, as far as these have not run."""
         self._form: tuple[torch.Size, torch.dtype] | None = None
         """Of its hidden states."""
-        self._blank: torch.Tensor | None = None
         self._has_graph = has_graph
         self._error: Exception | None = None
         """Of a layer that has run."""
@@ -222,6 +240,7 @@ class MicroBatch:
         """Go on up to behind the first layer, then to the last, then to the head."""
         number, is_first = self.num_done, self._state is self.start
         (self._state if is_first else self._state.pytorch).restore()
+        self._resumed_at = Start.capture(self._device)
         try:
             self.code.resume()
         finally:
@@ -239,12 +258,14 @@ class MicroBatch:
         Raises:
             Exception: Whatever the layer raises; its code gets that as it goes on.
         """
-        layer, (args, kwargs) = self._layers[index], self._noted[index - 1]
-        self._noted[index - 1] = ((), {})
+        layer, noted = self._layers[index], self._noted.pop(0)
+        if any(each._version != version for each, version in noted.versions):
+            raise self.refuse("tensors that layers are given, edited in place behind their calls")
         given = self._cuts[index].take()
-        args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
+        args = tuple(given if isinstance(each, HiddenStates) else each for each in noted.args)
         kwargs = {
-            key: given if isinstance(each, HiddenStates) else each for key, each in kwargs.items()
+            key: given if isinstance(each, HiddenStates) else each
+            for key, each in noted.kwargs.items()
         }
         self._state.pytorch.restore()
         try:
@@ -284,15 +305,14 @@ class MicroBatch:
 
     def _hand_on(self) -> torch.Tensor:
         """What its code is handed for the result of a layer that is to run: it has no values."""
-        if self._blank is None:
-            shape, dtype = self._form or (torch.Size(), torch.float32)
-            self._blank = torch.empty(1, dtype=dtype, device=self._device).expand(shape)
-        handed = torch.Tensor._make_subclass(HiddenStates, self._blank, self._cuts[-1].is_awaited)
-        handed.used = weakly(self._refuse_use)
-        return handed
+        shape, dtype = self._form or (torch.Size(), torch.float32)
+        held = weakref.ref(self)
 
-    def _refuse_use(self) -> None:
-        raise self.refuse("the model computes with hidden states between its layers")
+        def refuse_use() -> None:
+            batch, why = held(), "the model computes with hidden states between its layers"
+            raise UnsupportedModelError(why) if batch is None else batch.refuse(why)
+
+        return WithoutValues.like(shape, dtype, self._device, refuse_use)
 
     def finish(self) -> None:
         """Go on to the end."""
@@ -324,7 +344,7 @@ class MicroBatch:
                 args, kwargs = self._begin(given, args, kwargs)
             elif not self._conditions[layer.index].still_reads_so():
                 raise NotGrouped("layers that the loss changes while it runs")
-            elif not RngStash.capture(self._device).equals(self._state.pytorch):
+            elif self._has_drawn(layer is self._layers[-1]):
                 raise NotGrouped("random numbers are drawn between layers")
         except NotGrouped as reason:
             if not is_first:
@@ -338,7 +358,7 @@ class MicroBatch:
             with layer.in_a_row(has_code=True):
                 self._run(layer, args, kwargs, condition)
         else:
-            self._noted.append((args, kwargs))
+            self._noted.append(_Noted.of(args, kwargs))
         is_last = layer is self._layers[-1]
         handed = None if is_last else self._hand_on()
         self._calls.note(handed)
@@ -376,6 +396,16 @@ class MicroBatch:
         if not self._conditions[layer.index].equals(condition):
             raise NotGrouped("layers that the loss changes while it runs")
         return condition
+
+    def _has_drawn(self, of_all: bool) -> bool:
+        """Whether its code has drawn since it went on behind the first layer.
+
+        ``of_all``: from Python's and NumPy's generators too.
+        """
+        if not RngStash.capture(self._device).equals(self._state.pytorch):
+            return True
+        now = Start.capture(self._device) if of_all else self._resumed_at
+        return not all(map(is_same_state, now[1:], self._resumed_at[1:]))
 
     def refuse(self, why: str) -> UnsupportedModelError:
         """What is to be raised, found out on its way: it cannot run alone any more."""

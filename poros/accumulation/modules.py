@@ -4,7 +4,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import starmap
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -67,12 +67,25 @@ class Modules:
             for parameter in module.parameters()
         )
 
-    def mark(self, parameters: Sequence[nn.Parameter]) -> object:
+    def mark(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[int]]:
         """Equal ones mean: the same modules, and none of the parameters was edited."""
-        return self._children_now(), [each._version for each in parameters]
+        return self._children_now(), _versions(parameters)
+
+    def are_unedited(
+        self, mark: tuple[list[int], list[int]], parameters: Sequence[nn.Parameter]
+    ) -> bool:
+        """Whether parameters are as at ``mark``, and trained; at a small part of its cost."""
+        return mark[1] == _versions(parameters) and all(map(_REQUIRES, parameters))
 
     def _children_now(self) -> list[int]:
         return list(map(id, values_of(self._child_tables)))
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> list[int]:
+    return [each._version for each in parameters]
+
+
+_REQUIRES = attrgetter("requires_grad")
 
 
 class Marks(NamedTuple):

@@ -115,10 +115,15 @@ class Condition:
         return is_equal
 
     def still_reads_so(self) -> bool:
-        """Whether adapters act, and flags, hooks and plain attributes are, as then: at low cost."""
+        """Whether the layer is now as it was then, without a new object of this class."""
         contents = self.contents
         return (
-            self.adapter_state == _adapter_state(contents.adapter_modules)
+            contents.is_current()
+            and contents.has_same_tensors()
+            and self.trained.are_as_they_were()
+            and self.versions == list(map(_version, self.parameters))
+            and self._staying.changed(self.staying) is None
+            and self.adapter_state == _adapter_state(contents.adapter_modules)
             and self.hooks == contents.hooks()
             and self.training == tuple(map(_training, contents.modules()))
             and not contents.attributes.differ(self.attributes, contents.attributes.read())

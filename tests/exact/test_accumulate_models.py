@@ -1,5 +1,6 @@
 """What code of the model does in, around and between its layers: equal bits, or a typed error."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,9 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from poros.accumulation.calls import HiddenStates
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
-from poros.errors import RematerializationError, UnsupportedModelError
+from poros.errors import UnsupportedModelError
 from poros.stream.condition import Condition
 from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted
@@ -222,6 +224,64 @@ def reading(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any
     return layer(hidden, *args, **kwargs)
 
 
+def refilled(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    """A mask of its own for one layer, edited behind the call."""
+    if number != 1:
+        return layer(hidden, *args, **kwargs)
+    own = kwargs["attention_mask"].clone()
+    found = layer(hidden, *args, **{**kwargs, "attention_mask": own})
+    own.fill_(0.0)
+    return found
+
+
+def exchanged(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    """A frozen norm for one call of one layer."""
+    held = layer.input_layernorm._parameters
+    before = held["weight"]
+    if number == 1:
+        held["weight"] = torch.nn.Parameter(before.detach() * 1.5, requires_grad=False)
+    try:
+        return layer(hidden, *args, **kwargs)
+    finally:
+        held["weight"] = before
+
+
+def frozen_meanwhile(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    trained = [each for each in layer.parameters() if each.requires_grad and number == 1]
+    for each in trained:
+        each.requires_grad_(False)
+    try:
+        return layer(hidden, *args, **kwargs)
+    finally:
+        for each in trained:
+            each.requires_grad_(True)
+
+
+def of_python(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    random.random()
+    return layer(hidden, *args, **kwargs)
+
+
+def halving(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    for each in layer.parameters():
+        if number == 1 and each.requires_grad and each.grad is not None:
+            each.grad.mul_(0.5)
+    return layer(hidden, *args, **kwargs)
+
+
+@torch.jit.script
+def mean_of(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.mean()
+
+
+def compiled(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    """No function of Python sees that it reads hidden states."""
+    if number == 1:
+        mask = kwargs["attention_mask"]
+        kwargs = {**kwargs, "attention_mask": mask + mean_of(hidden).detach().to(mask.dtype)}
+    return layer(hidden, *args, **kwargs)
+
+
 class Kept:
     """Layer 1 is given what layer 0 has returned at the call before."""
 
@@ -310,9 +370,23 @@ LATER = {
     **{name: (call, (UnsupportedModelError, end)) for name, (call, end) in CALLS.items()},
     "evaluation mode": (in_evaluation_mode, (UnsupportedModelError, "while it runs")),
 }
-EDITED = (RematerializationError, "edited in place")
+EDITED = (UnsupportedModelError, "edited in place")
 EAGER = partial(dense, attn_implementation="eager")
+THREE: Any = {"base": partial(dense, num_layers=3)}
+UNDONE: dict[str, tuple[Call, str, Any]] = {
+    "another norm": (exchanged, "while it runs", THREE),
+    "frozen adapters": (frozen_meanwhile, "while it runs", THREE),
+    "draws of Python": (of_python, "drawn between layers", THREE),
+    "halved gradients": (halving, "gradients are used", THREE),
+    "a mask that is refilled": (refilled, "edited in place", {"base": EAGER}),
+    "a mask by compiled code": (compiled, COMPUTES, {"base": EAGER}),
+}
 BETWEEN = {
+    **{
+        f"{name}, later": between(lambda call=call: call, (UnsupportedModelError, end), 1, **more)
+        for name, (call, end, more) in UNDONE.items()
+    },
+    "one layer": program(base=partial(dense, num_layers=1)),
     **{
         name: between(lambda call=call: call, end, lengths=(8,))
         for name, (call, end) in CALLS.items()
@@ -344,12 +418,20 @@ def test_programs(which: str, bases: Bases) -> None:
     assert ends(PROGRAMS[which], bases)
 
 
+def blank(batch: Any) -> torch.Tensor:
+    """Hidden states that are zeros, and may be used."""
+    shape, dtype = batch._form
+    found = torch.zeros(shape, dtype=dtype).as_subclass(HiddenStates)
+    found.used = lambda: None
+    return found
+
+
 CONTROLS = {
     "states that are not planned": Control(
         Group, "_plan_behind", lambda self, batch: True, AROUND["frozen lower layers"]
     ),
     "hidden states that nobody watches": Control(
-        *(MicroBatch, "_refuse_use", lambda self: None, BETWEEN["a mask of hidden states, later"])
+        *(MicroBatch, "_hand_on", blank, BETWEEN["a mask of hidden states, later"])
     ),
     "conditions that nobody compares": Control(
         *(Condition, "still_reads_so", lambda self: True),

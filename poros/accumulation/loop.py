@@ -67,11 +67,12 @@ def accumulate(
         a loss that uses what goes into the layers itself, if it is trained. Between the parts of
         ``loss`` before the layers, behind them and behind the head, those of other batches run:
         attributes of the object that it is a method of, and variables around it, may not pass
-        values from one part to another, which is found out likewise. Poros does not see edits that
-        PyTorch does not count (through ``.data`` or NumPy) between micro-batches, gradients that
-        were read before and kept, and what passes from part to part elsewhere: within other
-        objects, in files, in iterators, in generators of random numbers of one's own. Have such a
-        loss read and write it on one side of the call of the model.
+        values from one part to another, which is found out likewise. Poros does not see changes of
+        layers behind the first that one ``loss`` makes before it calls the model and the next one
+        undoes, edits that PyTorch does not count (through ``.data`` or NumPy) between
+        micro-batches, gradients that were read before and kept, and what passes from part to part
+        elsewhere: within other objects, in files, in iterators, in generators of random numbers of
+        one's own. Have such a loss read and write it on one side of the call of the model.
 
     Raises:
         UnsupportedModelError: If ``loss`` does for a later micro-batch what cannot be grouped, and

@@ -116,8 +116,8 @@ class Calls:
         self._objects: tuple[Any, ...] = ()
         self._surroundings: Surroundings | None = None
         self.latest: torch.Tensor | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        """Of what layers were given besides hidden states."""
+        self._given: dict[int, tuple[torch.Tensor, int]] = {}
+        """What layers were given besides hidden states, and its version then, by its id."""
 
     def require(
         self, layer: LayerBody, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -146,9 +146,13 @@ class Calls:
         if index and surroundings != self._surroundings:
             raise NotGrouped("the model changes autocast or settings between its layers")
         self._surroundings = surroundings
-        if any(each._version != version for each, version in self._versions):
-            raise NotGrouped("tensors that layers are given, edited in place between their calls")
+        self.require_unedited()
         return given
+
+    def require_unedited(self) -> None:
+        """Raise ``NotGrouped`` if tensors were edited since layers were first given them."""
+        if any(each._version != version for each, version in self._given.values()):
+            raise NotGrouped("tensors that layers are given, edited in place behind a call")
 
     def note(self, handed: torch.Tensor | None) -> None:
         """The layer was called, and its caller is ``handed`` that."""
@@ -172,7 +176,8 @@ class Calls:
         if not all(map(_is_fixed, values)):
             raise NotGrouped("layers are given objects that may change")
         self._objects = objects
-        self._versions += [(each, each._version) for each in tensors]
+        for each in tensors:
+            self._given.setdefault(id(each), (each, each._version))
 
 
 def _is_fixed(value: Any) -> bool:

@@ -239,9 +239,8 @@ class Group:
                 self._watch.end()
         if batch.error is not None:
             raise batch.error
-        error = batch.code.error
-        if error is not None and not isinstance(error, Exception):
-            raise error
+        if not isinstance(batch.code.error, Exception):
+            batch.code.reraise()
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -374,8 +373,7 @@ class Group:
                 batch.finish()
             if batch.error is not None:
                 raise batch.error
-            if batch.code.error is not None:
-                raise batch.code.error
+            batch.code.reraise()
             if self._ranks.is_synced and batch.is_awaited and not batch.has_arrived:
                 # DDP waits for gradients in vain.
                 raise UnsupportedModelError(
@@ -405,8 +403,7 @@ class Group:
         if not batch.code.is_over:
             batch.begin_at(Start.capture(self._device))
             batch.finish_alone()
-        if batch.code.error is not None:
-            raise batch.code.error
+        batch.code.reraise()
         return batch.code.result
 
     def _note_drawn(self, batch: MicroBatch) -> None:

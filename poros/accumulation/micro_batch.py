@@ -14,7 +14,7 @@ Note: Cuts
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -28,7 +28,6 @@ from poros.accumulation.calls import (
     WithoutValues,
     key_of,
     require_hidden_states,
-    tensors_of,
 )
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
@@ -144,21 +143,6 @@ class _Taken(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-class _Noted(NamedTuple):
-    """The call of a layer that is to run later."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    versions: list[tuple[torch.Tensor, int]]
-    """Of the tensors that it is given, besides hidden states."""
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Noted":
-        tensors = tensors_of((*args, *kwargs.values()))
-        others = [each for each in tensors if not isinstance(each, HiddenStates)]
-        return cls(args, kwargs, [(each, each._version) for each in others])
-
-
 class MicroBatch:
     """One micro-batch on its way through the layers.
 
@@ -215,8 +199,8 @@ class MicroBatch:
         """Where it goes on from."""
         self._resumed_at = self.start
         self._cuts: list[Cut] = []
-        self._noted: list[_Noted] = []
-        """Calls of the layers behind the first, as far as these have not run."""
+        self._noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        """Arguments of the layers behind the first, as far as these have not run."""
         self._form: tuple[torch.Size, torch.dtype] | None = None
         """Of its hidden states."""
         self._has_graph = has_graph
@@ -258,17 +242,15 @@ class MicroBatch:
         Raises:
             Exception: Whatever the layer raises; its code gets that as it goes on.
         """
-        layer, noted = self._layers[index], self._noted.pop(0)
-        if any(each._version != version for each, version in noted.versions):
-            raise self.refuse("tensors that layers are given, edited in place behind their calls")
+        layer, (args, kwargs) = self._layers[index], self._noted.pop(0)
         given = self._cuts[index].take()
-        args = tuple(given if isinstance(each, HiddenStates) else each for each in noted.args)
+        args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
         kwargs = {
-            key: given if isinstance(each, HiddenStates) else each
-            for key, each in noted.kwargs.items()
+            key: given if isinstance(each, HiddenStates) else each for key, each in kwargs.items()
         }
         self._state.pytorch.restore()
         try:
+            self._calls.require_unedited()
             self._run(layer, args, kwargs, self._condition(layer))
         except NotGrouped as reason:
             raise self.refuse(str(reason)) from reason
@@ -358,7 +340,7 @@ class MicroBatch:
             with layer.in_a_row(has_code=True):
                 self._run(layer, args, kwargs, condition)
         else:
-            self._noted.append(_Noted.of(args, kwargs))
+            self._noted.append((args, kwargs))
         is_last = layer is self._layers[-1]
         handed = None if is_last else self._hand_on()
         self._calls.note(handed)

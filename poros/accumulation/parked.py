@@ -123,6 +123,19 @@ class ParkedCode:
         is_one = self is other or self._regions == other._regions
         return nullcontext() if is_one else self.inside()
 
+    def reraise(self) -> None:
+        """Raise what it has raised, if anything; it is not held from then on.
+
+        It holds frames that hold this: what contexts of theirs have left to undo would be undone
+        whenever Python's collector comes by, within a visit for one.
+        """
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+
     @property
     def is_running(self) -> bool:
         return getcurrent() is self._stack

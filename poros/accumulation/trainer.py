@@ -91,7 +91,7 @@ class BlockMajorMixin:
     def floating_point_ops(self, inputs: Any) -> int:
         """As the trainer's own, with parameters counted once for each ``train``.
 
-        Going through all modules for it costs the host some 20 ms of each micro-batch.
+        The trainer's own goes through all modules of the model for each micro-batch.
         """
         own: Any = super().floating_point_ops  # type: ignore[misc]
         model: Any = self.model  # type: ignore[attr-defined]

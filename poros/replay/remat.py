@@ -157,7 +157,7 @@ class ReplayedVisit:
                     parameters.append(call.parameters[number])
                     gradients.append(total)
         if parameters:
-            # As torch.autograd.backward, whose comparisons of shapes take as long as the visit.
+            # As torch.autograd.backward, without its comparison of each shape.
             torch.autograd.Variable._execution_engine.run_backward(
                 *(tuple(parameters), tuple(gradients), False, False, ()),
                 allow_unreachable=True,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from poros.accumulation.calls import HiddenStates
+from poros.accumulation.calls import Calls, HiddenStates
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import UnsupportedModelError
@@ -432,6 +432,12 @@ CONTROLS = {
     ),
     "hidden states that nobody watches": Control(
         *(MicroBatch, "_hand_on", blank, BETWEEN["a mask of hidden states, later"])
+    ),
+    "arguments that nobody compares": Control(
+        *(Calls, "require_unedited", lambda self: None, BETWEEN["a mask that is refilled, later"])
+    ),
+    "draws that nobody sees": Control(
+        *(MicroBatch, "_has_drawn", lambda self, of_all: False, BETWEEN["a seed, later"])
     ),
     "conditions that nobody compares": Control(
         *(Condition, "still_reads_so", lambda self: True),

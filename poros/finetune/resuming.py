@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from poros.errors import RunFolderError, quoted, reason_of
-from poros.finetune import hub
 from poros.finetune.checkpoints import STAGE, damage_of, numbered
 from poros.io.reading import open_regular
 from poros.io.writing import require_folder, write_json, write_text, writing
@@ -37,7 +36,6 @@ _OTHER = "give another folder (--out)"
 _MAY_CHANGE = (
     "output.folder",
     "output.merged",
-    *(f"training.{name}" for name in hub.SETTINGS),
     "training.save_total_limit",
     "training.save_steps",
     "training.save_strategy",
@@ -51,7 +49,6 @@ _MAY_CHANGE = (
 )
 """Settings that decide no bit of the result: another value goes on with the run."""
 _LENGTHS = ("training.num_train_epochs", "training.max_steps")
-_ACCUMULATION = "training.gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -71,12 +68,6 @@ class RunFolder:
     step: int = 0
     notes: tuple[str, ...] = ()
     begun: Mapping[str, Any] | None = None
-
-    @property
-    def accumulation(self) -> int | None:
-        """Micro-batches of a step that the run was begun with; None for a new run."""
-        begun = self.begun
-        return None if begun is None else _flat(begun["recipe"]).get(_ACCUMULATION)
 
     @property
     def adapter(self) -> Path:
@@ -122,7 +113,6 @@ def require_usable(recipe: Recipe) -> dict[str, Any] | None:
         if old.get(key) != new.get(key)
         and key not in _MAY_CHANGE
         and not (key in _LENGTHS and _is_longer(old, new))
-        and not (key == _ACCUMULATION and new.get(key) == "auto")
     ]
     if differing:
         raise _another(path, differing)
@@ -263,7 +253,7 @@ def lock_run_dir(
     removed.
 
     Args:
-        recipe: With its output folder and its accumulation.
+        recipe: With its output folder.
         digests: Of rows of tokens.
         machine: What it computes on.
         seen: The folder as it was inspected.

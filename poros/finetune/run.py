@@ -9,7 +9,7 @@ import torch
 
 import poros
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
-from poros.finetune import hub, summary
+from poros.finetune import summary
 from poros.finetune.adapters import adapter_config, require_targets
 from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
@@ -28,7 +28,7 @@ from poros.finetune.resuming import (
 from poros.finetune.stopping import Stopping
 from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, image_collator, load_tokenizer, tokenize
-from poros.finetune.trainers import fit_accumulation, make_arguments, make_trainer, num_steps
+from poros.finetune.trainers import few_updates, make_arguments, make_trainer, num_steps
 from poros.io.writing import writing
 from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import configuration, model_class_of
@@ -102,8 +102,6 @@ def finetune(
             with: it was begun with something else, or what it has written is damaged.
         StoreWriteError: If a checkpoint or the adapter cannot be written; those before it are left.
         Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
-
-    With ``training.push_to_hub`` the adapter is sent to the hub then.
     """
     device = _device(recipe)
     given = recipe
@@ -135,8 +133,6 @@ def finetune(
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
     run = inspect_run_dir(given, digests, computed_on)
     dataset = _dataset(recipe, tokens, row_length, rows if has_images else None)
-    recipe, more = fit_accumulation(recipe, len(dataset), run.accumulation)
-    original = given.accumulating(recipe.training.gradient_accumulation_steps)
     evaluated = None
     if others and held_out:
         evaluated = _dataset(recipe, held_out, row_length, others if has_images else None)
@@ -154,7 +150,7 @@ def finetune(
         has_validation=evaluated is not None,
         has_bar=console.is_terminal,
     )
-    notes += dict.fromkeys([*more, *run.notes])
+    notes += [*few_updates(recipe, size.num_steps), *run.notes]
     if train.unused:
         notes.append(f"keys that nothing reads: {', '.join(train.unused)}")
     if run.checkpoint is not None:
@@ -163,7 +159,7 @@ def finetune(
     summary.show(console, recipe, plan, size, rows, tokens, tokenizer, kernels, notes)
     if is_dry:
         return None
-    with lock_run_dir(original, digests, computed_on, run) as run:
+    with lock_run_dir(given, digests, computed_on, run) as run:
         model = _model(recipe, device, run)
         processing = processor or tokenizer
         trainer = make_trainer(
@@ -171,10 +167,7 @@ def finetune(
             row_length=row_length,
             images=images,
         )
-        adapter = _train(recipe, run, trainer, processing, size.num_steps)
-    if recipe.training.more.get("push_to_hub"):
-        hub.send(recipe, adapter)
-    return adapter
+        return _train(recipe, run, trainer, processing, size.num_steps)
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -338,9 +331,6 @@ def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:
 
     weights = load_file(checkpoint / "adapter_model.safetensors")
     set_peft_model_state_dict(trainer.accelerator.unwrap_model(trainer.model), weights)
-    optimizer: Any = trainer.create_optimizer()
-    if callable(getattr(optimizer, "eval", None)):
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
 
 
 def _save(
@@ -350,9 +340,6 @@ def _save(
     run: RunFolder,
 ) -> None:
     """Write the adapter beside its place, then move it there as a whole."""
-    optimizer: Any = trainer.optimizer
-    if callable(getattr(optimizer, "eval", None)):
-        optimizer.eval()  # schedule-free: the weights to use are not those that are trained
     part = run.adapter.with_name(f"{run.adapter.name}.part")
     try:
         with writing(run.adapter, Exception):

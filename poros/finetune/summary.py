@@ -58,7 +58,7 @@ def planned(
     if training.method == "reward":
         return "not planned: a plan is for language models; poros.prepare keeps to the budget"
     rows = training.per_device_train_batch_size * (2 if training.method == "dpo" else 1)
-    together = int(training.gradient_accumulation_steps)
+    together = training.gradient_accumulation_steps
     budget: str | int | None = memory.vram
     card = None
     if device.type == "cuda":
@@ -121,7 +121,7 @@ def show(
     table.add_row("data", _data_line(recipe, size, tokens))
     for name, text in _marked(tokens, 0, tokenizer, console.encoding, _SHORT):
         table.add_row(name, text)
-    per_step = training.per_device_train_batch_size * int(training.gradient_accumulation_steps)
+    per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
     table.add_row(
         "training",
         f"{training.method}, {size.num_steps} steps of {per_step} rows, {training.optim}, "
@@ -244,7 +244,7 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     lines = [("memory", f"{fits}; {blocks}")]
     lines.append(("host memory", _host_line(recipe, plan.host_num_bytes)))
     if plan.step_ms is not None:
-        together = int(recipe.training.gradient_accumulation_steps)
+        together = recipe.training.gradient_accumulation_steps
         time = formatting.duration(plan.step_ms / 1e3 * together * size.num_steps)
         lines.append(("time", f"about {time}, forecast from the card's published rates"))
     else:

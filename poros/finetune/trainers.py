@@ -26,13 +26,12 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
-from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
 from poros.finetune.packing import takes_cu_seqlens
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of, refusals
-from poros.recipes.recipe import FEWEST_UPDATES, MOST_ACCUMULATED, Recipe
+from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 
 _OURS = ("method", "lora_plus", "early_stopping_patience", "adapter_kernels")
 """Settings of ``training`` that TRL does not know."""
+_FEW_UPDATES = 50
+"""Fewer are noted before a run."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -261,7 +262,7 @@ def make_arguments(
     """Build TRL's configuration of a recipe's method.
 
     Args:
-        recipe: With a number for its accumulation.
+        recipe: How it trains.
         folder: Of the run.
         device: Where it trains.
         steps: Optimizer steps in all.
@@ -287,13 +288,11 @@ def make_arguments(
         fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"
     fields |= recipe.as_dict()["training"]
     # TRL would replace the loss, and code of transformers for the whole process.
-    for own in (*_OURS, *hub.SETTINGS, "use_liger_kernel"):
+    for own in (*_OURS, "use_liger_kernel"):
         fields.pop(own, None)
     is_stopped_early = training.early_stopping_patience is not None
     if is_stopped_early:
         fields["load_best_model_at_end"] = True  # the last steps have made nothing better
-    if training.is_schedule_free:
-        fields["lr_scheduler_type"] = "constant"
     if training.method == "sft":
         # Rows are packed tokens by now.
         fields |= {"max_length": None, "packing": False, "pad_to_multiple_of": None}
@@ -354,13 +353,12 @@ def _own_dtypes(model: nn.Module, dtype: str) -> Iterator[None]:
         parameter.data = data
 
 
-def num_steps(num_rows: int, recipe: Recipe, accumulation: int | None = None) -> int:
+def num_steps(num_rows: int, recipe: Recipe) -> int:
     """Count the optimizer steps of a run, as the Trainer does.
 
     Args:
         num_rows: Of the data, packed.
         recipe: How it trains.
-        accumulation: Micro-batches of a step; None for the recipe's.
     """
     training = recipe.training
     if training.max_steps is not None:
@@ -368,41 +366,15 @@ def num_steps(num_rows: int, recipe: Recipe, accumulation: int | None = None) ->
     is_cut = training.more.get("dataloader_drop_last", False)
     size = training.per_device_train_batch_size
     micro_batches = num_rows // size if is_cut else -(-num_rows // size)
-    per_epoch = -(-micro_batches // (accumulation or int(training.gradient_accumulation_steps)))
+    per_epoch = -(-micro_batches // training.gradient_accumulation_steps)
     return math.ceil(training.num_train_epochs * max(1, per_epoch))
 
 
-def fit_accumulation(
-    recipe: Recipe, num_rows: int, before: int | None = None
-) -> tuple[Recipe, list[str]]:
-    """Give ``gradient_accumulation_steps: auto`` its number: so many that there are enough steps.
-
-    Args:
-        recipe: Checked.
-        num_rows: Of the data, packed.
-        before: The number that a run has which goes on.
-
-    Returns:
-        The recipe with a number, and notes.
-    """
-    training = recipe.training
-    given, chosen = training.gradient_accumulation_steps, before
-    if given != "auto":
-        chosen = int(given)
-    elif chosen is None and training.max_steps is not None:
-        chosen = MOST_ACCUMULATED
-    elif chosen is None:
-        tried = range(MOST_ACCUMULATED, 1, -1)
-        enough = (each for each in tried if num_steps(num_rows, recipe, each) >= FEWEST_UPDATES)
-        chosen = next(enough, 1)
-    recipe = recipe.accumulating(chosen)
-    steps, notes = num_steps(num_rows, recipe), []
-    if given == "auto" and chosen != MOST_ACCUMULATED:
-        notes.append(
-            f"micro-batches of a step: {chosen} instead of {MOST_ACCUMULATED}, for {steps} updates "
-            "of the adapter in all (--accumulation)"
-        )
-    elif steps < FEWEST_UPDATES and training.max_steps is None and chosen > 1:
+def few_updates(recipe: Recipe, steps: int) -> list[str]:
+    """Return notes about a run that has few optimizer steps."""
+    training, notes = recipe.training, []
+    together = training.gradient_accumulation_steps
+    if steps < _FEW_UPDATES and training.max_steps is None and together > 1:
         notes.append(
             f"few updates of the adapter: {steps} in all; a smaller --accumulation or more "
             "--epochs give more"
@@ -413,7 +385,7 @@ def fit_accumulation(
             f"all {steps} steps are within the warm-up of {warmup}: the learning rate does not "
             "reach its peak (--warmup)"
         )
-    return recipe, notes
+    return notes
 
 
 def num_warmup_steps(recipe: Recipe, steps: int) -> int:

@@ -196,19 +196,6 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
                 f"expected method {' or '.join(setting.methods)} with it, found {training.method}; "
                 "remove it",
             )
-    if training.is_schedule_free:
-        if given.get("training.lr_scheduler_type") not in (None, "constant"):
-            draft.problem(
-                "training.lr_scheduler_type",
-                f"expected constant with {training.optim}, found {training.lr_scheduler_type}; "
-                "remove it",
-            )
-        if training.lora_plus is not None:
-            draft.problem(
-                "training.lora_plus",
-                f"expected another optimizer than {training.optim}, which has one rate for all; "
-                "choose adamw_torch_fused, or remove it",
-            )
     if training.adapter_kernels == "grouped" and recipe.adapter.use_dora:
         draft.problem(
             "training.adapter_kernels",

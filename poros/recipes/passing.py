@@ -48,7 +48,8 @@ _TRAINING = {
     "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
     "label_names",
     "a recipe is kept beside the adapter, and is no place for a secret: set HF_TOKEN": "hub_token",
-    "the adapter is sent once the run has ended, and no checkpoint": "hub_strategy hub_always_push",
+    "a run stays on this machine; `hf upload OWNER/NAME FOLDER` sends its adapter": "push_to_hub "
+    "hub_model_id hub_private_repo hub_revision hub_strategy hub_always_push",
     "it is model": "model_init_kwargs",
     "Poros runs no code that comes with a checkpoint": "trust_remote_code",
     "the model's own coefficient is taken": "router_aux_loss_coef",
@@ -83,7 +84,7 @@ _BY_METHOD = {
     ("sft", "loss_type"): "the model's own loss is computed, in slices of the head",
     ("kto", "train_sampling_strategy"): "each micro-batch holds the rows that its KL term pairs",
 }
-_OPTIMIZERS = ("flora", "lomo", "galore", "apollo")
+_OPTIMIZERS = ("flora", "lomo", "galore", "apollo", "schedule_free")
 """Refused by a part of their name."""
 _LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
@@ -169,9 +170,10 @@ def _particular(name: str, method: str) -> Kind | None:
 
         known = [str(each.value) for each in OptimizerNames]
         why = (
-            "expected an optimizer of adapters that steps after the backward, found one of whole "
-            "matrices or of all weights; choose adamw_torch_fused (poros.optim.Flora trains all "
-            "weights in a script)"
+            "expected an optimizer of adapters that steps after the backward and has a schedule, "
+            "found one of whole matrices, of all weights, or without a schedule; choose "
+            "adamw_torch_fused (in a script, schedule-free ones train too, and poros.optim.Flora "
+            "trains all weights)"
         )
         bad = [each for each in (*known, "flora") if any(part in each for part in _OPTIMIZERS)]
         return choice(*(each for each in known if each not in bad), refused=bad, why=why)

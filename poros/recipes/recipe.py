@@ -7,7 +7,7 @@ line. A field's type says how its value is read from a file or a flag; its line 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -27,10 +27,6 @@ from poros.recipes.values import (
 
 Method = Literal["sft", "dpo", "kto", "reward"]
 METHODS: tuple[str, ...] = get_args(Method)
-FEWEST_UPDATES = 50
-"""With fewer, ``gradient_accumulation_steps: auto`` accumulates less."""
-MOST_ACCUMULATED = 8
-
 
 THEIRS = None
 """Stands for the kind of the library's field of the same name."""
@@ -148,11 +144,8 @@ class TrainingPart:
     per_device_train_batch_size: Count = _setting(
         1, "--batch-size", "Rows per micro-batch; 2 with kto."
     )
-    gradient_accumulation_steps: Count | Literal["auto"] = _setting(
-        "auto",
-        "--accumulation",
-        "Micro-batches of a step, for which a block is loaded once; auto: "
-        f"{MOST_ACCUMULATED}, or fewer where that would be less than {FEWEST_UPDATES} steps.",
+    gradient_accumulation_steps: Count = _setting(
+        8, "--accumulation", "Micro-batches of a step, for which a block is loaded once."
     )
     learning_rate: Annotated[float, real(0, 10, is_above=True)] = _setting(
         2e-4, "--lr", "Peak learning rate; 2e-05 with dpo and kto, 0.0001 with reward."
@@ -220,11 +213,6 @@ class TrainingPart:
     )
     more: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of TRL's configuration."""
-
-    @property
-    def is_schedule_free(self) -> bool:
-        """Whether the optimizer has no schedule but a warmup of its own."""
-        return self.optim.startswith("schedule_free")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,11 +283,6 @@ class Recipe:
         given = self.adapter.lora_alpha
         return 2.0 * self.adapter.r if given is None else given
 
-    def accumulating(self, number: int | Literal["auto"]) -> "Recipe":
-        """The recipe with another number of micro-batches a step."""
-        training = replace(self.training, gradient_accumulation_steps=number)
-        return replace(self, training=training)
-
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values, section by section; what is None or decides nothing is left out."""
         training = self.training
@@ -308,8 +291,7 @@ class Recipe:
             section, name = key.split(".")
             value = getattr(getattr(self, section), name)
             is_idle = training.method not in setting.methods or (
-                (key == "training.num_train_epochs" and training.max_steps is not None)
-                or (key == "training.lr_scheduler_type" and training.is_schedule_free)
+                key == "training.num_train_epochs" and training.max_steps is not None
             )
             if value is not None and not is_idle:
                 plain = list(value) if isinstance(value, tuple) else value

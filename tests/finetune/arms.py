@@ -46,14 +46,9 @@ RECIPES: dict[str, Row] = {
     # Adapters, and what they are trained with.
     "dora": ("completions", {"adapter__use_dora": True, "training__bf16": True}),
     "lora+": training(lora_plus=16),
-    "schedule-free": training(optim="schedule_free_adamw"),
-    "schedule-free, warmed up and evaluated": (
+    "warmed up and evaluated": (
         "text",
-        {
-            **EVALUATED,
-            **{"training__optim": "schedule_free_adamw", "training__warmup_steps": 0.5},
-            "training__max_steps": 3,
-        },
+        {**EVALUATED, "training__warmup_steps": 0.5, "training__max_steps": 3},
     ),
     "bfloat16 adapter": adapter(dtype="bfloat16"),
     "bfloat16 adapter, bf16": (
@@ -107,7 +102,7 @@ RECIPES: dict[str, Row] = {
     "several kinds at once": adapter(bias="all", init_lora_weights="gaussian", **PATTERNS),
 }
 FAST = (
-    *("dpo", "dora", "schedule-free, warmed up and evaluated", "grouped adapters"),
+    *("dpo", "dora", "warmed up and evaluated", "grouped adapters"),
     *("several at once", "head and norms", "some tokens", "several kinds at once"),
 )
 """What the others have, these have, or the tests beside them."""

@@ -74,10 +74,10 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "adapter:\n  use_dora: true\ntraining:\n  adapter_kernels: grouped\n",
         6, "found DoRA", "choose fused",
     ),
-    "schedule of its own": (
-        "training:\n  optim: schedule_free_adamw\n  lr_scheduler_type: linear\n",
-        5, "constant", "remove it",
+    "optimizer without a schedule": (
+        "training:\n  optim: schedule_free_adamw\n", 4, "has a schedule", "adamw_torch_fused",
     ),
+    "sent to the hub": ("training:\n  push_to_hub: true\n", 4, "passes on", "hf upload"),
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "a number above 0", "save_steps: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
     "name twice in a mapping": (
@@ -341,7 +341,6 @@ def test_a_recipe_written_out_is_the_same_recipe(place: Path) -> None:
     for more in (
         (),
         ("--steps", "5"),
-        ("--optimizer", "schedule_free_adamw"),
         ("--dpo", "--beta", "0.2", "--target-modules", "q_proj,v_proj", "--alpha", "8"),
         ("--resident", "--validation", "5%", "--evaluate-every", "3", "--no-packing"),
         ("--adapter", "dora", "--set", "adapter.rank_pattern={q_proj: 8}"),

@@ -41,7 +41,6 @@ def options_for(model: Path, data: Path, out: Path) -> dict[str, Any]:
         **SHORT,
         "training__max_steps": NUM_STEPS,
         "training__gradient_accumulation_steps": 1,
-        "training__optim": "schedule_free_adamw",
         "memory__slots": 2,
         "training__save_steps": SAVE_EVERY,
         "output__folder": out,

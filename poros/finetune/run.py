@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from trl import pack_dataset
 
 import poros
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
@@ -15,7 +16,7 @@ from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
 from poros.finetune.images import image_dataset, load_processor, require_images
 from poros.finetune.liger import choose_liger, use_liger
-from poros.finetune.packing import keeps_apart, pack, require_attention
+from poros.finetune.packing import keeps_apart, require_attention
 from poros.finetune.provenance import base_digest, machine, token_digest
 from poros.finetune.resuming import (
     HELD_OUT,
@@ -226,8 +227,8 @@ def _fit_to_model(
         training = replace(training, packing=False)
     elif recipe.is_packed and not keeps_apart(config, recipe.model.attention):
         notes.append(
-            f"rows are not packed: in a {config.model_type} documents of one row would see each "
-            "other, as was tried on a small one"
+            f"rows are not packed: a {config.model_type} with this attention is none of the models "
+            "that are known to keep the documents of a row apart"
         )
         training = replace(training, packing=False)
     return replace(recipe, training=training), notes, getattr(text, "vocab_size", None)
@@ -254,7 +255,7 @@ def _dataset(
     if with_images is not None:
         return image_dataset(with_images.chosen(tokens.numbers).rows)
     if recipe.is_packed:
-        return pack(tokens.dataset(), row_length)
+        return pack_dataset(tokens.dataset(), row_length, "bfd")  # whole documents, by best fit
     return tokens.dataset(has_lengths=True)
 
 

@@ -13,6 +13,7 @@ import typer
 from poros.cli.merge import merge_with_bar
 from poros.cli.shared import field_and_value, importing, quieten_libraries, readable_errors
 from poros.recipes.recipe import Recipe, settings
+from poros.recipes.values import shown
 
 _RECIPES = (".yaml", ".yml")
 ADAPTERS = ("lora", "dora", "rslora")
@@ -152,8 +153,8 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         if not setting.flag.startswith("--"):
             continue
         names = setting.flag
-        shown = "TEXT" if setting.kind is None else setting.kind.shown
-        is_switch = shown.startswith("BOOL")
+        kind = shown(setting.hint)
+        is_switch = kind.startswith("BOOL")
         if is_switch:
             names += f"/--no-{setting.flag[2:]}"
         default = "" if setting.default in (None, False) else str(setting.default)
@@ -162,10 +163,10 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             help=setting.about,
             show_default=default or False,
             rich_help_panel=key.split(".")[0],
-            metavar=None if is_switch else shown,
+            metavar=None if is_switch else kind,
         )
-        kind = bool | None if is_switch else str | None
-        parameters.append(_parameter(key.replace(".", "__"), kind, option))
+        taken = bool | None if is_switch else str | None
+        parameters.append(_parameter(key.replace(".", "__"), taken, option))
     switches = {
         "dpo": "The same as --method dpo.",
         "dry_run": "Check everything, print what would be trained, and stop.",

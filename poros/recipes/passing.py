@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from poros.errors import RecipeError, quoted
 from poros.recipes.recipe import METHODS
-from poros.recipes.values import Kind, choice, kind_of
+from poros.recipes.values import readable, refusing
 
 SECTIONS = ("adapter", "training")
 _TRAINING = {
@@ -92,7 +92,6 @@ _LOSSES = (
 )
 """Of DPO, which TRL looks up at the first step only."""
 _DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-_INITS = ("true", "false", "gaussian")
 _OTHER_INITS = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica", "orthogonal")
 
 
@@ -103,8 +102,8 @@ def refused(section: str, name: str, method: str) -> str | None:
     return own or next((why for why, names in table.items() if name in names.split()), None)
 
 
-def kinds(section: str, method: str) -> dict[str, Kind]:
-    """The kind of every field that is passed on, by name; imports PEFT or TRL.
+def types_of(section: str, method: str) -> dict[str, Any]:
+    """The type of every field that is passed on, by name; imports PEFT or TRL.
 
     Raises:
         ImportError: If the library is not there.
@@ -115,7 +114,7 @@ def kinds(section: str, method: str) -> dict[str, Kind]:
     for each in dataclasses.fields(config):
         if each.init and refused(section, each.name, method) is None:
             choices = each.metadata.get("choices") or ()
-            found[each.name] = _particular(each.name, method) or kind_of(hints[each.name], choices)
+            found[each.name] = _particular(each.name, method) or readable(hints[each.name], choices)
     return found
 
 
@@ -140,11 +139,11 @@ def remedy(section: str, name: str, method: str) -> str | None:
     others = [
         each
         for each in METHODS
-        if section == "training" and each != method and name in kinds(section, each)
+        if section == "training" and each != method and name in types_of(section, each)
     ]
     if others:
         return f"it is one of training.method: {' or '.join(others)}; remove it"
-    near = get_close_matches(name, kinds(section, method), n=1, cutoff=0.7)
+    near = get_close_matches(name, types_of(section, method), n=1, cutoff=0.7)
     return f"did you mean {near[0]}?" if near else None
 
 
@@ -163,8 +162,8 @@ def _config(section: str, method: str) -> Any:
     return LoraConfig
 
 
-def _particular(name: str, method: str) -> Kind | None:
-    """The kind of a field whose type says less than the library takes."""
+def _particular(name: str, method: str) -> Any:
+    """The type of a field whose own says less than the library takes."""
     if name == "optim":
         from transformers.training_args import OptimizerNames
 
@@ -176,21 +175,16 @@ def _particular(name: str, method: str) -> Kind | None:
             "trains all weights)"
         )
         bad = [each for each in (*known, "flora") if any(part in each for part in _OPTIMIZERS)]
-        return choice(*(each for each in known if each not in bad), refused=bad, why=why)
+        left = tuple(each for each in known if each not in bad)
+        return Annotated[Literal[left], refusing(bad, why)]
     if name == "init_lora_weights":
         why = (
-            f"expected one of {', '.join(_INITS)}, found one of those which change the base, or "
-            "read it; `poros merge` and `poros chat` take it as it is"
+            "expected true, false or gaussian, found one of those which change the base, or read "
+            "it; `poros merge` and `poros chat` take it as it is"
         )
-        one = choice(*_INITS, refused=_OTHER_INITS, why=why)
-
-        def read(text: str) -> bool | str:
-            found: str = one.of(text.lower())
-            return found == "true" if found in ("true", "false") else found
-
-        return Kind(one.expects, read)
+        return Annotated[bool | Literal["gaussian"], refusing(_OTHER_INITS, why)]
     if name == "f_divergence_type":
-        return choice(*_DIVERGENCES)
+        return Literal[_DIVERGENCES]
     if method == "dpo" and name == "loss_type":
-        return kind_of(list[Literal[_LOSSES]])  # type: ignore[valid-type]
+        return readable(list[Literal[_LOSSES]])  # type: ignore[valid-type]
     return None

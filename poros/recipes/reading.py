@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from poros.errors import RecipeError, quoted, reason_of
 from poros.recipes import passing
 from poros.recipes.recipe import METHODS, SECTIONS, Recipe, settings
-from poros.recipes.values import Kind, UnexpectedValueError, described
+from poros.recipes.values import UnexpectedValueError, described, takes_list, value_of
 
 if TYPE_CHECKING:
     from yaml import MappingNode, Node
@@ -145,7 +145,7 @@ def _from_flag(text: str) -> Any:
 
 
 def _read_values(draft: Draft) -> None:
-    """Turn what was written into values, each of the kind of its setting."""
+    """Turn what was written into values, each of the type of its setting."""
     given = draft.written.get("training.method")
     method = given if given in METHODS else METHODS[0]
     for key, written in draft.written.items():
@@ -154,23 +154,23 @@ def _read_values(draft: Draft) -> None:
         default = setting.default if setting is not None else None
         if written is None and default is None and setting is not None:
             continue
-        kind = setting.kind if setting is not None else None
+        hint = setting.hint if setting is not None else None
         try:
-            kind = kind or _passed_on(draft, key, method)
-            if kind is None:
+            hint = hint or _passed_on(draft, key, method)
+            if hint is None:
                 continue
             flag = draft.origins[key]
             is_flag = flag.startswith("--")
-            if is_flag and kind.takes_list:
+            if is_flag and takes_list(hint):
                 written = _from_flag(written)
-            draft.values[key] = kind.of(written)
+            draft.values[key] = value_of(hint, written)
         except UnexpectedValueError as error:
             before = f"{flag} " if is_flag and flag != "--set" else f"{name}: "
             draft.problem(key, f"{error}; {_example(before, default)}")
 
 
-def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
-    """The kind of a library's field; None, and a problem noted, if a recipe does not take it."""
+def _passed_on(draft: Draft, key: str, method: str) -> Any:
+    """The type of a library's field; None, and a problem noted, if a recipe does not take it."""
     section, name = key.split(".", 1)
     why = None if key in settings() else passing.refused(section, name, method)
     if why is not None:
@@ -180,13 +180,13 @@ def _passed_on(draft: Draft, key: str, method: str) -> Kind | None:
         _unknown(draft, key, section, name, None)
         return None
     try:
-        kind = passing.kinds(section, method).get(name)
+        hint = passing.types_of(section, method).get(name)
     except ImportError as error:
         draft.problem(key, f"expected trl and peft to read it with, found: {error}; install them")
         return None
-    if kind is None:
+    if hint is None:
         _unknown(draft, key, section, name, passing.remedy(section, name, method))
-    return kind
+    return hint
 
 
 def _example(before: str, default: Any) -> str:

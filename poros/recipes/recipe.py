@@ -11,32 +11,22 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from poros.config import ADAPTER_KERNELS
-from poros.recipes.values import (
-    Kind,
-    choice,
-    kind_of,
-    modules,
-    one_or_several,
-    real,
-    share_or_number,
-    share_or_source,
-    size,
-    whole,
-)
+from pydantic import Field
+
+from poros.recipes.values import Modules, ShareOrFile, ShareOrNumber, Size, Text
 
 Method = Literal["sft", "dpo", "kto", "reward"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 THEIRS = None
-"""Stands for the kind of the library's field of the same name."""
-Size = Annotated[str, size()]
-Count = Annotated[int, whole(1, 4096)]
-Number = Annotated[int, whole()]
-Several = Annotated[int, whole(2)]
-Positive = Annotated[float, real(0, is_above=True)]
-Share = Annotated[float, real(0, 0.9)]
-Often = Annotated[float, share_or_number(is_above=True)]
+"""Stands for the type of the library's field of the same name."""
+Count = Annotated[int, Field(ge=1, le=4096)]
+Number = Annotated[int, Field(ge=1)]
+Several = Annotated[int, Field(ge=2)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=0.9)]
+Often = Annotated[ShareOrNumber, Field(gt=0)]
 
 
 def _setting(default: Any, flag: str, about: str, methods: tuple[str, ...] = METHODS) -> Any:
@@ -48,7 +38,7 @@ def _setting(default: Any, flag: str, about: str, methods: tuple[str, ...] = MET
 class ModelPart:
     """The base that stays as it is."""
 
-    source: str = _setting(
+    source: Text = _setting(
         "", "MODEL", "Checkpoint folder, store written by `poros load`, or name on the hub."
     )
     quantization: Literal["nf4", "fp4", "none"] = _setting(
@@ -59,7 +49,7 @@ class ModelPart:
         "--dtype",
         "Dtype in which the base computes, and of its weights that are not quantized.",
     )
-    attention: str | None = _setting(
+    attention: Text | None = _setting(
         None,
         "--attention",
         "Attention of transformers: sdpa, eager, flash_attention_2, ...; default: its choice.",
@@ -69,11 +59,13 @@ class ModelPart:
         "--vision",
         "Towers of the base for images and sound: keep them on the device, or drop them.",
     )
-    store: str | None = _setting(
+    store: Text | None = _setting(
         None, "--store", "Folder that keeps the quantized base for the next run."
     )
     host_budget: Size | None = _setting(
-        None, "--host-budget", "Host memory for the base; the rest is read from the store."
+        None,
+        "--host-budget",
+        "Host memory for the base (64GiB); the rest is read from the store.",
     )
 
 
@@ -81,17 +73,19 @@ class ModelPart:
 class DataPart:
     """What it is trained on."""
 
-    source: Annotated[str | tuple[str, ...], one_or_several()] = _setting(
+    source: Text | tuple[Text, ...] = _setting(
         "",
         "DATA",
         "File or folder of rows (JSON, CSV, Parquet), or name of a data set on the hub; or a list.",
     )
-    config: str | None = _setting(None, "--config", "Configuration of a data set on the hub.")
-    split: str | None = _setting(None, "--split", "Split of a data set on the hub; default: train.")
-    validation: Annotated[float | str, share_or_source()] = _setting(
+    config: Text | None = _setting(None, "--config", "Configuration of a data set on the hub.")
+    split: Text | None = _setting(
+        None, "--split", "Split of a data set on the hub; default: train."
+    )
+    validation: ShareOrFile = _setting(
         0.0, "--validation", "Share of the rows that is held out, or a file of rows."
     )
-    chat_template: str = _setting(
+    chat_template: Text = _setting(
         "model", "--chat-template", "model: its own; chatml, llama3; or a .jinja file."
     )
     loss_on: Literal["auto", "assistant", "completion", "all"] = _setting(
@@ -115,7 +109,7 @@ class AdapterPart:
         None, "--alpha", "LoRA alpha, the numerator of the scaling; default: 2 x rank."
     )
     lora_dropout: Share = _setting(0.0, "--dropout", "Dropout on the adapter's input.")
-    target_modules: Annotated[str | tuple[str, ...], modules()] = _setting(
+    target_modules: Modules = _setting(
         "all-linear", "--target-modules", "Modules that get an adapter."
     )
     use_dora: bool = _setting(False, "", "")
@@ -147,13 +141,13 @@ class TrainingPart:
     gradient_accumulation_steps: Count = _setting(
         8, "--accumulation", "Micro-batches of a step, for which a block is loaded once."
     )
-    learning_rate: Annotated[float, real(0, 10, is_above=True)] = _setting(
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = _setting(
         2e-4, "--lr", "Peak learning rate; 2e-05 with dpo and kto, 0.0001 with reward."
     )
     lr_scheduler_type: Annotated[str, THEIRS] = _setting(
         "cosine", "--schedule", "Learning-rate schedule after the warm-up: linear, constant, ..."
     )
-    warmup_steps: Annotated[float, share_or_number()] = _setting(
+    warmup_steps: ShareOrNumber = _setting(
         0.03, "--warmup", "Warm-up steps: a share below 1, or a number."
     )
     optim: Annotated[str, THEIRS] = _setting(
@@ -161,8 +155,8 @@ class TrainingPart:
         "--optimizer",
         "Optimizer, by its name in transformers: adamw_8bit, sgd, ...",
     )
-    weight_decay: float = _setting(0.0, "--weight-decay", "Weight decay of the adapter.")
-    max_grad_norm: float = _setting(
+    weight_decay: NotNegative = _setting(0.0, "--weight-decay", "Weight decay of the adapter.")
+    max_grad_norm: NotNegative = _setting(
         1.0, "--max-grad-norm", "Norm at which gradients are clipped; 0 does not clip."
     )
     lora_plus: Positive | None = _setting(
@@ -178,7 +172,7 @@ class TrainingPart:
         "--liger",
         "Liger's norms, feed-forwards and rotary embeddings; auto: on a GPU, if they are there.",
     )
-    adapter_kernels: Annotated[str, choice("auto", *ADAPTER_KERNELS)] = _setting(
+    adapter_kernels: Literal["auto", "fused", "exact", "grouped", "peft"] = _setting(
         "auto",
         "--adapter-kernels",
         "Kernels of the adapter. grouped: fewer products, within rounding of PEFT's; auto: "
@@ -190,7 +184,7 @@ class TrainingPart:
         "Beta of DPO and KTO: how close the model stays to the base.",
         methods=("dpo", "kto"),
     )
-    max_length: Annotated[int, whole(8)] = _setting(
+    max_length: Annotated[int, Field(ge=8)] = _setting(
         2048, "--max-length", "Most tokens of a row; longer rows are cut."
     )
     packing: bool | Literal["auto"] = _setting(
@@ -202,7 +196,7 @@ class TrainingPart:
     pad_to_multiple_of: Count = _setting(
         64, "--pad-to", "Rows are padded to a multiple of this many tokens."
     )
-    seed: int = _setting(0, "--seed", "Random seed.")
+    seed: Annotated[int, Field(ge=0)] = _setting(0, "--seed", "Random seed.")
     save_steps: Often = _setting(50, "--save-every", "Steps between checkpoints.")
     save_total_limit: Several = _setting(2, "--keep", "Number of checkpoints to keep.")
     eval_steps: Often | None = _setting(
@@ -219,7 +213,9 @@ class TrainingPart:
 class MemoryPart:
     """Where the base lies meanwhile."""
 
-    vram: Size | None = _setting(None, "--vram", "GPU memory budget; default: the free memory.")
+    vram: Size | None = _setting(
+        None, "--vram", "GPU memory budget, such as 8GiB; default: the free memory."
+    )
     slots: Several | None = _setting(
         None, "--slots", "Blocks on the GPU at a time, instead of --vram."
     )
@@ -235,10 +231,10 @@ class MemoryPart:
 class OutputPart:
     """What is written."""
 
-    folder: str | None = _setting(
+    folder: Text | None = _setting(
         None, "--out", "Folder of the run; default: runs/MODEL-DATA-METHOD."
     )
-    merged: str | None = _setting(
+    merged: Text | None = _setting(
         None, "--merged", "Folder for the base with the adapter in it, a checkpoint."
     )
     trace_step: Number | None = _setting(
@@ -315,8 +311,8 @@ class Setting:
     """One field of a recipe, as files and flags know it."""
 
     default: Any
-    kind: Kind | None
-    """None: that of the library's field of this name."""
+    hint: Any
+    """Its type; None: that of the library's field of this name."""
     flag: str
     about: str
     methods: tuple[str, ...]
@@ -332,6 +328,6 @@ def settings() -> dict[str, Setting]:
         for each in fields(part):
             if each.metadata:
                 is_theirs = THEIRS in get_args(hints[each.name])
-                kind = None if is_theirs else kind_of(hints[each.name])
-                found[f"{section}.{each.name}"] = Setting(each.default, kind, **each.metadata)
+                hint = None if is_theirs else hints[each.name]
+                found[f"{section}.{each.name}"] = Setting(each.default, hint, **each.metadata)
     return found

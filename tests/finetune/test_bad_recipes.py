@@ -23,12 +23,12 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
     "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
-    "endless": ("training:\n  max_steps: 1e999\n", 4, "a whole number", "leave it out"),
+    "endless": ("training:\n  max_steps: 1e999\n", 4, "a valid integer", "leave it out"),
     "text for a number": ("adapter:\n  r: many\n", 4, "found 'many'", "r: 16"),
-    "number too small": ("adapter:\n  r: 0\n", 4, "1 to 4096", "r: 16"),
-    "negative rate": ("training:\n  learning_rate: -1e-4\n", 4, "above 0", "0.0002"),
+    "number too small": ("adapter:\n  r: 0\n", 4, "greater than or equal to 1", "r: 16"),
+    "negative rate": ("training:\n  learning_rate: -1e-4\n", 4, "greater than 0", "0.0002"),
     "optimizer of all weights": ("training:\n  optim: flora\n", 4, "adapters", "poros.optim"),
-    "unknown method": ("training:\n  method: ppo\n", 4, "one of sft, dpo, kto", "method: sft"),
+    "unknown method": ("training:\n  method: ppo\n", 4, "'sft', 'dpo', 'kto' or", "method: sft"),
     "nothing given": ("adapter:\n  r:\n", 4, "found nothing", "r: 16"),
     "yes or no": ("memory:\n  resident: maybe\n", 4, "true or false", "resident: false"),
     "size without unit": ("memory:\n  vram: lots\n", 4, "such as 22GiB", "leave it out"),
@@ -37,13 +37,13 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     ),
     "beta of sft": ("training:\n  beta: 0.1\n", 4, "method dpo or kto", "remove it"),
     "field of TRL, of another type": (
-        "training:\n  adam_beta1: high\n", 4, "a number from 0, found 'high'", "leave it out",
+        "training:\n  adam_beta1: high\n", 4, "a valid number, found 'high'", "leave it out",
     ),
     "field of TRL, a text for a mapping": (
         "training:\n  lr_scheduler_kwargs: 3\n", 4, "a mapping", "leave it out",
     ),
     "field of TRL, no such choice": (
-        "training:\n  eval_strategy: often\n", 4, "one of no, steps, epoch", "leave it out",
+        "training:\n  eval_strategy: often\n", 4, "'no', 'steps' or 'epoch'", "leave it out",
     ),
     "field of another method": (
         "training:\n  desirable_weight: 2\n", 4, "unknown", "one of training.method: kto; remove",
@@ -62,7 +62,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "adapter that is refused": ("adapter:\n  layer_replication: [[0, 2]]\n", 4, "poros.prep", "bl"),
     "resident and budget": ("memory:\n  resident: true\n  vram: 8GiB\n", 5, "and vram", "remove"),
     "budget and slots": ("memory:\n  vram: 8GiB\n  slots: 2\n", 5, "vram and slots", "remove one"),
-    "no such device": ("memory:\n  device: cuda:1\n", 4, "one of cpu, cuda", "leave it out"),
+    "no such device": ("memory:\n  device: cuda:1\n", 4, "'cpu', 'cuda' or", "leave it out"),
     "nothing to validate on": ("training:\n  eval_steps: 5\n", 4, "validate", "--validation"),
     "nothing to be best at": (
         "training:\n  load_best_model_at_end: true\n", 4, "validate", "--validation",
@@ -78,7 +78,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  optim: schedule_free_adamw\n", 4, "has a schedule", "adamw_torch_fused",
     ),
     "sent to the hub": ("training:\n  push_to_hub: true\n", 4, "passes on", "hf upload"),
-    "saved at no step": ("training:\n  save_steps: 0\n", 4, "a number above 0", "save_steps: 50"),
+    "saved at no step": ("training:\n  save_steps: 0\n", 4, "greater than 0", "save_steps: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
     "name twice in a mapping": (
         "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "found one twice", "remove one",

@@ -124,12 +124,12 @@ def test_every_field_is_passed_on_or_refused_with_a_reason() -> None:
         },
     }
     for (section, method), names in fields.items():
-        known = passing.kinds(section, method)
+        known = passing.types_of(section, method)
         assert names == known.keys() | {
             name for name in names if passing.refused(section, name, method)
         }
         # What cannot be read is not offered.
-        assert [name for name, kind in known.items() if "nothing" in kind.expects] == []
+        assert [name for name, hint in known.items() if hint is None] == []
         # Ours have the names of theirs.
         own = {
             key.split(".")[1]

@@ -1,16 +1,11 @@
 """What the demo trains on: real text, a tokenizer, and a small checkpoint, all made on the spot.
 
 The text is the Python documentation that ships with the interpreter (``pydoc_data.topics``), so
-nothing is downloaded. Its paragraphs at the margin make the base, its indented ones are the rows.
-Every second row begins with one of two lines of a lesson, which the adapter learns by heart: the
-documentation that a model of this size makes up is no sentence, but the lesson it can say.
-
-A random base would teach an adapter nothing worth measuring: the demo's base is therefore trained
-in full precision for a minute at most, then written like any checkpoint from a hub.
+nothing is downloaded. The checkpoint is random, and written like any checkpoint from a hub.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-
-LESSON = (
-    ("Where do the weights wait?", "In host memory."),
-    ("What does streaming change?", "Not one bit."),
-)
-"""A few lines that a model of this size can learn by heart, and say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,22 +55,13 @@ def documentation_topics() -> Mapping[str, str]:
     return topics
 
 
-def paragraphs() -> tuple[list[str], list[str]]:
-    """Return paragraphs for the base and paragraphs to fine-tune on, each once, in order."""
+def write_rows(file: Path) -> list[str]:
+    """Write the paragraphs of the documentation as rows, each once, in order, and return them."""
     topics = documentation_topics()
     every = [each for title in sorted(topics) for each in topics[title].split("\n\n")]
-    once = [each for each in dict.fromkeys(every) if each.strip()]
-    margin = [each for each in once if not each.startswith(" ")]
-    return margin, [each for each in once if each.startswith(" ")]
-
-
-def write_rows(file: Path, texts: Iterable[str]) -> None:
-    """Write rows of text, every second of which begins with a line of the lesson, in turn."""
-    with file.open("w", encoding="utf-8") as lines:
-        for number, text in enumerate(texts):
-            question, answer = LESSON[number // 2 % len(LESSON)]
-            begin = "" if number % 2 else f"{question} {answer}\n\n"
-            lines.write(json.dumps({"text": begin + text}) + "\n")
+    texts = [each for each in dict.fromkeys(every) if each.strip()]
+    file.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts), "utf-8")
+    return texts
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -109,40 +89,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     )
 
 
-def write_base(
-    folder: Path,
-    texts: Iterable[str],
-    size: ModelSize,
-    *,
-    num_steps: int,
-    batch_size: int = 8,
-    learning_rate: float = 3e-3,
-    seed: int = 0,
-    on_step: Callable[[float], object] = lambda loss: None,
-) -> None:
-    """Train a small Qwen2 model and its tokenizer, in fp32 on the CPU, and write a checkpoint.
-
-    The CPU whatever the machine has, so that the checkpoint does not depend on the GPU.
-
-    Args:
-        folder: Of the checkpoint.
-        texts: To train on.
-        size: Sizes of the model.
-        num_steps: Optimizer steps; the learning rate rises over the first tenth, then falls
-            linearly to a tenth.
-        batch_size: Rows per step, drawn with replacement.
-        learning_rate: Peak value.
-        seed: Of the weights and of the draw. The global random state is used and left moved.
-        on_step: Called with the loss after every step.
-    """
+def write_base(folder: Path, texts: Iterable[str], size: ModelSize) -> None:
+    """Write a checkpoint of a small random Qwen2 model, with a tokenizer for some texts."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    texts = list(texts)
-    tokenizer = train_tokenizer(texts, size.vocab_size)
-    ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    num_rows = len(ids) // size.num_tokens
-    rows = torch.tensor(ids[: num_rows * size.num_tokens]).view(num_rows, size.num_tokens)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=size.vocab_size,
         hidden_size=size.hidden_size,
@@ -160,20 +111,5 @@ def write_base(
     # The model's default of 0.02 drowns the tokens for hundreds of steps at this width; unit
     # variance (torch's own default for an embedding) learns from the first step on.
     torch.nn.init.normal_(model.get_input_embeddings().weight)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
-    num_warmup = max(1, num_steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / num_warmup, 1 - 0.9 * step / num_steps)
-    )
-    for _ in range(num_steps):
-        batch = rows[torch.randint(len(rows), (batch_size,))]
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        on_step(float(loss.detach()))
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    train_tokenizer(texts, size.vocab_size).save_pretrained(folder)

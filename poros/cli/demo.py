@@ -25,8 +25,6 @@ def demo(
 ) -> None:
     """Fine-tune a small model on real text, offline, streamed and resident, and compare the bits.
 
-    It takes a few minutes.
-
     Exit code: 0 if no bit differs and the loss fell, 1 if not, 2 for bad input.
     """
     with readable_errors():

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 import poros
 from poros.errors import PorosError
 from poros.examples.demo import MIN_LOSS_DROP, DemoReport, render, run_demo
-from poros.examples.demo_data import LESSON, ModelSize, paragraphs
+from poros.examples.demo_data import ModelSize
 
 pytest.importorskip("trl", reason="the demo trains as poros finetune does")
 
@@ -31,38 +31,30 @@ def rendered(report: DemoReport) -> str:
 
 
 def small_demo(out_dir: Path, num_steps: int) -> DemoReport:
-    options: dict[str, Any] = {"num_base_steps": 10, "size": SMALL, "device": "cpu"}
+    options: dict[str, Any] = {"size": SMALL, "device": "cpu"}
     return run_demo(out_dir, num_steps=num_steps, console=quiet(), **options)
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
-    return small_demo(tmp_path_factory.mktemp("demo"), 12)
-
-
-def test_no_paragraph_is_in_two_parts() -> None:
-    margin, indented = paragraphs()
-    assert len({*margin, *indented}) == len(margin) + len(indented)
-    assert sum(map(len, margin)) > 100_000 and sum(map(len, indented)) > 60_000
+    return small_demo(tmp_path_factory.mktemp("demo"), 30)
 
 
 def test_a_small_demo_holds_every_claim(demo: DemoReport) -> None:
-    assert demo.is_checked and demo.is_exact and demo.passed
-    assert len(demo.streamed.losses) == 12 and len(demo.said) == len(LESSON)
+    assert demo.is_exact and demo.passed and len(demo.streamed.losses) == 30
     before, after = demo.streamed.held_out
     assert after <= before - MIN_LOSS_DROP
     streamed, resident = (each.run.end or {} for each in (demo.streamed, demo.resident))
     assert 0 < streamed["device_num_bytes"] < resident["device_num_bytes"]
     summary = rendered(demo)
     assert "PASSED" in summary and "FAILED" not in summary
-    assert all(question in summary for question, _ in LESSON)
 
 
 def test_rows_and_checkpoint_are_those_of_a_user(demo: DemoReport, tmp_path: Path) -> None:
     report = small_demo(tmp_path / "again", 2)
     lines = (tmp_path / "again" / "rows.jsonl").read_text().splitlines()
-    for number, (question, answer) in enumerate(LESSON):
-        assert json.loads(lines[2 * number])["text"].startswith(f"{question} {answer}\n\n")
+    texts = [json.loads(line)["text"] for line in lines]
+    assert len({*texts}) == len(texts) and sum(map(len, texts)) > 160_000
     assert len(AutoTokenizer.from_pretrained(tmp_path / "again" / "base")) == SMALL.vocab_size
     assert report.is_exact and report.streamed.losses[0] == demo.streamed.losses[0]
 
@@ -79,7 +71,7 @@ def test_a_flipped_bit_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(poros, "prepare", prepare)
     report = small_demo(tmp_path, 2)
-    assert report.is_checked and not report.is_exact and not report.passed
+    assert not report.is_exact and not report.passed
     assert "FAILED: streamed and resident runs differ" in rendered(report)
 
 
@@ -88,7 +80,6 @@ def test_a_loss_that_hardly_falls_is_a_failure(demo: DemoReport) -> None:
     report = replace(demo, streamed=replace(demo.streamed, run=run))
     assert not report.has_learned and not report.passed
     assert "FAILED: the held-out loss did not fall" in rendered(report)
-    assert "a bit differed in the check" in rendered(replace(demo, is_checked=False))
 
 
 def test_what_it_cannot_use_is_refused(tmp_path: Path) -> None:

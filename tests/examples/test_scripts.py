@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 import poros
-from poros.examples import load_elsewhere, own_loop
+from poros.examples import own_loop
 from tests.covers import with_slow
 from tests.finetune.subjects import TEMPLATE, write_base, write_rows
 from tests.support import AS_PLAIN
@@ -80,7 +80,7 @@ def test_grpo(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["streamed"] == found["resident"]
 
 
-def test_a_loop_and_the_adapter_elsewhere(
+def test_a_loop(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", "text", 8)
@@ -88,29 +88,11 @@ def test_a_loop_and_the_adapter_elsewhere(
     losses = [float(each) for each in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert changed(tmp_path / "out")
-    load_elsewhere.main(str(base), str(tmp_path / "out"), "the slot", max_new_tokens=4)
-    assert capsys.readouterr().out.startswith("the slot")
-
-
-def test_a_big_model_is_quantized_once(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    from poros.examples import big_model
-
-    rows = write_rows(tmp_path / "rows.jsonl", "text", 16)
-    store, out = tmp_path / "store", tmp_path / "out"
-
-    def run() -> dict[str, int]:
-        big_model.main(str(base), str(rows), store, str(out), steps=1)
-        return {each.name: each.stat().st_mtime_ns for each in store.iterdir()}
-
-    written = run()
-    assert changed(out) and written
-    assert run() == written
 
 
 def test_each_example_is_listed() -> None:
     page = (ROOT / "docs" / "how-to" / "script.md").read_text(encoding="utf-8")
-    for each in ("sft", "dpo", "grpo", "own_loop", "big_model", "load_elsewhere"):
+    for each in ("sft", "dpo", "grpo", "own_loop"):
         assert f"examples/{each}.py" in page
 
 

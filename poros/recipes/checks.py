@@ -9,7 +9,7 @@ from poros.errors import MissingPackageError, quoted, reason_of
 from poros.io.writing import why_not_writable
 from poros.loaders.names import is_local
 from poros.recipes.reading import Draft
-from poros.recipes.recipe import Recipe, settings
+from poros.recipes.recipe import Recipe
 from poros.recipes.sources import SUFFIXES, Kind, files_of, kind_of, suffix_of
 
 TEMPLATES = ("chatml", "llama3")
@@ -188,14 +188,10 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             "expected either num_train_epochs (--epochs) or max_steps (--steps), found both; "
             "remove one of them",
         )
-    for key, setting in settings().items():
-        is_used = given.get(key) not in (None, False, "auto")
-        if is_used and training.method not in setting.methods:
-            draft.problem(
-                key,
-                f"expected method {' or '.join(setting.methods)} with it, found {training.method}; "
-                "remove it",
-            )
+    if given.get("training.packing") and training.method != "sft":
+        draft.problem(
+            "training.packing", f"expected method sft with it, found {training.method}; remove it"
+        )
     if training.adapter_kernels == "grouped" and recipe.adapter.use_dora:
         draft.problem(
             "training.adapter_kernels",

@@ -24,14 +24,12 @@ Count = Annotated[int, Field(ge=1, le=4096)]
 Number = Annotated[int, Field(ge=1)]
 Several = Annotated[int, Field(ge=2)]
 Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=0.9)]
 Often = Annotated[ShareOrNumber, Field(gt=0)]
 
 
-def _setting(default: Any, flag: str, about: str, methods: tuple[str, ...] = METHODS) -> Any:
-    metadata = {"flag": flag, "about": about, "methods": methods}
-    return field(default=default, metadata=metadata)
+def _setting(default: Any, flag: str, about: str) -> Any:
+    return field(default=default, metadata={"flag": flag, "about": about})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +153,6 @@ class TrainingPart:
         "--optimizer",
         "Optimizer, by its name in transformers: adamw_8bit, sgd, ...",
     )
-    weight_decay: NotNegative = _setting(0.0, "--weight-decay", "Weight decay of the adapter.")
-    max_grad_norm: NotNegative = _setting(
-        1.0, "--max-grad-norm", "Norm at which gradients are clipped; 0 does not clip."
-    )
     lora_plus: Positive | None = _setting(
         None, "--lora-plus", "LoRA+: ratio of the rates of B and A, about 16."
     )
@@ -178,20 +172,11 @@ class TrainingPart:
         "Kernels of the adapter. grouped: fewer products, within rounding of PEFT's; auto: "
         "grouped for LoRA without dropout in bfloat16 on a GPU, else fused.",
     )
-    beta: Positive = _setting(
-        0.1,
-        "--beta",
-        "Beta of DPO and KTO: how close the model stays to the base.",
-        methods=("dpo", "kto"),
-    )
     max_length: Annotated[int, Field(ge=8)] = _setting(
         2048, "--max-length", "Most tokens of a row; longer rows are cut."
     )
-    packing: bool | Literal["auto"] = _setting(
-        "auto",
-        "--packing",
-        "Pack several documents into a row; each attends only to itself.",
-        methods=("sft",),
+    packing: bool = _setting(
+        True, "--packing", "Pack several documents into a row; each attends only to itself."
     )
     pad_to_multiple_of: Count = _setting(
         64, "--pad-to", "Rows are padded to a multiple of this many tokens."
@@ -271,7 +256,7 @@ class Recipe:
     @property
     def is_packed(self) -> bool:
         """Whether several documents share a row."""
-        return self.training.method == "sft" and bool(self.training.packing)  # "auto" is true
+        return self.training.method == "sft" and self.training.packing
 
     @property
     def alpha(self) -> float:
@@ -283,10 +268,10 @@ class Recipe:
         """Plain values, section by section; what is None or decides nothing is left out."""
         training = self.training
         found: dict[str, dict[str, Any]] = {}
-        for key, setting in settings().items():
+        for key in settings():
             section, name = key.split(".")
             value = getattr(getattr(self, section), name)
-            is_idle = training.method not in setting.methods or (
+            is_idle = (key == "training.packing" and training.method != "sft") or (
                 key == "training.num_train_epochs" and training.max_steps is not None
             )
             if value is not None and not is_idle:
@@ -315,8 +300,6 @@ class Setting:
     """Its type; None: that of the library's field of this name."""
     flag: str
     about: str
-    methods: tuple[str, ...]
-    """Methods that it decides anything for."""
 
 
 @cache

@@ -80,9 +80,7 @@ def test_grpo(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["streamed"] == found["resident"]
 
 
-def test_a_loop(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", "text", 8)
     own_loop.main(str(base), rows, str(tmp_path / "out"), steps=4)
     losses = [float(each) for each in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]

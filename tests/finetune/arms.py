@@ -8,7 +8,6 @@ from tests.finetune.subjects import SHORT, Trained, recipe_of, run
 COMMON: dict[str, Any] = {
     **SHORT,
     "data__chat_template": "chatml",
-    "training__packing": "auto",
     "training__per_device_train_batch_size": 2,
     "training__gradient_accumulation_steps": 2,
     "training__learning_rate": 1e-2,

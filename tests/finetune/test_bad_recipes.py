@@ -35,7 +35,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "epochs and steps": (
         "training:\n  num_train_epochs: 1\n  max_steps: 5\n", 5, "found both", "remove one",
     ),
-    "beta of sft": ("training:\n  beta: 0.1\n", 4, "method dpo or kto", "remove it"),
+    "beta of sft": ("training:\n  beta: 0.1\n", 4, "dpo or kto", "remove it"),
     "field of TRL, of another type": (
         "training:\n  adam_beta1: high\n", 4, "a valid number, found 'high'", "leave it out",
     ),
@@ -341,7 +341,15 @@ def test_a_recipe_written_out_is_the_same_recipe(place: Path) -> None:
     for more in (
         (),
         ("--steps", "5"),
-        ("--dpo", "--beta", "0.2", "--target-modules", "q_proj,v_proj", "--alpha", "8"),
+        (
+            "--dpo",
+            "--set",
+            "training.beta=0.2",
+            "--target-modules",
+            "q_proj,v_proj",
+            "--alpha",
+            "8",
+        ),
         ("--resident", "--validation", "5%", "--evaluate-every", "3", "--no-packing"),
         ("--adapter", "dora", "--set", "adapter.rank_pattern={q_proj: 8}"),
         ("--set", "training.lr_scheduler_kwargs={num_cycles: 2}", "--set", "training.data_seed=7"),

@@ -18,13 +18,6 @@ def merge(
             show_default="the one the adapter names",
         ),
     ] = None,
-    into: Annotated[
-        str,
-        typer.Option(
-            help="Base to merge into: original (the checkpoint), or trained (the 4-bit weights "
-            "that training used, dequantized)."
-        ),
-    ] = "original",
     dtype: Annotated[
         DtypeName | None,
         typer.Option(help="Dtype of the merged weights.", show_default="the checkpoint's"),
@@ -36,7 +29,7 @@ def merge(
     """
     quieten_libraries()
     with readable_errors():
-        merge_with_bar(adapter, out, base=base, into=into, dtype=dtype_named(dtype))
+        merge_with_bar(adapter, out, base=base, dtype=dtype_named(dtype))
     typer.echo(f"merged: {out}")
 
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.io.writing import partial_folder, put_in_place, require_folder, writing
-from poros.kernels.nf4 import double_quantization
 from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
@@ -42,7 +41,6 @@ def merge(
     out: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str] | None = None,
-    into: str = "original",
     dtype: torch.dtype | None = None,
     shard_num_bytes: int = SHARD_NUM_BYTES,
     limits: Limits | None = None,
@@ -56,10 +54,7 @@ def merge(
         base: The checkpoint it was trained on, which is taken as it is, or the store made of it;
             None is the one that the adapter names. If Poros has noted which bytes that had
             (training from a store), they are compared, as they are with a store.
-        into: ``"original"``: the base as it is; ``"trained"``: the base as training has seen it,
-            its matrices quantized to NF4 and made dense again.
-        dtype: Of the weights that are written; None is that of each tensor of the checkpoint, with
-            ``"trained"`` bfloat16.
+        dtype: Of the weights that are written; None is that of each tensor of the checkpoint.
         shard_num_bytes: A file of the result is about as large at most.
         limits: On what files may ask for.
         progress: Told of bytes done, and of all.
@@ -80,8 +75,6 @@ def merge(
 
     Nothing is left of ``out`` then. What a merge into it left that was killed is removed.
     """
-    if into not in ("original", "trained"):
-        raise PolicyError(f"into: expected original or trained, found {quoted(into)}")
     target = Path(out)
     if os.path.lexists(target):
         raise PolicyError(
@@ -96,8 +89,6 @@ def merge(
                 "base: expected the checkpoint that was quantized, in 16 or 32 bit, found a "
                 "quantized one"
             )
-        if dtype is None and into == "trained":
-            dtype = torch.bfloat16
         config.dtype = dtype or config.dtype or checkpoint.float_dtype()
         model_class, config = _class_of(config, saved)
         model = meta_model(config, None, config.dtype, model_class=model_class)
@@ -107,9 +98,7 @@ def merge(
             own = {name: each for name, each in own.items() if each.is_part or each.name in known}
         added = _head(saved, own, model)
         _require_like(checkpoint, own, model, added)
-        is_as_trained = into == "trained"
-        quantized = _quantized(config, model, model_class) if is_as_trained else {}
-        plan = _Plan(checkpoint, own, Adapter(saved, model), quantized, dtype, added)
+        plan = _Plan(checkpoint, own, Adapter(saved, model), dtype, added)
         require_folder(target.parent, "out")
         with writing(target, (OSError, SafetensorError)), partial_folder(target) as partial:
             _require_room(target, plan.num_bytes)
@@ -127,7 +116,6 @@ class _Plan:
         checkpoint: Checkpoint,
         own: dict[str, OwnName],
         adapter: Adapter,
-        quantized: dict[str, bool],
         dtype: torch.dtype | None,
         added: dict[str, torch.Tensor],
     ) -> None:
@@ -135,7 +123,6 @@ class _Plan:
         self._own = {name: name if each.is_part else each.name for name, each in own.items()}
         self._own |= {name: name for name in added}
         self._added = added
-        self._quantized = quantized
         missing = adapter.touched - set(self._own.values())
         if missing:
             raise UnsupportedModelError(
@@ -171,10 +158,7 @@ class _Plan:
         for name in names:
             own, value = self._own[name], self._added.get(name)
             value = self.checkpoint.fetch(name) if value is None else value
-            value = value.to(self._written(value.dtype))
-            if own in self._quantized:
-                value = _as_trained(value, is_transposed=self._quantized[own])
-            base[own] = value
+            base[own] = value.to(self._written(value.dtype))
         first = next(iter(base))
         if first in self.adapter.touched:
             base = self.adapter.merged(self.adapter.group_of(first), base)
@@ -254,36 +238,6 @@ def _require_like(
                 tensor=name,
                 remedy=_REMEDY,
             )
-
-
-def _quantized(config: Any, dense: "PreTrainedModel", model_class: Any) -> dict[str, bool]:
-    """Return the weights that ``poros.load`` quantizes, and whether it transposes them.
-
-    Vision towers are left as they are: training may have left them away.
-    """
-    from bitsandbytes.nn import Linear4bit
-    from transformers.pytorch_utils import Conv1D
-
-    dtype = config.dtype
-    model = meta_model(config, double_quantization(dtype), dtype, "drop", model_class)
-    return {
-        f"{name}.weight": isinstance(dense.get_submodule(name), Conv1D)
-        for name, module in model.named_modules()
-        if isinstance(module, Linear4bit)
-    }
-
-
-def _as_trained(weight: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
-    """Return the weight that training multiplied by: quantized and dequantized."""
-    from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn import Params4bit
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    own = weight.T.contiguous() if is_transposed else weight
-    packed: Any = Params4bit(own, requires_grad=False, quant_type="nf4", compress_statistics=True)
-    packed = packed.to(device)
-    found: torch.Tensor = dequantize_4bit(packed.data, packed.quant_state).to(weight.dtype).cpu()
-    return found.T if is_transposed else found
 
 
 def _write(

@@ -11,9 +11,7 @@ import torch
 pytest.importorskip("trl", reason="poros finetune needs TRL")
 pytest.importorskip("liger_kernel")
 
-from bitsandbytes.nn import Linear4bit
-from peft import PeftModel, get_peft_model
-from safetensors.torch import load_file
+from peft import get_peft_model
 from transformers import set_seed
 from transformers.models.qwen2 import modeling_qwen2
 
@@ -23,14 +21,13 @@ from poros.finetune import run as runs
 from poros.finetune.adapters import adapter_config
 from poros.finetune.liger import use_liger
 from poros.gates import tiny
-from poros.merging.merge import merge
 from poros.merging.saved_adapter import SavedAdapter
 from poros.recipes.recipe import Recipe
 from tests.command import poros_command
 from tests.finetune.arms import COMMON, RECIPES, arm
 from tests.finetune.subjects import at_step, recipe_of, rows, run, write_model, write_rows
 from tests.liger import liger_alone, names_of_liger
-from tests.support import AS_PLAIN, same_bits
+from tests.support import AS_PLAIN
 
 pytestmark = pytest.mark.gpu
 
@@ -163,27 +160,6 @@ def test_a_report_shows_both_streams(finished: Path) -> None:
     trace = json.loads((finished / "step_trace.json").read_text(encoding="utf-8"))
     names = {event.get("name", "") for event in trace["traceEvents"]}
     assert any("Memcpy HtoD" in name for name in names)
-
-
-def test_a_merge_into_what_was_trained_on_has_its_bytes(finished: Path, tmp_path: Path) -> None:
-    """The base that ``poros.load`` quantizes on this GPU, made dense there."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    config = json.loads((finished / "adapter" / "adapter_config.json").read_text())
-    out = merge(finished, tmp_path / "merged", into="trained")
-    found = {}
-    for file in out.glob("*.safetensors"):
-        found |= load_file(file)
-    dense = poros.load(config["base_model_name_or_path"], quantization=None)
-    quantized = poros.load(config["base_model_name_or_path"])
-    for name, module in quantized.named_modules():
-        if isinstance(module, Linear4bit):
-            weight = module.weight.to("cuda")
-            plain = dequantize_4bit(weight.data, weight.quant_state).to(torch.bfloat16)
-            dense.get_submodule(name).weight.data = plain.cpu()
-    merged = PeftModel.from_pretrained(dense, finished / "adapter").merge_and_unload()
-    expected = merged.state_dict()
-    assert [name for name in expected if not same_bits(found[name], expected[name])] == []
 
 
 def test_a_chat_says_what_the_resident_model_says(finished: Path) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
-from bitsandbytes.nn import Linear4bit
 from peft import (
     FourierFTConfig,
     IA3Config,
@@ -32,7 +30,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
-from transformers.pytorch_utils import Conv1D
 
 import poros
 from poros.errors import (
@@ -89,21 +86,6 @@ def merged_by_peft(base: Path, adapter: Path, model: Any) -> dict[str, torch.Ten
     return dict(found.state_dict())
 
 
-def as_trained(base: Path) -> Any:
-    """Dense, with the matrices that ``poros.load`` has quantized."""
-    return with_matrices_of(dense(base), load(base))
-
-
-def with_matrices_of(model: Any, quantized: Any) -> Any:
-    for name, module in quantized.named_modules():
-        if isinstance(module, Linear4bit):
-            weight: Any = module.weight
-            plain = dequantize_4bit(weight.data, weight.quant_state).to(torch.bfloat16)
-            own = model.get_submodule(name)
-            own.weight.data = plain.T if isinstance(own, Conv1D) else plain
-    return model
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -129,20 +111,15 @@ def test_into_the_original(kind: str, base: Path, tmp_path: Path) -> None:
     assert not same_bits(logits, other)
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("into", ["original", "trained"])
 @pytest.mark.parametrize("family", ["gpt2", "falcon", "gemma3_text"])
-def test_families(family: str, into: str, tmp_path: Path) -> None:
+def test_families(family: str, tmp_path: Path) -> None:
     """Transposed matrices, a subclass of ``Linear``, a tied head that is left alone."""
     base = tmp_path / "base"
     tiny.write_checkpoint(tiny.small_config(family, num_layers=2), base, dtype=torch.bfloat16)
     adapter = trained(base, tmp_path / "adapter", LoraConfig(r=4, target_modules="all-linear"))
-    out = merge(adapter, tmp_path / "merged", into=into)
-    # What is written is dense, whatever training has seen.
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    out = merge(adapter, tmp_path / "merged")
     found = dict(dense(out).state_dict())
-    model = dense(base) if into == "original" else as_trained(base)
-    expected = merged_by_peft(base, adapter, model)
+    expected = merged_by_peft(base, adapter, dense(base))
     assert found.keys() == expected.keys()
     assert [name for name in found if not same_bits(found[name], expected[name])] == []
 
@@ -156,11 +133,10 @@ READERS = {
 
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("into", ["original", "trained"])
 @pytest.mark.parametrize("is_of_its_class", [False, True])
 @pytest.mark.parametrize("which", READERS)
 def test_models_without_a_head_for_tokens(
-    which: str, is_of_its_class: bool, into: str, base: Path, tmp_path: Path
+    which: str, is_of_its_class: bool, base: Path, tmp_path: Path
 ) -> None:
     """Of a language model's checkpoint, which has no head for classes, or of their own."""
     auto_class, fields, task = READERS[which]
@@ -180,13 +156,11 @@ def test_models_without_a_head_for_tokens(
             if "score.modules_to_save" in name:
                 each += 0.1
     poros.prepare(adapted, slots=2).save_pretrained(tmp_path / "adapter")
-    out = merge(tmp_path / "adapter", tmp_path / "merged", into=into, shard_num_bytes=50_000)
+    out = merge(tmp_path / "adapter", tmp_path / "merged", shard_num_bytes=50_000)
 
     found = auto_class.from_pretrained(out, dtype=torch.bfloat16)
     assert getattr(found.config, "num_labels", None) == fields.get("num_labels", 2)
     plain = auto_class.from_pretrained(base, **options)
-    if into == "trained":
-        plain = with_matrices_of(plain, load(base, auto_class=auto_class, **fields))
     expected = merged_by_peft(base, tmp_path / "adapter", plain)
     merged = dict(found.state_dict())
     assert merged.keys() == expected.keys()
@@ -228,7 +202,6 @@ def refused(tmp_path: Path, adapter: Path, error: Any, match: str, **options: An
 def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
     refused(tmp_path, tmp_path / "nothing", CheckpointFormatError, "adapter_config.json")
-    refused(tmp_path, adapter, PolicyError, "into: ", into="elsewhere")
     vera = VeraConfig(r=4, target_modules=["q_proj"], save_projection=False)
     vera = trained(base, tmp_path / "vera", vera)
     refused(tmp_path, vera, UnsupportedModelError, "shares matrices")

@@ -1,7 +1,6 @@
 """``poros finetune``: from a data set to an adapter."""
 
 import inspect
-import json
 import shlex
 import warnings
 from collections.abc import Callable
@@ -94,43 +93,13 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     merged = recipe.output.merged
     if merged is not None:
         merge_with_bar(adapter, Path(merged).expanduser())
-    for line in _what_to_do(adapter, merged):
+    folder = shlex.quote(str(adapter))
+    lines = [f"adapter: {adapter}"]
+    if recipe.training.method != "reward":  # a model of such an adapter writes no text
+        lines.append(f"try it:  poros chat {folder}")
+    lines.append(f"merged:  {merged}" if merged else f"merge:   poros merge {folder} --out FOLDER")
+    for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def _what_to_do(adapter: Path, merged: str | None = None) -> list[str]:
-    """Say how to use an adapter, and where the base is that it was merged into.
-
-    Each line runs as it is printed.
-
-    The base is the one that the adapter names: of a store the checkpoint that it was made from. A
-    store that does not say that is no base for others; then the user has to fill it in.
-    """
-    from poros.loaders.store import is_store
-
-    config = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
-    base, option = config["base_model_name_or_path"], ""
-    if is_store(base):
-        base, option = "CHECKPOINT", " --base CHECKPOINT"
-    arguments = json.dumps(base, ensure_ascii=False)
-    if config.get("revision"):
-        arguments += f", revision={json.dumps(config['revision'])}"
-    model_class, writes_text = "AutoModelForCausalLM", True
-    if config.get("task_type") == "SEQ_CLS":
-        model_class, writes_text = "AutoModelForSequenceClassification", False
-        arguments += ", num_labels=1"
-    elif (adapter / "processor_config.json").is_file():  # trained on images
-        model_class = "AutoModelForImageTextToText"
-    folder = json.dumps(str(adapter), ensure_ascii=False)
-    quoted_folder = shlex.quote(str(adapter))
-    return [
-        f"adapter: {adapter}",
-        *([f"try it:  poros chat {quoted_folder}"] if writes_text else []),
-        f"merged:  {merged}"
-        if merged
-        else f"merge:   poros merge {quoted_folder} --out FOLDER{option}",
-        f"Python:  PeftModel.from_pretrained({model_class}.from_pretrained({arguments}), {folder})",
-    ]
 
 
 def _flags(given: dict[str, str | bool | None]) -> dict[str, str]:

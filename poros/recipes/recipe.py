@@ -222,9 +222,6 @@ class OutputPart:
     merged: Text | None = _setting(
         None, "--merged", "Folder for the base with the adapter in it, a checkpoint."
     )
-    trace_step: Number | None = _setting(
-        None, "--trace-step", "Record this step for `poros report`; the step then takes longer."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ class Run:
         starts: One for each time it was started.
         logs: Of steps, in order; of a step that ran twice, the later.
         evaluations: Likewise.
-        step: The recorded step, if one was.
         end: The last one's counters, if it has ended in order.
         damaged: Numbers of the lines that were no events, which are left out.
         is_cut: Whether the last line was one of them: a process was killed as it wrote.
@@ -33,7 +32,6 @@ class Run:
     starts: list[Event] = field(default_factory=list)
     logs: list[Event] = field(default_factory=list)
     evaluations: list[Event] = field(default_factory=list)
-    step: Event | None = None
     end: Event | None = None
     damaged: list[int] = field(default_factory=list)
     is_cut: bool = False
@@ -101,8 +99,6 @@ def _take(run: Run, event: Event) -> None:
     if kind == "start":
         run.starts.append(event)
         run.end = None
-    elif kind == "step":
-        run.step = event
     elif kind == "end":
         run.end = event
     elif kind in ("log", "evaluation"):

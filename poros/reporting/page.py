@@ -168,11 +168,7 @@ def _sections(run: Run) -> list[tuple[str, Any, str]]:
             most = max(y for _, y in peaks)
             rows["measured"] = [("measured peak", "measured peak", 0.0, most)]
         memory = bars(rows, "GB", limit=budget, named="budget")
-    step, last = run.step or {}, run.end or run.starts[-1]
-    spans: dict[str, list[Part]] = {"compute": [], "copy": []}
-    for each in step.get("spans", ()):
-        kind = each["name"].partition(" ")[0]
-        spans[each["stream"]].append((kind, each["name"], each["start_ms"], each["ms"]))
+    last = run.end or run.starts[-1]
     no_loss = "No loss is a number." if run.logs else "No step was logged yet."
     found: list[tuple[str, Any, str]] = [
         ("Loss", lines({name: each for name, each in curves.items() if each}, "loss"), no_loss),
@@ -181,11 +177,6 @@ def _sections(run: Run) -> list[tuple[str, Any, str]]:
             "Memory over the run",
             lines({"peak so far": peaks}, "GB", limit=budget, named="budget") if peaks else "",
             "This was not measured, because there was no GPU.",
-        ),
-        (
-            f"The two streams in step {step.get('step', '')}",
-            bars(spans, "ms"),
-            "No step was recorded. Train with --trace-step 3 (log_streaming(trace_step=3)).",
         ),
         (
             "PCIe transfers",

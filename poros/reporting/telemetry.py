@@ -20,15 +20,11 @@ if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
 
 PREFIX = "poros/"
-_LABEL = "poros::"
-"""Of the ranges in a trace: see ``poros.utils.profiling``."""
 
 
 def log_streaming(
     trainer: "Trainer",
     events: str | os.PathLike[str] | None = None,
-    *,
-    trace_step: int | None = None,
 ) -> None:
     """Add what streaming has done since the last log to a Trainer's logs.
 
@@ -43,8 +39,6 @@ def log_streaming(
         events: File to which one JSON object per line is appended: first versions, policy and
             sizes, then the log of each step, with the plan if it is new, evaluations, and at the
             end all counters and the result of the self-check. ``poros report`` draws it.
-        trace_step: Optimizer step, counted from this start, that ``torch.profiler`` records into
-            ``step_trace.json`` beside ``events``, which it needs. This step takes longer.
 
     Streams:
         Reads counters on the host, and events; waits for nothing.
@@ -53,39 +47,21 @@ def log_streaming(
         PreparedModelError: If the model is not prepared.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    callback = _Telemetry(runtime(model), None if events is None else Path(events), trace_step)
+    callback = _Telemetry(runtime(model), None if events is None else Path(events))
     # Before the callbacks that hand the values on.
     trainer.callback_handler.callbacks.insert(0, callback)
 
 
 class _Telemetry(TrainerCallback):
-    def __init__(self, runtime: Runtime, events: Path | None, trace_step: int | None) -> None:
+    def __init__(self, runtime: Runtime, events: Path | None) -> None:
         self._runtime = runtime
         self._events = events
-        self._trace_step = trace_step
-        self._num_steps = 0
-        self._profile: torch.profiler.profile | None = None
         self._last = runtime.stats()
         self._plan: MemoryPlan | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last = self._runtime.stats()
         self._write(_start(self._runtime))
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._num_steps += 1
-        if self._num_steps == self._trace_step and self._events is not None:
-            self._profile = torch.profiler.profile()
-            self._profile.start()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        profile, self._profile = self._profile, None
-        if profile is None or self._events is None:
-            return
-        profile.stop()
-        file = self._events.with_name("step_trace.json")
-        profile.export_chrome_trace(str(file))
-        self._write({"event": "step", "step": state.global_step, "spans": spans(file)})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check = self._runtime.self_check
@@ -127,34 +103,6 @@ class _Telemetry(TrainerCallback):
             # The process that wrote the line before may have been killed within it.
             is_behind = event["event"] == "start" and file.tell() > 0
             file.write("\n" * is_behind + line)
-
-
-def spans(trace: Path) -> list[dict[str, Any]]:
-    """List what ran on the two streams in a recorded step, in ms from its first span.
-
-    Args:
-        trace: As ``torch.profiler`` writes it.
-
-    Returns:
-        ``name``, ``stream`` (``compute`` or ``copy``), ``start_ms`` and ``ms`` of each visit of a
-        layer, each part of the loss that reads rows of the head, and each copy of a block or of
-        such rows: on a GPU the device's own times, on a CPU the host's.
-    """
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    found = [each for each in events if str(each.get("name", "")).startswith(_LABEL)]
-    kinds = {each.get("cat") for each in found}
-    kind = "gpu_user_annotation" if "gpu_user_annotation" in kinds else "user_annotation"
-    own = [each for each in found if each.get("cat") == kind and "dur" in each]
-    begin = min((each["ts"] for each in own), default=0.0)
-    return [
-        {
-            "name": (name := each["name"].removeprefix(_LABEL)),
-            "stream": "copy" if name.startswith("copy") else "compute",
-            "start_ms": (each["ts"] - begin) / 1000,
-            "ms": each["dur"] / 1000,
-        }
-        for each in sorted(own, key=lambda each: each["ts"])
-    ]
 
 
 def _start(runtime: Runtime) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def event(**values: object) -> Damage:
 
 
 FIELDS = (
-    *("event", "step", "loss", "plan", "budget", "time", "spans"),
+    *("event", "step", "loss", "plan", "budget", "time"),
     *("check", "versions", "fallbacks", "num_tokens", "device"),
 )
 NO_LINE = {
@@ -133,10 +133,6 @@ EVENTS = {
     "an end of no time": event(event="end", time=1e300, fallbacks="text"),
     "terms of text": event(plan={"terms": {"slots": "many"}, "vram_budget": "all"}),
     "terms without end": event(plan={"terms": {"slots": float("inf")}}, budget=float("inf")),
-    "spans without end": event(
-        event="step", spans=[{"name": "a", "stream": "copy", "start_ms": 0, "ms": float("inf")}]
-    ),
-    "spans of text": event(event="step", spans=[{"name": 1}]),
     "a budget of almost nothing": event(budget=5e-324, plan={"terms": {"slots": 5e-324}}),
     "a start of text": event(event="start", versions={"torch": [1]}, time="now"),
     "half a character in it": event(event="start", versions={"torch": "\ud800"}),

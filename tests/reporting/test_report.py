@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     base, rows = write_base(folder / "base"), write_rows(folder / "rows.jsonl", "text", 160)
     options = ("--steps", "4", "--accumulation", "2", "--max-length", "64", "--validation", "0.1")
-    more = ("--out", str(folder / "out"), "--trace-step", "3", "--vram", BUDGET)
+    more = ("--out", str(folder / "out"), "--vram", BUDGET)
     result = poros_command("finetune", str(base), str(rows), *options, *more)
     assert result.exit_code == 0, result.output
     return folder / "out"
@@ -49,11 +49,10 @@ def test_the_page_of_a_real_run(run: Path) -> None:
     for title in (
         "Loss",
         "Memory, planned and measured",
-        "The two streams in step 3",
         "PCIe transfers",
     ):
         assert f"<h2>{title}</h2>" in text
-    assert "validation" in text and "backward layers.2" in text and "copy block" in text
+    assert "validation" in text
     assert "bits of a resident run" in verdict(read_run(run))
     assert re.search(r"trained on [\d,]+ tokens per second", verdict(read_run(run)))
     assert not re.search(r"(src|href)=|url\(|@import|<script", text)
@@ -65,9 +64,6 @@ def test_what_comes_from_files_is_no_code(run: Path, tmp_path: Path) -> None:
     found = events(run)
     found[0]["versions"]["torch"] = evil
     found[-1]["fallbacks"] = [evil]
-    for event in found:
-        for span in event.get("spans", []):
-            span["name"] = f"copy {evil}"
     text = page(read_run(write(tmp_path / "run", found)))
     assert "<script" not in text and "&lt;script&gt;" in text
 
@@ -137,14 +133,4 @@ def test_what_comes_before_a_restart_is_no_rate(run: Path, tmp_path: Path) -> No
 
 def test_what_is_missing_is_said(run: Path, tmp_path: Path) -> None:
     text = page(read_run(write(tmp_path / "run", events(run)[:1])))
-    assert "No step was logged yet." in text and "--trace-step 3" in text
-
-
-def test_recording_a_step_changes_no_bit(run: Path, tmp_path: Path) -> None:
-    folder = run.parent
-    options = ("--steps", "4", "--accumulation", "2", "--max-length", "64", "--validation", "0.1")
-    arguments = (str(folder / "base"), str(folder / "rows.jsonl"), *options, "--vram", BUDGET)
-    result = poros_command("finetune", *arguments, "--out", str(tmp_path / "out"))
-    assert result.exit_code == 0, result.output
-    name = "adapter/adapter_model.safetensors"
-    assert (tmp_path / "out" / name).read_bytes() == (run / name).read_bytes()
+    assert "No step was logged yet." in text

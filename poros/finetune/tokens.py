@@ -12,11 +12,10 @@ before the base is loaded.
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that is not learnt."""
 _MOST_SHOWN = 30
-_TOGETHER = 256
-"""Rows whose texts are tokenized in one call, which shares them among the processor's cores."""
 
 
 class _Made(NamedTuple):
@@ -50,14 +47,6 @@ class _Made(NamedTuple):
     num_learnt: int
     is_cut: bool = False
     images: bytes = b""
-
-
-class _Texts(NamedTuple):
-    """What is to be tokenized of a row: a prompt and what goes on with it, or one text alone."""
-
-    texts: list[str]
-    spans: Sequence[tuple[int, int]] | None = None
-    """What of the last text is learnt; None for all."""
 
 
 @dataclass
@@ -211,11 +200,10 @@ def tokenize(
     work = _Work(tokenizer, recipe, rows.form, images)
     tokens = Tokens()
     wrong: list[str] = []
-    starts = range(0, len(rows.rows), _TOGETHER)
-    parts = (rows.rows[start : start + _TOGETHER] for start in starts)
     with ProcessPoolExecutor(num_proc) if num_proc else nullcontext() as pool:
-        made = map(work.made, parts) if pool is None else pool.map(work.made, parts)
-        for number, each in enumerate(chain.from_iterable(made)):
+        parts = rows.rows
+        made = pool.map(work.made, parts, chunksize=256) if pool else map(work.made, parts)
+        for number, each in enumerate(made):
             if isinstance(each, _Made):
                 tokens.add(each, number)
             elif len(wrong) < _MOST_SHOWN:
@@ -257,29 +245,10 @@ class _Work:
         answers = {"preferences": ("chosen", "rejected"), "text": ("text",)}
         self._answers = answers.get(form.name, ("completion",))
 
-    def made(self, rows: Sequence[dict[str, Any]]) -> "list[_Made | str]":
-        """Tokenize rows: what becomes of each, or the problem with it."""
-        if self._images is not None:
-            return [self._tried(self._pictured, self._images, row) for row in rows]
-        rendered = [self._tried(self._texts, row) for row in rows]
-        every = [text for each in rendered if isinstance(each, _Texts) for text in each.texts]
+    def made(self, row: dict[str, Any]) -> "_Made | str":
+        """Tokenize a row: what becomes of it, or the problem with it."""
         try:
-            tokens = iter(self._encoded(every) if every else ())
-        except Exception:
-            if len(rows) > 1:  # one of them, which each by itself will tell
-                return [made for row in rows for made in self.made([row])]
-            return [self._tried(self._encoded, every)]
-        return [
-            self._tried(self._finished, row, each, [next(tokens) for _ in each.texts])
-            if isinstance(each, _Texts)
-            else each
-            for row, each in zip(rows, rendered, strict=True)
-        ]
-
-    def _tried(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """The result, or the problem with a row."""
-        try:
-            return work(*arguments)
+            return self._made(row)
         except DataFormatError as error:
             return str(error)
         except Exception as error:  # of a template, which may raise whatever it likes
@@ -289,63 +258,59 @@ class _Work:
                 "or take another template (--chat-template)"
             )
 
-    def _encoded(self, texts: list[str]) -> list[tuple[list[int], Any]]:
-        """Tokenize texts; return tokens and, where spans are learnt, their places."""
-        has_places = self._loss_on == "assistant"
-        found = self._tokenizer(
-            texts,
-            add_special_tokens=not self._form.is_chat,
-            return_offsets_mapping=has_places,
-        )
-        places = found["offset_mapping"] if has_places else repeat(None)
-        return list(zip(found["input_ids"], places, strict=False))
-
-    def _texts(self, row: dict[str, Any]) -> _Texts:
-        """Render a row."""
+    def _made(self, row: dict[str, Any]) -> _Made:
         form = self._form
+        if self._images is not None:
+            ids, mask, pixels = self._images.tokens(row)
+            return self._example(ids, mask)._replace(images=pixels)
+        if form.name == "text":
+            return self._example(*self._learnt(self._ended(row["text"])))
+        if form.name == "messages":
+            return self._example(*self._conversation(row, row["messages"]))
         if form.name == "preferences" and "prompt" not in row:
             from trl import extract_prompt
 
             row = {**row, **extract_prompt(row)}
-        if form.name == "text":
-            return _Texts([self._ended(row["text"])])
-        if form.name == "messages":
-            text, spans = self._spans(row["messages"], row)
-            return _Texts([text], spans)
-        prompt, answers = row["prompt"], [row[name] for name in self._answers]
-        if not form.is_chat:
-            return _Texts([prompt, *(self._ended(prompt + each) for each in answers)])
-        texts = [self._render(row, prompt, add_generation_prompt=True)]
-        if self._loss_on == "assistant":
-            text, spans = self._spans(prompt + answers[0], row)
-            return _Texts([*texts, text], spans)
-        return _Texts([*texts, *(self._render(row, prompt + each) for each in answers)])
-
-    def _finished(self, row: dict[str, Any], given: _Texts, tokens: list[Any]) -> _Made:
-        """Make the columns of a row of its tokens."""
-        prompt, *wholes = [ids for ids, _ in tokens]
-        if self._form.name == "preferences":
-            return self._pair(prompt, *wholes)
-        ids, places = tokens[-1]
-        start = common_prefix_length(prompt, ids) if wholes else 0
-        if self._form.name == "labelled":
+        prompt = row["prompt"]
+        wholes = [prompt + row[name] for name in self._answers]
+        if form.is_chat:
+            before, _ = self._learnt(self._render(row, prompt, add_generation_prompt=True))
+            made = [self._conversation(row, each) for each in wholes]
+        else:
+            before, _ = self._learnt(prompt)
+            made = [self._learnt(self._ended(each)) for each in wholes]
+        if form.name == "preferences":
+            return self._pair(before, *(ids for ids, _ in made))
+        ((ids, mask),) = made
+        start = common_prefix_length(before, ids)
+        if form.name == "labelled":
             cut = ids[: self._most]
             columns = {"prompt_ids": cut[:start], "completion_ids": cut[start:]}
             columns["label"] = [int(row["label"])]
             num_learnt = max(0, len(cut) - start)
             return _Made(columns, len(cut), len(cut), num_learnt, len(ids) > self._most)
-        if given.spans is None:
-            mask = [1] * len(ids)
-        else:
-            mask = _in_spans(given.texts[-1], places, given.spans)
         if self._loss_on != "all":
             mask[:start] = [0] * start
         return self._example(ids, mask)
 
-    def _pictured(self, images: ImageCollator, row: dict[str, Any]) -> _Made:
-        """Tokenize a row with images, by their processor."""
-        ids, mask, pixels = images.tokens(row)
-        return self._example(ids, mask)._replace(images=pixels)
+    def _conversation(
+        self, row: dict[str, Any], messages: list[dict[str, Any]]
+    ) -> tuple[list[int], list[int]]:
+        return self._learnt(*self._spans(messages, row))
+
+    def _learnt(
+        self, text: str, spans: Sequence[tuple[int, int]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Tokenize a text; return tokens, and which are in a span of what is learnt (None: all)."""
+        found = self._tokenizer(
+            text,
+            add_special_tokens=not self._form.is_chat,
+            return_offsets_mapping=spans is not None,
+        )
+        ids: list[int] = found["input_ids"]
+        if spans is None:
+            return ids, [1] * len(ids)
+        return ids, _in_spans(text, found["offset_mapping"], spans)
 
     def _example(self, ids: list[int], mask: list[int]) -> _Made:
         """A row of SFT."""

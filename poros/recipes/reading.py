@@ -4,7 +4,7 @@ Nothing is raised for the first thing that is wrong: all problems are collected,
 and line or the flag that it comes from, what was expected, what was found, and what to do.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +16,7 @@ from poros.recipes.recipe import METHODS, SECTIONS, Recipe, settings
 from poros.recipes.values import UnexpectedValueError, described, takes_list, value_of
 
 if TYPE_CHECKING:
-    from yaml import MappingNode, Node
+    from yaml import Node
 
 _MOST_SHOWN = 60
 _NULL = "tag:yaml.org,2002:null"
@@ -28,6 +28,14 @@ _INSTEAD = {
     "memory.vram": "memory.slots",
 }
 """Settings of which one is given: a flag for it replaces what a file says of the other."""
+
+
+class _MarkedError(ValueError):
+    """A mistake of a file, and its line."""
+
+    def __init__(self, message: str, node: "Node") -> None:
+        super().__init__(message)
+        self.line = node.start_mark.line + 1
 
 
 @dataclass
@@ -48,9 +56,9 @@ class Draft:
     problems: list[str] = field(default_factory=list)
     file: str | None = None
 
-    def problem(self, key: str, what: str, where: str | None = None) -> None:
-        """Note a problem of a key, at its place unless another is given."""
-        where = where or self.origins.get(key) or self.file or "command line"
+    def problem(self, key: str, what: str) -> None:
+        """Note a problem of a key, at its place."""
+        where = self.origins.get(key) or self.file or "command line"
         shown = quoted(key, is_bare=True, limit=80)
         # A flag says which setting is meant, a line of a file does not.
         self.problems.append(
@@ -112,8 +120,8 @@ def _tree(node: "Node | None", seen: set[int] | None = None) -> Any:
     """What a node says: a text, None, a list, or a mapping.
 
     Raises:
-        UnexpectedValueError: If an alias stands for a list or a mapping, since a few lines of them
-            are as much as any memory; or if a name stands twice.
+        _MarkedError: If an alias stands for a list or a mapping, since a few lines of them are as
+            much as any memory; or if a name stands twice.
     """
     import yaml
 
@@ -121,13 +129,21 @@ def _tree(node: "Node | None", seen: set[int] | None = None) -> Any:
         return None if node is None or node.tag == _NULL else node.value
     seen = set() if seen is None else seen
     if id(node) in seen:
-        raise UnexpectedValueError("expected values, found an alias of a list; write it out")
+        raise _MarkedError("expected values, found an alias of a list; write it out", node)
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         return [_tree(each, seen) for each in node.value]
-    found = {str(key.value): _tree(value, seen) for key, value in node.value}
-    if len(found) < len(node.value):
-        raise UnexpectedValueError("expected each name once, found one twice; remove one")
+    found: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name = str(key.value) if isinstance(key, yaml.ScalarNode) else described(_tree(key))
+        if name in found:
+            shown = quoted(name, is_bare=True)
+            raise _MarkedError(
+                f"{shown}: expected it once, found it on line {lines[name]} too; remove one", key
+            )
+        lines[name] = key.start_mark.line + 1
+        found[name] = _tree(value, seen)
     return found
 
 
@@ -138,7 +154,7 @@ def _from_flag(text: str) -> Any:
     if text.startswith(("[", "{")):
         try:
             return _tree(yaml.compose(text, Loader=yaml.SafeLoader))
-        except yaml.YAMLError:
+        except (yaml.YAMLError, _MarkedError):
             return text
     names = [each.strip() for each in text.split(",")]
     return names if len(names) > 1 else text
@@ -233,51 +249,28 @@ def _read_file(draft: Draft, file: Path) -> None:
             "`poros finetune MODEL DATA --dry-run` prints a whole recipe"
         )
         return
-    for key, name, node in _entries(draft, root, ""):
+    try:
+        said = _tree(root)
+    except _MarkedError as error:
+        draft.problems.append(f"{where}:{error.line}: {error}")
+        return
+    for (name, value), (key, node) in zip(said.items(), root.value, strict=True):
+        draft.origins[name] = f"{where}:{key.start_mark.line + 1}"
         if name not in SECTIONS:
-            draft.origins[name] = _at(draft, key)
             _unknown(draft, name, "", name, None)
-        elif isinstance(node, yaml.MappingNode):
-            for entry, setting, value in _entries(draft, node, f"{name}."):
-                _note(draft, f"{name}.{setting}", value, entry)
-        elif isinstance(node, yaml.ScalarNode) and name in ("model", "data") and node.tag != _NULL:
-            _note(draft, f"{name}.source", node, node)  # model: NAME
+        elif isinstance(value, dict):
+            for (setting, written), (entry, _) in zip(value.items(), node.value, strict=True):
+                draft.origins[f"{name}.{setting}"] = f"{where}:{entry.start_mark.line + 1}"
+                draft.written[f"{name}.{setting}"] = written
+        elif isinstance(value, str) and name in ("model", "data"):
+            draft.origins[f"{name}.source"] = draft.origins[name]
+            draft.written[f"{name}.source"] = value  # model: NAME
         else:
             draft.problem(
                 name,
                 "expected settings below it, each on a line of its own, found "
-                f"{_said(node)}; indent them, or remove the section",
-                _at(draft, key),
+                f"{described(value)}; indent them, or remove the section",
             )
-
-
-def _entries(
-    draft: Draft, node: "MappingNode", prefix: str
-) -> Iterable[tuple["Node", str, "Node"]]:
-    """Yield key, text and value; duplicates are problems."""
-    import yaml
-
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        name = key.value if isinstance(key, yaml.ScalarNode) else _said(key)
-        line = key.start_mark.line + 1
-        if name in seen:
-            draft.problem(
-                f"{prefix}{quoted(name, is_bare=True)}",
-                f"expected it once, found it on line {seen[name]} too; remove one",
-                _at(draft, key),
-            )
-            continue
-        seen[name] = line
-        yield key, name, value
-
-
-def _note(draft: Draft, key: str, value: "Node", entry: "Node") -> None:
-    draft.origins[key] = _at(draft, entry)
-    try:
-        draft.written[key] = _tree(value)
-    except UnexpectedValueError as error:
-        draft.problem(key, str(error))
 
 
 def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None) -> None:
@@ -297,16 +290,3 @@ def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None
             remedy = f"did you mean {near[0]}{' here' if same else ''}?"
     what = f"a setting of {section}" if section else "a section"
     draft.problem(key, f"expected {what}, found an unknown name; {remedy}")
-
-
-def _said(node: "Node") -> str:
-    """What a node is, for a message."""
-    import yaml
-
-    if isinstance(node, yaml.ScalarNode):
-        return described(_tree(node))
-    return described({} if isinstance(node, yaml.MappingNode) else node.value)
-
-
-def _at(draft: Draft, node: "Node") -> str:
-    return f"{draft.file}:{node.start_mark.line + 1}"

@@ -1,12 +1,10 @@
-"""Draws small charts as SVG, in the colors of the page's style (classes ``k0`` to ``k7``)."""
+"""Draws small charts as SVG, in the colors of the page's style (classes ``k0`` and ``k1``)."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 Points = Sequence[tuple[float, float]]
-Part = tuple[str, str, float, float]
-"""A part of a row: its kind, its name, where it begins, how long it is."""
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 220, 98, 28, 12
 
 
@@ -49,57 +47,19 @@ def lines(
         _text(_LEFT, _HEIGHT - 8, "start", f"step {first:g}"),
         _text(_WIDTH - 12, _HEIGHT - 8, "end", f"{last:g}"),
     ]
-    return _figure(drawn, series, unit, _HEIGHT, limit, named)
-
-
-def bars(
-    rows: Mapping[str, Iterable[Part]], unit: str, *, limit: float | None = None, named: str = ""
-) -> str:
-    """Draw parts along rows with names, ``limit`` across them. "" if all parts are empty."""
-    parts = [(row, part) for row, name in enumerate(rows) for part in rows[name]]
-    end = max([start + length for _, (*_, start, length) in parts] + [limit or 0.0])
-    if not end:
-        return ""
-    kinds = list(dict.fromkeys(kind for _, (kind, *_) in parts))
-    scale = (_WIDTH - _LEFT - 20) / end
-    bottom = 6 + 40 * len(rows)
-    drawn = [_text(_LEFT - 8, 28 + 40 * row, "end", name) for row, name in enumerate(rows)]
-    drawn += [
-        f'<rect class="k{kinds.index(kind) % 8}" x="{_LEFT + start * scale:.2f}" '
-        f'y="{6 + 40 * row}" width="{max(length * scale, 0.4):.2f}" height="30">'
-        f"<title>{escape(name)}: {length:.3f} {unit}</title></rect>"
-        for row, (kind, name, start, length) in parts
-    ]
-    drawn += [
-        _text(_LEFT + tick * scale, bottom + 14, "middle", f"{tick:g}") for tick in _ticks(0, end)
-    ]
+    keys = [f'<i class="k{number}">■</i> {escape(name)}' for number, name in enumerate(series)]
     if limit is not None:
-        drawn.append(f'<path class="limit" d="M{_LEFT + limit * scale:.1f} 0V{bottom}"/>')
-    return _figure(drawn, kinds, unit, bottom + 22, limit, named)
+        keys.append(f'<i class="limit">┅</i> {escape(named)} of {limit:.2f} {escape(unit)}')
+    legend = "".join(f'<span class="key">{each}</span>' for each in keys)
+    return (
+        f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(drawn)}</svg>'
+        f'<figcaption>{legend}<span class="unit">{escape(unit)}</span></figcaption></figure>'
+    )
 
 
 def _text(across: float, down: float, anchor: str, text: str) -> str:
     place = f'x="{across:.1f}" y="{down:.1f}" text-anchor="{anchor}"'
     return f"<text {place}>{escape(text)}</text>"
-
-
-def _figure(
-    drawn: Iterable[str],
-    names: Iterable[str],
-    unit: str,
-    height: int,
-    limit: float | None,
-    named: str,
-) -> str:
-    """Join a chart with its legend: the names in their colors, the unit at the right."""
-    keys = [f'<i class="k{place % 8}">■</i> {escape(name)}' for place, name in enumerate(names)]
-    if limit is not None:
-        keys.append(f'<i class="k4">┅</i> {escape(named)} of {limit:.2f} {escape(unit)}')
-    legend = "".join(f'<span class="key">{each}</span>' for each in keys)
-    return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(drawn)}</svg>'
-        f'<figcaption>{legend}<span class="unit">{escape(unit)}</span></figcaption></figure>'
-    )
 
 
 def _ticks(low: float, high: float) -> list[float]:

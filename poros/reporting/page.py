@@ -3,19 +3,17 @@
 import statistics
 import time
 from collections.abc import Mapping
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from markupsafe import Markup
 
 from poros.errors import RunFolderError, quoted
-from poros.reporting.charts import Part, bars, lines
+from poros.reporting.charts import lines
 from poros.reporting.events import Run, finite
 from poros.utils.formatting import duration
 
 GB = 1e9
-MOST_TERMS = 6
-"""Of a plan, beside the sum of the others and what was measured."""
 
 _TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -23,11 +21,9 @@ _TEMPLATE = """<!doctype html>
 <title>{{ run.name }}</title>
 <style>
 :root { --ink: #1f2933; --soft: #52606d; --page: #ffffff; --box: #f5f7fa; --rule: #cbd2d9;
-  --a: #2563a8; --b: #b44d12; --c: #0c7a5a; --d: #8a3ffc; --e: #a61b5b; --f: #6b7280;
-  --g: #927400; --h: #0e7490 }
+  --a: #2563a8; --b: #b44d12; --c: #0c7a5a; --e: #a61b5b }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #9aa5b1; --page: #171c22;
-  --box: #212830; --rule: #3e4c59; --a: #7db4f0; --b: #f0a06b; --c: #5fd3b0; --d: #c4a5ff;
-  --e: #ff9ccc; --f: #9aa5b1; --g: #e0c341; --h: #67d5ea } }
+  --box: #212830; --rule: #3e4c59; --a: #7db4f0; --b: #f0a06b; --c: #5fd3b0; --e: #ff9ccc } }
 * { box-sizing: border-box }
 body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--page);
   color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
@@ -41,10 +37,9 @@ svg text { fill: var(--soft); font-size: 13px }
 figcaption { color: var(--soft); font-size: .9rem }
 .unit { float: right }
 .grid { stroke: var(--rule); stroke-width: 1 }
-.limit { stroke: var(--e); stroke-width: 2; stroke-dasharray: 6 4 }
-{% for name in 'abcdefgh' %}.k{{ loop.index0 }} { color: var(--{{ name }}) }
-{% endfor %}
-rect, circle { fill: currentColor }
+.limit { color: var(--e); stroke: var(--e); stroke-width: 2; stroke-dasharray: 6 4 }
+.k0 { color: var(--a) } .k1 { color: var(--b) }
+circle { fill: currentColor }
 polyline { fill: none; stroke: currentColor; stroke-width: 2 }
 i { font-style: normal }
 .key { display: inline-block; margin-right: 1rem; white-space: nowrap }
@@ -160,14 +155,7 @@ def _sections(run: Run) -> list[tuple[str, Any, str]]:
     curves = {"training": run.values("loss"), "validation": finite(run.evaluations, "eval_loss")}
     budget = _budget(run)
     peaks = run.values("poros/peak_gb")
-    terms = {name: size / GB for name, size in (run.plan or {}).get("terms", {}).items()}
-    memory = ""
-    if terms:
-        rows: dict[str, list[Part]] = {"planned": _stacked(terms)}
-        if peaks:
-            most = max(y for _, y in peaks)
-            rows["measured"] = [("measured peak", "measured peak", 0.0, most)]
-        memory = bars(rows, "GB", limit=budget, named="budget")
+    memory = _memory(run, peaks, budget)
     last = run.end or run.starts[-1]
     no_loss = "No loss is a number." if run.logs else "No step was logged yet."
     found: list[tuple[str, Any, str]] = [
@@ -198,17 +186,22 @@ def _sections(run: Run) -> list[tuple[str, Any, str]]:
     ]
 
 
-def _stacked(terms: Mapping[str, float]) -> list[Part]:
-    """Put the largest terms of a plan side by side, in their order, and the sum of the others."""
-    largest = sorted(terms, key=lambda name: -terms[name])[:MOST_TERMS]
-    shown = {_TERMS.get(name, name): terms[name] for name in terms if name in largest}
-    shown["everything else"] = sum(terms.values()) - sum(shown.values())
-    ends = accumulate(shown.values())
-    return [
-        (name, name, end - size, size)
-        for (name, size), end in zip(shown.items(), ends, strict=True)
-        if size > 0
-    ]
+def _memory(run: Run, peaks: list[tuple[float, float]], budget: float | None) -> dict[str, str]:
+    """Say what the plan has counted, the largest first, and what was measured."""
+    terms: Mapping[str, float] = (run.plan or {}).get("terms", {})
+    if not terms:
+        return {}
+    found = {
+        _TERMS.get(name, name): f"{terms[name] / GB:.3f} GB"
+        for name in sorted(terms, key=lambda name: -terms[name])
+        if terms[name]
+    }
+    found["planned, together"] = f"{sum(terms.values()) / GB:.3f} GB"
+    if peaks:
+        found["measured peak"] = f"{max(y for _, y in peaks):.3f} GB"
+    if budget is not None:
+        found["budget"] = f"{budget:.3f} GB"
+    return found
 
 
 def _budget(run: Run) -> float | None:

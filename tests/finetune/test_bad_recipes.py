@@ -81,7 +81,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "greater than 0", "save_steps: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
     "name twice in a mapping": (
-        "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "found it on line 4 too", "remove one",
+        "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "on line 4 too", "remove one",
     ),
     "tab": ("training:\n\tseed: 1\n", 4, "expected YAML", "indentation by spaces"),
 }  # fmt: skip

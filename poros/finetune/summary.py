@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.finetune.data import Rows
 from poros.finetune.tokens import IGNORED, Tokens
@@ -242,7 +241,8 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     if plan.keep_last:
         blocks += f", {plan.keep_last} layers are not recomputed"
     lines = [("memory", f"{fits}; {blocks}")]
-    lines.append(("host memory", _host_line(recipe, plan.host_num_bytes)))
+    kept = recipe.model.host_budget or formatting.size(plan.host_num_bytes)
+    lines.append(("host memory", f"{kept} for the base"))
     if plan.step_ms is not None:
         together = recipe.training.gradient_accumulation_steps
         time = formatting.duration(plan.step_ms / 1e3 * together * size.num_steps)
@@ -250,19 +250,3 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     else:
         lines.append(("time", "known after the first steps"))
     return lines
-
-
-def _host_line(recipe: Recipe, needed: int) -> str:
-    from poros.host.limits import RESERVE_NUM_BYTES, host_memory_left
-
-    budget = recipe.model.host_budget
-    kept = needed if budget is None else min(parse_num_bytes(budget, "host_budget"), needed)
-    room = host_memory_left()
-    line = f"{formatting.size(kept)} for the base"
-    if kept < needed:
-        line += ", the rest on disk"
-    if room is not None:
-        line += f"; {formatting.size(room.num_bytes)} are free"
-    if room is not None and kept + RESERVE_NUM_BYTES > room.num_bytes:
-        line += "; too little: --host-budget keeps the rest on disk"
-    return line

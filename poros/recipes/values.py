@@ -4,6 +4,8 @@ What was written is a text, or a list or a mapping of such: no type that YAML ha
 """
 
 import enum
+import functools
+import operator
 import re
 import types
 from collections.abc import Iterable
@@ -79,7 +81,8 @@ def readable(hint: Any, choices: Iterable[str] = ()) -> Any:
     if any(isinstance(each, enum.EnumType) or _origin(each) is dict for each in members):
         members = [each for each in members if each is not str]  # one of its values, or JSON
     members.sort(key=lambda each: (each is str, _origin(each) is list))  # a text may be anything
-    read = Union[tuple(map(_readable_member, members))]  # noqa: UP007
+    every: list[Any] = [_readable_member(each) for each in members]
+    read = functools.reduce(operator.or_, every)
     return Annotated[read, Field(union_mode="left_to_right")] if len(members) > 1 else read
 
 

@@ -65,6 +65,11 @@ class Chat:
         self._tokenizer: Any = read_tokenizer(self._tokenizer_path)
         options: dict[str, Any] = {} if revision is None else {"revision": revision}
         model = adapter.attach(load(base, **options))
+        ends = model.generation_config.eos_token_id
+        if not all(
+            isinstance(each, int) for each in (ends if isinstance(ends, list) else [ends or 0])
+        ):
+            raise self._unusable(f"eos_token_id {quoted(ends)}")
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._model = prepare(model, vram_budget=vram, self_check="off")
         self._temperature = temperature
@@ -116,16 +121,18 @@ class Chat:
         except PorosError:
             raise
         except (TypeError, ValueError) as error:  # transformers, about generation settings
-            raise defect(
-                f"{quoted(self._base)}: generation_config.json",
-                "expected settings that transformers generates with, found "
-                f"{describe_error(error)}",
-                remedy="fix the file",
-            ) from error
+            raise self._unusable(describe_error(error)) from error
         found = "".join(parts)
         if self._tokenizer.chat_template:
             self._messages += [{"role": "assistant", "content": found}]
         return found
+
+    def _unusable(self, found: str) -> PorosError:
+        return defect(
+            f"{quoted(self._base)}: generation_config.json",
+            f"expected settings that transformers generates with, found {found}",
+            remedy="fix the file",
+        )
 
     def _tokens(self, question: str) -> torch.Tensor:
         has_template = bool(self._tokenizer.chat_template)

@@ -169,7 +169,7 @@ ALWAYS = {
     (ADAPTER, "rank too large", "chat"),
     *((ADAPTER, f"lora_alpha: {kind}", "merge") for kind in ("NaN", "huge")),
     *((WEIGHTS, damage, "merge") for damage in ("NaN", "infinity")),
-    (GENERATION, "eos_token_id: text", "chat"),
+    *((GENERATION, f"eos_token_id: {kind}", "chat") for kind in ("text", "NaN")),
     (CONFIG, "max_position_embeddings: negative", "finetune"),
 }
 
@@ -177,8 +177,6 @@ ALWAYS = {
 def marked(cell: tuple[str, str, str], number: int) -> Any:
     is_fast = cell in ALWAYS or number % 17 == 0
     marks: list[Any] = [] if is_fast else [pytest.mark.slow]
-    if cell == (GENERATION, "eos_token_id: NaN", "chat"):
-        marks.append(pytest.mark.xfail(strict=True, reason="is not refused yet: RuntimeError"))
     return pytest.param(*cell, marks=marks, id=", ".join(cell))
 
 

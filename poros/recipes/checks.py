@@ -50,7 +50,7 @@ def checked(draft: Draft) -> Recipe:
     _check_data(draft, recipe)
     _check_training(draft, recipe)
     _check_memory(draft, recipe)
-    _check_output(draft, recipe)
+    _check_folders(draft, recipe)
     draft.refuse()
     own = {
         name: value
@@ -84,23 +84,6 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
         draft.problem(
             "model.store",
             "expected a store to write, found a model that is a store already; remove it",
-        )
-    elif recipe.model.store and not _is_store(recipe.model.store):
-        _check_store(draft, Path(recipe.model.store).expanduser())
-
-
-def _check_store(draft: Draft, path: Path) -> None:
-    """Check the folder of a store: new or empty, in an existing folder."""
-    reason = why_not_writable(path)
-    if reason is None and not path.parent.is_dir():
-        reason = "the folder above it is not there"
-    if reason is None and path.is_dir() and any(path.iterdir()):
-        reason = "there is something else in it"
-    if reason is not None:
-        draft.problem(
-            "model.store",
-            f"expected a store, or a new or empty folder for one, found {quoted(str(path))}: "
-            f"{reason}; give another folder",
         )
 
 
@@ -218,25 +201,28 @@ def _check_memory(draft: Draft, recipe: Recipe) -> None:
         )
 
 
-def _check_output(draft: Draft, recipe: Recipe) -> None:
-    path = Path(recipe.output.folder or "").expanduser()
-    reason = why_not_writable(path)
-    if reason is not None:
-        draft.problem(
-            "output.folder",
-            f"expected a folder to write to, found {quoted(str(path))}: {reason}; give another "
-            "folder (--out)",
-        )
-    if recipe.output.merged is None:
-        return
-    path = Path(recipe.output.merged).expanduser()
-    reason = "there is something already" if path.exists() else why_not_writable(path)
-    if reason is not None:
-        draft.problem(
-            "output.merged",
-            f"expected a folder to make, found {quoted(str(path))}: {reason}; give another folder "
-            "(--merged)",
-        )
+def _check_folders(draft: Draft, recipe: Recipe) -> None:
+    """Check that the folders that a run writes can be made: before it, not behind it."""
+    store = recipe.model.store
+    for key, named, wanted in (
+        ("output.folder", recipe.output.folder, "a folder to write to"),
+        ("output.merged", recipe.output.merged, "a new folder"),
+        ("model.store", store, "a store, or a new or empty folder for one"),
+    ):
+        if named is None or (key == "model.store" and _is_store(named)):
+            continue
+        path = Path(named).expanduser()
+        reason = why_not_writable(path)
+        if reason is None and key == "output.merged" and path.exists():
+            reason = "there is something already"
+        if reason is None and key == "model.store":
+            if not path.parent.is_dir():
+                reason = "the folder above it is not there"
+            elif path.is_dir() and any(path.iterdir()):
+                reason = "there is something else in it"
+        if reason is not None:
+            found = f"found {quoted(str(path))}: {reason}"
+            draft.problem(key, f"expected {wanted}, {found}; give another folder")
 
 
 def require_packages() -> None:

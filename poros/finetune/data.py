@@ -1,7 +1,8 @@
 """Reads rows to train on, and checks every one of them before anything is loaded.
 
 Rows come from one source or several: files, folders, data sets by name. All rows of a source are
-written alike, and those of all sources become the same form. Nothing here imports torch.
+written alike, and those of all sources become the same form. Files of JSON and CSV are read
+without an import of torch.
 """
 
 from collections.abc import Sequence

@@ -162,6 +162,7 @@ def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iter
 def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row]:
     """Yield the rows that ``datasets`` reads; what Arrow has filled up with nulls is left out."""
     from datasets import load_dataset, load_from_disk, logging
+    from trl.trainer.utils import remove_none_values
 
     path, split = str(Path(source).expanduser()), data.split or "train"
     shown = quoted(source, is_bare=True)
@@ -186,18 +187,10 @@ def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row
                 raise ValueError("one data set without splits")
         for row in found:
             number += 1
-            yield f"{shown}, row {number}", _without_nulls(row)
+            yield f"{shown}, row {number}", remove_none_values(row)
     except Exception as error:  # of the network, the hub, the data set, and its builder
         wanted, remedy = _TABLES[kind]
         reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
         note(f"{shown}, row {number + 1}", f"expected {wanted}, found: {reason}; {remedy}")
     finally:
         logging.set_verbosity(verbosity)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
-    return value

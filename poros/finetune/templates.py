@@ -6,6 +6,8 @@ transformers can tell those tokens from the others.
 
 from typing import NamedTuple
 
+from trl.chat_template_utils import llama3_training_chat_template
+
 
 class Template(NamedTuple):
     """A chat template, and the tokens that it needs."""
@@ -32,24 +34,11 @@ _CHATML = """\
 {%- endif %}
 """
 
-_LLAMA3 = """\
-{{- bos_token }}
-{%- for message in messages %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
-{%- else %}
-{{- message['content'] | trim + '<|eot_id|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
 NAMED = {
     "chatml": Template(_CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
     "llama3": Template(
-        _LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"
+        llama3_training_chat_template,
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
     ),
 }

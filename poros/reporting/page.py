@@ -70,17 +70,6 @@ pre { background: var(--box); padding: .75rem; border-radius: 6px; overflow-x: a
 <p class="none">GB is 10<sup>9</sup> bytes. Written by poros {{ version }}.</p>
 </body></html>
 """
-_TERMS = {
-    "slots": "blocks",
-    "kept blocks": "blocks that stay",
-    "kept graphs": "kept activations",
-    "boundaries": "inputs of layers",
-    "workspace": "workspace of a layer",
-    "recordings": "CUDA graphs",
-    "dense layer": "a layer's dense weights",
-    "dense weight": "one dense weight",
-}
-"""What terms of a plan are called here."""
 
 
 def page(run: Run) -> str:
@@ -192,7 +181,7 @@ def _memory(run: Run, peaks: list[tuple[float, float]], budget: float | None) ->
     if not terms:
         return {}
     found = {
-        _TERMS.get(name, name): f"{terms[name] / GB:.3f} GB"
+        name: f"{terms[name] / GB:.3f} GB"
         for name in sorted(terms, key=lambda name: -terms[name])
         if terms[name]
     }
@@ -238,19 +227,12 @@ def _tokens_per_s(run: Run) -> list[float]:
 
 
 def _counters(last: Mapping[str, Any]) -> dict[str, object]:
-    known = {
-        "device": "device",
-        "num_loads": "copies of blocks",
-        "num_hits": "blocks found in a slot",
-        "num_groups": "groups of micro-batches",
-        "num_replayed_visits": "layer calls replayed as CUDA graphs",
-        "num_eager_visits": "layer calls without a CUDA graph",
-        "num_resizes": "changes of the blocks on the GPU",
+    """Return what ``Runtime.stats`` counts, under its names, and when."""
+    found: dict[str, object] = {
+        name: f"{value:,}"
+        for name, value in last.items()
+        if name.startswith("num_") or name.endswith("num_bytes")
     }
-    found: dict[str, object] = {text: last[key] for key, text in known.items() if key in last}
-    for key, text in (("h2d_num_bytes", "copied"), ("host_num_bytes", "in host memory")):
-        if key in last:
-            found[text] = f"{last[key] / GB:.2f} GB"
     if "time" in last:
         found["last event"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(last["time"])))
     return found

@@ -149,7 +149,7 @@ class Observer:
         found = layer.forward_now(args, kwargs)
         try:
             found = require_hidden_states(found)
-            if index and _form(found) != _form(given):
+            if _form(found) != _form(given):
                 raise NotGrouped("hidden states that change their form between layers")
         except NotGrouped as reason:
             self.refuse(str(reason))

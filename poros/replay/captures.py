@@ -282,7 +282,8 @@ class Captures:
             tensors: What autograd has kept for it.
             gradients: Of its results.
         """
-        around = Around.capture(tuple(each is not None for each in gradients), self._device)
+        arriving = tuple(each is not None for each in gradients)
+        around = Around(arriving, call.layer.surroundings())
         is_open = not call.is_seen()
         replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
         if replayed is not None and replayed.is_proved:

@@ -362,6 +362,8 @@ class Captures:
         arrived = [each for each in gradients if each is not None]
         if is_kept:
             return replayed.run(arrived, self.memory)
+        if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
+            return replayed.run([*tensors, *arrived], self.memory)
         with call.ambient.rng.replay():
             found = replayed.run([*tensors, *arrived], self.memory)
             call.require_same_end()

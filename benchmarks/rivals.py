@@ -2,8 +2,8 @@
 
     python -m benchmarks rivals qwen2.5-7b --length 512 --out rivals.jsonl
     python -m benchmarks rivals qwen2.5-7b --arms poros:4GiB trl:checkpointed --length 2048
-    python -m benchmarks rivals qwen2.5-7b --whole-rows --arms trl:resident unsloth:offload-27 soup \
-        unsloth:auto@6GiB --sites unsloth=FOLDER soup=FOLDER
+    python -m benchmarks rivals qwen2.5-7b --whole-rows --sites unsloth=FOLDER soup=FOLDER \
+        --arms trl:resident unsloth:offload-27 unsloth:auto@6GiB soup
 
 A checkpoint of random weights at true shapes, a tokenizer of 8,000 tokens and rows of the text that
 Python comes with are written into ``--folder``, once. Each arm is a process of its own and trains
@@ -18,21 +18,20 @@ micro-batch, with fused AdamW:
   rows there, and needs ``--whole-rows``. ``soup:batched`` takes the rows of a step as one batch, as
   its manual advises, with the loss in chunks.
 
-``+no-liger`` behind an arm leaves Liger's kernels out. ``@SIZE`` behind it has another process hold
-the memory of the GPU but for SIZE, for arms that go by what is free. Trainers want different
-versions of libraries: ``--sites NAME=FOLDER`` puts a folder before others on the path of the arms of
-that name (``pip install --target FOLDER``).
+``+no-liger`` behind an arm leaves Liger's kernels out. ``@SIZE`` behind it has another process
+hold the memory of the GPU but for SIZE, for arms that go by what is free. Trainers want different
+versions of libraries: ``--sites NAME=FOLDER`` puts a folder before others on the path of the arms
+of that name (``pip install --target FOLDER``).
 
 With ``--whole-rows`` no arm packs: each row is longer than ``--length`` and is cut to it, and there
 are as many rows as a run trains. What HF's trainer shuffles with one seed then comes in one order,
 so that losses of those arms can be compared step by step.
 
-Times are between the logs of two steps, the median of the last half; tokens are those of whole rows,
-padding included (packing leaves little). Peaks are those that the allocator saw from the start,
-loading and first steps included (of Soup from the first step on, if it resets them). Bytes of the
-host are those of the process after the last step, without mapped files, and what PyTorch has
-page-locked. Packed rows are packed by each in its own way, and TRL's adapters over 4 bits are
-bfloat16, so losses are near each other, not equal.
+Times are between the logs of two steps, the median of the last half; tokens are those of whole
+rows, padding included (packing leaves little). Peaks are those that the allocator saw from the
+start, loading and first steps included. Bytes of the host are those of the process after the last
+step, without mapped files. Packed rows are packed by each in its own way, and TRL's adapters over
+4 bits are bfloat16, so losses are near each other, not equal.
 """
 
 import argparse
@@ -319,11 +318,10 @@ def unsloth_settings(way: str) -> tuple[bool | str, dict[str, Any]]:
 
 def run_unsloth(options: argparse.Namespace, way: str, has_liger: bool) -> Result:
     """Unsloth, as its documentation has it; it has kernels of its own instead of Liger's."""
-    checkpointing, more = unsloth_settings(way)
-    # Before transformers and TRL: it changes both as it is imported.
+    import torch
     from unsloth import FastLanguageModel
 
-    import torch
+    checkpointing, more = unsloth_settings(way)
 
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=str(options.folder / "model"),
@@ -462,6 +460,15 @@ def host_gb() -> tuple[float, float]:
     return (status["host_anonymous"] + status["host_shared"]) / 1e9, pinned / 1e9
 
 
+UNSLOTH_FIRST = """
+import importlib.util, runpy
+if importlib.util.find_spec("unsloth"):
+    import unsloth
+runpy.run_module("benchmarks.rivals", run_name="__main__", alter_sys=True)
+"""
+"""A program that is this module, after Unsloth, which changes transformers, TRL and PEFT as it is
+imported, and says that it is to be imported before them."""
+
 HOLD = """
 import sys, torch
 torch.zeros(1, device="cuda")
@@ -499,12 +506,13 @@ def measure(options: argparse.Namespace, arm: str) -> Result:
     """Run one arm in a process of its own."""
     result = options.folder / "result.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.rivals", options.model, "--arm", arm]
+    way = parse_arm(arm)
+    program = ["-c", UNSLOTH_FIRST] if way.name == "unsloth" else ["-m", "benchmarks.rivals"]
+    command = [sys.executable, *program, options.model, "--arm", arm]
     for key in ("folder", "length", "steps", "accumulation"):
         command += [f"--{key}", str(getattr(options, key))]
     command += ["--whole-rows"] if options.whole_rows else []
     row: Result = {"arm": arm, "length": options.length, "accumulation": options.accumulation}
-    way = parse_arm(arm)
     with leaving(way.room):
         began = time.time()
         try:

@@ -403,6 +403,17 @@ def as_messages(text: str) -> Result:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
+def as_others_shuffle(trainer: Any, dataset: Any = None) -> Any:
+    """The sampler of HF's trainer, seeded as Accelerate does it for the other arms.
+
+    Soup wraps the sampler, so that Accelerate does not seed it.
+    """
+    import torch
+
+    rows = trainer.train_dataset if dataset is None else dataset
+    return torch.utils.data.RandomSampler(rows, generator=torch.Generator().manual_seed(0))
+
+
 def run_soup(options: argparse.Namespace, way: str, has_liger: bool) -> Result:
     """The command `soup train` in this process; it takes none of Liger's kernels."""
     import torch
@@ -419,6 +430,7 @@ def run_soup(options: argparse.Namespace, way: str, has_liger: bool) -> Result:
     os.chdir(folder)  # it reads and writes nothing outside the working directory
     result = nothing_yet()
     trainer.DEFAULT_CALLBACKS.append(timing(result))
+    trainer.Trainer._get_train_sampler = as_others_shuffle
     sys.argv = ["soup", "train", "--config", "soup.yaml", "--yes"]
     from soup_cli.cli import run
 

@@ -420,14 +420,13 @@ def run_soup(options: argparse.Namespace, way: str, has_liger: bool) -> Result:
     from transformers import trainer
 
     settings = soup_settings(options, way, torch.cuda.is_available())
-    folder = options.folder.resolve()
+    folder = options.folder
     rows = rows_of(folder, options.length, are_whole=True).read_text(encoding="utf-8").splitlines()
     write_lines(
         folder / settings["data"]["train"], [as_messages(json.loads(row)["text"]) for row in rows]
     )
     (folder / "soup.yaml").write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
     os.environ.setdefault("SOUP_LAYER_STREAM_CACHE_DIR", str(folder / "soup-layers"))
-    os.chdir(folder)  # it reads and writes nothing outside the working directory
     result = nothing_yet()
     trainer.DEFAULT_CALLBACKS.append(timing(result))
     trainer.Trainer._get_train_sampler = as_others_shuffle
@@ -450,7 +449,6 @@ def missing(name: str) -> list[str]:
 def run_arm(options: argparse.Namespace, arm: str) -> None:
     """Run one arm in this process, and write what it measured to ``options.result``."""
     way = parse_arm(arm)
-    path = options.result.resolve()
     result: Result
     if absent := missing(way.name):
         result = {"note": f"not installed: {', '.join(absent)}"}
@@ -458,7 +456,7 @@ def run_arm(options: argparse.Namespace, arm: str) -> None:
         runs = {"poros": run_poros, "trl": run_trl, "unsloth": run_unsloth, "soup": run_soup}
         result = runs[way.name](options, way.how, way.has_liger)
         result["host_gb"], result["pinned_gb"] = host_gb()
-    path.write_text(json.dumps(result), encoding="utf-8")
+    options.result.write_text(json.dumps(result), encoding="utf-8")
 
 
 def host_gb() -> tuple[float, float]:
@@ -507,11 +505,13 @@ def leaving(room: int | None) -> Iterator[None]:
 
 
 def environment(sites: Sequence[str], name: str) -> dict[str, str]:
-    """Variables of an arm's process: its own folders come first on the path."""
+    """Variables of an arm's process: its own folders come first on the path, then this checkout."""
     given = dict(os.environ)
     own = [folder for each, _, folder in (site.partition("=") for site in sites) if each == name]
-    path = [*own, *filter(None, [given.get("PYTHONPATH", "")])]
-    return {**given, "PYTHONPATH": os.pathsep.join(path)} if path else given
+    here = str(Path(__file__).resolve().parents[1])
+    path = [*(str(Path(each).resolve()) for each in own), here]
+    path += filter(None, given.get("PYTHONPATH", "").split(os.pathsep))
+    return {**given, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def measure(options: argparse.Namespace, arm: str) -> Result:
@@ -525,29 +525,26 @@ def measure(options: argparse.Namespace, arm: str) -> Result:
         command += [f"--{key}", str(getattr(options, key))]
     command += ["--whole-rows"] if options.whole_rows else []
     row: Result = {"arm": arm, "length": options.length, "accumulation": options.accumulation}
-    with leaving(way.room):
+    said = options.folder / "said.txt"  # no pipe: a process that is left over would hold it
+    note = ""
+    with leaving(way.room), said.open("w", encoding="utf-8") as file:
         began = time.time()
         try:
-            ended = subprocess.run(
+            subprocess.run(
                 [*command, "--result", str(result)],
-                capture_output=True,
-                text=True,
+                stdout=file,
+                stderr=subprocess.STDOUT,
                 timeout=options.timeout,
                 check=False,
+                cwd=options.folder,  # Unsloth and Soup write where they are run
                 env=environment(options.sites, way.name),
             )
-        except subprocess.TimeoutExpired as late:
-            said = late.stderr or late.stdout or b""
-            lines = said.decode(errors="replace").splitlines()  # bytes, whatever `text` says
-            return {
-                **row,
-                "note": f"not ready after {options.timeout} s",
-                "last": lines[-LAST_LINES:],
-            }
+        except subprocess.TimeoutExpired:
+            note = f"not ready after {options.timeout} s"
     row["wall_s"] = round(time.time() - began, 1)
-    if not result.exists():
-        last = (ended.stderr.strip() or ended.stdout.strip() or "nothing").splitlines()
-        return {**row, "note": " ".join(last[-3:])[-300:], "last": last[-LAST_LINES:]}
+    if note or not result.exists():
+        lines = said.read_text(encoding="utf-8", errors="replace").splitlines() or ["nothing"]
+        return {**row, "note": note or " ".join(lines[-3:])[-300:], "last": lines[-LAST_LINES:]}
     return {**row, **json.loads(result.read_text(encoding="utf-8")), "began": began}
 
 
@@ -599,27 +596,33 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    known = argparse.ArgumentParser(prog="benchmarks.rivals", description=__doc__)
+    known.add_argument("model", help="one of benchmarks.models.SHAPES")
+    known.add_argument("--layers", type=int, help="fewer than the model has")
+    known.add_argument("--folder", type=Path, default=Path("rivals"))
+    known.add_argument("--length", type=int, default=512)
+    known.add_argument("--steps", type=int, default=24)
+    known.add_argument("--accumulation", type=int, default=8)
+    known.add_argument("--arms", nargs="+", default=list(ARMS))
+    known.add_argument("--whole-rows", action="store_true", help="cut rows, instead of packing")
+    known.add_argument("--sites", nargs="+", default=[], metavar="NAME=FOLDER")
+    known.add_argument("--timeout", type=int, default=TIMEOUT_S, help="seconds an arm may take")
+    known.add_argument("--json", action="store_true", help="print a line of JSON an arm instead")
+    known.add_argument("--out", type=Path, help="raw data: a line an arm, appended")
+    known.add_argument("--arm", help=argparse.SUPPRESS)
+    known.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return known
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="benchmarks.rivals", description=__doc__)
-    parser.add_argument("model", help="one of benchmarks.models.SHAPES")
-    parser.add_argument("--layers", type=int, help="fewer than the model has")
-    parser.add_argument("--folder", type=Path, default=Path("rivals"))
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--accumulation", type=int, default=8)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS))
-    parser.add_argument("--whole-rows", action="store_true", help="cut rows, instead of packing")
-    parser.add_argument("--sites", nargs="+", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--timeout", type=int, default=TIMEOUT_S, help="seconds an arm may take")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON an arm instead")
-    parser.add_argument("--out", type=Path, help="raw data: a line an arm, appended")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.arm is not None:
         run_arm(options, options.arm)
         return
+    options.folder = options.folder.resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
     num_tokens = options.length * options.accumulation * options.steps
     whole = options.length if options.whole_rows else None

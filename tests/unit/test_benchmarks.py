@@ -195,8 +195,8 @@ def test_whole_rows_are_cut_by_every_trainer_to_the_same_tokens(tmp_path: Path) 
     assert len(rows) == len(set(rows)) == 6
     assert all(len(tokenizer(row)["input_ids"]) > 64 for row in rows)
     said = rivals.as_messages(rows[0])["messages"]
-    template = rivals.AS_THEY_ARE
-    assert tokenizer.apply_chat_template(said, template, tokenize=False) == rows[0]
+    given = {"chat_template": rivals.AS_THEY_ARE, "tokenize": False}
+    assert tokenizer.apply_chat_template(said, **given) == rows[0]
 
 
 def test_an_arm_whose_trainer_is_not_installed_says_so(

@@ -63,6 +63,7 @@ from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.nodes import saved_tensors
 from poros.kernels.product import Product
 from poros.kernels.swiglu import parts_of
+from poros.utils.devices import foreach_copy
 
 Optional = torch.Tensor | None
 
@@ -137,13 +138,14 @@ class _Group(NamedTuple):
     def cast(
         self, matrices: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """All A, one below the other, and all B, in ``dtype``; cast by one kernel."""
+        """All A, one below the other, and all B, in ``dtype``; by one kernel if all are cast."""
         all_a, all_b = matrices[::2], [each.detach() for each in matrices[1::2]]
         if len(all_a) == 1 and all(each.dtype is dtype for each in matrices):
             return all_a[0].detach(), all_b
         stacked = all_a[0].new_empty(sum(self.ranks), all_a[0].shape[1], dtype=dtype)
         made, pairs = _cast_later(all_b, [dtype] * len(all_b))
-        _copy([*zip(stacked.split(self.ranks), all_a, strict=True), *pairs])
+        pairs += zip(stacked.split(self.ranks), all_a, strict=True)
+        foreach_copy(*zip(*pairs, strict=True))
         return stacked, made
 
     def results(
@@ -236,7 +238,8 @@ def _backward(ctx: Any, gradients: list[Optional]) -> tuple[Optional, ...]:
         of_input = of_input.addmm_(of_hidden, stacked).view(ctx.shape)
     of_matrices = [each for two in zip(of_a, of_b, strict=True) for each in two]
     found, pairs = _cast_later(of_matrices, ctx.dtypes)
-    _copy(pairs)
+    if pairs:
+        foreach_copy(*zip(*pairs, strict=True))
     return (None, of_input, *found)
 
 
@@ -250,13 +253,6 @@ def _cast_later(
             made = found[place] = torch.empty_like(tensor, dtype=dtype)
             pairs.append((made, tensor))
     return found, pairs
-
-
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy into the first of each pair from the second; all by one kernel, casts too."""
-    if pairs:
-        into, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(into, sources)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for arm in options.arms:
         rows.append(measure(options, arm))
-        line = json.dumps(summary(rows[-1])) if options.json else table(rows[-1:]).splitlines()[-1]
+        line = json.dumps(summary(rows[-1])) if options.json else table(rows).splitlines()[-1]
         print(line, flush=True)
         for said in rows[-1].get("last", []):
             print(f"    {said}", file=sys.stderr, flush=True)

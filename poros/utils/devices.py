@@ -95,4 +95,4 @@ def foreach_copy(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         is_same = place.stride() == source.stride()
         alike[place.dtype, source.dtype, is_same].append((place, source))
     for pairs in alike.values():
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        torch._foreach_copy_([place for place, _ in pairs], [source for _, source in pairs])

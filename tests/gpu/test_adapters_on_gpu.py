@@ -17,7 +17,6 @@ from poros.gates import tiny
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
 from poros.kernels.use import patch
-from tests.exact.writing import DTYPES, PROGRAMS
 from tests.gpu.models import BF16, Model, assert_streamed, differing, gradients, model_of, same
 from tests.unit import grouped_case, lora_case
 
@@ -107,45 +106,6 @@ def test_lora_trains_as_with_peft(
     assert stats["num_fused_adapters"] > 0 and not stats["fallbacks"]
     if architecture in ("qwen2", "llama", "mistral") and not (autocast and dtype is FP32):
         assert stats["num_left_out_adapters"] == 2 * 3
-
-
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3"])
-def test_dora_of_other_architectures(architecture: str, tmp_path: Path) -> None:
-    model = model_of(tmp_path, architecture, num_layers=3, dropout=0.1, **DORA)
-    poros.use_adapter_kernels(model)
-    expected = gradients(model)
-    poros.restore(model)
-    assert_streamed(model, expected, [{"slots": 2}])
-
-
-@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_results_are_as_writable_as_those_of_peft(
-    program: str, dtypes: tuple[torch.dtype, torch.dtype], quantize: bool, tmp_path: Path
-) -> None:
-    """Programs that write to them in place: resident, streamed, and replayed where possible."""
-    (architecture, options, change, is_recorded), (dtype, adapters) = PROGRAMS[program], dtypes
-    model = model_of(
-        tmp_path, architecture, dtype=dtype, quantize=quantize, num_layers=2, **options
-    )
-    for name, each in model.named_parameters():
-        if "lora_" in name:
-            each.data = each.data.to(adapters)
-    change(model)
-    plain = gradients(model)
-    of_lora = () if "use_dora" in options else ("grouped",)
-    for kernels in ("fused", "exact", *of_lora):
-        poros.use_adapter_kernels(model, kernels)
-        resident = gradients(model)
-        poros.restore(model)
-        policy = {"adapter_kernels": kernels, "cuda_graphs": True}
-        (stats,) = assert_streamed(model, resident, [policy], repeats=6)
-        assert stats["self_check"] == "passed"
-        # Falcon's layers are not recorded on a GPU.
-        assert (stats["num_replayed_visits"] > 0) == (is_recorded and architecture != "falcon")
-        if kernels == "exact" or (kernels == "fused" and "use_dora" not in options):
-            assert differing(resident, plain) == [], kernels
 
 
 @pytest.mark.parametrize(("bias", "scaling"), [(False, 1.0), (True, 2.0 / 3.0)])

@@ -247,18 +247,6 @@ def test_the_self_check_sees_a_wait_left_out(checkpoint: Path, wait: str) -> Non
     assert start_digests(model) == adapters, "nothing was trained"
 
 
-def test_the_host_store_is_page_locked(checkpoint: Path) -> None:
-    model = prepare_plain(load(checkpoint), device=str(DEVICE), slots=2)
-    runtime = poros.runtime(model)
-    stats = runtime.stats()
-    assert stats["fallbacks"] == []
-    assert stats["pinned_num_bytes"] == stats["host_num_bytes"] > 16e6 * NUM_LAYERS
-    slabs = [runtime.host_slab(block) for block in range(NUM_LAYERS)]
-    assert all(slab.is_pinned() for slab in slabs)
-    poros.restore(model)
-    assert not any(slab.is_pinned() for slab in slabs)
-
-
 def answers(model: Any) -> dict[str, torch.Tensor]:
     """Logits of a whole row, and tokens and logits of a greedy continuation."""
     model.eval()

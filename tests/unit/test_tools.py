@@ -8,6 +8,7 @@ import pytest
 from tools import lines, mutants
 
 
+@pytest.mark.slow
 def test_a_warm_step_passes_through_the_files_that_stream() -> None:
     found = {str(path.relative_to(lines.ROOT)) for path in lines.files_run_by(lines.warm_step())}
     assert found >= {"poros/stream/visit.py", "poros/slots/manager.py", "poros/streams.py"}

@@ -1,6 +1,6 @@
 """Operators of adapters in models on a GPU: streamed equals resident, LoRA equals PEFT, to the bit.
 
-DoRA, grouped adapters and other orders of LoRA's products are within bounds of PEFT's modules.
+DoRA is within bounds of PEFT's modules; orders of products and grouped adapters: tests/unit.
 """
 
 from itertools import product
@@ -12,13 +12,11 @@ import torch
 from peft import LoraConfig, LoraRuntimeConfig, get_peft_model
 
 import poros
-from poros.config import LORA_ORDERS
 from poros.gates import tiny
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
 from poros.kernels.use import patch
 from tests.gpu.models import BF16, Model, assert_streamed, differing, gradients, model_of, same
-from tests.unit import grouped_case, lora_case
 
 pytestmark = pytest.mark.gpu
 
@@ -106,41 +104,6 @@ def test_lora_trains_as_with_peft(
     assert stats["num_fused_adapters"] > 0 and not stats["fallbacks"]
     if architecture in ("qwen2", "llama", "mistral") and not (autocast and dtype is FP32):
         assert stats["num_left_out_adapters"] == 2 * 3
-
-
-@pytest.mark.parametrize(("bias", "scaling"), [(False, 1.0), (True, 2.0 / 3.0)])
-@pytest.mark.parametrize("rank", [8, 64, 512])
-@pytest.mark.parametrize("size", lora_case.SIZES)
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
-def test_every_order_is_within_its_bound(
-    kind: str, size: str, rank: int, bias: bool, scaling: float
-) -> None:
-    case = lora_case.Case(kind, size, rank, bias, scaling, device="cuda")
-    for order in LORA_ORDERS:
-        assert max(lora_case.excess(case, order, case.run(order))) <= 1, order
-
-
-@pytest.fixture
-def _one_rounding() -> Any:
-    """Products are written once: no parts of them are reduced in 16 bits, and none is in TF32."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.fp32_precision
-    matmul.allow_bf16_reduced_precision_reduction, matmul.fp32_precision = False, "ieee"
-    yield
-    matmul.allow_bf16_reduced_precision_reduction, matmul.fp32_precision = before
-
-
-@pytest.mark.usefixtures("_one_rounding")
-@DTYPE
-def test_grouped_results_and_gradients_are_within_their_bounds(dtype: torch.dtype) -> None:
-    case = grouped_case.Case.random(dtype, "cuda")
-    exact = grouped_case.exact_case(dtype, "cuda")
-    results, found = case.run()
-    assert max(grouped_case.result_shares(case, results)) <= 1
-    assert max(grouped_case.gradient_shares(case, found)) <= 1
-    assert grouped_case.result_shares(exact, exact.run()[0]) == [0.0]
-    off = exact._replace(scalings=[each * (1 + 2.0**-6) for each in exact.scalings])
-    assert min(grouped_case.result_shares(exact, off.run()[0])) > 1  # a control
 
 
 @QUANTIZED

@@ -98,19 +98,6 @@ def test_two_forwards_before_their_backwards(keep_last: int, tmp_path: Path) -> 
     assert captures.num_replays > 0
 
 
-def test_deterministic_mode(tmp_path: Path) -> None:
-    def run(model: Model) -> list[torch.Tensor]:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            return train(model, 8)
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    expected = run(model_of(tmp_path))
-    model, captures = prepared(model_of(tmp_path))
-    assert same_runs(run(model), expected) and captures.num_replays > 0
-
-
 def test_scaled_losses_in_float16(tmp_path: Path) -> None:
     def run(model: Model) -> list[torch.Tensor]:
         torch.manual_seed(5)

@@ -72,6 +72,7 @@ def test_the_longest_rows_fit_and_longer_ones_do_not(planner: Planner, share: fl
     assert planner.find(found.request.override(seq_len=longest)) is not None
     assert planner.find(found.request.override(seq_len=longest + LENGTH_STEP)) is None
     assert f"in tokens {longest:,}" in said(found)
+    assert ask(planner, needed(planner, 1).total_num_bytes // 2).longest == 0
 
 
 def test_what_does_not_fit_is_told_with_what_would_change_that(planner: Planner) -> None:

@@ -94,6 +94,7 @@ WRONG: list[tuple[str, str]] = [
     ("plan model --seq 16 --set apples=3", "'apples' is not a policy field"),
     ("load nowhere --out new", "SOURCE: expected a folder or file that exists"),
     ("load model", "give either --out DIR or --verify"),
+    ("load model --verify --dtype float16", "--verify takes no --dtype"),
     ("load model --out new --dtype bfloat", "'bfloat' is not one of"),
     ("load model --out file", "--out: expected a new folder, found the file"),
     ("check nowhere", "MODEL_DIR: expected a checkpoint folder with a config.json"),
@@ -237,6 +238,8 @@ def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path:
     store = tmp_path / "store"
     written = poros_command("load", str(checkpoint), "--out", str(store))
     assert written.exit_code == 0, written.output
+    refused = poros_command("load", str(checkpoint), "--verify")
+    assert refused.exit_code == BAD_INPUT and "found a checkpoint" in refused.output
     verified = poros_command("load", str(store), "--verify")
     assert verified.exit_code == 0 and "3 layers" in verified.output
     model = poros.load(store)

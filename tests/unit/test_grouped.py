@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from transformers.activations import GELUTanh
 
-from poros.errors import RematerializationError
 from poros.kernels.grouped import project
-from poros.kernels.lazy_tensor import LazyTensor, forget
+from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.swiglu import forget_parts, swiglu
 from tests.support import same_bits
 from tests.unit.grouped_case import (
@@ -89,21 +88,3 @@ def test_what_is_left_out_is_computed_of_gate_and_up(
         gradients = torch.autograd.grad(result, leaves, behind.arriving[0])
         found.append([result.detach(), *gradients, torch.get_rng_state()])
     assert all(map(same_bits, *found))
-
-
-def test_what_is_over_cannot_be_read() -> None:
-    """Where sums wait, what is forgotten with them; what else happens to them: tests/exact."""
-    ones, computed = torch.ones(2, 3), list[int]()
-
-    def form() -> torch.Tensor:
-        computed.append(1)
-        return ones * 2
-
-    tensor = LazyTensor((2, 3), torch.float32, ones.device, form, [ones])
-    total = ones + tensor
-    assert isinstance(total, LazyTensor)
-    forget([tensor, total, ones])
-    for each in (tensor, total):
-        with pytest.raises(RematerializationError, match="a use of it afterwards"):
-            each * 2
-    assert not computed

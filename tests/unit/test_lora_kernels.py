@@ -14,6 +14,7 @@ from torch import nn
 from poros.kernels import lora
 from poros.kernels.lora import Added, add_lora, add_lora_ref
 from poros.kernels.swiglu import swiglu, swiglu_ref
+from tests.gpu.models import same
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -70,9 +71,7 @@ def outcome(
 
 
 def differing(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[int]:
-    return [
-        number for number, pair in enumerate(zip(left, right, strict=True)) if not same_bits(*pair)
-    ]
+    return [number for number, pair in enumerate(zip(left, right, strict=True)) if not same(*pair)]
 
 
 # The dtypes of a model, of its adapters, and of what dropout sees.

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerF
 
 import poros
 import poros.loaders.load
-from poros.cli.shared import BAD_INPUT
 from poros.errors import (
     CheckpointFormatError,
     PolicyError,
@@ -33,7 +32,6 @@ from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import open_store
 from tests.children import run_forked
-from tests.command import poros_command, text
 from tests.loading.checkpoints import CONFIG
 from tests.loading.damage import GENERATION, config
 from tests.loading.loaded import Kinds, copy_of, differences, quantization, standard
@@ -134,29 +132,6 @@ def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.M
     monkeypatch.setattr("poros.loaders.options.device_name", lambda device: "another")
     with pytest.raises(PolicyError, match="with device 'another'"):
         load(store, device="cpu")
-
-
-# The command line.
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("{checkpoint} --out {new} --dtype int8", "'int8' is not one of 'bf16'"),
-        ("{checkpoint} --out {new} --device nowhere", "error: device: expected a usab"),
-        ("{checkpoint} --out {store} --quantization fp4", "error: store (--out): expected one"),
-        ("{store} --out {new}", "error: store (--out): expected none"),
-        ("{store} --verify --dtype float16", "--verify takes no --dtype"),
-        ("{checkpoint} --verify", "found a checkpoint; make one of"),
-        ("{new} --verify", "found neither in"),
-        ("{checkpoint} --out {new}/x/y", "No such file or directory; make its parent folder"),
-    ],
-)
-def test_the_command_refuses(places: dict[str, Path], command: str, message: str) -> None:
-    result = poros_command("load", *(word.format(**places) for word in command.split()))
-    found = " ".join(text(result).replace("│", " ").split())
-    assert result.exit_code == BAD_INPUT and message in found, found
-    assert "Traceback" not in found and not places["new"].exists()
 
 
 # One process, several threads.

@@ -330,7 +330,7 @@ class Peak:
 def test_host_memory_while_loading(kinds: Kinds, is_quantized: bool) -> None:
     """The model as it will be, one tensor, and what pieces of it take."""
     # Of a quantized base fewer layers are enough for the control, and they take their time.
-    sizes = {"num_layers": 5 if is_quantized else 8}
+    sizes = {"num_layers": 3 if is_quantized else 8}
     sizes |= {"hidden_size": 1024, "vocab_size": 4096, "intermediate_size": 4096}
     path, ours = kinds.dense(**sizes), wanted(is_quantized)[0]
     load(kinds.dense(), quantization=ours)  # whatever libraries allocate once

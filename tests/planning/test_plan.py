@@ -124,6 +124,14 @@ def test_planned_sizes_are_those_of_the_prepared_model(
     assert crossed == expected.bytes_per_step
 
 
+def test_inputs_are_the_batch_and_what_all_layers_are_given() -> None:
+    """Too small to be seen in a step: tokens and labels, rotary embeddings and positions."""
+    config = config_of()
+    head_dim = config.hidden_size // config.num_attention_heads
+    found = plan(config, seq_len=8, batch_size=2).terms["inputs"]
+    assert found == 2 * 2 * 8 * 8 + 2 * 2 * 8 * head_dim + 8 * 8
+
+
 def test_bad_requests_are_refused() -> None:
     config = config_of()
     for options in ({"seq_len": 0}, {"seq_len": 8, "batch_size": -1}, {"seq_len": 8, "rank": 0}):

@@ -20,7 +20,6 @@ from xxhash import xxh3_128
 from poros.errors import quoted
 from poros.io.digests import num_threads, sha256
 from poros.loaders.header import DTYPE_NAMES, TensorEntry, defect, shown
-from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard
 from poros.loaders.source import CONFIG, Source, find_source
 
@@ -71,7 +70,6 @@ class Checkpoint:
         cls,
         source: str | os.PathLike[str],
         hub: Mapping[str, Any] | None = None,
-        limits: Limits | None = None,
     ) -> "Checkpoint":
         """Find and check a checkpoint; no tensor is read.
 
@@ -81,14 +79,13 @@ class Checkpoint:
                 ``config.json`` beside it, or the name of a hub repository.
             hub: Of ``huggingface_hub.snapshot_download``: ``revision``, ``cache_dir``, ``token``,
                 ``local_files_only``, ``force_download``.
-            limits: On what its files may ask for; None are the defaults.
 
         Raises:
             CheckpointFormatError: If the checkpoint cannot be found or any file breaks its format.
             UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
-        located = find_source(source, hub, limits)
+        located = find_source(source, hub)
         shards = [Shard.open(file) for file in located.files]
         _check_shards(located, shards)
         return cls(located, shards)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.header import defect, parse_json, shown
-from poros.loaders.limits import Limits
+from poros.loaders.limits import require_bounded
 from poros.loaders.source import CONFIG, GENERATION
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ def configuration(
     options: Mapping[str, Any],
     *,
     given: "PreTrainedConfig | None" = None,
-    limits: Limits | None = None,
 ) -> "PreTrainedConfig":
     """Parse the configuration of a checkpoint, with those options that are its fields.
 
@@ -59,11 +58,10 @@ def configuration(
         texts: Of the small files.
         options: Fields to change.
         given: Is taken instead of the text's.
-        limits: On what text and options may ask for.
 
     Raises:
         CheckpointFormatError: If transformers makes no configuration of it, or it asks for more
-            than the limits allow.
+            than the bounds allow (``poros.loaders.limits``).
         PolicyError: If an option is no field of the configuration, or not with ``given``.
     """
     from transformers import PreTrainedConfig
@@ -84,7 +82,7 @@ def configuration(
             config._experts_implementation = options["experts_implementation"]
         return config
     fields = parse_json(texts[CONFIG], path / CONFIG, strict=False)
-    (limits or Limits()).require_config({**fields, **options}, path / CONFIG)
+    require_bounded({**fields, **options}, path / CONFIG)
     with _folder_of(texts) as folder:
         config = _parsed(path, folder, {})
         _refuse_hub_kernels(path, config)

@@ -42,7 +42,7 @@ from poros.io.digests import (
 )
 from poros.io.writing import PARTIAL
 from poros.loaders.header import Header, defect, fill, open_regular, read_at, read_header, shown
-from poros.loaders.limits import Limits
+from poros.loaders.limits import MAX_AUXILIARY_NUM_BYTES, read_small
 from poros.loaders.manifest import (
     REMEDY,
     REST,
@@ -91,7 +91,6 @@ class OpenStore:
     _files: tuple[int, int]
     """Descriptors of slabs and rest."""
     _undo: ExitStack
-    _limits: Limits
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -125,7 +124,7 @@ class OpenStore:
             CheckpointFormatError: If it is not what was written.
         """
         file = self.path / name
-        text = self._limits.read(file, "extra_num_bytes")
+        text = read_small(file, MAX_AUXILIARY_NUM_BYTES)
         require_digest(file, self.manifest.files[name], sha256(text))
         return text
 
@@ -208,15 +207,12 @@ def is_store(directory: str | os.PathLike[str]) -> bool:
         return False
 
 
-def open_store(
-    directory: str | os.PathLike[str], *, verify: bool = False, limits: Limits | None = None
-) -> OpenStore:
+def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> OpenStore:
     """Open a store and check it: the manifest, all names, forms and sizes, the small files.
 
     Args:
         directory: What ``StoreWriter.commit`` returned.
         verify: Also read every byte and compare its digest.
-        limits: On what its files may ask for; None are the defaults.
 
     Raises:
         CheckpointFormatError: If anything is not as it was written; nothing is left open.
@@ -259,7 +255,6 @@ def open_store(
             header,
             (slabs, rest),
             undo,
-            limits or Limits(),
         )
         for name in manifest.files:
             opened.text(name)

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
-    from poros.loaders.limits import Limits
-
 _META = torch.device("meta")
 
 COUNTED_KINDS = frozenset(
@@ -81,7 +79,6 @@ class Recipe:
         quantization: str | None,
         dtype: torch.dtype,
         adapters: "PeftConfig",
-        limits: "Limits | None" = None,
         adapter_dtype: torch.dtype | None = None,
         vision: str = "keep",
         on_language_model: bool = False,
@@ -99,7 +96,7 @@ class Recipe:
         if vision not in ("keep", "drop"):
             raise PolicyError(f"vision: expected 'keep' or 'drop', found {quoted(vision)}")
         _refuse_uncounted(configured_kinds({"default": adapters}))
-        config = source if isinstance(source, PreTrainedConfig) else _configuration(source, limits)
+        config = source if isinstance(source, PreTrainedConfig) else _configuration(source)
         return cls(
             config,
             bits_and_bytes(quantization, dtype),
@@ -260,9 +257,9 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
     return adapted
 
 
-def _configuration(source: Any, limits: "Limits | None") -> "PreTrainedConfig":
+def _configuration(source: Any) -> "PreTrainedConfig":
     try:
-        return configuration(*find_config(source, limits), {}, limits=limits)
+        return configuration(*find_config(source), {})
     except CheckpointFormatError as error:
         raise UnsupportedModelError(f"expected a model that can be planned: {error}") from error
 

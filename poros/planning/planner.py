@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedConfig
 
-    from poros.loaders.limits import Limits
-
 _Result = TypeVar("_Result")
 
 LEAST_TOKENS = 64
@@ -54,7 +52,6 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     adapter_dtype: torch.dtype | None = None,
     vision: str = "keep",
-    limits: "Limits | None" = None,
     accumulation: int = 1,
     micro_batches: int = 1,
     **others: Any,
@@ -76,7 +73,6 @@ def plan(
         dtype: Dtype of the tensors that are not quantized.
         vision: As in ``poros.load``: whether to count towers for images and sound.
         adapter_dtype: Dtype of the adapters; None is PEFT's choice, float32. A model has its own.
-        limits: Limits on the sizes in a ``config.json``; None takes the defaults.
         accumulation: Micro-batches per optimizer step.
         micro_batches: Number of these that go through the blocks together.
         **others: Fields of ``StreamingPolicy``, such as ``vram_budget``, with ``slots`` as
@@ -97,7 +93,6 @@ def plan(
         lora=lora,
         quantization=quantization,
         dtype=dtype,
-        limits=limits,
         adapter_dtype=adapter_dtype,
         vision=vision,
     )
@@ -128,7 +123,6 @@ class Planner:
         lora: "PeftConfig | None" = None,
         quantization: str | None = "nf4",
         dtype: torch.dtype = torch.bfloat16,
-        limits: "Limits | None" = None,
         adapter_dtype: torch.dtype | None = None,
         vision: str = "keep",
     ) -> None:
@@ -148,7 +142,6 @@ class Planner:
                 quantization,
                 dtype,
                 wanted,
-                limits,
                 adapter_dtype,
                 vision,
                 on_language_model=lora is None,

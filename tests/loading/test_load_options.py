@@ -28,7 +28,6 @@ from poros.errors import (
     quoted,
 )
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.limits import Limits
 from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import open_store
@@ -64,7 +63,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"quantization": "8bit"}, "quantization: expected 'nf4'.*no other format"),
         ({"quantization": EIGHT_BITS}, f"quantization: {NO_METHOD}"),
         ({"quantization_config": None, "quantization": "nf4"}, "found both"),
-        ({"limits": 3}, r"limits: expected poros\.Limits"),
         ({"num_hidden_layers": "four"}, "num_hidden_layers: expected values"),
         ({"device": "nowhere"}, f"device: {NO_DEVICE}"),
         ({"device": "meta"}, f"device: {NO_DEVICE}, found 'meta' .only CPUs and CUDA"),
@@ -264,28 +262,6 @@ def test_a_file_that_is_swapped_while_weights_are_read(
                 load(path, store=store)
         (path / file).write_bytes(before)
         assert differences(load(path, store=store), expected) == []
-
-
-# Bounds, and how they are raised.
-
-
-@pytest.mark.parametrize("how", ["load", "plan"])
-def test_a_bound_has_a_name_and_can_be_raised(path: Path, how: str) -> None:
-    def call(limits: Limits | None) -> None:
-        load(path, limits=limits) if how == "load" else poros.plan(path, seq_len=8, limits=limits)
-
-    with pytest.raises(PorosError, match=r"layers of at most 1, found .*num_layers=\.\.\."):
-        call(Limits(num_layers=1, num_experts=1))
-    with pytest.raises(PorosError, match=r"expected 1 to 7 bytes.*config_num_bytes=\.\.\."):
-        call(Limits(config_num_bytes=7))
-    call(Limits(num_layers=28))  # the windows of qwen2 count as layers too
-    call(None)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
-def test_a_bound_is_a_positive_whole_number(value: Any) -> None:
-    with pytest.raises(PolicyError, match="expected num_layers as a positive whole number"):
-        Limits(num_layers=value)
 
 
 # What people read.

@@ -88,7 +88,7 @@ def load(
             dtype), a 4-bit ``BitsAndBytesConfig``, or None for dense weights. The default is
             ``"nf4"``, or the format of a 4-bit checkpoint or store; another one is refused there.
         dtype: Dtype of the tensors that are not quantized. The default is bfloat16, or that of the
-            store; ``"auto"`` is the checkpoint's own.
+            store; ``"auto"`` is the checkpoint's own, or that of the store too.
         device: Device that quantizes; None is the current GPU, or the CPU if there is none.
         store: Folder for the quantized base on disk. If it does not exist, the checkpoint is
             quantized into it, which takes little memory; the model is then read from there, and
@@ -105,9 +105,8 @@ def load(
             none; ``AutoModel`` for hidden states alone, as embedding models need. The default is a
             language model, or what the store was made for.
         **from_pretrained_kwargs: Arguments of ``from_pretrained``: ``revision``, ``cache_dir``,
-            ``token``, ``local_files_only``, ``force_download``, ``config``,
-            ``attn_implementation`` and other fields of the configuration. Arguments that cannot be
-            honoured are refused.
+            ``token``, ``local_files_only``, ``force_download``, ``attn_implementation`` and other
+            fields of the configuration. Arguments that cannot be honoured are refused.
 
     Returns:
         The model in evaluation mode, as ``from_pretrained`` returns it. One that was opened from a
@@ -148,7 +147,7 @@ def load(
                     "store: expected none with a source that is one, found "
                     f"{quoted(os.fspath(store))}"
                 )
-            return _open(source, budget, options, is_source=True)
+            return _open(source, budget, options)
         if store is None and budget is not None:
             raise PolicyError(
                 "host_budget: expected a store on disk for the layers beyond it, found none; pass "
@@ -158,7 +157,7 @@ def load(
         if store is None:
             return loader.into_memory()
         origin = loader.into_store_unless_there(store)
-        model = _open(store, budget, options, is_source=False)
+        model = _open(store, budget, options)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     put_origin(model, origin)
     return model
@@ -189,7 +188,7 @@ def _resolve(checkpoint: Checkpoint, options: LoadOptions) -> _Resolved:
             for, or quantized otherwise.
     """
     path, texts = checkpoint.path, checkpoint.texts
-    config = configuration(path, texts, options.fields, given=options.config)
+    config = configuration(path, texts, options.fields)
     stored = stored_quantization(path, config)
     _refuse_classifier(config, options, path)
     model_class, config = model_class_of(config, options.auto_class)
@@ -300,16 +299,12 @@ class _CheckpointLoader:
             return _in_store(origin, about, directory)
 
     def require_made_of_it(self, directory: "str | os.PathLike[str]") -> Origin:
-        """Refuse a store of another checkpoint, or one made with other options."""
+        """Refuse a store of another checkpoint; return what it was made from: this one."""
         with self._checkpoint() as checkpoint, open_store(directory) as opened:
             about = opened.manifest.about
             if about.get("source_seen") != checkpoint.seen():
                 opened.require_source(checkpoint.fingerprint())
-            dtype = _resolve(checkpoint, self._options).dtype
-            origin = self._origin(checkpoint)
-        options = self._options.of_dtype(dtype)
-        options.require_store(about, quoted(os.fspath(directory)), is_source=False)
-        return _in_store(origin, about, directory)
+            return _in_store(self._origin(checkpoint), about, directory)
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint.open(self._source, self._options.hub)
@@ -354,16 +349,13 @@ def _open(
     directory: "str | os.PathLike[str]",
     budget: int | None,
     options: LoadOptions,
-    *,
-    is_source: bool,
 ) -> "PreTrainedModel":
     """Open a store as a model: its first layers in new memory, the others in the file."""
     from poros.loaders.hf_quantizer import clean, reading_into
 
     with open_store(directory) as opened:
         about = opened.manifest.about
-        if is_source:
-            options.require_store(about, quoted(os.fspath(directory)), is_source=True)
+        options.require_store(about, quoted(os.fspath(directory)))
         dtype, used = _made(opened)
         texts = {
             name: opened.text(name)
@@ -372,9 +364,9 @@ def _open(
         }
         auto_class = about["auto_class"]
         fields = dict(options.fields)
-        if auto_class == "AutoModelForSequenceClassification" and options.config is None:
+        if auto_class == "AutoModelForSequenceClassification":
             fields.setdefault("num_labels", about.get("num_labels"))  # of its head
-        config = configuration(opened.path, texts, fields, given=options.config)
+        config = configuration(opened.path, texts, fields)
         stored_quantization(opened.path, config)
         model_class, config = model_class_of(config, auto_class)
         generation = generation_settings(opened.path, texts)

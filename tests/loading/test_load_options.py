@@ -38,7 +38,7 @@ from tests.loading.damage import GENERATION, config
 from tests.loading.loaded import Kinds, copy_of, differences, quantization, standard
 
 EIGHT_BITS, FOUR_BITS = BitsAndBytesConfig(load_in_8bit=True), BitsAndBytesConfig(load_in_4bit=True)
-NOT_OURS, NO_DTYPE, NO_CONFIG = "expected options", "expected bfloat16", "expected a configuration"
+NOT_OURS, NO_DTYPE = "expected options", "expected bfloat16"
 NO_REPOSITORY, NO_DEVICE = "expected it with a hub repository", "expected a usable device"
 NO_METHOD, ALREADY = "expected 'nf4'", "which is quantized already"
 
@@ -57,7 +57,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"to_dict": 1}, "to_dict: found neither"),
         ({"dtype": torch.int8}, r"dtype: expected bfloat16, .* found torch\.int8"),
         ({"dtype": "nonsense"}, f"dtype: {NO_DTYPE}"),
-        ({"config": "config.json"}, f"config: {NO_CONFIG}"),
+        ({"config": "config.json"}, f"config: {NOT_OURS}"),
         ({"revision": "v2"}, f"revision: {NO_REPOSITORY}"),
         ({"quantization": "int8"}, f"quantization: {NO_METHOD}"),
         ({"quantization": "8bit"}, "quantization: expected 'nf4'.*no other format"),
@@ -127,8 +127,9 @@ def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.M
     """Its own are the default; a device that was named has to be that which quantized it."""
     store = kinds.store(kinds.dense(), dtype=torch.float16)
     assert load(store).dtype == load(store, quantization="nf4").dtype == torch.float16
+    assert load(kinds.dense(), store=store).dtype == torch.float16
     with pytest.raises(PolicyError, match="with dtype 'bfloat16'"):
-        load(kinds.dense(), store=store)
+        load(kinds.dense(), store=store, dtype=torch.bfloat16)
     monkeypatch.setattr("poros.loaders.options.device_name", lambda device: "another")
     with pytest.raises(PolicyError, match="with device 'another'"):
         load(store, device="cpu")

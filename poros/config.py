@@ -55,9 +55,9 @@ class StreamingPolicy:
             transformers. ``"chunked"`` computes the loss in slices of the vocabulary, so that the
             logits of a batch never exist as a whole (see ``poros.head.loss``). It gives other bits,
             which in bfloat16 are nearer to the exact loss; everything else stays exact against a
-            resident run with this loss. It needs a head that is a linear module, trained or not,
-            without adapters, and the loss of transformers for causal language models; otherwise a
-            log line says that the reference loss is used.
+            resident run with this loss. It needs a head that is a frozen linear module without
+            adapters, and the loss of transformers for causal language models; otherwise a log line
+            says that the reference loss is used.
         stream_head: Keep the head in host memory and copy it in slices for a chunked loss, if it is
             frozen and not adapted; rows of an embedding that shares its matrix are then copied one
             by one. None does so from 16 MiB on if the loss is chunked; once every block has a slot,

@@ -22,7 +22,6 @@ from torch.utils import _pytree
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
 from poros.head.loss import Step
-from poros.kernels.sums import sums_of_bits
 from poros.stream.state import AutocastState
 from poros.stream.within import on_plain_tensors
 
@@ -63,13 +62,9 @@ class Origin:
     requires_grad: bool
     autocast: AutocastState
     kept: Sequence[torch.Tensor]
-    """Hidden states and what is frozen of the head, which may not be written to meanwhile."""
-    trained: Sequence[torch.Tensor]
-    """What is trained of it. Optimizers write to that, and not all of them count it as a write."""
+    """Hidden states and head, which may not be written to meanwhile."""
     versions: Sequence[int]
-    """Of both."""
-    sums: Sequence[torch.Tensor]
-    """Of the bits of what is trained."""
+    """Of these."""
     is_loss_taken: bool = False
     """Whether a loss was computed in slices: no gradient goes through the logits then."""
 
@@ -77,56 +72,40 @@ class Origin:
     def of(
         cls, hidden: torch.Tensor, head: nn.Linear, tell: Callable[[int], None], source: Any = None
     ) -> "Origin":
-        """Capture a call of ``head`` with ``hidden``."""
+        """Capture a call of ``head``, which is frozen, with ``hidden``."""
         # Nothing autocasts what has no memory.
         autocast = AutocastState.capture("cpu" if hidden.is_meta else hidden.device.type)
         if hidden.is_inference():
             hidden = hidden.clone()  # no graph keeps anybody from writing to it
-        own = list(head.parameters())
-        trained = [tensor for tensor in own if tensor.requires_grad]
-        frozen = [tensor for tensor in own if not tensor.requires_grad]
         # Nobody can write to a matrix in host memory.
-        kept = [hidden, *(tensor for tensor in frozen if not isinstance(tensor, HostMatrix))]
+        own = [tensor for tensor in head.parameters() if not isinstance(tensor, HostMatrix)]
+        kept = [hidden, *own]
         return cls(
             hidden=hidden,
-            weight=_as_now(head.weight),
-            bias=None if head.bias is None else _as_now(head.bias),
+            weight=head.weight.detach(),  # frozen, whatever is set later
+            bias=None if head.bias is None else head.bias.detach(),
             shape=torch.Size((*hidden.shape[:-1], head.out_features)),
             dtype=autocast.dtype if autocast.enabled else head.weight.dtype,
             tell=tell,
             source=source,
             with_gradients=torch.is_grad_enabled(),
-            requires_grad=torch.is_grad_enabled()
-            and any(tensor.requires_grad for tensor in (hidden, *own)),
+            requires_grad=torch.is_grad_enabled() and hidden.requires_grad,
             autocast=autocast,
             kept=kept,
-            trained=trained,
-            versions=list(map(_version_of, (*kept, *trained))),
-            sums=list(map(sums_of_bits, trained)),
+            versions=list(map(_version_of, kept)),
         )
 
-    def intact(self, is_at_once: bool = False) -> torch.Tensor:
+    def intact(self) -> torch.Tensor:
         """The hidden states.
-
-        Args:
-            is_at_once: Whether the forward that has called the head asks: no optimizer steps in it.
-
-        Streams:
-            The host waits for the device, unless ``is_at_once`` or nothing is trained.
 
         Raises:
             PreparedModelError: If they, or the head, were written to since the head was called.
         """
-        if is_at_once or self.hidden.is_meta:
-            is_same = self.versions == list(map(_version_of, (*self.kept, *self.trained)))
-        else:
-            is_same = self.versions[: len(self.kept)] == list(map(_version_of, self.kept))
-            is_same &= all(map(torch.equal, self.sums, map(sums_of_bits, self.trained)))
-        if not is_same:
+        if self.versions != list(map(_version_of, self.kept)):
             raise PreparedModelError(
                 "logits: expected the hidden states and the head that they are computed from, "
-                "found them written to before the logits were read (by an optimizer?). Read the "
-                "logits first, or prepare with loss='reference', which computes them at once"
+                "found them written to before the logits were read. Read the logits first, or "
+                "prepare with loss='reference', which computes them at once"
             )
         return self.hidden
 
@@ -147,11 +126,6 @@ class Origin:
             autocast.enter(),
         ):
             yield
-
-
-def _as_now(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the module in its present training mode, whatever is set later."""
-    return parameter if parameter.requires_grad else parameter.detach()
 
 
 def _version_of(tensor: torch.Tensor) -> int:

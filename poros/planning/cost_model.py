@@ -105,7 +105,7 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
     """Compute the loss of ``model`` inside the body as the policy ``loss`` does."""
     base = base_of(model)
     head, _ = find_head(model, base, loss, False)
-    undo = None if head is None else slice_loss(base, head.modules)
+    undo = None if head is None else slice_loss(base, head.module)
     try:
         yield
     finally:

@@ -172,7 +172,7 @@ def slice_resident_loss(model: Model) -> Model:
     base = model.get_base_model()
     head, _ = find_head(model, base, "chunked", False)
     if head is not None and head.is_sliced:
-        slice_loss(base, head.modules)
+        slice_loss(base, head.module)
     return model
 
 

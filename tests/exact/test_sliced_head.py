@@ -99,15 +99,14 @@ class Head(NamedTuple):
 
 
 EMBEDDING = {"loss": "reference", "stream_head": False, "stream_embedding": True}
-TRAINED = "the head stays on the device: it is trained"
 STAYS = "the embedding stays on the device"
 HEADS = {
-    # Of an adapted head the logits are computed whole.
+    # Of a head that is adapted or trained the logits are computed whole.
     "LoRA": Head(with_lora, "its head is a", False, 2),
     "DoRA": Head(partial(with_lora, use_dora=True), "its head is a", False, 3),
-    # Of these the loss and its gradient are computed in slices all the same.
-    "trained": Head(trained, TRAINED, own=1),
-    "a trained bias": Head(both_forms, TRAINED, own=1),
+    "trained": Head(trained, "its head is trained", False, 1),
+    "a trained bias": Head(both_forms, "its head is trained", False, 1),
+    "saved whole": Head(saved_whole, "its head is a ModulesToSaveWrapper", False, 1),
     "another user": Head(
         with_another_user, "the head stays on the device: something else uses its weight"
     ),

@@ -62,7 +62,7 @@ def build(checkpoint: Path, dtype: torch.dtype) -> Any:
 
 def with_sliced_loss(model: Any) -> Any:
     base = model.get_base_model()
-    slice_loss(base, [base.get_output_embeddings()])
+    slice_loss(base, base.get_output_embeddings())
     return model
 
 

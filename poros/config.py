@@ -61,8 +61,7 @@ class StreamingPolicy:
         stream_head: Keep the head in host memory and copy it in slices for a chunked loss, if it is
             frozen and not adapted; rows of an embedding that shares its matrix are then copied one
             by one. None does so from 16 MiB on if the loss is chunked; once every block has a slot,
-            the head gets a place on the device too. With ``loss="reference"``, each use of the head
-            copies all of it and frees it afterwards.
+            the head gets a place on the device too. With ``loss="reference"`` it stays there.
         adapter_kernels: ``"fused"`` computes the LoRA branch of each projection by one operator
             (see ``poros.kernels.lora``), with the bits of PEFT's modules, in less time and memory;
             adapters that it does not support run PEFT's modules. DoRA over linear modules runs in

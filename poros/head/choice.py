@@ -17,14 +17,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a model whose loss is computed in slices, or which stays in host memory."""
+    """The head of a model whose loss is computed in slices."""
 
     name: str
     """Of its matrix, qualified."""
     module: nn.Linear
-    is_sliced: bool
-    """Whether the loss is computed in slices of it."""
     is_on_host: bool
+    """Whether its matrix stays in host memory."""
     users: Sequence[nn.Module] = ()
     """The modules whose ``weight`` the matrix is: the head, and embeddings that share it."""
     all_names: Sequence[str] = ()
@@ -56,38 +55,29 @@ def find_head(
     model: nn.Module, base: Any, loss: str, wanted: bool | None
 ) -> "tuple[Head | None, list[str]]":
     """As ``choose_head``, but return what could not be done, and why, instead of logging it."""
-    if loss == "reference" and not wanted:
-        return None, []
+    if loss == "reference":
+        return None, ["stream_head=True, but loss='reference' reads all of the head"] * bool(wanted)
     head = base.get_output_embeddings()
     if head is None:
         # Of a classifier or a decoder alone, which have no loss over tokens either.
         return None, ["stream_head=True, but the model has no head for tokens"] * bool(wanted)
     adapted = adapted_modules(model)
-    why = _why_own_head(head, adapted)
+    why = _why_own_head(head, adapted) or _why_own_loss(base)
     if why is not None:
         return None, [f"the model keeps its own head and loss: {why}"]
-    in_vain = []
     weight = head.weight
-    if loss == "chunked" and (why := _why_own_loss(base)) is not None:
-        in_vain.append(f"loss='chunked', but the model keeps its own: {why}")
-        loss = "reference"
-    # By itself only where nothing needs all of it at once.
-    wanted = False if loss == "reference" and not wanted else wanted
     users = {
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules()
         if any(tensor is weight for tensor in module._parameters.values())
     }
+    in_vain = []
     is_on_host = stays_on_host(weight.nbytes, wanted)
     if is_on_host and not all(_reads_rows(module, head, adapted) for module in users.values()):
         in_vain.append("the head stays on the device: something else uses its weight")
         is_on_host = False
-    if loss == "reference" and not is_on_host:
-        return None, in_vain
     name = next(name for name, module in users.items() if module is head)
-    is_sliced = loss == "chunked"
-    found = Head(name, head, is_sliced, is_on_host, tuple(users.values()), tuple(users))
-    return found, in_vain
+    return Head(name, head, is_on_host, tuple(users.values()), tuple(users)), in_vain
 
 
 def _reads_rows(module: nn.Module, head: nn.Module, adapted: Collection[int]) -> bool:

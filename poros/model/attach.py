@@ -179,8 +179,7 @@ class Attachment:
             self._moved.append((part, origin))
             part.put(matrix)
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
-        if head.is_sliced:
-            self._undo.callback(slice_loss(base, head.module, kept.slices))
+        self._undo.callback(slice_loss(base, head.module, kept.slices))
 
     def move_to_device(self) -> None:
         """Move everything that is not streamed: adapters, norms outside the layers, head."""

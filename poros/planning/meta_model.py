@@ -327,7 +327,7 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 def _sliced_head(model: nn.Module, base: Any, embedding: set[int]) -> SlicedHead | None:
     head, _ = find_head(model, base, "chunked", True)
-    if head is None or not head.is_sliced or not head.is_on_host:
+    if head is None or not head.is_on_host:
         return None
     matrix = head.matrix
     return SlicedHead(matrix.nbytes, sum(buffer_sizes(matrix)), id(matrix) in embedding)

@@ -33,7 +33,7 @@ NUM_READERS = 2
 class Checkpoint:
     """The tensors of a checkpoint by name, read from disk when they are asked for.
 
-    A context manager. After ``close`` nothing more is read.
+    A context manager. No file stays open, and after ``close`` none is read ahead.
 
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
@@ -113,10 +113,8 @@ class Checkpoint:
             CheckpointFormatError: If there is no such tensor, its file has changed since ``open``,
                 or reading it fails.
             HostMemoryError: If there is no memory for it.
-            ValueError: If the checkpoint is closed.
         """
         entry = self.entry(name)
-        self._require_open()
         shard = self._shard_of[name]
         asked = self._asked.pop(name, None)
         tensor = asked.result() if asked is not None else shard.read(name, entry)
@@ -149,7 +147,6 @@ class Checkpoint:
         """
         left = self._ahead_num_bytes
         with self._lock:  # transformers may take slices in several threads
-            self._require_open()
             if self._reader is None:
                 self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
             for index in range(place + 1, len(self._order)):
@@ -175,7 +172,6 @@ class Checkpoint:
         Raises:
             CheckpointFormatError: If a file has changed since ``open`` or cannot be read.
         """
-        self._require_open()
         digest = xxh3_128(_framed(self.texts[CONFIG]))
         with ThreadPoolExecutor(num_threads()) as pool:
             for shard in self._shards:
@@ -190,7 +186,6 @@ class Checkpoint:
         every shard. A program that writes to a file can set all of these back but the time of
         change.
         """
-        self._require_open()
         shards = []
         for shard in self._shards:
             _, inode, size, modified, changed = shard.identity
@@ -206,7 +201,6 @@ class Checkpoint:
         Raises:
             CheckpointFormatError: If there is none in floating point.
         """
-        self._require_open()
         for name in sorted(self._shards[0].header.tensors):
             if self._entries[name].dtype.is_floating_point:
                 return self._entries[name].dtype
@@ -218,18 +212,15 @@ class Checkpoint:
         Raises:
             CheckpointFormatError: If one has another size, another time or another inode.
         """
-        self._require_open()
         for shard in self._shards:
             shard.check_unchanged()
 
     def close(self) -> None:
-        """End reading and hand out no more tensors. Idempotent; ``entry`` still answers."""
+        """End reading ahead, and hashing. Idempotent."""
         self._is_closed.set()
         with self._lock:
             reader, self._reader = self._reader, None
             self._asked = {}
-            self._shards = []
-            self._shard_of = {}
         if reader is not None:
             reader.shutdown(cancel_futures=True)
 
@@ -238,12 +229,6 @@ class Checkpoint:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _require_open(self) -> None:
-        if not self._shards:
-            raise ValueError(
-                f"expected an open checkpoint, found {self.path} closed; open it again"
-            )
 
 
 class CheckpointSlice:

@@ -12,7 +12,7 @@ Note: Lazily
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -67,6 +67,8 @@ class Origin:
     """Of these."""
     is_loss_taken: bool = False
     """Whether a loss was computed in slices: no gradient goes through the logits then."""
+    logits: "weakref.WeakSet[LazyLogits]" = field(default_factory=weakref.WeakSet)
+    """All that follow from it: once one is read, which may be to write to it, all are computed."""
 
     @classmethod
     def of(
@@ -141,8 +143,6 @@ class LazyLogits(torch.Tensor):
     """What has become of the head's product since."""
     _compute: Callable[[], torch.Tensor] | None
     _result: torch.Tensor | None
-    _alias_of: "LazyLogits | None"
-    _followers: "weakref.WeakSet[LazyLogits]"
 
     @staticmethod
     def __new__(
@@ -167,9 +167,8 @@ class LazyLogits(torch.Tensor):
             steps=steps,
             _compute=compute or origin.values,
             _result=None,
-            _alias_of=None,
-            _followers=weakref.WeakSet(),
         )
+        origin.logits.add(made)
         if has_gradient:
             # A function of somebody's own that takes it without reading it in Python.
             on_plain_tensors(_T.register_hook, made, _refuse)
@@ -207,20 +206,11 @@ class LazyLogits(torch.Tensor):
         return result
 
     def _read(self) -> torch.Tensor:
-        """The same for a caller that may write to it: what follows from it is computed first."""
+        """The same for a caller that may write to it."""
         self.require_own_graph()
-        first = self
-        while first._alias_of is not None:
-            first = first._alias_of
-        values = self.computed()
-        first._settle()
-        return values
-
-    def _settle(self) -> None:
-        for follower in list(self._followers):
-            follower.computed()
-            follower._settle()
-            follower._alias_of = None
+        for each in list(self.origin.logits):
+            each.computed()
+        return self.computed()
 
     def _noted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Apply ``func`` lazily; None if the values are needed."""
@@ -234,9 +224,7 @@ class LazyLogits(torch.Tensor):
             return self
         if func is _T.view_as and args[0] is self:
             # What an autograd function (of DDP, say) hands on as it got it.
-            alias = self._follower(_itself, (), {})
-            alias._alias_of = self
-            return alias
+            return self._follower(_itself, (), {})
         if func in (_T.float, _T.to):
             return self._cast(func, args, kwargs)
         return None
@@ -274,9 +262,7 @@ class LazyLogits(torch.Tensor):
 
         steps = self.steps if step is None else (*self.steps, step)
         has_gradient = with_gradients and self.requires_grad
-        follower = LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient)
-        self._followers.add(follower)
-        return follower
+        return LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient)
 
     @classmethod
     def __torch_function__(

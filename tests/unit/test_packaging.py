@@ -144,12 +144,13 @@ torch.set_num_threads(1)
 import poros, poros.examples, poros.gates, poros.gates.registry, poros.loaders
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, train
+from poros.self_check.compare import hash_tensor
 
 batches, spec = tiny.make_batches(2, num_tokens=8), TrainingSpec(num_steps=2)
 arms = [tiny.make_model("qwen2", num_layers=3, hidden_size=64, dropout=0.05) for _ in range(2)]
 poros.prepare(arms[1], loss="reference")
-hashes = [train(model, batches, spec).hash() for model in arms]
-hashes.append(train(arms[0], batches, spec).hash())
+runs = [train(model, batches, spec) for model in (*arms, arms[0])]
+hashes = [[hash_tensor(entry.tensor) for entry in run.entries()] for run in runs]
 files = [module.__file__ for module in (poros, poros.loaders, poros.gates, poros.examples)]
 families = poros.gates.registry.read_registry().families
 print(json.dumps([files, hashes, poros.runtime(arms[1]).self_check["status"], len(families)]))

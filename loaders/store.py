@@ -18,9 +18,9 @@ Note: Nothing is used that was not checked
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +74,9 @@ class Run:
     """A name for messages."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class OpenStore:
-    """An open store whose files fit its manifest. A context manager; tensors outlive it."""
+    """An open store whose files fit its manifest; tensors outlive it."""
 
     path: Path
     """Its folder."""
@@ -90,7 +90,6 @@ class OpenStore:
     """Of the rest."""
     _files: tuple[int, int]
     """Descriptors of slabs and rest."""
-    _undo: ExitStack
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -187,17 +186,6 @@ class OpenStore:
         for index in range(first, len(self.layouts)):
             self.read_into(HostStore.allocate(self.layouts[index : index + 1]), index)
 
-    def close(self) -> None:
-        """Release the files. Idempotent."""
-        self._files = (-1, -1)
-        self._undo.close()
-
-    def __enter__(self) -> "OpenStore":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
     """Whether the folder holds a store, sound or not, by the names of its files."""
@@ -207,15 +195,16 @@ def is_store(directory: str | os.PathLike[str]) -> bool:
         return False
 
 
-def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> OpenStore:
-    """Open a store and check it: the manifest, all names, forms and sizes, the small files.
+@contextmanager
+def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> Iterator[OpenStore]:
+    """Open a store for the body, and check it: manifest, names, forms and sizes, small files.
 
     Args:
         directory: What ``StoreWriter.commit`` returned.
         verify: Also read every byte and compare its digest.
 
     Raises:
-        CheckpointFormatError: If anything is not as it was written; nothing is left open.
+        CheckpointFormatError: If anything is not as it was written.
     """
     path = Path(directory).absolute()
     if path.name.endswith(PARTIAL):
@@ -254,14 +243,12 @@ def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> Op
             identity_of(status),
             header,
             (slabs, rest),
-            undo,
         )
         for name in manifest.files:
             opened.text(name)
         if verify:
             opened.verify()
-        opened._undo = undo.pop_all()
-    return opened
+        yield opened
 
 
 def read_checked(descriptor: int, file: Path, runs: Sequence[Run]) -> None:

@@ -31,6 +31,7 @@ from poros.model.inspect import find_frozen, find_layers, require_language_model
 from poros.model.targets import excluded_modules
 from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
 from poros.planning.formula import Shapes, SlicedHead
+from poros.planning.request import require_positive
 from poros.stream.frozen import FrozenTensor, small_parts
 
 if TYPE_CHECKING:
@@ -76,25 +77,29 @@ class Recipe:
     def of(
         cls,
         source: "str | os.PathLike[str] | PreTrainedConfig",
-        quantization: str | None,
-        dtype: torch.dtype,
-        adapters: "PeftConfig",
+        *,
+        rank: int = 16,
+        lora: "PeftConfig | None" = None,
+        quantization: str | None = "nf4",
+        dtype: torch.dtype = torch.bfloat16,
         adapter_dtype: torch.dtype | None = None,
         vision: str = "keep",
-        on_language_model: bool = False,
     ) -> "Recipe":
-        """Make a recipe from a configuration, or from a folder or hub name.
+        """Make a recipe from a configuration, or from a folder or hub name, as ``poros.plan`` does.
 
         Raises:
-            PolicyError: If ``quantization`` is none of "nf4", "fp4" and None, or ``vision`` none of
-                "keep" and "drop".
+            PolicyError: If ``rank`` is not positive, ``quantization`` is none of "nf4", "fp4" and
+                None, or ``vision`` none of "keep" and "drop".
             UnsupportedModelError: If there is no configuration that transformers knows, or the
                 adapters are of a kind that plans do not count.
         """
+        from peft import LoraConfig
         from transformers import PreTrainedConfig
 
+        require_positive("rank", rank)
         if vision not in ("keep", "drop"):
             raise PolicyError(f"vision: expected 'keep' or 'drop', found {quoted(vision)}")
+        adapters = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
         _refuse_uncounted(configured_kinds({"default": adapters}))
         config = source if isinstance(source, PreTrainedConfig) else _configuration(source)
         return cls(
@@ -104,7 +109,7 @@ class Recipe:
             {"default": adapters},
             adapter_dtype=adapter_dtype,
             vision=vision,
-            on_language_model=on_language_model,
+            on_language_model=lora is None,
         )
 
     @classmethod

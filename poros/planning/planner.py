@@ -18,7 +18,7 @@ from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
 from poros.planning.meta_model import Recipe
-from poros.planning.request import PlanRequest, require_positive
+from poros.planning.request import PlanRequest
 from poros.utils.formatting import size
 
 if TYPE_CHECKING:
@@ -110,25 +110,17 @@ class Planner:
     """Plans steps of one model. What does not depend on the batch is worked out once.
 
     Args:
-        source: As for ``plan``, like the others. A model is not kept alive; if its adapters have
-            changed since the last plan (others, other dtypes, others trained), the next one starts
-            anew.
+        source: As for ``plan``. A model is not kept alive; if its adapters have changed since the
+            last plan (others, other dtypes, others trained), the next one starts anew.
+        **of_model: ``rank``, ``lora``, ``quantization``, ``dtype``, ``adapter_dtype`` and
+            ``vision`` of ``plan``.
     """
 
     def __init__(
         self,
         source: "str | os.PathLike[str] | PreTrainedConfig | nn.Module",
-        *,
-        rank: int = 16,
-        lora: "PeftConfig | None" = None,
-        quantization: str | None = "nf4",
-        dtype: torch.dtype = torch.bfloat16,
-        adapter_dtype: torch.dtype | None = None,
-        vision: str = "keep",
+        **of_model: Any,
     ) -> None:
-        from peft import LoraConfig
-
-        require_positive("rank", rank)
         self._given: Callable[[], nn.Module | None] = lambda: None
         self._adapters: object = None
         if isinstance(source, nn.Module):
@@ -136,16 +128,7 @@ class Planner:
             self._recipe = Recipe.like(source)
             self._adapters = _adapters_of(source)
         else:
-            wanted = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            self._recipe = Recipe.of(
-                source,
-                quantization,
-                dtype,
-                wanted,
-                adapter_dtype,
-                vision,
-                on_language_model=lora is None,
-            )
+            self._recipe = Recipe.of(source, **of_model)
         self._known: CostModel | None = None
 
     def plan(self, request: PlanRequest) -> MemoryPlan:

@@ -37,7 +37,7 @@ def config_of(architecture: str = "qwen2", num_layers: int = 2) -> Any:
 
 
 def recipe_of(config: Any, **options: Any) -> Recipe:
-    return Recipe.of(config, "nf4", torch.bfloat16, lora(**options))
+    return Recipe.of(config, lora=lora(**options))
 
 
 def trained_in(model: Any) -> tuple[int, int]:

@@ -37,19 +37,14 @@ class Checkpoint:
 
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
-        config: ``config.json``.
-        texts: Its text, and that of ``generation_config.json`` if there is one, as at ``open``.
-        source: Its files.
+        texts: ``config.json``, and ``generation_config.json`` if there is one, as at ``open``.
         names: All tensors, shard by shard in the order of their bytes.
-        num_bytes: Of all tensors.
     """
 
     def __init__(self, source: Source, shards: list[Shard]) -> None:
         """Used by ``open``."""
         self.path = source.path
-        self.config = source.config
         self.texts = source.texts
-        self.source = source
         self._shards = shards
         self._entries: dict[str, TensorEntry] = {}
         self._shard_of: dict[str, Shard] = {}
@@ -63,7 +58,6 @@ class Checkpoint:
         self._asked: dict[str, Future[torch.Tensor]] = {}
         self._order: list[str] = []
         self._ahead_num_bytes = self._begun = 0
-        self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
 
     @classmethod
     def open(

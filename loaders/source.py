@@ -31,7 +31,6 @@ class Source:
     """The files of one checkpoint."""
 
     path: Path
-    config: dict[str, Any]
     texts: Mapping[str, bytes]
     """``config.json``, and ``generation_config.json`` if it is there: read once, for every use."""
     files: list[Path]
@@ -76,10 +75,10 @@ def find_source(
     config = parse_json(texts[CONFIG], path / CONFIG, strict=False)
     name = name or _weights_name(path, config)
     if not name.endswith(".json"):
-        return Source(path, config, texts, [path / name], None, {})
+        return Source(path, texts, [path / name], None, {})
     weight_map = _read_index(path / name)
     files = [path / shard for shard in sorted(set(weight_map.values()))]
-    return Source(path, config, texts, files, path / name, weight_map)
+    return Source(path, texts, files, path / name, weight_map)
 
 
 def find_config(

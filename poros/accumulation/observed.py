@@ -82,7 +82,7 @@ class Observer:
         """As it begins, at the first layer, behind it, and behind the last."""
         self._backward_states: list[RngStash] = []
         self._num_heads = 0
-        self._has_trained_head = self._draws_behind = False
+        self._draws_behind = False
         self._below: list[torch.Tensor] = []
         self._end: Start | None = None
         self._reader = runtime.head.slices
@@ -186,11 +186,10 @@ class Observer:
         if self._num_heads == 0 and len(self._states) == 4:
             self._names.begin()
         self._num_heads += 1
-        self._has_trained_head |= asked.is_trained
 
     @property
     def reads_head(self) -> bool:
-        return self._num_heads == 1 and not self._has_trained_head and not self._draws_behind
+        return self._num_heads == 1 and not self._draws_behind
 
     def _asked(self) -> None:
         """Code of the user reads or writes gradients."""

@@ -41,7 +41,6 @@ class SliceReader:
         streams: Of the blocks; slices get a copy stream beside it.
 
     Attributes:
-        matrix_num_bytes: Of the matrix.
         h2d_num_bytes: Of the slices that went there so far.
         in_place: Gives what is asked before slices are read, if that is still there.
         check: Called with the name, the matrix, which rows these are, and the rows that came, if
@@ -61,7 +60,6 @@ class SliceReader:
         self._streams = streams.beside()
         self._buffers = [self._streams.allocate(size) for size in buffer_sizes(matrix)]
         self._whole: torch.Tensor | None = None
-        self.matrix_num_bytes = matrix.nbytes
 
     @property
     def num_bytes(self) -> int:
@@ -147,7 +145,7 @@ class KeptHead:
 
     Attributes:
         num_bytes: Of the matrix, in host memory.
-        slices: Brings slices of it, where the loss is computed in slices.
+        slices: Brings slices of it.
     """
 
     def __init__(self) -> None:
@@ -175,8 +173,7 @@ class KeptHead:
         slab = HostSlab(BlockLayout((), source.nbytes))
         matrix = slab.bytes.view(source.dtype).view(source.shape)
         matrix.copy_(source)
-        if head.is_sliced:
-            self.slices = SliceReader(head.name, matrix, streams)
+        self.slices = SliceReader(head.name, matrix, streams)
         if streams.device.type == "cuda" and not slab.pin(streams.device):
             rows.note_pageable("the head")
         self._slab, self.num_bytes = slab, source.nbytes
@@ -201,11 +198,6 @@ class KeptHead:
         """Set the check of slices: see ``SliceReader.check``."""
         if self.slices is not None:
             self.slices.check = check
-
-    @property
-    def sliced_num_bytes(self) -> int:
-        """Bytes of a matrix that is copied in slices."""
-        return 0 if self.slices is None else self.slices.matrix_num_bytes
 
     def set_resident(self, is_wanted: bool) -> None:
         """Load the matrix to the device and keep it there, or evict it.

@@ -137,7 +137,6 @@ class Runtime:
             self._attachment.move_to_host(self.digests)
             self._attachment.move_small(self.small)
             self.rows = RowReader(streams)
-            undo.callback(self.rows.unpin)
             self._attachment.keep_embeddings(self.rows, self.digests)
             self.head = KeptHead()
             undo.callback(self.head.unpin)
@@ -192,7 +191,7 @@ class Runtime:
     def _block_sizes(self) -> BlockSizes:
         layouts = [slab.layout for slab in self.host.slabs]
         # One that has been asked for stays in host memory.
-        head = 0 if self.policy.stream_head else self.head.sliced_num_bytes
+        head = 0 if self.policy.stream_head else self.head.num_bytes
         return BlockSizes(layouts, len(self._layers), self.policy.block_size, head)
 
     def _hold_head(self, room: ResidencyPlan) -> None:
@@ -488,7 +487,7 @@ class Runtime:
         self.context.visits.end_all()
         self._attachment.detach()
         self._release()
-        for each in (self.host, self.offloader, self.rows, self.head):
+        for each in (self.host, self.offloader, self.head):
             each.unpin()
 
     def _release(self) -> None:

@@ -15,6 +15,7 @@ from poros.errors import VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, train
+from poros.model.measuring import SPARE_SHARE
 from poros.stream.offload import OffloadedInput
 from tests.comparing import compare_trajectories
 from tests.hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
@@ -145,7 +146,8 @@ def test_a_budget_is_kept_in_bytes_that_the_allocator_holds(
     if share == 1.0:
         assert (runtime.room.num_slots, runtime.room.keep_last) == (NUM_LAYERS, NUM_LAYERS)
     elif runtime.room.num_slots < NUM_LAYERS:
-        assert found > budget - block - 2 * 20 * MEGABYTE
+        spare = int(SPARE_SHARE * budget)
+        assert found > budget - spare - block - 2 * 20 * MEGABYTE
     assert runtime.stats()["num_resizes"] <= 3
 
 

@@ -156,7 +156,7 @@ def test_parity_of_a_loss_in_slices(
     def make() -> Any:
         model = load(checkpoint)
         base = model.get_base_model()
-        undo[id(model)] = slice_loss(base, [base.get_output_embeddings()])
+        undo[id(model)] = slice_loss(base, base.get_output_embeddings())
         return model
 
     def prepare(model: Any) -> Any:

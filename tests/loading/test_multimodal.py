@@ -185,13 +185,13 @@ def test_stores_keep_what_was_loaded(checkpoints: Checkpoints, tmp_path: Path) -
     path, store = checkpoints("gemma3"), tmp_path / "store"
     expected = load(path, vision="drop").state_dict()
     load(path, vision="drop", store=store)
-    for source, options in ((path, {"vision": "drop", "store": store}), (store, {})):
+    for source, options in ((path, {"store": store}), (store, {"vision": "drop"})):
         found = load(source, **options).state_dict()
         assert found.keys() == expected.keys()
         assert all(same_bits(found[key], expected[key]) for key in found)
-    for source, options in ((store, {"vision": "keep"}), (path, {"store": store})):
+    for source, options in ((store, {}), (path, {"store": store})):
         with pytest.raises(PolicyError, match="expected one with vision"):
-            load(source, **options)
+            load(source, vision="keep", **options)
     with pytest.raises(PolicyError, match="vision: expected 'keep' or 'drop'"):
         load(path, vision="frozen")
 

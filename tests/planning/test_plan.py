@@ -37,7 +37,7 @@ def config_of(architecture: str = "qwen2", num_layers: int = 2) -> Any:
 
 
 def recipe_of(config: Any, **options: Any) -> Recipe:
-    return Recipe.of(config, "nf4", torch.bfloat16, lora(**options))
+    return Recipe.of(config, lora=lora(**options))
 
 
 def trained_in(model: Any) -> tuple[int, int]:
@@ -178,7 +178,8 @@ def test_leaving_layers_out_changes_no_figure(
         costs = CostModel(recipe_of(config_of(architecture, num_layers=6)))
         for layer in costs.layers:
             layer.forward = partial(note, layer.forward)
-        return costs.cost(2, 32)
+        asked = {"loss": "reference", "adapter_kernels": "peft"}
+        return costs.cost(PlanRequest.of(seq_len=32, batch_size=2, **asked))
 
     some, num_some = cost(), len(ran)
     monkeypatch.setattr(cost_model, "_has_side_channels", lambda kwargs: True)
@@ -198,9 +199,8 @@ def test_beside_dense_weights_a_layer_takes_what_it_does_with_a_dense_base(
 ) -> None:
     recipe = recipe_of(config_of(), r=4, target_modules="all-linear", use_dora=use_dora)
     quantized, dense = CostModel(recipe), CostModel(replace(recipe, quantization=None))
-    (found, *_), (expected, *_) = (
-        model.cost(1, seq_len, "chunked", kernels).layers for model in (quantized, dense)
-    )
+    request = PlanRequest.of(seq_len=seq_len, loss="chunked", adapter_kernels=kernels)
+    (found, *_), (expected, *_) = (model.cost(request).layers for model in (quantized, dense))
     assert found.peak - found.dense == pytest.approx(expected.peak, rel=0.02)
     assert expected.dense == 0
     if kernels == "fused":

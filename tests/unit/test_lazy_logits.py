@@ -161,6 +161,15 @@ def test_hidden_states_of_inference_mode_may_be_written_to() -> None:
         assert torch.equal(logits, expected) and expected.any()
 
 
+@pytest.mark.parametrize("edit", ["head", "hidden states"])
+def test_what_was_written_to_since_is_not_computed_from(edit: str) -> None:
+    module, given = head(), hidden().detach()
+    logits = lazily(given, module)
+    (module.weight if edit == "head" else given).mul_(2)
+    with pytest.raises(PreparedModelError, match="found them written to before"):
+        logits.sum()
+
+
 class Factor(torch.autograd.Function):
     """A function of logits, with a backward of its own."""
 

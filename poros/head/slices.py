@@ -41,6 +41,7 @@ class SliceReader:
         streams: Of the blocks; slices get a copy stream beside it.
 
     Attributes:
+        matrix_num_bytes: Of the matrix.
         h2d_num_bytes: Of the slices that went there so far.
         in_place: Gives what is asked before slices are read, if that is still there.
         check: Called with the name, the matrix, which rows these are, and the rows that came, if
@@ -60,6 +61,7 @@ class SliceReader:
         self._streams = streams.beside()
         self._buffers = [self._streams.allocate(size) for size in buffer_sizes(matrix)]
         self._whole: torch.Tensor | None = None
+        self.matrix_num_bytes = matrix.nbytes
 
     @property
     def num_bytes(self) -> int:
@@ -198,6 +200,11 @@ class KeptHead:
         """Set the check of slices: see ``SliceReader.check``."""
         if self.slices is not None:
             self.slices.check = check
+
+    @property
+    def sliced_num_bytes(self) -> int:
+        """Bytes of a matrix that is copied in slices."""
+        return 0 if self.slices is None else self.slices.matrix_num_bytes
 
     def set_resident(self, is_wanted: bool) -> None:
         """Load the matrix to the device and keep it there, or evict it.

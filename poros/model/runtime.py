@@ -191,7 +191,7 @@ class Runtime:
     def _block_sizes(self) -> BlockSizes:
         layouts = [slab.layout for slab in self.host.slabs]
         # One that has been asked for stays in host memory.
-        head = 0 if self.policy.stream_head else self.head.num_bytes
+        head = 0 if self.policy.stream_head else self.head.sliced_num_bytes
         return BlockSizes(layouts, len(self._layers), self.policy.block_size, head)
 
     def _hold_head(self, room: ResidencyPlan) -> None:

@@ -1,9 +1,8 @@
 """Keeps bytes that were lost from being saved: those of layers that stay in a file.
 
-``state_dict`` gives views of the mapped file, which takes no time and no memory. If the file is no
-longer what it was, that of the base raises. Within the one of a model around it, such as a PEFT
-model whose adapters are saved, the tensors over the file are left out: adapters can be saved
-whatever has become of the base.
+``state_dict`` gives views of the mapped file, which takes no time and no memory, so that adapters
+can be saved whatever has become of the base. If the file is no longer what it was, the tensors over
+it come as ``LostTensor``, which raises at any use.
 """
 
 import logging
@@ -16,6 +15,39 @@ from poros.errors import CheckpointFormatError
 from poros.host.disk import DiskStore
 
 logger = logging.getLogger(__name__)
+
+
+class LostTensor(torch.Tensor):
+    """Replaces a tensor whose bytes are lost: any use raises ``CheckpointFormatError``."""
+
+    why: str
+
+    @staticmethod
+    def in_place_of(tensor: torch.Tensor, why: str) -> "LostTensor":
+        """Make one of the same form."""
+        lost: LostTensor = torch.Tensor._make_wrapper_subclass(
+            LostTensor, tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
+        lost.__dict__["why"] = why
+        return lost
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = [*args, *(kwargs or {}).values()]
+        inside = [
+            item
+            for value in flat
+            for item in (value if isinstance(value, list | tuple) else [value])
+        ]
+        raise CheckpointFormatError(
+            next(tensor.__dict__["why"] for tensor in inside if isinstance(tensor, LostTensor))
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls.__torch_function__(func, types, args, kwargs)
 
 
 def watch_saving(model: nn.Module, store: DiskStore) -> None:
@@ -33,18 +65,16 @@ class _Watch:
     def __init__(self, store: DiskStore | None) -> None:
         self._store = store
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         if self._store is None or self._store.behind is None:
             return
         try:
             self._store.require_intact()
         except CheckpointFormatError as error:
-            if not prefix:
-                raise
-            logger.error("poros: the state of the model is without layers of its base: %s", error)
-            for name, tensor in list(state.items()):
+            logger.error("poros: %s", error)
+            for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor) and self._store.behind.holds(tensor):
-                    del state[name]
+                    state[name] = LostTensor.in_place_of(tensor, f"{name}: {error}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._store is not None:

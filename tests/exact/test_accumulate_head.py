@@ -138,7 +138,7 @@ def pair(which: str, bases: Bases) -> Model:
 
 def num_heads(model: Model) -> float:
     runtime = poros.runtime(model)
-    return float(runtime.stats()["head_num_bytes"] / runtime.head.num_bytes)
+    return float(runtime.stats()["head_num_bytes"] / runtime.head.sliced_num_bytes)
 
 
 @pytest.mark.parametrize("which", PROGRAMS)

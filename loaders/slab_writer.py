@@ -233,6 +233,7 @@ class SlabWriter:
         Raises:
             CheckpointFormatError: If a tensor has another shape than the model's, or is not finite.
         """
+        self._quantizer.flush()
         for name, tensor in named_tensors(model):
             is_packed = state_of(tensor) is not None
             if name in self._is_4bit and not is_packed:

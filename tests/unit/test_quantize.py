@@ -11,6 +11,7 @@ from poros.errors import CheckpointFormatError
 from poros.kernels.nf4 import Format, streams
 from poros.loaders.quantize import Quantizer, require_finite
 from tests.support import same_bits
+from tools.adversary import AdversarialStreams, SlotHazard
 
 CPU = torch.device("cpu")
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -66,6 +67,7 @@ def in_pieces(
         CPU, chunk_num_bytes=num_blocks * blocksize * tensor.element_size()
     )
     state = quantizer.quantize_into(tensor, name="w", format=format, targets=targets)
+    quantizer.flush()
     assert state.absmax is targets["absmax"]
     assert not double_quant or state.state2.absmax is targets["nested_absmax"]
     return Result(targets["packed"], state)
@@ -94,7 +96,10 @@ def differences(left: Result, right: Result) -> list[str]:
 def test_pieces_give_the_bytes_of_the_whole(
     quant_type: str, double_quant: bool, blocksize: int, dtype: torch.dtype, device: str
 ) -> None:
-    """For every format of bitsandbytes, at a size that is no multiple of a piece or a block."""
+    """For every format of bitsandbytes, at a size that is no multiple of a piece or a block.
+
+    The pieces take turns in the two buffers of a GPU.
+    """
     tensor = draw(61, 7 * blocksize // 8 + 3, dtype=dtype)
     assert tensor.numel() % blocksize and tensor.numel() > 6 * blocksize
     piece = 3 * blocksize * tensor.element_size()
@@ -173,12 +178,44 @@ def test_require_finite(dtype: torch.dtype) -> None:
         require_finite(tensor, "w")
 
 
+# Staging: two buffers, each overwritten only when nobody reads it, under adversarial streams.
+
+
 def test_one_quantizer_for_all_tensors() -> None:
-    """Of several sizes and dtypes."""
-    quantizer = Quantizer(CPU, chunk_num_bytes=512)
-    for shape, dtype in (((61, 96), DTYPES[0]), ((10, 64), DTYPES[2]), ((200, 50), DTYPES[1])):
-        tensor = draw(*shape, dtype=dtype)
-        assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
+    """Of several sizes and dtypes, every piece through its buffers."""
+    tensors = [draw(61, 96), draw(10, 64, dtype=torch.float32, seed=1), draw(200, 50, seed=2)]
+    streams = AdversarialStreams()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
+    with streams.watch():
+        for tensor in tensors:
+            assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
+    assert streams.num_bytes == sum(tensor.nbytes for tensor in tensors)
+
+
+class NoWait(AdversarialStreams):
+    """A piece is read before it has arrived."""
+
+    def wait(self, event: Any) -> None:
+        pass
+
+
+class FirstEventForever(AdversarialStreams):
+    """A piece is overwritten while it may be read."""
+
+    def record(self) -> Any:
+        self.first = getattr(self, "first", None) or super().record()
+        return self.first
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [(NoWait, "read without waiting"), (FirstEventForever, "overwrite a slot")],
+)
+def test_control_staging_without_a_wait_is_found(make: type[AdversarialStreams], says: str) -> None:
+    streams = make()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
+    with streams.watch(), pytest.raises(SlotHazard, match=says):
+        in_pieces(draw(61, 96), quantizer=quantizer)
 
 
 @pytest.mark.gpu

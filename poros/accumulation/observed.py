@@ -231,8 +231,8 @@ class Observer:
             self.refuse("the loss edits parameters of the model")
         if not self._outside.is_at(self._marks):
             self.refuse("the model's code changes the model", may_pass=True)
-        for _, name in bound(self._left, list(map(contents_of, self._tables))):
-            self.refuse(f"layers leave {name} in their modules", may_pass=True)
+        for _, left in bound(self._left, list(map(contents_of, self._tables))):
+            self.refuse(f"layers leave {left} in their modules", may_pass=True)
         if self._settings != Settings.capture():
             self.refuse("the loss changes settings of PyTorch", may_pass=True)
         if not self._modules.are_trained(self._trained):

@@ -12,7 +12,7 @@ other kinds are not looked into.
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from itertools import repeat
@@ -162,7 +162,7 @@ class Attributes:
         return key if number == _ROOT else f"{self._tables[number][0]}.{key}".lstrip(".")
 
 
-def contents_of(table: dict[str, Any]) -> dict[str, Any]:
+def contents_of(table: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a namespace: containers are copies as well, tensors come with their versions."""
     return {name: _held(each) for name, each in table.items() if name not in _OF_MODULES}
 

@@ -129,7 +129,7 @@ def sliced_resident(model: Any, device: torch.device) -> Iterator[Placed]:
     """Everything on the device; the loss computed in slices of the vocabulary."""
     base = model.get_base_model()
     with resident(model, device) as placed:
-        undo = slice_loss(base, [base.get_output_embeddings()])
+        undo = slice_loss(base, base.get_output_embeddings())
         try:
             yield placed
         finally:

@@ -11,7 +11,6 @@ adapter parameters: at rank 16 on a 7B model (40 million fp32 parameters) about 
 """
 
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poros.self_check.compare import Difference, differing_or_absent, hash_tensor, hash_tensors
+from poros.self_check.compare import Difference, differing_or_absent, hash_tensor
 
 Digests = dict[str, str]
 """SHA-256, in hex, by the name of a tensor."""
@@ -81,7 +80,6 @@ class Trajectory:
     steps: list[StepRecord] = field(default_factory=list)
     rng_end_state: dict[str, torch.Tensor] = field(default_factory=dict)
     extras: list[Entry] = field(default_factory=list)
-    wall_ms: float = 0.0
 
     def entries(self) -> Iterator[Entry]:
         """Yield every recorded tensor in step order; steps count from 0."""
@@ -102,10 +100,6 @@ class Trajectory:
         for name, tensor in self.rng_end_state.items():
             yield Entry("RNG end state", f"end, RNG state of {name}", tensor)
         yield from self.extras
-
-    def hash(self) -> str:
-        """Return one SHA-256, in hex, over all entries: names, dtypes, shapes and bytes."""
-        return hash_tensors((entry.name, entry.tensor) for entry in self.entries())
 
 
 class Comparison(NamedTuple):
@@ -163,7 +157,6 @@ def train(
         random.seed(spec.seed)
         torch.manual_seed(spec.seed)
         model.train()
-        start = time.perf_counter()
         for index in range(spec.num_steps):
             record = StepRecord(index)
             optimizer.zero_grad(set_to_none=True)
@@ -178,7 +171,6 @@ def train(
             trajectory.rng_end_state[device.type] = torch.get_device_module(device).get_rng_state(
                 device
             )
-        trajectory.wall_ms = (time.perf_counter() - start) * 1e3
     random.setstate(python_state)
     return trajectory
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from poros.loaders.header import defect
-from poros.loaders.limits import Limits
+from poros.loaders.limits import MAX_AUXILIARY_NUM_BYTES, read_small
 
 TEMPLATES = "additional_chat_templates"
 """The folder in which transformers keeps further chat templates."""
@@ -34,11 +34,11 @@ AUXILIARY_FILES = (
 """Names of these files, as patterns."""
 
 
-def read_auxiliary_files(path: Path, limits: Limits) -> dict[str, bytes]:
+def read_auxiliary_files(path: Path) -> dict[str, bytes]:
     """Read a folder's auxiliary files, by name.
 
     Raises:
-        CheckpointFormatError: If one cannot be read, or is larger than the limit.
+        CheckpointFormatError: If one cannot be read, or is larger than ``MAX_AUXILIARY_NUM_BYTES``.
     """
     try:
         names = sorted(entry.name for entry in path.iterdir() if not entry.is_dir())
@@ -48,7 +48,7 @@ def read_auxiliary_files(path: Path, limits: Limits) -> dict[str, bytes]:
         raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
     # An empty file holds nothing, and the limit would refuse it.
     return {
-        name: limits.read(path / name, "extra_num_bytes")
+        name: read_small(path / name, MAX_AUXILIARY_NUM_BYTES)
         for name in names
         if is_auxiliary_file(name) and os.stat(path / name).st_size
     }

@@ -20,7 +20,6 @@ from xxhash import xxh3_128
 from poros.errors import quoted
 from poros.io.digests import num_threads, sha256
 from poros.loaders.header import DTYPE_NAMES, TensorEntry, defect, shown
-from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard
 from poros.loaders.source import CONFIG, Source, find_source
 
@@ -34,23 +33,18 @@ NUM_READERS = 2
 class Checkpoint:
     """The tensors of a checkpoint by name, read from disk when they are asked for.
 
-    A context manager. After ``close`` nothing more is read.
+    A context manager. No file stays open, and after ``close`` none is read ahead.
 
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
-        config: ``config.json``.
-        texts: Its text, and that of ``generation_config.json`` if there is one, as at ``open``.
-        source: Its files.
+        texts: ``config.json``, and ``generation_config.json`` if there is one, as at ``open``.
         names: All tensors, shard by shard in the order of their bytes.
-        num_bytes: Of all tensors.
     """
 
     def __init__(self, source: Source, shards: list[Shard]) -> None:
         """Used by ``open``."""
         self.path = source.path
-        self.config = source.config
         self.texts = source.texts
-        self.source = source
         self._shards = shards
         self._entries: dict[str, TensorEntry] = {}
         self._shard_of: dict[str, Shard] = {}
@@ -64,14 +58,12 @@ class Checkpoint:
         self._asked: dict[str, Future[torch.Tensor]] = {}
         self._order: list[str] = []
         self._ahead_num_bytes = self._begun = 0
-        self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
 
     @classmethod
     def open(
         cls,
         source: str | os.PathLike[str],
         hub: Mapping[str, Any] | None = None,
-        limits: Limits | None = None,
     ) -> "Checkpoint":
         """Find and check a checkpoint; no tensor is read.
 
@@ -81,14 +73,13 @@ class Checkpoint:
                 ``config.json`` beside it, or the name of a hub repository.
             hub: Of ``huggingface_hub.snapshot_download``: ``revision``, ``cache_dir``, ``token``,
                 ``local_files_only``, ``force_download``.
-            limits: On what its files may ask for; None are the defaults.
 
         Raises:
             CheckpointFormatError: If the checkpoint cannot be found or any file breaks its format.
             UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
-        located = find_source(source, hub, limits)
+        located = find_source(source, hub)
         shards = [Shard.open(file) for file in located.files]
         _check_shards(located, shards)
         return cls(located, shards)
@@ -116,10 +107,8 @@ class Checkpoint:
             CheckpointFormatError: If there is no such tensor, its file has changed since ``open``,
                 or reading it fails.
             HostMemoryError: If there is no memory for it.
-            ValueError: If the checkpoint is closed.
         """
         entry = self.entry(name)
-        self._require_open()
         shard = self._shard_of[name]
         asked = self._asked.pop(name, None)
         tensor = asked.result() if asked is not None else shard.read(name, entry)
@@ -152,7 +141,6 @@ class Checkpoint:
         """
         left = self._ahead_num_bytes
         with self._lock:  # transformers may take slices in several threads
-            self._require_open()
             if self._reader is None:
                 self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
             for index in range(place + 1, len(self._order)):
@@ -178,7 +166,6 @@ class Checkpoint:
         Raises:
             CheckpointFormatError: If a file has changed since ``open`` or cannot be read.
         """
-        self._require_open()
         digest = xxh3_128(_framed(self.texts[CONFIG]))
         with ThreadPoolExecutor(num_threads()) as pool:
             for shard in self._shards:
@@ -193,7 +180,6 @@ class Checkpoint:
         every shard. A program that writes to a file can set all of these back but the time of
         change.
         """
-        self._require_open()
         shards = []
         for shard in self._shards:
             _, inode, size, modified, changed = shard.identity
@@ -209,7 +195,6 @@ class Checkpoint:
         Raises:
             CheckpointFormatError: If there is none in floating point.
         """
-        self._require_open()
         for name in sorted(self._shards[0].header.tensors):
             if self._entries[name].dtype.is_floating_point:
                 return self._entries[name].dtype
@@ -221,18 +206,15 @@ class Checkpoint:
         Raises:
             CheckpointFormatError: If one has another size, another time or another inode.
         """
-        self._require_open()
         for shard in self._shards:
             shard.check_unchanged()
 
     def close(self) -> None:
-        """End reading and hand out no more tensors. Idempotent; ``entry`` still answers."""
+        """End reading ahead, and hashing. Idempotent."""
         self._is_closed.set()
         with self._lock:
             reader, self._reader = self._reader, None
             self._asked = {}
-            self._shards = []
-            self._shard_of = {}
         if reader is not None:
             reader.shutdown(cancel_futures=True)
 
@@ -241,12 +223,6 @@ class Checkpoint:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _require_open(self) -> None:
-        if not self._shards:
-            raise ValueError(
-                f"expected an open checkpoint, found {self.path} closed; open it again"
-            )
 
 
 class CheckpointSlice:

@@ -1,20 +1,31 @@
 """Bounds on what a checkpoint's files may ask for.
 
 A configuration of a few bytes can ask for a billion layers, and a file that takes no room on the
-disk can be as long as it likes. Each bound here has a name, which its error shows,
-and can be raised: ``poros.load(..., limits=poros.Limits(num_layers=10_000))``.
+disk can be as long as it likes. The bounds leave room for every known model.
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from poros.errors import PolicyError, quoted
+from poros.errors import quoted
 from poros.loaders.header import defect, open_regular, read_at
 
+MAX_CONFIG_NUM_BYTES = 4 * 2**20
+"""Of ``config.json`` and other files of settings, each."""
+MAX_INDEX_NUM_BYTES = 100_000_000
+"""Of the index of a sharded checkpoint."""
+MAX_AUXILIARY_NUM_BYTES = 256 * 2**20
+"""Of a tokenizer file, or another small file that goes into a store, each."""
+
+MAX_LAYERS = 4096
+"""Decoder layers, and whatever else a configuration counts as layers or stages."""
+MAX_EXPERTS = 200_000
+"""Experts of all layers together."""
+MAX_LABELS = 100_000
+"""Labels of a classifier, each of which gets a name."""
 MAX_DEPTH = 64
 """The deepest nesting of a configuration; those of models have up to five levels."""
 
@@ -24,104 +35,49 @@ _EXPERTS = re.compile(r"(^|_)experts$")
 _LABELS = re.compile(r"(^|_)labels$")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds on what a checkpoint may ask for. The defaults leave room for every known model.
-
-    Args:
-        config_num_bytes: Of ``config.json`` and ``generation_config.json``, each.
-        index_num_bytes: Of the index of a sharded checkpoint.
-        extra_num_bytes: Of a tokenizer file, or another small file that goes into a store, each.
-        num_layers: Decoder layers, and whatever else a configuration counts as layers or stages.
-        num_experts: Experts of all layers together.
-        num_labels: Labels of a classifier, each of which gets a name.
+def read_small(file: Path, most: int = MAX_CONFIG_NUM_BYTES) -> bytes:
+    """Read a file of at most ``most`` bytes.
 
     Raises:
-        PolicyError: If one is no positive whole number.
+        CheckpointFormatError: If it is empty, larger, unreadable or no regular file.
     """
-
-    config_num_bytes: int = 4 * 2**20
-    index_num_bytes: int = 100_000_000
-    extra_num_bytes: int = 256 * 2**20
-    num_layers: int = 4096
-    num_experts: int = 200_000
-    num_labels: int = 100_000
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PolicyError(
-                    f"limits: expected {field.name} as a positive whole number, found {value!r}"
-                )
-
-    def read(self, file: Path, limit: str) -> bytes:
-        """Read a small file that is no larger than the limit of that name.
-
-        Raises:
-            CheckpointFormatError: If it is empty, larger, unreadable or no regular file.
-        """
-        descriptor, status = open_regular(file)
-        try:
-            most = getattr(self, limit)
-            if not 0 < status.st_size <= most:
-                kind = " of JSON" if file.suffix == ".json" else ""
-                raise defect(
-                    file,
-                    f"expected 1 to {most} bytes{kind}, found {status.st_size}",
-                    remedy=f"fetch it again{_or_raise(limit) if status.st_size else ''}",
-                )
-            return read_at(descriptor, status.st_size, 0, file)
-        finally:
-            os.close(descriptor)
-
-    def require_config(self, config: Mapping[str, Any], file: Path) -> None:
-        """Refuse a configuration that exceeds the limits.
-
-        Raises:
-            CheckpointFormatError: If it does; the message names the field and the limit.
-        """
-        most = {"layers": 1, "experts": 1}
-        for name, value in _items(config, file):
-            kind = None
-            if _LABELS.search(name):
-                self._require(name, value, "num_labels", file)
-            elif _LAYERS.search(name):
-                kind = "layers"
-            elif _EXPERTS.search(name):
-                kind = "experts"
-            if kind is None:
-                continue
-            self._require(name, value, f"num_{kind}", file)
-            if type(value) is int:
-                most[kind] = max(most[kind], value)
-        together = most["layers"] * most["experts"]
-        if most["experts"] > 1:
-            self._require("layers times experts", together, "num_experts", file)
-
-    def _require(self, name: str, value: Any, limit: str, file: Path) -> None:
-        most = getattr(self, limit)
-        if isinstance(value, int | float) and value > most:
-            raise defect(
-                file,
-                f"expected {quoted(name, is_bare=True)} of at most {most}, found {quoted(value)}",
-                remedy=f"check the file{_or_raise(limit)}",
-            )
+    descriptor, status = open_regular(file)
+    try:
+        if not 0 < status.st_size <= most:
+            kind = " of JSON" if file.suffix == ".json" else ""
+            raise defect(file, f"expected 1 to {most} bytes{kind}, found {status.st_size}")
+        return read_at(descriptor, status.st_size, 0, file)
+    finally:
+        os.close(descriptor)
 
 
-def checked_limits(limits: object) -> Limits:
-    """Return the given bounds, or the defaults.
+def require_bounded(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse a configuration that asks for more than the bounds allow.
 
     Raises:
-        PolicyError: If it is something else.
+        CheckpointFormatError: If it does; the message names the field and the bound.
     """
-    if limits is not None and not isinstance(limits, Limits):
-        raise PolicyError(f"limits: expected poros.Limits, found {quoted(limits)}")
-    return limits or Limits()
+    num_layers = num_experts = 1
+    for name, value in _items(config, file):
+        if _LABELS.search(name):
+            _require_at_most(MAX_LABELS, name, value, file)
+        elif _LAYERS.search(name):
+            _require_at_most(MAX_LAYERS, name, value, file)
+            num_layers = max(num_layers, value if type(value) is int else 1)
+        elif _EXPERTS.search(name):
+            _require_at_most(MAX_EXPERTS, name, value, file)
+            num_experts = max(num_experts, value if type(value) is int else 1)
+    if num_experts > 1:
+        _require_at_most(MAX_EXPERTS, "layers times experts", num_layers * num_experts, file)
 
 
-def _or_raise(limit: str) -> str:
-    return f", or raise the bound with limits=poros.Limits({limit}=...)"
+def _require_at_most(most: int, name: str, value: Any, file: Path) -> None:
+    if isinstance(value, int | float) and value > most:
+        raise defect(
+            file,
+            f"expected {quoted(name, is_bare=True)} of at most {most}, found {quoted(value)}",
+            remedy="check the file",
+        )
 
 
 def _items(value: Any, file: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,6 @@ from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.build import fill, one_at_a_time, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
-from poros.loaders.limits import Limits, checked_limits
 from poros.loaders.options import (
     DTYPES,
     UNSET,
@@ -73,7 +72,6 @@ def load(
     host_budget: int | str | None = None,
     vision: str | None = None,
     auto_class: type | str | None = None,
-    limits: Limits | None = None,
     **from_pretrained_kwargs: Any,
 ) -> "PreTrainedModel":
     """Load a language model into host memory, for ``get_peft_model`` and ``poros.prepare``.
@@ -90,7 +88,7 @@ def load(
             dtype), a 4-bit ``BitsAndBytesConfig``, or None for dense weights. The default is
             ``"nf4"``, or the format of a 4-bit checkpoint or store; another one is refused there.
         dtype: Dtype of the tensors that are not quantized. The default is bfloat16, or that of the
-            store; ``"auto"`` is the checkpoint's own.
+            store; ``"auto"`` is the checkpoint's own, or that of the store too.
         device: Device that quantizes; None is the current GPU, or the CPU if there is none.
         store: Folder for the quantized base on disk. If it does not exist, the checkpoint is
             quantized into it, which takes little memory; the model is then read from there, and
@@ -106,11 +104,9 @@ def load(
             and classifiers, whose head is drawn from the CPU's random state if the checkpoint has
             none; ``AutoModel`` for hidden states alone, as embedding models need. The default is a
             language model, or what the store was made for.
-        limits: Limits on the sizes in files; None takes the defaults.
         **from_pretrained_kwargs: Arguments of ``from_pretrained``: ``revision``, ``cache_dir``,
-            ``token``, ``local_files_only``, ``force_download``, ``config``,
-            ``attn_implementation`` and other fields of the configuration. Arguments that cannot be
-            honoured are refused.
+            ``token``, ``local_files_only``, ``force_download``, ``attn_implementation`` and other
+            fields of the configuration. Arguments that cannot be honoured are refused.
 
     Returns:
         The model in evaluation mode, as ``from_pretrained`` returns it. One that was opened from a
@@ -140,7 +136,6 @@ def load(
     others = from_pretrained_kwargs
     options = LoadOptions.of(quantization, dtype, device, others, vision, auto_class)
     options.refuse_for_a_folder(source)
-    bounds = checked_limits(limits)
     budget = (
         None if host_budget is None else parse_num_bytes(host_budget, "host_budget", at_least=0)
     )
@@ -152,17 +147,17 @@ def load(
                     "store: expected none with a source that is one, found "
                     f"{quoted(os.fspath(store))}"
                 )
-            return _open(source, budget, options, bounds, is_source=True)
+            return _open(source, budget, options)
         if store is None and budget is not None:
             raise PolicyError(
                 "host_budget: expected a store on disk for the layers beyond it, found none; pass "
                 "store=, a folder on a fast disk"
             )
-        loader = _CheckpointLoader(source, options, quantizing_device(device), bounds)
+        loader = _CheckpointLoader(source, options, quantizing_device(device))
         if store is None:
             return loader.into_memory()
         origin = loader.into_store_unless_there(store)
-        model = _open(store, budget, options, bounds, is_source=False)
+        model = _open(store, budget, options)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     put_origin(model, origin)
     return model
@@ -182,7 +177,7 @@ class _Resolved:
     dtype: torch.dtype
 
 
-def _resolve(checkpoint: Checkpoint, options: LoadOptions, limits: Limits) -> _Resolved:
+def _resolve(checkpoint: Checkpoint, options: LoadOptions) -> _Resolved:
     """Resolve settings and options.
 
     Raises:
@@ -193,7 +188,7 @@ def _resolve(checkpoint: Checkpoint, options: LoadOptions, limits: Limits) -> _R
             for, or quantized otherwise.
     """
     path, texts = checkpoint.path, checkpoint.texts
-    config = configuration(path, texts, options.fields, given=options.config, limits=limits)
+    config = configuration(path, texts, options.fields)
     stored = stored_quantization(path, config)
     _refuse_classifier(config, options, path)
     model_class, config = model_class_of(config, options.auto_class)
@@ -233,17 +228,15 @@ class _CheckpointLoader:
         source: "str | os.PathLike[str]",
         options: LoadOptions,
         device: torch.device,
-        limits: Limits,
     ) -> None:
         self._source = source
         self._options = options
         self._quantizer = Quantizer(device)
-        self._limits = limits
 
     def into_memory(self) -> "PreTrainedModel":
         """Load the model into new memory."""
         with self._checkpoint() as checkpoint:
-            resolved = _resolve(checkpoint, self._options, self._limits)
+            resolved = _resolve(checkpoint, self._options)
             model, slab_writer, _ = self._read(checkpoint, resolved)
             origin = self._origin(checkpoint)
         store = slab_writer.finished
@@ -283,7 +276,7 @@ class _CheckpointLoader:
 
             # What is hashed comes from the cache that loading fills, or the other way round.
             fingerprint = hashing.submit(checkpoint.fingerprint)
-            resolved = _resolve(checkpoint, self._options, self._limits)
+            resolved = _resolve(checkpoint, self._options)
             model, slab_writer, used = self._read(checkpoint, resolved, allocate)
             rest, names = contents(model, slab_writer)
             origin = self._origin(checkpoint)
@@ -302,23 +295,19 @@ class _CheckpointLoader:
                 "device": device_name(self._quantizer.device),
                 "num_threads": torch.get_num_threads(),
             }
-            writers[0].commit(rest, about, small_files(checkpoint, self._limits))
+            writers[0].commit(rest, about, small_files(checkpoint))
             return _in_store(origin, about, directory)
 
     def require_made_of_it(self, directory: "str | os.PathLike[str]") -> Origin:
-        """Refuse a store of another checkpoint, or one made with other options."""
-        with self._checkpoint() as checkpoint, open_store(directory, limits=self._limits) as opened:
+        """Refuse a store of another checkpoint; return what it was made from: this one."""
+        with self._checkpoint() as checkpoint, open_store(directory) as opened:
             about = opened.manifest.about
             if about.get("source_seen") != checkpoint.seen():
                 opened.require_source(checkpoint.fingerprint())
-            dtype = _resolve(checkpoint, self._options, self._limits).dtype
-            origin = self._origin(checkpoint)
-        options = self._options.of_dtype(dtype)
-        options.require_store(about, quoted(os.fspath(directory)), is_source=False)
-        return _in_store(origin, about, directory)
+            return _in_store(self._origin(checkpoint), about, directory)
 
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint.open(self._source, self._options.hub, self._limits)
+        return Checkpoint.open(self._source, self._options.hub)
 
     def _origin(self, checkpoint: Checkpoint) -> Origin:
         """Say where the checkpoint lies; nothing is hashed."""
@@ -360,17 +349,13 @@ def _open(
     directory: "str | os.PathLike[str]",
     budget: int | None,
     options: LoadOptions,
-    limits: Limits,
-    *,
-    is_source: bool,
 ) -> "PreTrainedModel":
     """Open a store as a model: its first layers in new memory, the others in the file."""
     from poros.loaders.hf_quantizer import clean, reading_into
 
-    with open_store(directory, limits=limits) as opened:
+    with open_store(directory) as opened:
         about = opened.manifest.about
-        if is_source:
-            options.require_store(about, quoted(os.fspath(directory)), is_source=True)
+        options.require_store(about, quoted(os.fspath(directory)))
         dtype, used = _made(opened)
         texts = {
             name: opened.text(name)
@@ -379,9 +364,9 @@ def _open(
         }
         auto_class = about["auto_class"]
         fields = dict(options.fields)
-        if auto_class == "AutoModelForSequenceClassification" and options.config is None:
+        if auto_class == "AutoModelForSequenceClassification":
             fields.setdefault("num_labels", about.get("num_labels"))  # of its head
-        config = configuration(opened.path, texts, fields, given=options.config, limits=limits)
+        config = configuration(opened.path, texts, fields)
         stored_quantization(opened.path, config)
         model_class, config = model_class_of(config, auto_class)
         generation = generation_settings(opened.path, texts)

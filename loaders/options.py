@@ -19,7 +19,7 @@ from poros.loaders.settings import AUTO_CLASSES
 from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedConfig
+    from transformers import BitsAndBytesConfig
 
 
 class Unset(Enum):
@@ -46,6 +46,7 @@ _REFUSED = {
     "that knows the model",
     "use_safetensors": "a pickle can run code and is never opened; convert the checkpoint to "
     "safetensors",
+    "config": "pass the fields that differ, such as rope_parameters={...}",
     "config_file_name": "name the folder with that config.json",
     "gguf_file": "load the safetensors checkpoint that the GGUF file was made from",
     "load_in_4bit": _BY_QUANTIZATION,
@@ -70,7 +71,6 @@ class LoadOptions:
     device: torch.device | str | None
     hub: Mapping[str, Any]
     """Of ``huggingface_hub.snapshot_download``."""
-    config: "PreTrainedConfig | None"
     vision: str | None = None
     """``"keep"`` or ``"drop"``."""
     auto_class: str | None = None
@@ -104,9 +104,8 @@ class LoadOptions:
             quantization = left.pop("quantization_config")
         _refuse(left)
         hub = {key: left.pop(key) for key in _HUB if key in left}
-        config = left.pop("config", None)
         chosen = _auto_class(auto_class)
-        options = cls(quantization, _dtype(dtype), device, hub, config, vision, chosen, left)
+        options = cls(quantization, _dtype(dtype), device, hub, vision, chosen, left)
         if quantization is not UNSET:
             options.wanted(torch.bfloat16)  # refused here if it makes no sense
         return options
@@ -149,31 +148,28 @@ class LoadOptions:
                 "the checkpoint that it was made from"
             )
 
-    def require_store(self, about: Mapping[str, Any], where: str, *, is_source: bool) -> None:
+    def require_store(self, about: Mapping[str, Any], where: str) -> None:
         """Refuse a store that was made with other options than were asked for.
+
+        What is not set is as it is there.
 
         Args:
             about: The store's ``about``.
             where: It lies.
-            is_source: It is what is loaded; then what is not set is as it is there. Otherwise a
-                checkpoint is, whose defaults count.
 
         Raises:
             PolicyError: If one contradicts.
         """
         is_given = not about.get("is_prequantized")
-        dtype = dtype_name(self.chosen_dtype)
-        has_dtype = isinstance(self.dtype, torch.dtype)
-        if is_source and not has_dtype:
-            dtype = str(about.get("dtype"))
+        dtype = str(about.get("dtype"))
         expected: dict[str, Any] = {}
-        if self.vision is not None or not is_source:
-            expected["vision"] = self.vision or "keep"
-        if self.auto_class is not None or not is_source:
+        if self.vision is not None:
+            expected["vision"] = self.vision
+        if self.auto_class is not None:
             expected["auto_class"] = self.auto_class
-        if has_dtype or not is_source:
-            expected["dtype"] = dtype
-        if is_given and (self.quantization is not UNSET or not is_source):
+        if isinstance(self.dtype, torch.dtype):
+            expected["dtype"] = dtype = dtype_name(self.dtype)
+        if is_given and self.quantization is not UNSET:
             made_in = getattr(torch, dtype, None)
             wanted = self.wanted(made_in if made_in in DTYPES else torch.bfloat16)
             expected["quantization"] = wanted and wanted.to_dict()

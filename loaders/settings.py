@@ -5,7 +5,6 @@ checked and, for a store, kept, so that a file which changes meanwhile changes n
 any weight is read, so that what is wrong with them is not found at the end.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.header import defect, parse_json, shown
-from poros.loaders.limits import Limits
+from poros.loaders.limits import require_bounded
 from poros.loaders.source import CONFIG, GENERATION
 
 if TYPE_CHECKING:
@@ -41,16 +40,12 @@ _ALWAYS_FIELDS = frozenset(
         "use_cache",
     )
 )
-_BESIDE_A_CONFIG = frozenset(("attn_implementation", "experts_implementation"))
 
 
 def configuration(
     path: Path,
     texts: Mapping[str, bytes],
     options: Mapping[str, Any],
-    *,
-    given: "PreTrainedConfig | None" = None,
-    limits: Limits | None = None,
 ) -> "PreTrainedConfig":
     """Parse the configuration of a checkpoint, with those options that are its fields.
 
@@ -58,43 +53,25 @@ def configuration(
         path: Where it lies, for messages and as the model's name.
         texts: Of the small files.
         options: Fields to change.
-        given: Is taken instead of the text's.
-        limits: On what text and options may ask for.
 
     Raises:
         CheckpointFormatError: If transformers makes no configuration of it, or it asks for more
-            than the limits allow.
-        PolicyError: If an option is no field of the configuration, or not with ``given``.
+            than the bounds allow (``poros.loaders.limits``).
+        PolicyError: If an option is no field of the configuration.
     """
-    from transformers import PreTrainedConfig
-
-    if given is not None:
-        if not isinstance(given, PreTrainedConfig):
-            raise PolicyError(
-                "config: expected a configuration of transformers, such as AutoConfig."
-                f"from_pretrained returns, found {quoted(given)}"
-            )
-        _refuse_fields(
-            options.keys() - _BESIDE_A_CONFIG, "beside config=; set them on that configuration"
-        )
-        config = copy.deepcopy(given)
-        if "attn_implementation" in options:
-            config._attn_implementation = options["attn_implementation"]
-        if "experts_implementation" in options:
-            config._experts_implementation = options["experts_implementation"]
-        return config
     fields = parse_json(texts[CONFIG], path / CONFIG, strict=False)
-    (limits or Limits()).require_config({**fields, **options}, path / CONFIG)
+    require_bounded({**fields, **options}, path / CONFIG)
     with _folder_of(texts) as folder:
         config = _parsed(path, folder, {})
         _refuse_hub_kernels(path, config)
         if options:
             known = config.to_dict().keys() | config.attribute_map.keys() | _ALWAYS_FIELDS
-            _refuse_fields(
-                options.keys() - known,
-                f"found neither an option of poros.load nor a field of {type(config).__name__}; "
-                "leave it out",
-            )
+            unknown = sorted(options.keys() - known)
+            if unknown:
+                raise PolicyError(
+                    f"{quoted(', '.join(unknown), is_bare=True)}: found neither an option of "
+                    f"poros.load nor a field of {type(config).__name__}; leave it out"
+                )
             config = _parsed(path, folder, options)
     config.name_or_path = str(path)
     return config
@@ -298,8 +275,3 @@ def _folder_of(texts: Mapping[str, bytes]) -> Iterator[str]:
                 "room there, or name another one in the environment (TMPDIR)"
             ) from error
         yield folder
-
-
-def _refuse_fields(names: set[str], why: str) -> None:
-    if names:
-        raise PolicyError(f"{quoted(', '.join(sorted(names)), is_bare=True)}: {why}")

@@ -58,7 +58,6 @@ class SlabWriter:
     Attributes:
         store: One slab per decoder layer; None before ``plan``.
         fallbacks: What could not be had, one line each.
-        num_bytes: Of the model as it will be; 0 before ``plan``.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class SlabWriter:
         self.path = path
         self.store: HostStore | None = None
         self.fallbacks: list[str] = []
-        self.num_bytes = 0
         self.layers_name = ""
         self._allocate = allocate
         self._drops_towers = drops_towers
@@ -122,9 +120,9 @@ class SlabWriter:
             for key, part in part_tensors(name, tensor).items()
             if key not in in_layers
         )
-        self.num_bytes = outside + sum(layout.num_bytes for layout in layouts)
+        num_bytes = outside + sum(layout.num_bytes for layout in layouts)
         what = f"the weights of {shown(self.path)}"
-        require_host_memory(self.num_bytes if self._allocate is None else outside, what)
+        require_host_memory(num_bytes if self._allocate is None else outside, what)
         self.store = (self._allocate or HostStore.allocate)(layouts)
         for slab in self.store.slabs:
             for spec in slab.layout.tensors:

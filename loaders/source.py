@@ -13,7 +13,7 @@ from typing import Any
 from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
 from poros.loaders.auxiliary_files import AUXILIARY_FILES
 from poros.loaders.header import defect, parse_json, shown
-from poros.loaders.limits import Limits
+from poros.loaders.limits import MAX_INDEX_NUM_BYTES, read_small
 from poros.loaders.names import is_repository
 
 CONFIG = "config.json"
@@ -31,7 +31,6 @@ class Source:
     """The files of one checkpoint."""
 
     path: Path
-    config: dict[str, Any]
     texts: Mapping[str, bytes]
     """``config.json``, and ``generation_config.json`` if it is there: read once, for every use."""
     files: list[Path]
@@ -45,7 +44,6 @@ class Source:
 def find_source(
     source: str | os.PathLike[str],
     hub: Mapping[str, Any] | None = None,
-    limits: Limits | None = None,
 ) -> Source:
     """Find the files of a checkpoint and read its configuration and index; see ``Checkpoint.open``.
 
@@ -53,7 +51,6 @@ def find_source(
         CheckpointFormatError: If there is no checkpoint, or configuration or index are broken.
         UnsupportedModelError: If it is an adapter, or has one beside it.
     """
-    limits = limits or Limits()
     path = _existing(source)
     name = None
     if path is not None and not path.is_dir():
@@ -67,41 +64,40 @@ def find_source(
             )
         path, name = path.parent, path.name
     elif path is None:
-        path = _from_hub(os.fspath(source), hub or {}, limits)
+        path = _from_hub(os.fspath(source), hub or {})
     if name is None:
-        _refuse_adapter(path, limits)
+        _refuse_adapter(path)
     if name is None and not os.path.lexists(path / CONFIG) and path.is_dir():
         _refuse_other_formats(_others(path), path)
-    texts = {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
+    texts = {CONFIG: read_small(path / CONFIG)}
     if os.path.lexists(path / GENERATION):
-        texts[GENERATION] = limits.read(path / GENERATION, "config_num_bytes")
+        texts[GENERATION] = read_small(path / GENERATION)
     config = parse_json(texts[CONFIG], path / CONFIG, strict=False)
     name = name or _weights_name(path, config)
     if not name.endswith(".json"):
-        return Source(path, config, texts, [path / name], None, {})
-    weight_map = _read_index(path / name, limits)
+        return Source(path, texts, [path / name], None, {})
+    weight_map = _read_index(path / name)
     files = [path / shard for shard in sorted(set(weight_map.values()))]
-    return Source(path, config, texts, files, path / name, weight_map)
+    return Source(path, texts, files, path / name, weight_map)
 
 
 def find_config(
-    source: str | os.PathLike[str], limits: Limits | None = None
+    source: str | os.PathLike[str],
 ) -> tuple[Path, dict[str, bytes]]:
     """Find a configuration without weights; return its folder and text.
 
     Raises:
-        CheckpointFormatError: If there is none, or it is larger than ``limits`` allow.
+        CheckpointFormatError: If there is none, or it is too large.
         UnsupportedModelError: If it is an adapter.
     """
-    limits = limits or Limits()
     path = _existing(source)
     if path is None:
         path = fetch(os.fspath(source), [CONFIG, ADAPTER])
     if not path.is_dir():
         path = path.parent
     if not os.path.lexists(path / CONFIG):
-        _refuse_adapter(path, limits)
-    return path, {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
+        _refuse_adapter(path)
+    return path, {CONFIG: read_small(path / CONFIG)}
 
 
 def fetch(repository: str, patterns: Sequence[str], **hub: Any) -> Path:
@@ -149,12 +145,12 @@ def _existing(source: str | os.PathLike[str]) -> Path | None:
         ) from error
 
 
-def _refuse_adapter(path: Path, limits: Limits) -> None:
+def _refuse_adapter(path: Path) -> None:
     """Refuse a folder with an adapter, which ``from_pretrained`` would attach."""
     file = path / ADAPTER
     if not os.path.lexists(file):
         return
-    adapter = parse_json(limits.read(file, "config_num_bytes"), file, strict=False)
+    adapter = parse_json(read_small(file), file, strict=False)
     base = quoted(adapter.get("base_model_name_or_path"))
     if (path / CONFIG).exists() and any((path / name).exists() for name in (SINGLE, INDEX)):
         raise UnsupportedModelError(
@@ -225,9 +221,9 @@ def _refuse_other_formats(files: Iterable[Path], path: Path) -> None:
         )
 
 
-def _read_index(file: Path, limits: Limits) -> dict[str, str]:
+def _read_index(file: Path) -> dict[str, str]:
     """Read the ``weight_map`` of an index, and check every name in it."""
-    text = limits.read(file, "index_num_bytes")
+    text = read_small(file, MAX_INDEX_NUM_BYTES)
     weight_map = parse_json(text, file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise defect(
@@ -260,7 +256,7 @@ def _refuse_escape(name: str, file: Path) -> None:
         )
 
 
-def _from_hub(repository: str, hub: Mapping[str, Any], limits: Limits) -> Path:
+def _from_hub(repository: str, hub: Mapping[str, Any]) -> Path:
     """Fetch a repository into the hub's cache, as far as it is not there, and return its folder.
 
     The shards are fetched by the names in the index: repositories hold other copies of the same
@@ -269,7 +265,7 @@ def _from_hub(repository: str, hub: Mapping[str, Any], limits: Limits) -> Path:
     names = (CONFIG, GENERATION, ADAPTER, SINGLE, INDEX, *AUXILIARY_FILES)
     path = fetch(repository, names, **hub)
     if not (path / SINGLE).exists() and (path / INDEX).exists():
-        path = fetch(repository, sorted(set(_read_index(path / INDEX, limits).values())), **hub)
+        path = fetch(repository, sorted(set(_read_index(path / INDEX).values())), **hub)
     return path
 
 

@@ -18,9 +18,9 @@ Note: Nothing is used that was not checked
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from poros.io.digests import (
 )
 from poros.io.writing import PARTIAL
 from poros.loaders.header import Header, defect, fill, open_regular, read_at, read_header, shown
-from poros.loaders.limits import Limits
+from poros.loaders.limits import MAX_AUXILIARY_NUM_BYTES, read_small
 from poros.loaders.manifest import (
     REMEDY,
     REST,
@@ -74,9 +74,9 @@ class Run:
     """A name for messages."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class OpenStore:
-    """An open store whose files fit its manifest. A context manager; tensors outlive it."""
+    """An open store whose files fit its manifest; tensors outlive it."""
 
     path: Path
     """Its folder."""
@@ -90,8 +90,6 @@ class OpenStore:
     """Of the rest."""
     _files: tuple[int, int]
     """Descriptors of slabs and rest."""
-    _undo: ExitStack
-    _limits: Limits
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -125,7 +123,7 @@ class OpenStore:
             CheckpointFormatError: If it is not what was written.
         """
         file = self.path / name
-        text = self._limits.read(file, "extra_num_bytes")
+        text = read_small(file, MAX_AUXILIARY_NUM_BYTES)
         require_digest(file, self.manifest.files[name], sha256(text))
         return text
 
@@ -188,17 +186,6 @@ class OpenStore:
         for index in range(first, len(self.layouts)):
             self.read_into(HostStore.allocate(self.layouts[index : index + 1]), index)
 
-    def close(self) -> None:
-        """Release the files. Idempotent."""
-        self._files = (-1, -1)
-        self._undo.close()
-
-    def __enter__(self) -> "OpenStore":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
     """Whether the folder holds a store, sound or not, by the names of its files."""
@@ -208,18 +195,16 @@ def is_store(directory: str | os.PathLike[str]) -> bool:
         return False
 
 
-def open_store(
-    directory: str | os.PathLike[str], *, verify: bool = False, limits: Limits | None = None
-) -> OpenStore:
-    """Open a store and check it: the manifest, all names, forms and sizes, the small files.
+@contextmanager
+def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> Iterator[OpenStore]:
+    """Open a store for the body, and check it: manifest, names, forms and sizes, small files.
 
     Args:
         directory: What ``StoreWriter.commit`` returned.
         verify: Also read every byte and compare its digest.
-        limits: On what its files may ask for; None are the defaults.
 
     Raises:
-        CheckpointFormatError: If anything is not as it was written; nothing is left open.
+        CheckpointFormatError: If anything is not as it was written.
     """
     path = Path(directory).absolute()
     if path.name.endswith(PARTIAL):
@@ -258,15 +243,12 @@ def open_store(
             identity_of(status),
             header,
             (slabs, rest),
-            undo,
-            limits or Limits(),
         )
         for name in manifest.files:
             opened.text(name)
         if verify:
             opened.verify()
-        opened._undo = undo.pop_all()
-    return opened
+        yield opened
 
 
 def read_checked(descriptor: int, file: Path, runs: Sequence[Run]) -> None:

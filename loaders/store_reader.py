@@ -19,7 +19,6 @@ from poros.kernels.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, st
 from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
-from poros.loaders.limits import Limits
 from poros.loaders.manifest import REMEDY
 from poros.loaders.options import dtype_name
 from poros.loaders.quantize import Quantizer
@@ -54,9 +53,9 @@ def contents(
     return rest, {"dense": dense, "weights": weights}
 
 
-def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
+def small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return the small files that a store keeps, by name."""
-    return {**read_auxiliary_files(checkpoint.path, limits), **checkpoint.texts}
+    return {**read_auxiliary_files(checkpoint.path), **checkpoint.texts}
 
 
 class StoreReader(SlabWriter):

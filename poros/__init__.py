@@ -20,7 +20,6 @@ if (_checkout / "pyproject.toml").is_file() and not (Path(__file__).parent / "lo
 _HOME = {
     "__version__": "poros.utils.versions",
     "StreamingPolicy": "poros.config",
-    "Limits": "poros.loaders.limits",
     "BlockMajorMixin": "poros.accumulation.trainer",
     "PorosTrainer": "poros.accumulation.trainer",
     "accumulate": "poros.accumulation.loop",
@@ -84,7 +83,6 @@ if TYPE_CHECKING:
     from poros.errors import UnsupportedModelError as UnsupportedModelError
     from poros.errors import UnvalidatedArchitectureError as UnvalidatedArchitectureError
     from poros.errors import VRAMBudgetError as VRAMBudgetError
-    from poros.loaders.limits import Limits as Limits
     from poros.loaders.load import load as load
     from poros.model.runtime import Runtime as Runtime
     from poros.planning.formula import MemoryPlan as MemoryPlan

@@ -55,14 +55,13 @@ class StreamingPolicy:
             transformers. ``"chunked"`` computes the loss in slices of the vocabulary, so that the
             logits of a batch never exist as a whole (see ``poros.head.loss``). It gives other bits,
             which in bfloat16 are nearer to the exact loss; everything else stays exact against a
-            resident run with this loss. It needs a head that is a linear module, trained or not,
-            without adapters, and the loss of transformers for causal language models; otherwise a
-            log line says that the reference loss is used.
+            resident run with this loss. It needs a head that is a frozen linear module without
+            adapters, and the loss of transformers for causal language models; otherwise a log line
+            says that the reference loss is used.
         stream_head: Keep the head in host memory and copy it in slices for a chunked loss, if it is
             frozen and not adapted; rows of an embedding that shares its matrix are then copied one
             by one. None does so from 16 MiB on if the loss is chunked; once every block has a slot,
-            the head gets a place on the device too. With ``loss="reference"``, each use of the head
-            copies all of it and frees it afterwards.
+            the head gets a place on the device too. With ``loss="reference"`` it stays there.
         adapter_kernels: ``"fused"`` computes the LoRA branch of each projection by one operator
             (see ``poros.kernels.lora``), with the bits of PEFT's modules, in less time and memory;
             adapters that it does not support run PEFT's modules. DoRA over linear modules runs in

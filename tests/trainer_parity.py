@@ -6,7 +6,6 @@ weights and moments right after the optimizer's step, evaluation losses where th
 files of the saved adapter are read back and compared as bytes, like any tensor.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -90,9 +89,7 @@ def train_with_trainer(
             eval_dataset=eval_dataset,
             **options,
         )
-        start = time.perf_counter()
         trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
-        trajectory.wall_ms = (time.perf_counter() - start) * 1e3
         trajectory.rng_end_state["cpu"] = torch.get_rng_state()
         for device in devices:
             trajectory.rng_end_state[f"cuda:{device}"] = torch.cuda.get_rng_state(device)

@@ -1,7 +1,8 @@
 """Micro-batches that go through the layers together: a block is loaded once for all of them.
 
-The code of each runs up to behind the first layer, then on to the last one, and its calls of layers
-are noted; then the layers run, each for all micro-batches; then each in its turn computes norm,
+The code of each runs up to its call of the last layer, and its calls of layers are noted; then the
+layers run, each for all micro-batches (the first one as soon as code has called it, since it tells
+what is drawn at random); then each in its turn computes norm,
 head and loss, and their backward; then for each layer, from the last to the first, the backwards of
 all micro-batches. A gradient is summed over micro-batches in the order in which a run of one after
 the other sums it, by the same node of autograd, so the bits are the same.
@@ -23,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -90,6 +91,10 @@ class Group:
         self._outside = Outside(modules.now(), inside)
         self._marks = self._outside.marks()
         self._batches: list[MicroBatch] = []
+        self._is_confined = not (
+            torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        )
+        """Whether no autocast region is around all, which would go on and keep what it has cast."""
         self._most = 0
         """Micro-batches that there is memory for."""
         self._num_back = 0
@@ -129,7 +134,10 @@ class Group:
         try:
             with self._in_place():
                 self._begin(runs, has_last)
-                self._through_layers()
+                for index in range(1, len(self._layers)):
+                    failed = self._run_layer(index, self._batches)
+                    if failed is not None:
+                        self._end_at(failed)
                 self._require_planned()
                 if self._head is not None:
                     self._head.read(self._batches, self._go_on)
@@ -140,42 +148,37 @@ class Group:
             start.restore()
         self._watch.begin()
 
-    def _through_layers(self) -> None:
-        """Have their code call the layers behind the first, and run these."""
-        if len(self._layers) == 1:
-            return
-        for number, batch in enumerate(self._batches):
-            self._go_on(batch)
-            if batch.code.is_over:
-                self._end_at(number)
-                break
-        for index in range(1, len(self._layers)):
-            failed = self._run_layer(index)
-            if failed is not None:
-                batch = self._batches[failed]
-                self._go_on(batch)  # its code gets the error of its layer
-                if not batch.code.is_over:
-                    raise batch.refuse("an error of a layer that its code catches")
-                self._end_at(failed)
+    def _run_layer(self, index: int, batches: Sequence[MicroBatch]) -> MicroBatch | None:
+        """Run a layer for them, up to the one, if any, for which it raises; its code is over then.
 
-    def _run_layer(self, index: int) -> int | None:
-        """Run a layer for all of them, up to the one, if any, for which it raises: its number."""
-        if not self._batches:
-            return None
-        first = self._batches[0].code
-        with first.inside(), self._layers[index].in_a_row():
-            for number, batch in enumerate(self._batches):
-                with batch.code.inside_of(first):
-                    try:
-                        batch.run_layer(index)
-                    except Exception:
-                        if batch.error is not None:
-                            raise
-                        return number
+        Those in equal regions are a row.
+        """
+        for _, row in groupby(batches, key=lambda batch: batch.code.regions):
+            failed = self._run_row(index, list(row))
+            if failed is not None:
+                self._go_on(failed)  # its code gets the error of its layer
+                if not failed.code.is_over:
+                    raise failed.refuse("an error of a layer that its code catches")
+                return failed
+        return None
+
+    def _run_row(self, index: int, batches: Sequence[MicroBatch]) -> MicroBatch | None:
+        layer = self._layers[index]
+        grouped = layer.context.grouped(self._is_confined, has_graph=self._ranks.is_ddp)
+        with batches[0].code.inside(), layer.in_a_row(), grouped as visits:
+            for batch in batches:
+                try:
+                    batch.run_layer(index, visits)
+                except Exception:
+                    if batch.error is not None:
+                        raise
+                    return batch
+                if self._is_confined:
+                    torch.clear_autocast_cache()
         return None
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
-        """Run the code of each up to behind the first layer."""
+        """Run the code of each up to its last layer, and the first layer for each."""
         around, conditions = watchers(), list[Condition]()
         enter = partial(self._enter_layers, conditions)
         inside = [each for each in self._trained if id(each) in self._in_layers]
@@ -185,10 +188,7 @@ class Group:
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
-                batch = MicroBatch(
-                    *(self._layers, around, conditions, run, edges, enter),
-                    has_graph=self._ranks.is_ddp,
-                )
+                batch = MicroBatch(self._layers, around, conditions, run, edges, enter)
                 with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
                     self._go_on(batch)
                 self._require_unedited()
@@ -197,6 +197,14 @@ class Group:
                         "expected a loss that calls the model before its backward, as the first "
                         f"one of its kind did, found one that does not call it. {ADVICE}"
                     )
+                if batch.code.is_over and batch.num_called and batch.code.error is None:
+                    raise UnsupportedModelError(
+                        "expected a loss that calls the model as the first one of its kind did, "
+                        f"found {batch.num_called} of its {len(self._layers)} layers called. "
+                        f"{ADVICE}"
+                    )
+                if batch.reason is None and not batch.code.is_over:
+                    self._run_layer(0, [batch])
                 if batch.reason is not None or batch.code.is_over:
                     self.behind = batch
                     self._behind_marks = self._outside.marks()
@@ -258,7 +266,6 @@ class Group:
 
     def _enter_layers(self, conditions: list[Condition]) -> None:
         """The code of one has come to its first layer."""
-        self._watch.end()  # which has adapters run otherwise
         if not self._outside.is_at(self._marks):
             raise NotGrouped("the model's code changes the model")
         if not conditions:
@@ -272,7 +279,7 @@ class Group:
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
         """The model's own code begins; whether this is a pass of its own."""
         batch = self._running
-        if batch is None or not batch.code.is_running or batch.num_done:
+        if batch is None or not batch.code.is_running or batch.num_called:
             return False
         try:
             make_room()
@@ -308,14 +315,12 @@ class Group:
             return layer.forward_now(args, kwargs)
         return batch.call(layer, args, kwargs)
 
-    def _end_at(self, number: int) -> None:
-        """The code of one has ended between layers: by an error of the user's, for its turn."""
-        batch = self._batches[number]
-        if batch.code.error is None:
-            raise UnsupportedModelError(
-                "expected a loss that calls the model as the first one of its kind did, found "
-                f"{batch.num_done} of its {len(self._layers)} layers called. {ADVICE}"
-            )
+    def _end_at(self, batch: MicroBatch) -> None:
+        """The code of one has ended by an error of a layer: it comes in its turn, and none behind.
+
+        ``batch``: That one.
+        """
+        number = self._batches.index(batch)
         for each in self._batches[number + 1 :]:
             each.code.stop()
         if self.behind is not None:
@@ -430,7 +435,7 @@ class Group:
         if running is not None:
             if is_within:
                 raise running.refuse("gradients are used within a backward")
-            if running is not self._turn and not running.num_done:
+            if running is not self._turn and not running.num_called:
                 return running.wait("gradients are used before the model has run")
             if running is not self._turn or (self._tail is not None and not running.has_arrived):
                 raise running.refuse("gradients are used while a loss is computed")

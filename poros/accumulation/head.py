@@ -4,8 +4,7 @@ The loss is computed slice by slice of the head (``poros.head.loss``), and each 
 bring all slices to the device for itself. So the code of each parks as it comes to the head; the
 slices come once, each for all of them; and as its code goes on, what it would compute is there.
 
-Done only for a loss that was seen to come to the head once. A head that is trained is read again in
-backward, so it is read for each.
+Done only for a loss that was seen to come to the head once.
 """
 
 from collections import defaultdict
@@ -68,7 +67,7 @@ class SharedHead:
     def __call__(self, asked: LossInputs) -> SlicedLossState | None:
         """In place of reading the head: what it gives, or None if it has to be read."""
         coming = self._coming
-        if coming is None or not coming.code.is_running or asked.is_trained:
+        if coming is None or not coming.code.is_running:
             return None
         asked = asked.without_graph()
         note = _Note(coming, asked, asked.given.online(asked.hidden))

@@ -44,8 +44,8 @@ def accumulate(
         loss: Function of the model and one of ``batches`` that returns the tensor to call
             ``backward`` on; by default the model's own loss for ``model(**batch)``, divided by the
             number of batches. It is called once for each batch, and must call the model exactly
-            once with gradients. It is interrupted at the first and the last of the model's layers,
-            and before a head in host memory, while the others come to the same place. What code
+            once with gradients. It is interrupted as it calls the last of the model's layers, and
+            before a head in host memory, while the others come to the same place. What code
             between layers is handed has no values, so it can only pass it on.
 
     Returns:
@@ -67,12 +67,13 @@ def accumulate(
         a loss that uses what goes into the layers itself, if it is trained. Between the parts of
         ``loss`` before the layers, behind them and behind the head, those of other batches run:
         attributes of the object that it is a method of, and variables around it, may not pass
-        values from one part to another, which is found out likewise. Poros does not see changes of
-        layers behind the first that one ``loss`` makes before it calls the model and the next one
-        undoes, edits that PyTorch does not count (through ``.data`` or NumPy) between
-        micro-batches, gradients that were read before and kept, and what passes from part to part
-        elsewhere: within other objects, in files, in iterators, in generators of random numbers of
-        one's own. Have such a loss read and write it on one side of the call of the model.
+        values from one part to another, which is found out likewise, and layers may leave
+        nothing in their modules for ``loss`` to read. Poros does not see layers that begin to do so
+        at a later micro-batch, edits that PyTorch does not count (through ``.data`` or NumPy)
+        between micro-batches, gradients that were read before and kept, and what passes from part
+        to part elsewhere: within other objects, in files, in iterators, in generators of random
+        numbers of one's own. Have such a loss read and write it on one side of the call of the
+        model.
 
     Raises:
         UnsupportedModelError: If ``loss`` does for a later micro-batch what cannot be grouped, and

@@ -1,8 +1,8 @@
-"""One micro-batch, whose code parks behind the first layer, and at the last until all have run.
+"""One micro-batch, whose code parks as it calls the last layer, until all layers have run.
 
 The code of its loss runs once, in the order in which its author wrote it, with the values and in
-the surroundings of a plain run. Its calls of the layers in between are noted: it is handed tensors
-without values, which it can only pass on. So the layers run one after the other for all
+the surroundings of a plain run. Its calls of layers are noted: of all but the last it is handed
+tensors without values, which it can only pass on. So the layers run one after the other for all
 micro-batches, with nobody's code between them.
 
 Note: Cuts
@@ -153,7 +153,6 @@ class MicroBatch:
         run: Calls the model once with gradients, and takes the loss's gradients. Runs once.
         trained: Parameters of the layers, given to the last ``Cut.take``.
         enter: Called before the first layer runs; may raise ``NotGrouped``.
-        has_graph: Whether visits that are replayed are nodes of a graph all the same.
 
     Attributes:
         start: The random states at which its code begins.
@@ -175,8 +174,6 @@ class MicroBatch:
         run: Callable[[], Any],
         trained: Sequence[torch.Tensor],
         enter: Callable[[], None],
-        *,
-        has_graph: bool,
     ) -> None:
         self.start = Start.capture(layers[0].device)
         self.code = ParkedCode(run, layers[0].device)
@@ -194,24 +191,18 @@ class MicroBatch:
         self._calls = Calls(layers, around)
         self._conditions = conditions
         self._trained = trained
-        self._is_confined = not self.code_is_within_a_region()
         self._state = self.start
         """Where it goes on from."""
-        self._resumed_at = self.start
+        self._called_at = self.start
+        """As it calls its first layer."""
         self._cuts: list[Cut] = []
         self._noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        """Arguments of the layers behind the first, as far as these have not run."""
-        self._form: tuple[torch.Size, torch.dtype] | None = None
+        """Arguments of the layers, as far as these have not run."""
+        self._form = torch.Size(), torch.float32
         """Of its hidden states."""
-        self._has_graph = has_graph
         self._error: Exception | None = None
         """Of a layer that has run."""
         self._source: torch.Tensor | None = None
-
-    @staticmethod
-    def code_is_within_a_region() -> bool:
-        """Whether an autocast region is around all: it goes on, and keeps what it has cast."""
-        return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
     # ------------------------------------------------------------------------------- its code
 
@@ -220,24 +211,25 @@ class MicroBatch:
         """Layers that have run."""
         return max(len(self._cuts) - 1, 0)
 
+    @property
+    def num_called(self) -> int:
+        """Layers that its code has called."""
+        return self._calls.num_calls
+
     def resume(self) -> None:
-        """Go on up to behind the first layer, then to the last, then to the head."""
-        number, is_first = self.num_done, self._state is self.start
-        (self._state if is_first else self._state.pytorch).restore()
-        self._resumed_at = Start.capture(self._device)
+        """Go on up to the call of the last layer, then to the head."""
+        self._state.restore()
         try:
             self.code.resume()
         finally:
-            # Between layers, code draws from PyTorch's generators alone.
-            state = RngStash.capture(self._device)
-            self._state = (
-                Start.capture(self._device) if is_first else self._state._replace(pytorch=state)
-            )
-        if self.num_done > number:
-            self.bounds += [state] * ((self.num_done == 1) + (self.num_done == len(self._layers)))
+            self._state = Start.capture(self._device)
 
-    def run_layer(self, index: int) -> None:
-        """Run a layer that its code has called, in the state that this has left.
+    def run_layer(self, index: int, visits: list[Any]) -> None:
+        """Run a layer that its code has called, in the state that this has left; cut behind it.
+
+        Args:
+            index: Of the layer.
+            visits: Where a replayed visit of it is, if it is no node of a graph.
 
         Raises:
             Exception: Whatever the layer raises; its code gets that as it goes on.
@@ -251,43 +243,24 @@ class MicroBatch:
         self._state.pytorch.restore()
         try:
             self._calls.require_unedited()
-            self._run(layer, args, kwargs, self._condition(layer))
+            result = layer.forward_now(args, kwargs, self._condition(layer))
+            result = require_hidden_states(result)
+            if (result.shape, result.dtype) != self._form:
+                raise NotGrouped("hidden states that change their form between layers")
         except NotGrouped as reason:
             raise self.refuse(str(reason)) from reason
         except Exception as error:
             self._error = error
             raise
+        self._cuts.append(Cut(result, *visits))
+        visits.clear()
         state = RngStash.capture(self._device)
         self._state = self._state._replace(pytorch=state)
-        if index == len(self._layers) - 1:
-            self.bounds.append(state)
-
-    def _run(
-        self,
-        layer: StreamedLayer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: Condition,
-    ) -> torch.Tensor:
-        """Run a layer, and cut the graph behind it; what it has returned."""
-        with layer.context.grouped(self._is_confined, self._has_graph) as visits:
-            result = layer.forward_now(args, kwargs, condition)
-        if self._is_confined:
-            torch.clear_autocast_cache()
-        try:
-            result = require_hidden_states(result)
-            form = result.shape, result.dtype
-            if self._form not in (None, form):
-                raise NotGrouped("hidden states that change their form between layers")
-        except NotGrouped as reason:
-            raise self.refuse(str(reason)) from reason
-        self._form = form
-        self._cuts.append(Cut(result, *visits))
-        return result
+        self.bounds += [state] * ((index == 0) + (index == len(self._layers) - 1))
 
     def _hand_on(self) -> torch.Tensor:
         """What its code is handed for the result of a layer that is to run: it has no values."""
-        shape, dtype = self._form or (torch.Size(), torch.float32)
+        shape, dtype = self._form
         held = weakref.ref(self)
 
         def refuse_use() -> None:
@@ -320,14 +293,12 @@ class MicroBatch:
             given = self._calls.require(layer, args, kwargs)
             if is_first:
                 self._enter()
-                condition = self._condition(layer)
                 if self.reason is not None:
                     raise self.reason
-                args, kwargs = self._begin(given, args, kwargs)
-            elif not self._conditions[layer.index].still_reads_so():
-                raise NotGrouped("layers that the loss changes while it runs")
             elif self._has_drawn(layer is self._layers[-1]):
                 raise NotGrouped("random numbers are drawn between layers")
+            if not self._conditions[layer.index].still_reads_so():
+                raise NotGrouped("layers that the loss changes while it runs")
         except NotGrouped as reason:
             if not is_first:
                 raise self.refuse(str(reason)) from reason
@@ -336,33 +307,32 @@ class MicroBatch:
                 self.make_room()
             return layer.forward_now(args, kwargs)
         if is_first:
-            # The other rows are the group's: of the first layer, much code runs between calls.
-            with layer.in_a_row(has_code=True):
-                self._run(layer, args, kwargs, condition)
-        else:
-            self._noted.append((args, kwargs))
+            args, kwargs = self._begin(given, args, kwargs)
+        self._noted.append((args, kwargs))
         is_last = layer is self._layers[-1]
         handed = None if is_last else self._hand_on()
         self._calls.note(handed)
-        if is_first or is_last:
-            self.code.park()
+        if not is_last:
+            return handed
+        self.code.park()
         if self._error is not None:
             raise self._error
-        return self._cuts[-1].take(self._trained) if is_last else handed
+        return self._cuts[-1].take(self._trained)
 
     def _begin(
         self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The first layer is called: cut the graph before it."""
-        self.key = key_of(args, kwargs, self._device)
-        self.bounds = [RngStash.capture(self._device)]
+        """The first layer is called: cut the graph before it; its arguments but for the value."""
+        self.key, self._form = key_of(args, kwargs, self._device), (given.shape, given.dtype)
+        self._called_at = Start.capture(self._device)
+        self.bounds = [self._called_at.pytorch]
         cut = Cut(given)
         self._cuts = [cut]
         cut.is_open = True
         if given.requires_grad:
             self._source = given
             given.register_hook(weakly(self._note_arrival))
-        taken = cut.take()
+        taken = self._hand_on()
         return (
             tuple(taken if value is given else value for value in args),
             {key: taken if value is given else value for key, value in kwargs.items()},
@@ -380,14 +350,13 @@ class MicroBatch:
         return condition
 
     def _has_drawn(self, of_all: bool) -> bool:
-        """Whether its code has drawn since it went on behind the first layer.
+        """Whether its code has drawn since it called its first layer.
 
         ``of_all``: from Python's and NumPy's generators too.
         """
-        if not RngStash.capture(self._device).equals(self._state.pytorch):
-            return True
-        now = Start.capture(self._device) if of_all else self._resumed_at
-        return not all(map(is_same_state, now[1:], self._resumed_at[1:]))
+        if of_all:
+            return not self._called_at.equals(Start.capture(self._device))
+        return not self._called_at.pytorch.equals(RngStash.capture(self._device))
 
     def refuse(self, why: str) -> UnsupportedModelError:
         """What is to be raised, found out on its way: it cannot run alone any more."""

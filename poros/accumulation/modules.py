@@ -1,7 +1,7 @@
 """The modules of a model and its trained parameters, and what code leaves in those of its top."""
 
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import starmap
 from operator import attrgetter, is_
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.stream.args import PLAIN
+from poros.stream.attributes import CONTAINERS, is_like
 from poros.stream.layer_index import values_of
 
 
@@ -196,24 +196,5 @@ def _is_same_table(own: dict[str, Any], table: dict[str, Any]) -> bool:
     )
 
 
-CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _SMALL_NUM_BYTES = 2**20
 _LEFT_OUT = frozenset({"_parameters", "_modules", "training"})
-
-
-def is_like(one: Any, other: Any) -> bool:
-    """Whether both are the same object, equal plain values, or containers of such."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (tuple, *CONTAINERS)):
-        mine, others = _elements(one), _elements(other)
-        return len(mine) == len(others) and (
-            all(map(is_, mine, others)) or all(map(is_like, mine, others))
-        )
-    return isinstance(one, PLAIN) and bool(one == other)
-
-
-def _elements(container: Any) -> list[Any]:
-    return [*container, *(container.values() if isinstance(container, dict) else ())]

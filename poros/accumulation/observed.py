@@ -7,7 +7,6 @@ depends on data, is an error then.
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -26,10 +25,11 @@ from poros.accumulation.calls import (
 )
 from poros.accumulation.draws import Drawn
 from poros.accumulation.gradients import Watch
-from poros.accumulation.modules import CONTAINERS, Modules, Outside, is_like
+from poros.accumulation.modules import Modules, Outside
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import nodes_from, weakly
 from poros.model.runtime import Runtime
+from poros.stream.attributes import bound, contents_of
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start, is_same_state
@@ -65,6 +65,9 @@ class Observer:
         inside = [module for each in contents for module in each.modules()]
         self._outside = Outside(modules.now(), inside)
         self._marks = self._outside.marks()
+        self._tables = list(map(vars, inside))
+        self._left = list(map(contents_of, self._tables))
+        """What is in the modules of the layers."""
         ids = {number for each in contents for number in each.adapters().ids}
         self._inside = [each for each in self._trained if id(each) in ids]
         self._watch = Watch(self._trained, self._asked, used=self._used)
@@ -79,7 +82,7 @@ class Observer:
         """As it begins, at the first layer, behind it, and behind the last."""
         self._backward_states: list[RngStash] = []
         self._num_heads = 0
-        self._has_trained_head = self._draws_behind = False
+        self._draws_behind = False
         self._below: list[torch.Tensor] = []
         self._end: Start | None = None
         self._reader = runtime.head.slices
@@ -149,7 +152,7 @@ class Observer:
         found = layer.forward_now(args, kwargs)
         try:
             found = require_hidden_states(found)
-            if index and _form(found) != _form(given):
+            if _form(found) != _form(given):
                 raise NotGrouped("hidden states that change their form between layers")
         except NotGrouped as reason:
             self.refuse(str(reason))
@@ -183,11 +186,10 @@ class Observer:
         if self._num_heads == 0 and len(self._states) == 4:
             self._names.begin()
         self._num_heads += 1
-        self._has_trained_head |= asked.is_trained
 
     @property
     def reads_head(self) -> bool:
-        return self._num_heads == 1 and not self._has_trained_head and not self._draws_behind
+        return self._num_heads == 1 and not self._draws_behind
 
     def _asked(self) -> None:
         """Code of the user reads or writes gradients."""
@@ -229,6 +231,8 @@ class Observer:
             self.refuse("the loss edits parameters of the model")
         if not self._outside.is_at(self._marks):
             self.refuse("the model's code changes the model", may_pass=True)
+        for _, left in bound(self._left, list(map(contents_of, self._tables))):
+            self.refuse(f"layers leave {left} in their modules", may_pass=True)
         if self._settings != Settings.capture():
             self.refuse("the loss changes settings of PyTorch", may_pass=True)
         if not self._modules.are_trained(self._trained):
@@ -334,25 +338,14 @@ class Names:
         """A name that is bound in one part, and read in another one."""
         for part in range(len(self._read)):
             others = set[str]().union(*self._read[:part], *self._read[part + 1 :])
-            for place, name in _bound(*self._seen[2 * part : 2 * part + 2]):
+            for place, name in bound(*self._seen[2 * part : 2 * part + 2]):
                 if place >= len(self._owners) or name in others:
                     return name
         return None
 
     def _now(self) -> list[dict[str, Any]]:
         spaces = [*map(vars, self._owners), *map(_variables, self._functions)]
-        return [
-            {name: copy(each) if type(each) in CONTAINERS else each for name, each in space.items()}
-            for space in spaces
-        ]
-
-
-def _bound(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
-    """Which names, in which places, are bound anew, or are containers of something else."""
-    for place, (old, new) in enumerate(zip(before, now, strict=True)):
-        for name in old.keys() | new.keys():
-            if not is_like(old.get(name), new.get(name)):
-                yield place, name
+        return list(map(contents_of, spaces))
 
 
 def _noting_reads(owner: Any, read: set[str]) -> Callable[[], None]:

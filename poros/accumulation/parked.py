@@ -68,6 +68,7 @@ class ParkedCode:
         error: What it has raised.
         is_over: Whether it has ended.
         has_changed_settings: Whether it has left other regions or settings behind.
+        regions: Those that it is in; None before it begins.
     """
 
     def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
@@ -76,7 +77,7 @@ class ParkedCode:
         self.is_over = self.has_changed_settings = False
         self._run: Callable[[], Any] | None = run
         self._device = device
-        self._regions: Regions | None = None
+        self.regions: Regions | None = None
         self._stack = greenlet(self._run_through)
         self._stack.gr_context = copy_context()
 
@@ -105,22 +106,22 @@ class ParkedCode:
 
     def _enter(self) -> Regions:
         around = Regions.capture(self._device)
-        if self._regions not in (None, around):
-            self._regions.replace(around)
+        if self.regions not in (None, around):
+            self.regions.replace(around)
         return around
 
     def _leave(self, around: Regions) -> None:
-        self._regions = Regions.capture(self._device)
+        self.regions = Regions.capture(self._device)
         if not around.surroundings.is_autocast:
             torch.clear_autocast_cache()
         if self.is_over:
-            self.has_changed_settings = self._regions != around
-        elif self._regions != around:
-            around.replace(self._regions)
+            self.has_changed_settings = self.regions != around
+        elif self.regions != around:
+            around.replace(self.regions)
 
     def inside_of(self, other: "ParkedCode") -> AbstractContextManager[None]:
         """As ``inside``, within that of ``other``: nothing is to be done if the state is one."""
-        is_one = self is other or self._regions == other._regions
+        is_one = self is other or self.regions == other.regions
         return nullcontext() if is_one else self.inside()
 
     def reraise(self) -> None:

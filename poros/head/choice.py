@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from poros.head.embedding import adapted_modules, stays_on_host
@@ -18,16 +17,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a model whose loss is computed in slices, or which stays in host memory."""
+    """The head of a model whose loss is computed in slices."""
 
     name: str
     """Of its matrix, qualified."""
-    modules: Sequence[nn.Linear]
-    """Several if PEFT keeps trained copies of it, of which it calls one at a time: the frozen one
-    first."""
-    is_sliced: bool
-    """Whether the loss is computed in slices of it."""
+    module: nn.Linear
     is_on_host: bool
+    """Whether its matrix stays in host memory."""
     users: Sequence[nn.Module] = ()
     """The modules whose ``weight`` the matrix is: the head, and embeddings that share it."""
     all_names: Sequence[str] = ()
@@ -35,7 +31,7 @@ class Head:
 
     @property
     def matrix(self) -> torch.Tensor:
-        return self.modules[0].weight
+        return self.module.weight
 
 
 def choose_head(model: nn.Module, base: Any, loss: str, wanted: bool | None) -> "Head | None":
@@ -59,44 +55,29 @@ def find_head(
     model: nn.Module, base: Any, loss: str, wanted: bool | None
 ) -> "tuple[Head | None, list[str]]":
     """As ``choose_head``, but return what could not be done, and why, instead of logging it."""
-    if loss == "reference" and not wanted:
-        return None, []
+    if loss == "reference":
+        return None, ["stream_head=True, but loss='reference' reads all of the head"] * bool(wanted)
     head = base.get_output_embeddings()
     if head is None:
         # Of a classifier or a decoder alone, which have no loss over tokens either.
         return None, ["stream_head=True, but the model has no head for tokens"] * bool(wanted)
     adapted = adapted_modules(model)
-    modules: list[Any] = [head]
-    if isinstance(head, ModulesToSaveWrapper):
-        modules = [head.original_module, *head.modules_to_save.values()]
-    why = _why_own_head(head, modules, adapted)
+    why = _why_own_head(head, adapted) or _why_own_loss(base)
     if why is not None:
         return None, [f"the model keeps its own head and loss: {why}"]
-    in_vain = []
-    weight = modules[0].weight
-    if loss == "chunked" and (why := _why_own_loss(base)) is not None:
-        in_vain.append(f"loss='chunked', but the model keeps its own: {why}")
-        loss = "reference"
-    # By itself only where nothing needs all of it at once.
-    wanted = False if loss == "reference" and not wanted else wanted
+    weight = head.weight
     users = {
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules()
         if any(tensor is weight for tensor in module._parameters.values())
     }
+    in_vain = []
     is_on_host = stays_on_host(weight.nbytes, wanted)
-    if is_on_host and (len(modules) > 1 or any(p.requires_grad for p in head.parameters())):
-        in_vain += ["the head stays on the device: it is trained, or adapted"] * bool(wanted)
-        is_on_host = False
     if is_on_host and not all(_reads_rows(module, head, adapted) for module in users.values()):
         in_vain.append("the head stays on the device: something else uses its weight")
         is_on_host = False
-    if loss == "reference" and not is_on_host:
-        return None, in_vain
-    name = next(name for name, module in users.items() if module is modules[0])
-    is_sliced = loss == "chunked"
-    found = Head(name, modules, is_sliced, is_on_host, tuple(users.values()), tuple(users))
-    return found, in_vain
+    name = next(name for name, module in users.items() if module is head)
+    return Head(name, head, is_on_host, tuple(users.values()), tuple(users)), in_vain
 
 
 def _reads_rows(module: nn.Module, head: nn.Module, adapted: Collection[int]) -> bool:
@@ -104,23 +85,23 @@ def _reads_rows(module: nn.Module, head: nn.Module, adapted: Collection[int]) ->
     return module is head or (is_lookup and id(module) not in adapted)
 
 
-def _why_own_head(head: Any, modules: Sequence[Any], adapted: Collection[int]) -> str | None:
+def _why_own_head(head: Any, adapted: Collection[int]) -> str | None:
     """Why nothing can be done to a head, if that is so.
 
     Args:
         head: The output embedding of a transformers model.
-        modules: What it computes with.
         adapted: Ids of the modules with adapters.
     """
-    for module in modules:
-        if type(module) is not nn.Linear:
-            kind = "none" if module is None else f"a {type(module).__name__}"
-            return f"its head is {kind}, not a plain linear module (adapted, quantized?)"
-        if not (is_plain(module.weight) or isinstance(module.weight, HostMatrix)):
-            return f"its head's weight is a {type(module.weight).__name__}"
-        if "forward" in module.__dict__:
-            return "its head's forward has been replaced"
-    return "its head is adapted" if head is modules[0] and id(head) in adapted else None
+    if type(head) is not nn.Linear:
+        kind = type(head).__name__
+        return f"its head is a {kind}, not a plain linear module (adapted, trained, quantized?)"
+    if not (is_plain(head.weight) or isinstance(head.weight, HostMatrix)):
+        return f"its head's weight is a {type(head.weight).__name__}"
+    if "forward" in head.__dict__:
+        return "its head's forward has been replaced"
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        return "its head is trained"
+    return "its head is adapted" if id(head) in adapted else None
 
 
 def _why_own_loss(base: Any) -> str | None:

@@ -12,7 +12,7 @@ Note: Lazily
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,6 @@ from torch.utils import _pytree
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
 from poros.head.loss import Step
-from poros.kernels.sums import sums_of_bits
 from poros.stream.state import AutocastState
 from poros.stream.within import on_plain_tensors
 
@@ -63,70 +62,52 @@ class Origin:
     requires_grad: bool
     autocast: AutocastState
     kept: Sequence[torch.Tensor]
-    """Hidden states and what is frozen of the head, which may not be written to meanwhile."""
-    trained: Sequence[torch.Tensor]
-    """What is trained of it. Optimizers write to that, and not all of them count it as a write."""
+    """Hidden states and head, which may not be written to meanwhile."""
     versions: Sequence[int]
-    """Of both."""
-    sums: Sequence[torch.Tensor]
-    """Of the bits of what is trained."""
+    """Of these."""
     is_loss_taken: bool = False
     """Whether a loss was computed in slices: no gradient goes through the logits then."""
+    logits: "weakref.WeakSet[LazyLogits]" = field(default_factory=weakref.WeakSet)
+    """All that follow from it: once one is read, which may be to write to it, all are computed."""
 
     @classmethod
     def of(
         cls, hidden: torch.Tensor, head: nn.Linear, tell: Callable[[int], None], source: Any = None
     ) -> "Origin":
-        """Capture a call of ``head`` with ``hidden``."""
+        """Capture a call of ``head``, which is frozen, with ``hidden``."""
         # Nothing autocasts what has no memory.
         autocast = AutocastState.capture("cpu" if hidden.is_meta else hidden.device.type)
         if hidden.is_inference():
             hidden = hidden.clone()  # no graph keeps anybody from writing to it
-        own = list(head.parameters())
-        trained = [tensor for tensor in own if tensor.requires_grad]
-        frozen = [tensor for tensor in own if not tensor.requires_grad]
         # Nobody can write to a matrix in host memory.
-        kept = [hidden, *(tensor for tensor in frozen if not isinstance(tensor, HostMatrix))]
+        own = [tensor for tensor in head.parameters() if not isinstance(tensor, HostMatrix)]
+        kept = [hidden, *own]
         return cls(
             hidden=hidden,
-            weight=_as_now(head.weight),
-            bias=None if head.bias is None else _as_now(head.bias),
+            weight=head.weight.detach(),  # frozen, whatever is set later
+            bias=None if head.bias is None else head.bias.detach(),
             shape=torch.Size((*hidden.shape[:-1], head.out_features)),
             dtype=autocast.dtype if autocast.enabled else head.weight.dtype,
             tell=tell,
             source=source,
             with_gradients=torch.is_grad_enabled(),
-            requires_grad=torch.is_grad_enabled()
-            and any(tensor.requires_grad for tensor in (hidden, *own)),
+            requires_grad=torch.is_grad_enabled() and hidden.requires_grad,
             autocast=autocast,
             kept=kept,
-            trained=trained,
-            versions=list(map(_version_of, (*kept, *trained))),
-            sums=list(map(sums_of_bits, trained)),
+            versions=list(map(_version_of, kept)),
         )
 
-    def intact(self, is_at_once: bool = False) -> torch.Tensor:
+    def intact(self) -> torch.Tensor:
         """The hidden states.
-
-        Args:
-            is_at_once: Whether the forward that has called the head asks: no optimizer steps in it.
-
-        Streams:
-            The host waits for the device, unless ``is_at_once`` or nothing is trained.
 
         Raises:
             PreparedModelError: If they, or the head, were written to since the head was called.
         """
-        if is_at_once or self.hidden.is_meta:
-            is_same = self.versions == list(map(_version_of, (*self.kept, *self.trained)))
-        else:
-            is_same = self.versions[: len(self.kept)] == list(map(_version_of, self.kept))
-            is_same &= all(map(torch.equal, self.sums, map(sums_of_bits, self.trained)))
-        if not is_same:
+        if self.versions != list(map(_version_of, self.kept)):
             raise PreparedModelError(
                 "logits: expected the hidden states and the head that they are computed from, "
-                "found them written to before the logits were read (by an optimizer?). Read the "
-                "logits first, or prepare with loss='reference', which computes them at once"
+                "found them written to before the logits were read. Read the logits first, or "
+                "prepare with loss='reference', which computes them at once"
             )
         return self.hidden
 
@@ -149,11 +130,6 @@ class Origin:
             yield
 
 
-def _as_now(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the module in its present training mode, whatever is set later."""
-    return parameter if parameter.requires_grad else parameter.detach()
-
-
 def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -167,8 +143,6 @@ class LazyLogits(torch.Tensor):
     """What has become of the head's product since."""
     _compute: Callable[[], torch.Tensor] | None
     _result: torch.Tensor | None
-    _alias_of: "LazyLogits | None"
-    _followers: "weakref.WeakSet[LazyLogits]"
 
     @staticmethod
     def __new__(
@@ -193,9 +167,8 @@ class LazyLogits(torch.Tensor):
             steps=steps,
             _compute=compute or origin.values,
             _result=None,
-            _alias_of=None,
-            _followers=weakref.WeakSet(),
         )
+        origin.logits.add(made)
         if has_gradient:
             # A function of somebody's own that takes it without reading it in Python.
             on_plain_tensors(_T.register_hook, made, _refuse)
@@ -233,20 +206,11 @@ class LazyLogits(torch.Tensor):
         return result
 
     def _read(self) -> torch.Tensor:
-        """The same for a caller that may write to it: what follows from it is computed first."""
+        """The same for a caller that may write to it."""
         self.require_own_graph()
-        first = self
-        while first._alias_of is not None:
-            first = first._alias_of
-        values = self.computed()
-        first._settle()
-        return values
-
-    def _settle(self) -> None:
-        for follower in list(self._followers):
-            follower.computed()
-            follower._settle()
-            follower._alias_of = None
+        for each in list(self.origin.logits):
+            each.computed()
+        return self.computed()
 
     def _noted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Apply ``func`` lazily; None if the values are needed."""
@@ -260,9 +224,7 @@ class LazyLogits(torch.Tensor):
             return self
         if func is _T.view_as and args[0] is self:
             # What an autograd function (of DDP, say) hands on as it got it.
-            alias = self._follower(_itself, (), {})
-            alias._alias_of = self
-            return alias
+            return self._follower(_itself, (), {})
         if func in (_T.float, _T.to):
             return self._cast(func, args, kwargs)
         return None
@@ -300,9 +262,7 @@ class LazyLogits(torch.Tensor):
 
         steps = self.steps if step is None else (*self.steps, step)
         has_gradient = with_gradients and self.requires_grad
-        follower = LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient)
-        self._followers.add(follower)
-        return follower
+        return LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient)
 
     @classmethod
     def __torch_function__(

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits, places
+from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits
 from poros.utils.profiling import labelled
 
 _MOST_LOGITS = 2**23
@@ -87,11 +87,8 @@ class SlicedLossState:
 
     def losses(self) -> torch.Tensor:
         """Return the loss of each token, as if its label counted."""
-        return self.scale() - self._running.of_label
-
-    def scale(self) -> torch.Tensor:
-        """Return the log-sum-exp of each token's logits."""
-        return self._running.total.log() + self._running.most
+        running = self._running
+        return running.total.log() + running.most - running.of_label
 
     def gradient(self) -> torch.Tensor:
         """Return the gradient of each token's hidden state, in float32. Consumes the sums."""
@@ -106,7 +103,6 @@ def sliced_cross_entropy(
     read: Slices,
     num_rows: int,
     *,
-    weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     steps: Sequence[Step] = (),
     ignore_index: int = -100,
@@ -118,8 +114,7 @@ def sliced_cross_entropy(
         labels: Of shape (tokens,), integers: the row of each token's label, or ``ignore_index``.
         read: Gives the head's rows, in slices.
         num_rows: Of the head.
-        weight: Of shape (num_rows, columns): the head, if it gets a gradient; ``read`` reads it.
-        bias: Of shape (num_rows,). Gets a gradient if it requires one.
+        bias: Of shape (num_rows,).
         steps: What becomes of the logits before the softmax, in order.
         ignore_index: Tokens with this label count nothing.
 
@@ -130,8 +125,7 @@ def sliced_cross_entropy(
         Everything is queued on the compute stream; on a GPU the host waits for nothing.
 
     Exactness:
-        Bits depend on the values and shapes of the arguments alone. See "Arithmetic" above. Which
-        of them get a gradient changes no bit of the others'.
+        Bits depend on the values and shapes of the arguments alone. See "Arithmetic" above.
 
     Raises:
         IndexError: If a label is out of range. On a GPU the assertion fails on the device.
@@ -149,9 +143,8 @@ def sliced_cross_entropy(
     given = _LossConfig(labels, read, width, tuple(steps), ignore_index, wants_gradient)
     known: Callable[[LossInputs], SlicedLossState | None] | None = getattr(read, "known", None)
     if known is not None:
-        is_trained = any(each is not None and each.requires_grad for each in (weight, bias))
-        given = given._replace(known=known(LossInputs(hidden, bias, is_trained, given)))
-    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, given)
+        given = given._replace(known=known(LossInputs(hidden, bias, given)))
+    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, bias, given)
     return loss
 
 
@@ -182,8 +175,6 @@ class LossInputs(NamedTuple):
 
     hidden: torch.Tensor
     bias: torch.Tensor | None
-    is_trained: bool
-    """Whether the head gets a gradient."""
     given: _LossConfig
 
     def without_graph(self) -> "LossInputs":
@@ -199,7 +190,6 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         given: _LossConfig,
     ) -> torch.Tensor:
@@ -208,11 +198,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             found = given.online(hidden)
             for first, rows in given.read(given.width):
                 found.add(first, rows, bias, given.steps)
-        by_hidden = found.gradient() if given.wants_gradient else None
-        # What the gradient of the head follows from, if it gets one.
-        is_trained = any(ctx.needs_input_grad[1:3])
-        again = (hidden, weight, bias, found.scale()) if is_trained else ()
-        ctx.save_for_backward(by_hidden, *again)
+        ctx.save_for_backward(found.gradient() if given.wants_gradient else None)
         ctx.given, ctx.dtype = given._replace(known=None), hidden.dtype
         return found.losses().masked_fill(~given.is_counted, 0.0).sum()
 
@@ -223,10 +209,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 "loss: expected a backward that is not differentiated again, found create_graph="
                 "True; gradients of gradients need loss='reference'"
             )
-        by_hidden, *again = ctx.saved_tensors
-        by_head: tuple[torch.Tensor | None, ...] = (None, None)
-        if again:
-            by_head = _gradient_of_head(ctx.given, gradients[0], *again)
+        (by_hidden,) = ctx.saved_tensors
         scaled = None
         if by_hidden is not None:
             # Rounded once, and on a GPU without a float32 tensor of it.
@@ -234,34 +217,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             torch.mul(by_hidden, gradients[0], out=scaled)
             # Also where the factor is not finite: a mean over no label.
             scaled.masked_fill_(~ctx.given.is_counted[:, None], 0.0)
-        return scaled, *by_head, None
-
-
-def _gradient_of_head(
-    given: _LossConfig,
-    gradient: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradient of the head's tensors; recomputes the logits."""
-    by_weight = None if weight is None else torch.empty_like(weight)
-    by_bias = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
-    for first, rows in given.read(given.width):
-        rows = as_operand(rows, hidden.dtype)
-        part = slice(first, first + len(rows))
-        of_part = None if bias is None else bias[part]
-        logits, slope = logits_of(hidden, rows, of_part, given.steps, True)
-        powers = logits.sub_(scale[:, None]).exp_()
-        is_here, place = places(given.labels, first, len(rows))
-        powers.scatter_add_(1, place[:, None], -is_here[:, None].to(powers.dtype))
-        powers.mul_(slope).mul_(gradient).masked_fill_(~given.is_counted[:, None], 0.0)
-        if by_bias is not None:
-            by_bias[part] = powers.sum(dim=0)
-        if by_weight is not None:
-            by_weight[part] = product(powers.to(hidden.dtype).t(), hidden)
-    return by_weight, by_bias
+        return scaled, None, None
 
 
 def as_operand(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,10 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from poros.host.layout import BlockLayout
-from poros.host.limits import require_host_memory
-from poros.host.slab import HostSlab
-from poros.streams import Event, StreamContext
+from poros.streams import StreamContext
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +40,6 @@ class RowReader:
         self.check: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
         self.fallbacks: list[str] = []
         self._streams = streams.beside()
-        self._staging: HostSlab | None = None
-        self._copied: Event = None
-        self._is_copying = False
 
     @property
     def device(self) -> torch.device:
@@ -64,28 +58,25 @@ class RowReader:
             A new tensor of the shape of ``indices`` and the columns, in the dtype of ``matrix``.
 
         Streams:
-            The host waits for ``indices``, if they are on the device, and for the copy of the rows
-            before. The compute stream waits for the copy.
+            The host waits for ``indices``, if they are on the device. The compute stream waits for
+            the copy.
 
         Raises:
-            HostMemoryError: If there is no host memory for the rows.
             IndexError: If an index is out of range.
         """
         wanted = self._on_host(indices).reshape(-1)
         shape = (*indices.shape, matrix.shape[1])
-        num_bytes = wanted.numel() * matrix.shape[1] * matrix.element_size()
         target = self._streams.borrow((wanted.numel(), matrix.shape[1]), matrix.dtype)
-        if num_bytes:
-            staged = self._room(num_bytes).view(matrix.dtype).view(target.shape)
+        if target.numel():
+            staged = self._host_memory_like(target)
             torch.index_select(matrix, 0, wanted, out=staged)
-            self._copied = self._streams.copy(target, staged, after=self._streams.record())
-            self._is_copying = True
+            copied = self._streams.copy(target, staged, after=self._streams.record())
             try:
-                self._streams.wait(self._copied)
+                self._streams.wait(copied)
             except BaseException:
-                self._streams.abandon(target, self._copied)
+                self._streams.abandon(target, copied)
                 raise
-            self.h2d_num_bytes += num_bytes
+            self.h2d_num_bytes += target.nbytes
         if self.check is not None:
             self.check(name, matrix, wanted, target)
         return target.view(shape)
@@ -101,34 +92,23 @@ class RowReader:
         self._streams.wait(self._streams.copy(target, matrix, after=self._streams.record()))
         return target
 
-    def unpin(self) -> None:
-        """Undo the page lock; no rows are copied any more."""
-        self._settle()
-        if self._staging is not None:
-            self._staging.unpin()
-            self._staging = None
-
     def _on_host(self, indices: torch.Tensor) -> torch.Tensor:
         if indices.device.type == "cpu":
             return indices
         self.num_index_transfers += 1
         return indices.cpu()
 
-    def _room(self, num_bytes: int) -> torch.Tensor:
-        """Return staging memory that no copy reads any more."""
-        self._settle()
-        if self._staging is None or self._staging.layout.num_bytes < num_bytes:
-            self.unpin()
-            require_host_memory(num_bytes, "rows of the embedding")
-            self._staging = HostSlab(BlockLayout((), num_bytes))
-            if self.device.type == "cuda" and not self._staging.pin(self.device):
-                self.note_pageable("rows of the embedding")
-        return self._staging.bytes[:num_bytes]
+    def _host_memory_like(self, target: torch.Tensor) -> torch.Tensor:
+        """Return memory for rows on their way to ``target``.
 
-    def _settle(self) -> None:
-        if self._is_copying:
-            self._streams.synchronize(self._copied)
-            self._is_copying = False
+        PyTorch keeps page-locked memory, and hands it out again when the copy out of it is over.
+        """
+        if self.device.type == "cuda":
+            try:
+                return torch.empty_like(target, device="cpu", pin_memory=True)
+            except RuntimeError:  # the driver refuses
+                self.note_pageable("rows of the embedding")
+        return torch.empty_like(target, device="cpu")
 
     def note_pageable(self, what: str) -> None:
         """Log once that host memory for ``what`` could not be page-locked."""

@@ -147,7 +147,7 @@ class KeptHead:
 
     Attributes:
         num_bytes: Of the matrix, in host memory.
-        slices: Brings slices of it, where the loss is computed in slices.
+        slices: Brings slices of it.
     """
 
     def __init__(self) -> None:
@@ -175,8 +175,7 @@ class KeptHead:
         slab = HostSlab(BlockLayout((), source.nbytes))
         matrix = slab.bytes.view(source.dtype).view(source.shape)
         matrix.copy_(source)
-        if head.is_sliced:
-            self.slices = SliceReader(head.name, matrix, streams)
+        self.slices = SliceReader(head.name, matrix, streams)
         if streams.device.type == "cuda" and not slab.pin(streams.device):
             rows.note_pageable("the head")
         self._slab, self.num_bytes = slab, source.nbytes

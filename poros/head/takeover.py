@@ -8,7 +8,6 @@ Note: Generically
 """
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -29,35 +28,31 @@ _LOUD_NUM_BYTES = 2**26
 """Logits from this size on are mentioned when they are computed."""
 
 
-def slice_loss(
-    base: Any, heads: Sequence[nn.Linear], read: Slices | None = None
-) -> Callable[[], None]:
+def slice_loss(base: Any, head: nn.Linear, read: Slices | None = None) -> Callable[[], None]:
     """Patch ``base`` to compute its loss in slices of its head.
 
     Args:
         base: A transformers causal language model.
-        heads: The modules of its head: see ``poros.head.choice.Head``.
-        read: Gives the rows of the only head; those of their weights if None.
+        head: Its head, frozen.
+        read: Gives the rows of the head; those of its weight if None.
 
     Returns:
         What undoes it.
     """
     had_loss = base.__dict__.get("_loss_function")
     loss = _Loss(base.loss_function)
-    taken = [(head, _Head(head, read)) for head in heads]
+    patched = _Head(head, read)
 
     def undo() -> None:
-        for head, own in taken:
-            if head.__dict__.get("forward") == own.forward:
-                del head.__dict__["forward"]
+        if head.__dict__.get("forward") == patched.forward:
+            del head.__dict__["forward"]
         if base.__dict__.get("_loss_function") is loss:
             del base._loss_function
             if had_loss is not None:
                 base.loss_function = had_loss
 
     try:
-        for head, own in taken:
-            head.__dict__["forward"] = own.forward
+        head.__dict__["forward"] = patched.forward
         base.loss_function = loss
     except BaseException:
         undo()
@@ -93,6 +88,8 @@ class _Head:
             weight.require_as_prepared()
         is_usual = (
             not _has_backward_hooks(self._module)
+            # Made trainable, or a trained copy of PEFT's: it computes its logits at once.
+            and not any(parameter.requires_grad for parameter in self._module.parameters())
             and type(input) is torch.Tensor
             and input.shape[-1:] == (self._module.in_features,)
             and {input.dtype, weight.dtype} <= _DTYPES
@@ -160,14 +157,12 @@ class _Loss:
         shift_labels = shift_labels.reshape(-1).to(weight.device)
         # A step on the way here may have taken no gradient.
         with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-            # By a model's forward, or by somebody who has its logits.
-            hidden = origin.intact(is_at_once=sys._getframe(1).f_code.co_name == "forward")
+            hidden = origin.intact()
             total = sliced_cross_entropy(
                 hidden.reshape(-1, hidden.shape[-1]).to(origin.dtype),
                 shift_labels,
                 origin.source.rows_of(weight),
                 len(weight),
-                weight=weight if weight.requires_grad else None,
                 bias=origin.bias,
                 steps=logits.steps,
                 ignore_index=ignore_index,

@@ -29,6 +29,7 @@ import os
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -105,20 +106,6 @@ class SlabFile:
 
 
 @dataclass(eq=False)
-class _Staging:
-    """One staging buffer. The training thread owns it, except while it is read into."""
-
-    slab: HostSlab
-    block: int | None = None
-    """What it holds, or will hold when ``reading`` is done."""
-    reading: Future[None] | None = None
-    is_copied: Event = None
-    """Event of the last copy out of it."""
-    is_lent: bool = False
-    """Whether such a copy is about to be queued."""
-
-
-@dataclass(eq=False)
 class DiskStore(HostStore):
     """A host store whose later slabs are on a disk.
 
@@ -130,8 +117,13 @@ class DiskStore(HostStore):
 
     def __post_init__(self) -> None:
         self._streams: StreamContext | None = None
-        self._staging: list[_Staging] = []
-        self._wanted: list[int] = []
+        self._staging: list[HostSlab] = []
+        self._idle: deque[tuple[HostSlab, Event]] = deque()
+        """Buffers without a block, and the event of the last copy out of each: the oldest first."""
+        self._ahead: dict[int, tuple[HostSlab, Future[None]]] = {}
+        """Blocks that were read or are, each with its buffer, in the order of their reads."""
+        self._lent: HostSlab | None = None
+        """The buffer from which a copy is about to be queued."""
         self._reader: _Reader | None = None
 
     @classmethod
@@ -204,69 +196,65 @@ class DiskStore(HostStore):
         if not self._is_on_disk(self.slabs[block]):
             return self.slabs[block].bytes
         begin = time.perf_counter()
-        for other in self._staging:
-            other.is_lent = False  # a copy that was never queued has failed
-        staging = self._find(block)
-        if staging is None:
-            staging = self._claim()
-            self._read(staging, block)
-        self._wait(staging)
+        self._take_back(None)  # a copy that was never queued has failed
+        if block not in self._ahead:
+            self._read(block, self._claim())
+        self._lent, reading = self._ahead.pop(block)
+        self._wait(reading)
         self.disk_stall_ms += 1e3 * (time.perf_counter() - begin)
-        staging.is_lent = True
-        return staging.slab.bytes[: self.slabs[block].layout.num_bytes]
+        return self._lent.bytes[: self.slabs[block].layout.num_bytes]
 
     def borrowed_until(self, block: int, event: Event) -> None:
-        staging = self._find(block)
-        if staging is not None:
-            staging.is_copied, staging.is_lent = event, False
+        self._take_back(event)
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
         """Start reading the next blocks into buffers that are free now. Does not wait."""
         if not self._staging:
             return
-        self._wanted = []
+        wanted: list[int] = []
         for block in blocks:
-            if not self._is_on_disk(self.slabs[block]) or block in self._wanted:
-                continue
-            self._wanted.append(block)
-            if len(self._wanted) == len(self._staging):
+            if self._is_on_disk(self.slabs[block]) and block not in wanted:
+                wanted.append(block)
+            if len(wanted) == len(self._staging):
                 break
-        for block in self._wanted:
-            if self._find(block) is None:
-                free = [staging for staging in self._unwanted() if self._is_free(staging)]
-                if not free:
+        for block in wanted:
+            if block not in self._ahead:
+                slab = self._find_free(wanted)
+                if slab is None:
                     return
-                self._read(free[0], block)
+                self._read(block, slab)
 
     def pin(self, device: torch.device) -> None:
         """Page-lock the staging buffers, and then the blocks in memory."""
         self._make_staging()
-        staged = [staging.slab for staging in self._staging]
-        both = HostStore([*staged, *(slab for slab in self.slabs if not self._is_on_disk(slab))])
+        both = HostStore(
+            [*self._staging, *(slab for slab in self.slabs if not self._is_on_disk(slab))]
+        )
         both.pin(device)
         self.fallbacks += both.fallbacks
 
     def unpin(self) -> None:
         """Stop the reader, and undo ``pin``. Idempotent."""
-        readings = [staging.reading for staging in self._staging]
+        readings = [reading for _, reading in self._ahead.values()]
         if self._reader is not None and not self._reader.close(readings):
             logger.error("poros: a read of %s does not end; its buffer is kept", self.file)
             return
-        for staging in self._staging:
-            staging.slab.unpin()
-        self._staging, self._reader = [], None
+        for slab in self._staging:
+            slab.unpin()
+        self._staging, self._reader, self._lent = [], None, None
+        self._idle.clear()
+        self._ahead.clear()
         super().unpin()
 
     @property
     def num_bytes(self) -> int:
         """Frozen bytes in host memory, staging buffers included."""
         resident = (slab for slab in self.slabs if not self._is_on_disk(slab))
-        staged = (staging.slab for staging in self._staging)
-        return sum(slab.layout.num_bytes for slab in (*resident, *staged))
+        return sum(slab.layout.num_bytes for slab in (*resident, *self._staging))
 
     @property
     def pinned_num_bytes(self) -> int:
-        slabs = (*self.slabs, *(staging.slab for staging in self._staging))
+        slabs = (*self.slabs, *self._staging)
         return sum(slab.layout.num_bytes for slab in slabs if slab.is_pinned)
 
     def _is_on_disk(self, slab: HostSlab) -> bool:
@@ -286,56 +274,56 @@ class DiskStore(HostStore):
             return
         largest = max(self.slabs[index].layout.padded_num_bytes for index in on_disk)
         buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
-        self._staging = [_Staging(slab) for slab in buffers.slabs]
+        self._staging = buffers.slabs
+        self._idle.extend((slab, None) for slab in buffers.slabs)
         self._reader = _Reader(self.behind)
 
-    def _find(self, block: int) -> _Staging | None:
-        return next((staging for staging in self._staging if staging.block == block), None)
+    def _find_free(self, wanted: Sequence[int]) -> HostSlab | None:
+        """Return a buffer that no read or copy uses and whose block is not wanted, if any."""
+        if self._idle and self._has_passed(self._idle[0][1]):
+            return self._idle.popleft()[0]
+        for block, (slab, reading) in self._ahead.items():
+            if block not in wanted and reading.done():
+                del self._ahead[block]
+                return slab
+        return None
 
-    def _unwanted(self) -> list[_Staging]:
-        return [staging for staging in self._staging if staging.block not in self._wanted]
+    def _claim(self) -> HostSlab:
+        """Take a buffer for a block that is needed now, once it is free.
 
-    def _is_free(self, staging: _Staging) -> bool:
-        """Whether no read into it and no copy out of it is in flight."""
-        return not staging.is_lent and (
-            staging.block is None
-            or (_is_over(staging.reading) and self._has_passed(staging.is_copied))
-        )
-
-    def _claim(self) -> _Staging:
-        """Take a buffer for a block that is needed now: the least useful one, once it is free.
-
-        Waits for its read, and for the copy out of it.
+        Waits for the copy out of it; or, if blocks that are needed later have all buffers, for the
+        read of the last.
         """
-        wanted = filter(None, map(self._find, reversed(self._wanted)))
-        in_order = [*self._unwanted(), *wanted]
-        staging = next(
-            (candidate for candidate in in_order if self._is_free(candidate)), in_order[0]
-        )
-        if staging.reading is not None:
-            wait([staging.reading])
-        if self._streams is not None and staging.is_copied is not None:
-            self._streams.synchronize(staging.is_copied)
-        return staging
+        if not self._staging:
+            raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
+        if not self._idle:
+            slab, reading = self._ahead.pop(next(reversed(self._ahead)))
+            wait([reading])
+            return slab
+        slab, event = self._idle.popleft()
+        if self._streams is not None and event is not None:
+            self._streams.synchronize(event)
+        return slab
+
+    def _take_back(self, event: Event) -> None:
+        """The buffer that was lent is free behind ``event``."""
+        if self._lent is not None:
+            self._idle.append((self._lent, event))
+            self._lent = None
 
     def _has_passed(self, event: Event) -> bool:
         return event is None or self._streams is None or self._streams.has_passed(event)
 
-    def _read(self, staging: _Staging, block: int) -> None:
-        if self._reader is None:
-            raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
-        slab = self.slabs[block]
-        staging.block, staging.is_copied = block, None
-        staging.reading = self._reader.start(staging.slab, slab)
+    def _read(self, block: int, target: HostSlab) -> None:
+        if self._reader is not None:
+            self._ahead[block] = target, self._reader.start(target, self.slabs[block])
 
-    def _wait(self, staging: _Staging) -> None:
+    def _wait(self, reading: Future[None]) -> None:
         try:
-            if staging.reading is not None:
-                staging.reading.result()
+            reading.result()
+        except CheckpointFormatError:
+            raise
         except Exception as error:
-            staging.block = staging.reading = None
-            if isinstance(error, CheckpointFormatError):
-                raise
             raise CheckpointFormatError(
                 f"{self.file}: expected to read a block of the frozen base, found: {error}. Check "
                 "the disk; training can go on from the last checkpoint of the adapters"
@@ -372,11 +360,11 @@ class _Reader:
         memory = memoryview(array)[: slab.layout.padded_num_bytes]
         return self._pool.submit(self._read, memory, self._behind.offset + slab.offset)
 
-    def close(self, readings: Iterable[Future[None] | None]) -> bool:
+    def close(self, readings: Iterable[Future[None]]) -> bool:
         """End the thread; False if one of these reads does not end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         # Of those that had not begun, nobody would tell who waits.
-        begun = [each for each in readings if each is not None and not each.cancelled()]
+        begun = [each for each in readings if not each.cancelled()]
         if wait(begun, _JOIN_S).not_done:
             return False
         self._pool.shutdown()
@@ -403,10 +391,6 @@ class _Reader:
             self._descriptor = os.open(self._behind.path, flags)
             self._close = weakref.finalize(self, os.close, self._descriptor)
         read_exactly(self._descriptor, memory, place)
-
-
-def _is_over(reading: Future[None] | None) -> bool:
-    return reading is None or reading.done()
 
 
 def num_written_pages(flat: torch.Tensor) -> int:

@@ -4,7 +4,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from math import prod
-from typing import NamedTuple
 
 import torch
 import triton
@@ -12,25 +11,14 @@ import triton.language as tl
 
 from poros.kernels.launching import Launcher, ceil_div
 
-
-class Blocks(NamedTuple):
-    """What a program works on, and with."""
-
-    tokens: int
-    """Of a program."""
-    tokens_at_once: int
-    """Of these, in registers; g is read once for all of them."""
-    width: int
-    """Elements of each token: a multiple of 32 of bfloat16 is whole sectors of memory."""
-    num_warps: int
-
-
-# 16-byte loads for each thread. On an H100, of a dozen others at 8192 tokens, the best was at most
-# 0.5 % faster.
-FORWARD = Blocks(4, 4, 512, 4)
-# Not the fastest there: at 3584 rows (64, 8, 256, 4) took 3 % less time.
-BACKWARD = Blocks(32, 2, 512, 4)
-"""Its ``tokens``, ``tokens_at_once`` and ``width`` are the order of the sum: they are not tuned."""
+# What a program works on: tokens in all, tokens at once in registers (g is read once for them), and
+# elements of each, of which 32 of bfloat16 are a whole sector of memory. Loads of a thread have 16
+# bytes. On an H100, of a dozen others at 8192 tokens, the best was at most 0.5 % faster in forward;
+# in backward, 64 tokens, 8 at once and 256 elements took 3 % less time at 3584 rows.
+_FORWARD_TOKENS = 4
+_BACKWARD_TOKENS, _BACKWARD_AT_ONCE = 32, 2
+"""With the width they are the order of the sum: they are not tuned."""
+_WIDTH = 512
 
 
 @triton.jit
@@ -128,8 +116,8 @@ def _backward(
         tl.store(parts + block * rows + place, tl.sum(sums, axis=0), mask=place < rows)
 
 
-_COMPOSE = Launcher(_compose, enable_fp_fusion=False)
-_BACKWARD = Launcher(_backward, enable_fp_fusion=False)
+_COMPOSE = Launcher(_compose, enable_fp_fusion=False, num_warps=4)
+_BACKWARD = Launcher(_backward, enable_fp_fusion=False, num_warps=4)
 
 
 def compose(
@@ -140,16 +128,15 @@ def compose(
     scaling: float,
     bias: torch.Tensor | None,
     wants_inner: bool,
-    blocks: Blocks = FORWARD,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``compose.compose`` on a GPU; blocks change no bit."""
+    """``compose.compose`` on a GPU."""
     sum_ = torch.empty_like(result)
     inner = torch.empty_like(result) if wants_inner else None
     if sum_.numel() == 0:
         return sum_, inner
     num_tokens, rows = prod(result.shape[:-1]), result.shape[-1]
     _COMPOSE(
-        ceil_div(rows, blocks.width) * ceil_div(num_tokens, blocks.tokens),
+        ceil_div(rows, _WIDTH) * ceil_div(num_tokens, _FORWARD_TOKENS),
         result,
         # What is not there is not looked at.
         result if base is None else base,
@@ -164,10 +151,9 @@ def compose(
         HAS_BASE=base is not None,
         HAS_BIAS=bias is not None,
         WANTS_INNER=wants_inner,
-        TOKENS=blocks.tokens,
-        AT_ONCE=blocks.tokens_at_once,
-        WIDTH=blocks.width,
-        options={"num_warps": blocks.num_warps},
+        TOKENS=_FORWARD_TOKENS,
+        AT_ONCE=_FORWARD_TOKENS,
+        WIDTH=_WIDTH,
     )
     return sum_, inner
 
@@ -180,17 +166,16 @@ def backward(
     has_base: bool,
     result_dtype: torch.dtype,
     lora_dtype: torch.dtype,
-    blocks: Blocks = BACKWARD,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``compose.compose_backward`` on a GPU; blocks change the bits of the last gradient."""
+    """``compose.compose_backward`` on a GPU."""
     of_base = torch.empty_like(gradient, dtype=result_dtype)
     of_lora = torch.empty_like(gradient, dtype=lora_dtype)
     num_tokens, rows = prod(gradient.shape[:-1]), gradient.shape[-1]
-    num_parts = ceil_div(num_tokens, blocks.tokens)
+    num_parts = ceil_div(num_tokens, _BACKWARD_TOKENS)
     parts = None if inner is None else g.new_empty(num_parts, rows)
     if gradient.numel() > 0:
         _BACKWARD(
-            ceil_div(rows, blocks.width) * num_parts,
+            ceil_div(rows, _WIDTH) * num_parts,
             gradient,
             g,
             gradient if inner is None else inner,
@@ -202,10 +187,9 @@ def backward(
             rows,
             HAS_BASE=has_base,
             HAS_INNER=inner is not None,
-            TOKENS=blocks.tokens,
-            AT_ONCE=blocks.tokens_at_once,
-            WIDTH=blocks.width,
-            options={"num_warps": blocks.num_warps},
+            TOKENS=_BACKWARD_TOKENS,
+            AT_ONCE=_BACKWARD_AT_ONCE,
+            WIDTH=_WIDTH,
         )
     if parts is None:
         return of_base, of_lora, None

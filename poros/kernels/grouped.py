@@ -63,6 +63,7 @@ from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.nodes import saved_tensors
 from poros.kernels.product import Product
 from poros.kernels.swiglu import parts_of
+from poros.utils.devices import foreach_copy
 
 Optional = torch.Tensor | None
 
@@ -134,6 +135,19 @@ class _Group(NamedTuple):
     owner: object
     leaves_out: bool
 
+    def cast(
+        self, matrices: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """All A, one below the other, and all B, in ``dtype``; by one kernel if all are cast."""
+        all_a, all_b = matrices[::2], [each.detach() for each in matrices[1::2]]
+        if len(all_a) == 1 and all(each.dtype is dtype for each in matrices):
+            return all_a[0].detach(), all_b
+        stacked = all_a[0].new_empty(sum(self.ranks), all_a[0].shape[1], dtype=dtype)
+        made, pairs = _cast_later(all_b, [dtype] * len(all_b))
+        pairs += zip(stacked.split(self.ranks), all_a, strict=True)
+        foreach_copy(*zip(*pairs, strict=True))
+        return stacked, made
+
     def results(
         self, input: torch.Tensor, hidden: torch.Tensor, all_b: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
@@ -151,9 +165,7 @@ class _Group(NamedTuple):
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: _Group, input: torch.Tensor, *matrices: Any) -> Any:
-        all_a = [each.detach() for each in matrices[::2]]
-        all_b = [each.detach().to(input.dtype) for each in matrices[1::2]]
-        stacked = (all_a[0] if len(all_a) == 1 else torch.cat(all_a)).to(input.dtype)
+        stacked, all_b = group.cast(matrices, input.dtype)
         hidden = _rows(input).mm(stacked.t())
         parts = parts_of(input)
         ctx.making = None if parts is None else parts.making
@@ -204,8 +216,7 @@ def _backward(ctx: Any, gradients: list[Optional]) -> tuple[Optional, ...]:
         rows = _rows(gradient)
         # With beta=0 what is there is not read.
         if wants_b[place]:
-            made = torch.empty_like(b).addmm_(rows.t(), own, beta=0, alpha=scaling)
-            of_b[place] = made.to(ctx.dtypes[2 * place + 1])
+            of_b[place] = torch.empty_like(b).addmm_(rows.t(), own, beta=0, alpha=scaling)
         into.addmm_(rows, b, beta=0, alpha=scaling)
         del gradient, rows
     if any(wants_a):
@@ -214,7 +225,7 @@ def _backward(ctx: Any, gradients: list[Optional]) -> tuple[Optional, ...]:
         del input
         for place, part in enumerate(together.split(group.ranks)):
             if wants_a[place] and gradients[place] is not None:
-                of_a[place] = part.to(ctx.dtypes[2 * place])
+                of_a[place] = part
     of_input: Optional = None
     for place in range(number if wants_input else 0):
         gradient, gradients[place] = gradients[place], None
@@ -225,7 +236,23 @@ def _backward(ctx: Any, gradients: list[Optional]) -> tuple[Optional, ...]:
             del gradient, rows, dense  # before the next one is there
     if of_input is not None:
         of_input = of_input.addmm_(of_hidden, stacked).view(ctx.shape)
-    return (None, of_input, *(each for two in zip(of_a, of_b, strict=True) for each in two))
+    of_matrices = [each for two in zip(of_a, of_b, strict=True) for each in two]
+    found, pairs = _cast_later(of_matrices, ctx.dtypes)
+    if pairs:
+        foreach_copy(*zip(*pairs, strict=True))
+    return (None, of_input, *found)
+
+
+def _cast_later(
+    tensors: Sequence[Optional], dtypes: Sequence[torch.dtype]
+) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Tensors in these dtypes, and what is yet to be copied: into which of them, and from where."""
+    found, pairs = list(tensors), []
+    for place, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
+        if tensor is not None and tensor.dtype is not dtype:
+            made = found[place] = torch.empty_like(tensor, dtype=dtype)
+            pairs.append((made, tensor))
+    return found, pairs
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

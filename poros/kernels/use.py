@@ -1,4 +1,8 @@
-"""Which modules of a model run kernels of ours."""
+"""Which modules of a model run kernels of ours.
+
+This is the one place where modules get them: a kind of modules that is to run another operator gets
+a ``patch`` in a file of its own, which says how such modules are recognised, and a call here.
+"""
 
 import torch
 from torch import nn

@@ -6,7 +6,6 @@ import os
 from poros.errors import CheckpointFormatError, PolicyError, quoted
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
-from poros.loaders.limits import Limits
 from poros.loaders.names import is_repository
 from poros.loaders.store import is_store, open_store
 from poros.merging.saved_adapter import CONFIG, SavedAdapter
@@ -17,16 +16,13 @@ logger = logging.getLogger(__name__)
 _NAME_IT = "name the checkpoint with --base"
 
 
-def open_base(
-    saved: SavedAdapter, given: str | os.PathLike[str] | None, limits: Limits
-) -> Checkpoint:
+def open_base(saved: SavedAdapter, given: str | os.PathLike[str] | None) -> Checkpoint:
     """Open the checkpoint that an adapter is merged into.
 
     Args:
         saved: The adapter.
         given: A checkpoint, which is taken as it is; or a store, in place of which the checkpoint
             is taken that it was made from. None is what the adapter names.
-        limits: On what files may ask for.
 
     Raises:
         CheckpointFormatError: If there is no such checkpoint, it is malformed, or its bytes are not
@@ -38,14 +34,14 @@ def open_base(
     revision = saved.revision if given is None else None
     by = f"{shown(saved.folder / CONFIG)} names it" if given is None else ""
     if is_store(named):
-        with open_store(named, limits=limits) as opened:
+        with open_store(named) as opened:
             origin = opened.origin
         by = f"the store {quoted(named)} says that it was made from it"
         named, revision = origin.source, origin.revision
     if by:
         _require_there(named, by)
     hub = {} if os.path.lexists(named) else _hub(revision)
-    checkpoint = Checkpoint.open(named, hub, limits)
+    checkpoint = Checkpoint.open(named, hub)
     try:
         if origin is not None:
             _require_bytes(checkpoint, origin, by)

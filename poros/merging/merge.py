@@ -17,7 +17,6 @@ from poros.io.writing import partial_folder, put_in_place, require_folder, writi
 from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
-from poros.loaders.limits import Limits
 from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings, model_class_of
 from poros.merging.adapter import Adapter
@@ -43,7 +42,6 @@ def merge(
     base: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     shard_num_bytes: int = SHARD_NUM_BYTES,
-    limits: Limits | None = None,
     progress: Callable[[int, int], None] = lambda done, whole: None,
 ) -> Path:
     """Write the base of an adapter as a checkpoint with the adapter in its weights.
@@ -56,7 +54,6 @@ def merge(
             (training from a store), they are compared, as they are with a store.
         dtype: Of the weights that are written; None is that of each tensor of the checkpoint.
         shard_num_bytes: A file of the result is about as large at most.
-        limits: On what files may ask for.
         progress: Told of bytes done, and of all.
 
     Returns:
@@ -80,10 +77,9 @@ def merge(
         raise PolicyError(
             f"out: expected a folder that does not exist yet, found {quoted(str(out))}"
         )
-    limits = limits or Limits()
-    saved = SavedAdapter(adapter_folder(Path(adapter)), limits)
-    with open_base(saved, base, limits) as checkpoint:
-        config: Any = configuration(checkpoint.path, checkpoint.texts, {}, limits=limits)
+    saved = SavedAdapter(adapter_folder(Path(adapter)))
+    with open_base(saved, base) as checkpoint:
+        config: Any = configuration(checkpoint.path, checkpoint.texts, {})
         if getattr(config, "quantization_config", None):
             raise UnsupportedModelError(
                 "base: expected the checkpoint that was quantized, in 16 or 32 bit, found a "
@@ -103,7 +99,7 @@ def merge(
         with writing(target, (OSError, SafetensorError)), partial_folder(target) as partial:
             _require_room(target, plan.num_bytes)
             _write(partial, plan, shard_num_bytes, progress)
-            _write_small(partial, checkpoint, saved.folder, config, limits)
+            _write_small(partial, checkpoint, saved.folder, config)
             put_in_place(partial, target)
     return target
 
@@ -274,15 +270,14 @@ def _write_small(
     checkpoint: Checkpoint,
     adapter: Path,
     config: Any,
-    limits: Limits,
 ) -> None:
     """Write configuration, tokenizer and template: the adapter's, where it has them."""
     config.save_pretrained(folder)
     if "generation_config.json" in checkpoint.texts:
         generation_settings(checkpoint.path, checkpoint.texts).save_pretrained(folder)
-    small = read_auxiliary_files(checkpoint.path, limits) | {
+    small = read_auxiliary_files(checkpoint.path) | {
         name: content
-        for name, content in read_auxiliary_files(adapter, limits).items()
+        for name, content in read_auxiliary_files(adapter).items()
         if not name.lower().startswith(("readme", "licen", "notice"))
     }
     for name, content in small.items():

@@ -11,7 +11,7 @@ import torch
 
 from poros.errors import PorosError, UnsupportedModelError, quoted
 from poros.loaders.header import defect, parse_json, shown
-from poros.loaders.limits import Limits
+from poros.loaders.limits import read_small, require_bounded
 from poros.loaders.settings import AUTO_CLASSES, describe_error
 from poros.loaders.shard import Shard
 from poros.model.origin import RECORD, Origin
@@ -28,7 +28,6 @@ class SavedAdapter:
 
     Args:
         folder: As ``adapter_folder`` gives it.
-        limits: On what the files may ask for; None are the defaults.
 
     Attributes:
         folder: Of the files.
@@ -44,17 +43,16 @@ class SavedAdapter:
         CheckpointFormatError: If a file is malformed; it names the file, and the field or tensor.
     """
 
-    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
-        limits = limits or Limits()
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         file = folder / CONFIG
-        fields = parse_json(limits.read(file, "config_num_bytes"), file, strict=False)
-        limits.require_config(fields, file)
+        fields = parse_json(read_small(file), file, strict=False)
+        require_bounded(fields, file)
         base = fields.get("base_model_name_or_path")
         self.base = base if isinstance(base, str) and base else None
         revision = fields.get("revision")
         self.revision = revision if isinstance(revision, str) and revision else None
-        self.origin = _origin(folder / RECORD, limits)
+        self.origin = _origin(folder / RECORD)
         self.weights = _weights(folder / WEIGHTS)
         self.config: Any = _config(file)
         self.auto_class = _auto_class(self.config)
@@ -172,10 +170,10 @@ def _auto_class(config: Any) -> str | None:
     return None
 
 
-def _origin(file: Path, limits: Limits) -> Origin | None:
+def _origin(file: Path) -> Origin | None:
     if not os.path.lexists(file):
         return None
-    found = parse_json(limits.read(file, "config_num_bytes"), file)
+    found = parse_json(read_small(file), file)
     return Origin.of(found, shown(file))
 
 

@@ -28,7 +28,7 @@ from poros.kernels.forwards import unpatch
 from poros.kernels.nf4 import Part, is_4bit
 from poros.kernels.use import patch
 from poros.model.added_adapters import Initialisation, require_proven
-from poros.model.guards import Guards
+from poros.model.guards import guards_of
 from poros.model.inspect import Inventory
 from poros.stream.boundary import (
     StreamedLayer,
@@ -179,8 +179,7 @@ class Attachment:
             self._moved.append((part, origin))
             part.put(matrix)
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
-        if head.is_sliced:
-            self._undo.callback(slice_loss(base, head.modules, kept.slices))
+        self._undo.callback(slice_loss(base, head.module, kept.slices))
 
     def move_to_device(self) -> None:
         """Move everything that is not streamed: adapters, norms outside the layers, head."""
@@ -226,9 +225,12 @@ class Attachment:
         self._undo.callback(handle.remove)
         self._switch_off(model, ancestors)
         self._hide_from_ddp(model)
-        guards = Guards()
-        self._undo.callback(guards.remove)
-        guards.install(ancestors, self._device, partial(Initialisation, renew=renew))
+        initialisation = partial(Initialisation, renew=renew)
+        for module, name, guard in guards_of(ancestors, self._device, initialisation):
+            if name not in module.__dict__:
+                module.__dict__[name] = guard
+                remove = partial(_remove, name=name)
+                self._undo.callback(_call_if_alive, weakref.ref(module), remove)
 
     def admit(self, layer: nn.Module) -> None:
         """Move tensors added to ``layer`` since to the device, such as a new adapter's.
@@ -343,6 +345,10 @@ class Attachment:
 
 def _use_no_kernels(layer: nn.Module) -> None:
     unpatch(layer.modules())
+
+
+def _remove(module: nn.Module, name: str) -> None:
+    module.__dict__.pop(name, None)
 
 
 def _put_back(model: nn.Module, before: object) -> None:

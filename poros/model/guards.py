@@ -1,12 +1,12 @@
 """Guards against calls on a prepared model that would bypass the host copy.
 
 The guards sit on the modules above the layers as instance attributes, so that a refused call has
-not changed anything yet; ``Guards.remove`` takes them off again.
+not changed anything yet.
 """
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,51 +27,36 @@ _CHECKPOINTING = "_set_gradient_checkpointing"
 """What every way of switching it on goes through. That also has the inputs require gradients."""
 
 
-class Guards:
-    """All guards of one prepared model."""
+def guards_of(
+    ancestors: Sequence[tuple[str, nn.Module]],
+    device: torch.device,
+    initialisation: Callable[[BaseTuner], Callable[..., Any]],
+) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+    """Yield the guards of a prepared model: a module, the name of a method, and what guards it.
 
-    def __init__(self) -> None:
-        self._set: list[tuple[Callable[[], nn.Module | None], str]] = []
-
-    def install(
-        self,
-        ancestors: Sequence[tuple[str, nn.Module]],
-        device: torch.device,
-        initialisation: Callable[[BaseTuner], Callable[..., Any]],
-    ) -> None:
-        """Guard the modules above the layers, outermost first; the outermost can be copied."""
-        for name, module in ancestors:
-            where = name or type(module).__name__
-            self._put(module, "_apply", _ApplyGuard(module, where, device))
-            self._put(module, "compile", _refuse_compiling(where))
-            if isinstance(module, PeftModel):
-                self._put(module, "save_pretrained", _save_with_origin(module))
-            for method in ("__deepcopy__", "__reduce_ex__"):
-                self._put(module, method, _refuse_copying(where))
-            if isinstance(module, BaseTuner):
-                for method in _MERGING:
-                    self._put(module, method, _refuse_merging(method))
-                self._put(module, "_create_and_replace", initialisation(module))
-            if isinstance(module, PreTrainedModel):
-                self._put(module, _CHECKPOINTING, _skip_checkpointing(module))
-
-        for module in ancestors[-1][1].modules():
-            if isinstance(module, BaseTunerLayer):
-                for method in ("merge", "unmerge"):
-                    self._put(module, method, _refuse_merging(method))
-
-    def remove(self) -> None:
-        """Remove every guard."""
-        for reference, name in self._set:
-            module = reference()
-            if module is not None:
-                module.__dict__.pop(name, None)
-        self._set.clear()
-
-    def _put(self, module: nn.Module, name: str, guard: Callable[..., Any]) -> None:
-        if name not in module.__dict__:
-            module.__dict__[name] = guard
-            self._set.append((weakref.ref(module), name))
+    Args:
+        ancestors: The modules above the layers, outermost first, and the list of them.
+        device: Of the model.
+        initialisation: Makes what guards the initialisation of adapters.
+    """
+    for name, module in ancestors:
+        where = name or type(module).__name__
+        yield module, "_apply", _ApplyGuard(module, where, device)
+        yield module, "compile", _refuse_compiling(where)
+        if isinstance(module, PeftModel):
+            yield module, "save_pretrained", _save_with_origin(module)
+        for method in ("__deepcopy__", "__reduce_ex__"):
+            yield module, method, _refuse_copying(where)
+        if isinstance(module, BaseTuner):
+            for method in _MERGING:
+                yield module, method, _refuse_merging(method)
+            yield module, "_create_and_replace", initialisation(module)
+        if isinstance(module, PreTrainedModel):
+            yield module, _CHECKPOINTING, _skip_checkpointing(module)
+    for module in ancestors[-1][1].modules():
+        if isinstance(module, BaseTunerLayer):
+            for method in ("merge", "unmerge"):
+                yield module, method, _refuse_merging(method)
 
 
 class _ApplyGuard:

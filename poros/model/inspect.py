@@ -111,7 +111,6 @@ def take_inventory(
     base = _base_model(model)
     _refuse_placement(model)
     layers_name, layers = find_layers(model)
-    _refuse_foreign_quantization(base, layers_name, layers)
     _refuse_intercepted(layers_name, layers)
     kinds = adapter_kinds(model)
     _check_kinds(layers_name, kinds)
@@ -240,55 +239,6 @@ def find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
             f"{name}: expected each layer once, found a layer that is used several times"
         )
     return name, list(layers)
-
-
-def _refuse_foreign_quantization(
-    base: PreTrainedModel, layers_name: str, layers: Sequence[nn.Module]
-) -> None:
-    """Raise ``UnsupportedModelError`` unless frozen weights are plain or 4-bit of bitsandbytes.
-
-    Kernels of other libraries hold raw pointers to packed weights, or scales in objects of their
-    own, that do not follow when a tensor moves to a slot.
-    """
-    method = _foreign_method(base)
-    if method is not None:
-        raise _foreign(f"a model quantized by {method}", "its quantization_config")
-    for index, layer in enumerate(layers):
-        for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
-            for tensors in (module._parameters, module._buffers):
-                for key, tensor in tensors.items():
-                    if tensor is not None and _has_packed_dtype(tensor):
-                        raise _foreign(f"packed weights of {tensor.dtype}", f"{name}.{key}")
-
-
-def _foreign_method(base: PreTrainedModel) -> str | None:
-    """The method in the model's configuration, if it is another than bitsandbytes in 4 bit."""
-    config: Any = getattr(base.config, "quantization_config", None)
-    if config is None:
-        return None
-    settings = config if isinstance(config, dict) else vars(config)
-    method = settings.get("quant_method", getattr(base, "quantization_method", None))
-    method = str(getattr(method, "value", method))
-    if settings.get("dequantize"):
-        return None
-    if method.startswith("bitsandbytes") or method == "None":
-        keys = ("load_in_8bit", "_load_in_8bit")
-        return "bitsandbytes in 8 bit" if any(settings.get(key) for key in keys) else None
-    return method
-
-
-def _has_packed_dtype(tensor: torch.Tensor) -> bool:
-    # A tensor subclass is refused by its type, with its name.
-    return is_plain(tensor) and tensor.dim() > 1 and tensor.dtype in _PACKED
-
-
-def _foreign(what: str, where: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"expected frozen weights that are plain tensors or 4-bit weights of bitsandbytes, found "
-        f"{what} ({where}). Its kernels keep pointers and scales of their own, which would not "
-        "follow into a slot. Load the unquantized model with poros.load(..., quantization='nf4') "
-        "or BitsAndBytesConfig(load_in_4bit=True)"
-    )
 
 
 def _refuse_intercepted(layers_name: str, layers: Sequence[nn.Module]) -> None:
@@ -438,13 +388,20 @@ def _check_streamable(name: str, tensor: torch.Tensor) -> None:
             "attach adapters with get_peft_model (which freezes the base), or set "
             "requires_grad_(False), before poros.prepare"
         )
-    if not (is_plain(tensor) or is_4bit(tensor)) or tensor.layout is not torch.strided:
-        kind = type(tensor).__qualname__
-        unquantized = " that is not quantized yet" if is_params4bit(tensor) else ""
-        raise UnsupportedModelError(
-            f"{name}: expected a plain tensor or a bitsandbytes 4-bit weight, found a {kind}"
-            f"{unquantized}; load the model with BitsAndBytesConfig(load_in_4bit=True)"
-        )
+    found = f"a {type(tensor).__qualname__}"
+    if is_plain(tensor) and tensor.dim() > 1 and tensor.dtype in _PACKED:
+        found = f"packed weights of {tensor.dtype}"
+    elif is_params4bit(tensor) and not is_4bit(tensor):
+        found += " that is not quantized yet"
+    elif (is_plain(tensor) or is_4bit(tensor)) and tensor.layout is torch.strided:
+        return
+    # Kernels of other libraries keep pointers to packed weights, or scales in objects of their own,
+    # that do not follow when a tensor moves to a slot.
+    raise UnsupportedModelError(
+        f"{name}: expected a plain tensor or a 4-bit weight of bitsandbytes, found {found}. Load "
+        "the unquantized model with poros.load(..., quantization='nf4') or "
+        "BitsAndBytesConfig(load_in_4bit=True)"
+    )
 
 
 def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> str:

@@ -59,6 +59,9 @@ MAX_ROUNDS = 3
 """Of measuring and spending; after them the room only shrinks, until a larger batch comes."""
 MAX_PUT_OFF = 2
 """Steps in a row that are not measured because visits were recorded in them."""
+SPARE_SHARE = 0.02
+"""Of the budget, left over where room is made larger: what the allocator keeps between tensors is
+not the same in two steps, and room that has to shrink again costs seconds of a run's beginning."""
 
 
 class StepWatch:
@@ -340,9 +343,13 @@ class MeasuredSizer(Sizer):
     def _fits(self, room: ResidencyPlan, needs: Needs) -> bool:
         return step_num_bytes(room, self._sizes, needs) <= (self.budget or 0)
 
-    def _affordable(self, needs: Needs, room: ResidencyPlan) -> ResidencyPlan | None:
-        offload = room.offload_inputs
-        return affordable(self.budget or 0, self._sizes, needs, self.wanted, offload)
+    def _affordable(
+        self, needs: Needs, room: ResidencyPlan, spare_share: float = 0.0
+    ) -> ResidencyPlan | None:
+        """The most room that fits, with a share of the budget left over."""
+        budget = self.budget or 0
+        budget -= int(spare_share * budget)
+        return affordable(budget, self._sizes, needs, self.wanted, room.offload_inputs)
 
     def _least(self, offload: bool) -> ResidencyPlan:
         return ResidencyPlan(
@@ -454,7 +461,7 @@ class MeasuredSizer(Sizer):
         """The room after one in which a step took ``step`` bytes."""
         if step > (self.budget or 0):
             return self._affordable(needs, room) or self._beyond(room, step)
-        larger = self._affordable(needs.scaled(self._reserve), room)
+        larger = self._affordable(needs.scaled(self._reserve), room, SPARE_SHARE)
         if larger is None or self._rounds > MAX_ROUNDS or larger[:2] <= room[:2]:
             return room  # it fits, and there is nothing to gain
         return larger

@@ -137,7 +137,6 @@ class Runtime:
             self._attachment.move_to_host(self.digests)
             self._attachment.move_small(self.small)
             self.rows = RowReader(streams)
-            undo.callback(self.rows.unpin)
             self._attachment.keep_embeddings(self.rows, self.digests)
             self.head = KeptHead()
             undo.callback(self.head.unpin)
@@ -488,7 +487,7 @@ class Runtime:
         self.context.visits.end_all()
         self._attachment.detach()
         self._release()
-        for each in (self.host, self.offloader, self.rows, self.head):
+        for each in (self.host, self.offloader, self.head):
             each.unpin()
 
     def _release(self) -> None:

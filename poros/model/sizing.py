@@ -7,8 +7,8 @@ Note: What the budget means
 
 On a GPU nothing but the floor is predicted. Training begins with two slots. When the self-check has
 passed and the optimizer has stepped, one whole step is measured (``poros.model.measuring``), and
-what the budget has left is spent: slots cost exactly their bytes, a layer that keeps its graph the
-bytes that its recomputation was seen to keep. The next step is measured again.
+what the budget has left is spent but for a fiftieth: slots cost exactly their bytes, a layer that
+keeps its graph the bytes that its recomputation was seen to keep. The next step is measured again.
 
 On a CPU, which has no allocator to ask, a given budget is spent by the estimate of ``poros.plan``.
 

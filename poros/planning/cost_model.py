@@ -50,45 +50,27 @@ class CostModel:
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
-        policy, kernels = request.policy, request.policy.adapter_kernels
-        step = request.batch_size, request.seq_len, policy.loss, kernels, policy.lora_paths
-        with_check = request.self_check and kernels != "peft"
-        return plan_for(self.shapes, self.cost(*step, with_check=with_check), request)
+        return plan_for(self.shapes, self.cost(request), request)
 
-    def cost(
-        self,
-        batch_size: int,
-        seq_len: int,
-        loss: str = "reference",
-        adapter_kernels: str = "peft",
-        lora_paths: str = "peft",
-        *,
-        with_check: bool = False,
-    ) -> StepCost:
-        """Compute the cost of one micro-batch, with loss and kernels as in ``StreamingPolicy``.
-
-        Args:
-            batch_size: Rows.
-            seq_len: Tokens of each.
-            loss: As there.
-            adapter_kernels: As there.
-            lora_paths: As there.
-            with_check: Whether layers run what the self-check compares with, too.
+    def cost(self, request: PlanRequest) -> StepCost:
+        """Compute the cost of one micro-batch of a requested step.
 
         Raises:
             UnsupportedModelError: If the model cannot be run on the meta device.
         """
-        shape = batch_size, seq_len, loss, adapter_kernels, lora_paths
+        batch_size, seq_len, policy = request.batch_size, request.seq_len, request.policy
+        loss, kernels, lora_paths = policy.loss, policy.adapter_kernels, policy.lora_paths
+        shape = batch_size, seq_len, loss, kernels, lora_paths
         try:
             if shape not in self._costs:
                 with (
                     _loss_as(loss, self.model),
-                    adapter_kernels_as(adapter_kernels, self.layers, False, lora_paths),
+                    adapter_kernels_as(kernels, self.layers, False, lora_paths),
                 ):
                     self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
             cost, calls = self._costs[shape]
-            if with_check and not cost.checked:
-                with adapter_kernels_as(adapter_kernels, self.layers, True, lora_paths):
+            if request.self_check and kernels != "peft" and not cost.checked:
+                with adapter_kernels_as(kernels, self.layers, True, lora_paths):
                     cost = replace(cost, checked=_layer_costs(self.layers, calls))
                 self._costs[shape] = cost, calls
         except (RuntimeError, NotImplementedError) as error:
@@ -105,7 +87,7 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
     """Compute the loss of ``model`` inside the body as the policy ``loss`` does."""
     base = base_of(model)
     head, _ = find_head(model, base, loss, False)
-    undo = None if head is None else slice_loss(base, head.modules)
+    undo = None if head is None else slice_loss(base, head.module)
     try:
         yield
     finally:

@@ -31,13 +31,12 @@ from poros.model.inspect import find_frozen, find_layers, require_language_model
 from poros.model.targets import excluded_modules
 from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
 from poros.planning.formula import Shapes, SlicedHead
+from poros.planning.request import require_positive
 from poros.stream.frozen import FrozenTensor, small_parts
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-
-    from poros.loaders.limits import Limits
 
 _META = torch.device("meta")
 
@@ -78,28 +77,31 @@ class Recipe:
     def of(
         cls,
         source: "str | os.PathLike[str] | PreTrainedConfig",
-        quantization: str | None,
-        dtype: torch.dtype,
-        adapters: "PeftConfig",
-        limits: "Limits | None" = None,
+        *,
+        rank: int = 16,
+        lora: "PeftConfig | None" = None,
+        quantization: str | None = "nf4",
+        dtype: torch.dtype = torch.bfloat16,
         adapter_dtype: torch.dtype | None = None,
         vision: str = "keep",
-        on_language_model: bool = False,
     ) -> "Recipe":
-        """Make a recipe from a configuration, or from a folder or hub name.
+        """Make a recipe from a configuration, or from a folder or hub name, as ``poros.plan`` does.
 
         Raises:
-            PolicyError: If ``quantization`` is none of "nf4", "fp4" and None, or ``vision`` none of
-                "keep" and "drop".
+            PolicyError: If ``rank`` is not positive, ``quantization`` is none of "nf4", "fp4" and
+                None, or ``vision`` none of "keep" and "drop".
             UnsupportedModelError: If there is no configuration that transformers knows, or the
                 adapters are of a kind that plans do not count.
         """
+        from peft import LoraConfig
         from transformers import PreTrainedConfig
 
+        require_positive("rank", rank)
         if vision not in ("keep", "drop"):
             raise PolicyError(f"vision: expected 'keep' or 'drop', found {quoted(vision)}")
+        adapters = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
         _refuse_uncounted(configured_kinds({"default": adapters}))
-        config = source if isinstance(source, PreTrainedConfig) else _configuration(source, limits)
+        config = source if isinstance(source, PreTrainedConfig) else _configuration(source)
         return cls(
             config,
             bits_and_bytes(quantization, dtype),
@@ -107,7 +109,7 @@ class Recipe:
             {"default": adapters},
             adapter_dtype=adapter_dtype,
             vision=vision,
-            on_language_model=on_language_model,
+            on_language_model=lora is None,
         )
 
     @classmethod
@@ -260,9 +262,9 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
     return adapted
 
 
-def _configuration(source: Any, limits: "Limits | None") -> "PreTrainedConfig":
+def _configuration(source: Any) -> "PreTrainedConfig":
     try:
-        return configuration(*find_config(source, limits), {}, limits=limits)
+        return configuration(*find_config(source), {})
     except CheckpointFormatError as error:
         raise UnsupportedModelError(f"expected a model that can be planned: {error}") from error
 
@@ -330,7 +332,7 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 def _sliced_head(model: nn.Module, base: Any, embedding: set[int]) -> SlicedHead | None:
     head, _ = find_head(model, base, "chunked", True)
-    if head is None or not head.is_sliced or not head.is_on_host:
+    if head is None or not head.is_on_host:
         return None
     matrix = head.matrix
     return SlicedHead(matrix.nbytes, sum(buffer_sizes(matrix)), id(matrix) in embedding)

@@ -18,14 +18,12 @@ from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
 from poros.planning.meta_model import Recipe
-from poros.planning.request import PlanRequest, require_positive
+from poros.planning.request import PlanRequest
 from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedConfig
-
-    from poros.loaders.limits import Limits
 
 _Result = TypeVar("_Result")
 
@@ -54,7 +52,6 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     adapter_dtype: torch.dtype | None = None,
     vision: str = "keep",
-    limits: "Limits | None" = None,
     accumulation: int = 1,
     micro_batches: int = 1,
     **others: Any,
@@ -76,7 +73,6 @@ def plan(
         dtype: Dtype of the tensors that are not quantized.
         vision: As in ``poros.load``: whether to count towers for images and sound.
         adapter_dtype: Dtype of the adapters; None is PEFT's choice, float32. A model has its own.
-        limits: Limits on the sizes in a ``config.json``; None takes the defaults.
         accumulation: Micro-batches per optimizer step.
         micro_batches: Number of these that go through the blocks together.
         **others: Fields of ``StreamingPolicy``, such as ``vram_budget``, with ``slots`` as
@@ -97,7 +93,6 @@ def plan(
         lora=lora,
         quantization=quantization,
         dtype=dtype,
-        limits=limits,
         adapter_dtype=adapter_dtype,
         vision=vision,
     )
@@ -115,26 +110,17 @@ class Planner:
     """Plans steps of one model. What does not depend on the batch is worked out once.
 
     Args:
-        source: As for ``plan``, like the others. A model is not kept alive; if its adapters have
-            changed since the last plan (others, other dtypes, others trained), the next one starts
-            anew.
+        source: As for ``plan``. A model is not kept alive; if its adapters have changed since the
+            last plan (others, other dtypes, others trained), the next one starts anew.
+        **of_model: ``rank``, ``lora``, ``quantization``, ``dtype``, ``adapter_dtype`` and
+            ``vision`` of ``plan``.
     """
 
     def __init__(
         self,
         source: "str | os.PathLike[str] | PreTrainedConfig | nn.Module",
-        *,
-        rank: int = 16,
-        lora: "PeftConfig | None" = None,
-        quantization: str | None = "nf4",
-        dtype: torch.dtype = torch.bfloat16,
-        limits: "Limits | None" = None,
-        adapter_dtype: torch.dtype | None = None,
-        vision: str = "keep",
+        **of_model: Any,
     ) -> None:
-        from peft import LoraConfig
-
-        require_positive("rank", rank)
         self._given: Callable[[], nn.Module | None] = lambda: None
         self._adapters: object = None
         if isinstance(source, nn.Module):
@@ -142,17 +128,7 @@ class Planner:
             self._recipe = Recipe.like(source)
             self._adapters = _adapters_of(source)
         else:
-            wanted = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            self._recipe = Recipe.of(
-                source,
-                quantization,
-                dtype,
-                wanted,
-                limits,
-                adapter_dtype,
-                vision,
-                on_language_model=lora is None,
-            )
+            self._recipe = Recipe.of(source, **of_model)
         self._known: CostModel | None = None
 
     def plan(self, request: PlanRequest) -> MemoryPlan:

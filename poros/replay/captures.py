@@ -282,7 +282,8 @@ class Captures:
             tensors: What autograd has kept for it.
             gradients: Of its results.
         """
-        around = Around.capture(tuple(each is not None for each in gradients), self._device)
+        arriving = tuple(each is not None for each in gradients)
+        around = Around(arriving, call.layer.surroundings())
         is_open = not call.is_seen()
         replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
         if replayed is not None and replayed.is_proved:
@@ -361,6 +362,8 @@ class Captures:
         arrived = [each for each in gradients if each is not None]
         if is_kept:
             return replayed.run(arrived, self.memory)
+        if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
+            return replayed.run([*tensors, *arrived], self.memory)
         with call.ambient.rng.replay():
             found = replayed.run([*tensors, *arrived], self.memory)
             call.require_same_end()

@@ -15,6 +15,7 @@ import torch
 
 from poros.cuda_streams import recording_stream
 from poros.stream.within import without_collector
+from poros.utils.devices import foreach_copy
 
 MOST_FLOP = 1e12
 """Of the products of one layer's forward. With more, a device is busy with one layer for longer
@@ -221,7 +222,7 @@ class SharedMemory:
         if not missing:
             return
         with torch.no_grad():
-            torch._foreach_copy_(
+            foreach_copy(
                 [fixed.tensors[number] for number in missing],
                 [sources[number].detach() for number in missing],
             )

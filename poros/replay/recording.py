@@ -23,6 +23,7 @@ from poros.replay.routing import Gradients, Tensors
 from poros.replay.uses import Around
 from poros.stream.attention import AttentionKernels, unchanged_flags
 from poros.stream.body import LayerBody
+from poros.utils.devices import foreach_copy
 
 
 class Recordings:
@@ -161,8 +162,7 @@ class Recordings:
         """Fixed memory with ``values`` in it; the copy is part of what is recorded."""
         gives = self._memory.of("results", [Spec.of(each) for each in values], groups)
         with torch.no_grad():
-            if values:
-                torch._foreach_copy_(gives.tensors, [value.detach() for value in values])
+            foreach_copy(gives.tensors, [value.detach() for value in values])
         return gives
 
 

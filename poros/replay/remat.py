@@ -143,23 +143,20 @@ class ReplayedVisit:
             found = self._differentiate(self._kept, (gradient,))
             call.offloaded, self._kept = None, ()
             self._form.release(call)
-            uses, hidden = self._facts.uses, None
-            parameters, gradients = [], []
+            uses, sources = self._facts.uses, (*self._facts.specs, *call.parameters)
+            hidden, pairs = None, []
             for source, use in zip(uses.given, uses.single, strict=True):
-                numbers = uses.several[source] if use is None else [use]
-                total = _sum(found[each] for each in numbers)
-                if total is None:
-                    continue
-                number = source.number - len(self._facts.specs)
-                if number < 0:
+                several = () if use is not None else uses.several[source]
+                total = found[use] if use is not None else _sum(found[each] for each in several)
+                if source.number < len(self._facts.specs):
                     hidden = total
-                else:
-                    parameters.append(call.parameters[number])
-                    gradients.append(total)
-        if parameters:
+                elif total is not None:
+                    pairs.append((sources[source.number], total))
+        if pairs:
+            parameters, gradients = zip(*pairs, strict=True)
             # As torch.autograd.backward, without its comparison of each shape.
             torch.autograd.Variable._execution_engine.run_backward(
-                *(tuple(parameters), tuple(gradients), False, False, ()),
+                *(parameters, gradients, False, False, ()),
                 allow_unreachable=True,
                 accumulate_grad=True,
             )

@@ -60,11 +60,6 @@ class Around(NamedTuple):
     """Which results have a gradient."""
     surroundings: Surroundings
 
-    @classmethod
-    def capture(cls, arriving: tuple[bool, ...], device: torch.device) -> "Around":
-        """Of the backward that runs now."""
-        return cls(arriving, Surroundings.capture(device))
-
 
 class Uses:
     """How one form of call of a layer uses its sources.
@@ -244,4 +239,5 @@ class Observation:
                 order.append(each)
         self._sources, sources = (), self._sources
         arriving = tuple(number in self._arriving for number in range(self._num_results))
-        self._learn(Uses(sources, tuple(order)), Around.capture(arriving, self._device))
+        around = Around(arriving, Surroundings.capture(self._device))
+        self._learn(Uses(sources, tuple(order)), around)

@@ -52,6 +52,7 @@ from poros.self_check.evidence import (
     tensors_in,
 )
 from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome, is_gradient
+from poros.stream.attributes import put_back
 from poros.stream.boundary import is_streamed, streamed_layer
 from poros.utils.logging_setup import ProgressLog
 
@@ -200,7 +201,8 @@ class SelfCheck:
         condition = streamed_layer(evidence.layer).condition()
         token = _active_collector.set(None)
         try:
-            with _without_saved_tensors_hooks():
+            # A loss may read what the layer has left in its modules.
+            with _without_saved_tensors_hooks(), put_back(condition.contents.modules()):
                 mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch(
                     index, evidence, gradient
                 )

@@ -7,7 +7,6 @@ elements are equal exactly when those integers are.
 
 import hashlib
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -144,14 +143,6 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     """Return the SHA-256, in hex, of a tensor's dtype, shape and bytes in row-major order."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
     digest.update(bits(tensor).contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def hash_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return one SHA-256, in hex, of named tensors: names, order, dtypes, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {hash_tensor(tensor)}\n".encode())
     return digest.hexdigest()
 
 

@@ -23,8 +23,8 @@ from poros.stream.adapters import AdapterPlace, staying_places
 from poros.stream.condition import Condition
 from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import ActivationOffloader, OffloadedInput
-from poros.stream.rng import Start
-from poros.stream.state import AmbientState
+from poros.stream.rng import RngStash, Start
+from poros.stream.state import AmbientState, Surroundings
 from poros.stream.staying import Staying, StayingState
 from poros.stream.visit import BlockVisit, LayerBindings, ProxyLeaf, Visits
 
@@ -215,6 +215,7 @@ class LayerBody:
         self.own_forward: Callable[..., Any] = type(layer).forward
         """Takes the layer and its arguments."""
         self._known: Condition | None = None
+        self._around: Surroundings | None = None
         self._is_in_a_row = False
         self._layer = weakref.ref(layer)
         self._take_stock(layer)
@@ -225,7 +226,7 @@ class LayerBody:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward; only inside a visit."""
-        self._known = None
+        self._known = self._around = None
         return self.own_forward(self._layer(), *args, **kwargs)
 
     @contextmanager
@@ -310,22 +311,31 @@ class LayerBody:
             self._known = found
         return found
 
+    def surroundings(self) -> Surroundings:
+        """Autocast and settings around a call or a backward now.
+
+        The same object as before while nobody can have changed them: see ``in_a_row``. Autocast is
+        of a thread, and within a backward of autograd's that may be another one.
+        """
+        if not self._is_in_a_row or torch._C._current_graph_task_id() != -1:
+            return Surroundings.capture(self.device)
+        if self._around is None:
+            self._around = Surroundings.capture(self.device)
+        return self._around
+
     @contextmanager
-    def in_a_row(self, has_code: bool = False) -> Iterator[None]:
-        """Calls, or backwards, in the body come one behind the other.
+    def in_a_row(self) -> Iterator[None]:
+        """Calls, or backwards, in the body come one behind the other, in the same surroundings.
 
         They share the layer's dense weights, if there is memory for them, its slot while they are
-        replayed, and what is looked up in the layer until its own code runs again.
-
-        Args:
-            has_code: Whether code of the user runs between them; it is looked up anew then.
+        replayed, and what is looked up in the layer, and around it, until its own code runs again.
         """
         with self.sharing_dense(), self.weights.in_a_row():
-            self._known, self._is_in_a_row = None, not has_code
+            self._known, self._around, self._is_in_a_row = None, None, True
             try:
                 yield
             finally:
-                self._known, self._is_in_a_row = None, False
+                self._known, self._around, self._is_in_a_row = None, None, False
 
     def staying(self, adapters: Sequence[AdapterPlace]) -> StayingState:
         """What stays on the device, and what lies in the places of frozen ``adapters``, now."""
@@ -387,19 +397,23 @@ class Call:
         ambient: The state around it.
         start: The random states that it begins with: Python's and NumPy's too if code of the user
             runs inside the layer, which may draw from anywhere.
+        has_drawn: Whether its forward has left other random states; true until that is known.
     """
 
     def __init__(self, layer: LayerBody, condition: Condition) -> None:
         self.layer = layer
         self.condition = condition
-        self.ambient = AmbientState.capture(layer.device, condition.training)
+        rng = RngStash.capture(layer.device)
+        self.ambient = AmbientState(rng, layer.surroundings(), condition.training)
         self.start = Start.capture(layer.device) if condition.has_hooks else self.ambient.rng
+        self.has_drawn = True
         self._end: Any = None
         self._module = layer.module()  # lives as long as its graph, as the parameters do
 
     def note_end(self) -> None:
         """Its forward has run, or was replayed: note the random states."""
         self._end = self.start.capture(self.layer.device)
+        self.has_drawn = not self._end.equals(self.start)
 
     def ends_alike(self) -> bool:
         """Whether random states now are those that the forward has left."""

@@ -211,12 +211,13 @@ class Condition:
 def _adapter_state(modules: Sequence[nn.Module]) -> tuple[object, ...]:
     """Which adapters act in these modules, and how; equal values mean equal arithmetic."""
     tuners: Sequence[Any] = modules
-    return tuple(
-        (
-            tuple(tuner.active_adapters),
+    found = []
+    for tuner in tuners:
+        active = tuner.active_adapter
+        found += [
+            active if isinstance(active, str) else tuple(active),
             tuner.disable_adapters,
             tuple(tuner.merged_adapters),
-            tuple(tuner.scaling.items()) if hasattr(tuner, "scaling") else (),
-        )
-        for tuner in tuners
-    )
+            tuple(getattr(tuner, "scaling", {}).items()),
+        ]
+    return tuple(found)

@@ -96,9 +96,15 @@ class Start(NamedTuple):
 
 def is_same_state(one: Any, other: Any) -> bool:
     """Whether two states of one generator, as ``Start`` holds them, are the same."""
+    if one is other:
+        return True
     if isinstance(one, RngStash):
         return one.equals(other)
-    return len(one) == len(other) and all(map(np.array_equal, one, other))
+    return len(one) == len(other) and all(map(_is_same_part, one, other))
+
+
+def _is_same_part(one: Any, other: Any) -> bool:
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -86,11 +86,6 @@ class AmbientState:
     training: tuple[bool, ...]
     """Of the modules of the layer."""
 
-    @classmethod
-    def capture(cls, device: torch.device, training: tuple[bool, ...]) -> "AmbientState":
-        """Now."""
-        return cls(RngStash.capture(device), Surroundings.capture(device), training)
-
     def but_random(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Run the body in this state, random states as they are; then all is as it was before."""
 

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -80,3 +82,17 @@ def usable_device(device: torch.device | str) -> torch.device:
     raise PolicyError(
         f"device: expected a usable device, found {quoted(device)} ({why})"
     ) from cause
+
+
+def foreach_copy(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``sources`` into its place, by one kernel for all of one dtype and form.
+
+    Casts are made on the way. ``torch._foreach_copy_`` itself takes a kernel for each tensor if
+    dtypes are mixed, or a single one lies otherwise than its place.
+    """
+    alike: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for place, source in zip(into, sources, strict=True):
+        is_same = place.stride() == source.stride()
+        alike[place.dtype, source.dtype, is_same].append((place, source))
+    for pairs in alike.values():
+        torch._foreach_copy_([place for place, _ in pairs], [source for _, source in pairs])

@@ -171,8 +171,8 @@ def slice_resident_loss(model: Model) -> Model:
     """A resident model whose loss is computed in slices; nothing of it streams."""
     base = model.get_base_model()
     head, _ = find_head(model, base, "chunked", False)
-    if head is not None and head.is_sliced:
-        slice_loss(base, head.modules)
+    if head is not None:
+        slice_loss(base, head.module)
     return model
 
 

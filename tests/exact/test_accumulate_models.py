@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from poros.accumulation.calls import Calls, HiddenStates
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
-from poros.errors import UnsupportedModelError
+from poros.errors import RematerializationError, UnsupportedModelError
 from poros.stream.condition import Condition
 from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted
@@ -85,6 +85,45 @@ def dropout_outside(model: Model) -> None:
         )
 
 
+def leaving(leave: Callable[[torch.Tensor], Any], read: Callable[[Any], Any] = float) -> Any:
+    """Layers leave something in a module, which the loss reads."""
+
+    def make(model: Model) -> Any:
+        class Leaving(type(layers(model)[0].mlp)):  # type: ignore[misc]
+            def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = super().forward(hidden)
+                self.left = leave(found.float().square().mean())
+                return found
+
+        for layer in layers(model):
+            layer.mlp.__class__ = Leaving
+
+        def loss(model: Model, batch: Any) -> torch.Tensor:
+            found: torch.Tensor = model(**batch, use_cache=False).loss / 4
+            return found + found * sum(read(each.mlp.left) for each in layers(model))
+
+        return loss
+
+    return make
+
+
+def scaling(place: int) -> Any:
+    """The loss sets the scaling of one layer before it calls the model; of some another one."""
+
+    def make(model: Model) -> Any:
+        values = layers(model)[place].self_attn.q_proj.scaling
+        usual = values["default"]
+
+        def loss(model: Model, batch: Any) -> torch.Tensor:
+            values["default"] = usual * (4 if batch["input_ids"].shape[1] == 9 else 1)
+            found: torch.Tensor = model(**batch, use_cache=False).loss / 4
+            return found
+
+        return loss
+
+    return make
+
+
 def growing(model: Model) -> None:
     """Rotary embeddings: what a forward leaves in the model for the next one."""
     base = model.get_base_model().model
@@ -143,6 +182,19 @@ AROUND = {
     "a buffer that is written to": program(writing(0.01), "changes the model"),
     "a buffer that is written to, the same": program(writing(0.0)),
     "tied adapters": program(tied, SEVERAL),
+    "another scaling for some": program(
+        *(scaling(1), (UnsupportedModelError, "while it runs")), lengths=(12, 9, 12, 12)
+    ),
+    "another scaling of the first layer": program(
+        *(scaling(0), (RematerializationError, "scaling")), lengths=(12, 12, 9, 12)
+    ),
+    "layers that leave a tensor": program(
+        leaving(lambda found: found, lambda left: left), "leave left in their modules"
+    ),
+    "layers that leave a number": program(leaving(float), "leave left in their modules"),
+    "layers that leave a list": program(
+        leaving(lambda found: [found.detach()], lambda left: left[0]), "leave left in their modules"
+    ),
     "a trained vocabulary": program(base=partial(vocabulary, is_tied=False)),
     "a trained vocabulary, tied": program(end=SEVERAL, base=partial(vocabulary, is_tied=True)),
     "frozen lower layers": program(

@@ -23,6 +23,7 @@ from poros.kernels.mlp import names_in
 from poros.kernels.use import are_used
 from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe
+from poros.planning.request import PlanRequest
 from tests.exact.adapter_arms import (
     SEVEN,
     Model,
@@ -444,8 +445,9 @@ def test_a_plan_counts_the_workspaces(bases: Bases) -> None:
         found = []
         for each in choices:
             paths = {"lora_paths": each} if ":" in each else {}
-            kernels = "fused" if paths else each
-            step = planner.cost(*(1, 2) if tokens == 2 else (2, 64), "reference", kernels, **paths)
+            policy = {"loss": "reference", "adapter_kernels": "fused" if paths else each, **paths}
+            batch_size, seq_len = (1, 2) if tokens == 2 else (2, 64)
+            step = planner.cost(PlanRequest.of(seq_len=seq_len, batch_size=batch_size, **policy))
             found.append(max(layer.peak for layer in step.layers))
         return found
 

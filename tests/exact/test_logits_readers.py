@@ -1,7 +1,6 @@
 """Programs that look at the logits of a model whose loss is computed in slices, or do not."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import poros
 from poros.errors import PreparedModelError
 from tests.comparing import compare_trajectories
 from tests.exact.arms import ON_HOST, slice_resident_loss, with_sliced_loss
-from tests.exact.heads import Model, outputs, saved_whole, trained
+from tests.exact.heads import Model, outputs
 from tests.exact.trainer_arms import Arms
 from tests.snapshots import batches, build, changes, digest
 
@@ -151,53 +150,3 @@ def test_backward_hooks_see_the_gradient_of_the_logits(kind: str) -> None:
         ]
 
     assert gradients(build()) == gradients(with_sliced_loss(build()))
-
-
-def parameters_of_head(model: Model) -> list[Any]:
-    return [p for n, p in model.named_parameters() if "lm_head" in n and p.requires_grad]
-
-
-def of_head(edit: Callable[[Any], object]) -> Callable[[Model], object]:
-    return lambda model: [edit(each) for each in parameters_of_head(model)]
-
-
-def stepped(kind: Any, **options: Any) -> Callable[[Model], None]:
-    return lambda model: kind(parameters_of_head(model), **options).step()
-
-
-EDITS: dict[str, Callable[[Model], object]] = {
-    "for-each": stepped(torch.optim.AdamW, lr=0.1, foreach=True),
-    "fused": stepped(torch.optim.AdamW, lr=0.1, fused=True),
-    "through .data": of_head(lambda each: each.data.mul_(2)),
-    "rows exchanged": of_head(lambda each: each.data.copy_(each.data.flip(0))),
-    "other .data": of_head(lambda each: setattr(each, "data", each.data * 2)),
-    "nothing": lambda model: None,
-    # It is counted as a write.
-    "a step of no size": stepped(torch.optim.SGD, lr=0.0, foreach=True),
-}
-KEEPS = ("nothing", "a step of no size")
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("change", [trained, saved_whole])
-@pytest.mark.parametrize("edit", EDITS)
-def test_logits_that_are_read_after_the_head_was_edited(
-    change: Callable[[Model], Model], edit: str
-) -> None:
-    """They are those of the head that was called, or refused."""
-
-    def logits_of(model: Model) -> torch.Tensor:
-        torch.manual_seed(5)
-        output = model.train()(**batches()[1])
-        output.loss.backward()
-        EDITS[edit](model)
-        found: torch.Tensor = output.logits * 1.0
-        return found.clone()
-
-    plain = logits_of(change(build()))
-    model = with_sliced_loss(change(build()))
-    if edit in KEEPS:
-        assert torch.equal(logits_of(model), plain)
-    else:
-        with pytest.raises(PreparedModelError, match="found them written to before"):
-            logits_of(model)

@@ -41,7 +41,6 @@ def test_reference_repeats_itself_bit_for_bit(expected: Trajectory) -> None:
     before = torch.get_rng_state()
     again = run()
     assert compare_trajectories(expected, again) == []
-    assert expected.hash() == again.hash()
     assert torch.equal(before, torch.get_rng_state()), "the caller's is left alone"
 
 

@@ -128,14 +128,6 @@ def eight_bit() -> Any:
     return with_lora(model)
 
 
-def said_to_be(settings: dict[str, Any]) -> Make:
-    """Dense, and its configuration says that it was quantized by some library."""
-    return changed(
-        lambda model: setattr(model.get_base_model().config, "quantization_config", settings),
-        quantize=False,
-    )
-
-
 def pack(dtype: torch.dtype) -> Make:
     """Packed weights of nobody in particular."""
     packed = torch.zeros(4, 4).to(dtype)
@@ -201,10 +193,6 @@ class Case:
     """Whether its bytes can be looked at."""
 
 
-METHODS = (
-    *("gptq", "awq", "eetq", "hqq", "aqlm", "quanto", "torchao"),
-    *("compressed-tensors", "fp8", "mxfp4"),
-)
 LAYER_1 = r"layers\.1\."
 CASES = {
     "encoder": Case(bert("BertModel"), "BertModel", "AutoModelForCausalLM"),
@@ -294,17 +282,7 @@ CASES = {
     "unquantized 4-bit": Case(
         unquantized_4bit, "not quantized", "load_in_4bit", LAYER_1 + r"mlp\.up_proj", works=False
     ),
-    "8-bit": Case(eight_bit, "by bitsandbytes in 8 bit", "poros.load", "its quantization_config"),
-    **{
-        f"quantized by {method}": Case(
-            said_to_be({"quant_method": method}), f"quantized by {method} "
-        )
-        for method in METHODS
-    },
-    "said to be 8-bit": Case(
-        said_to_be({"quant_method": "bitsandbytes", "load_in_8bit": True}),
-        "quantized by bitsandbytes in 8 bit ",
-    ),
+    "8-bit": Case(eight_bit, "found a Int8Params", "poros.load", r"layers\.0\.self_attn\.q_proj"),
     **{
         f"packed in {dtype}": Case(
             pack(dtype), r"packed weights of torch\.", "", r"layers\.2\.self_attn\.qweight"

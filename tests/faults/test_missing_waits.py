@@ -1,5 +1,9 @@
 """Every wait and record of slots and copies is needed: without one a test fails, every time.
 
+If the source lacks one, ``test_the_source_as_it_is_passes`` fails, over streams that run as late or
+as early as events allow, or ``test_cuda_streams_as_they_are_pass``, over a stand-in for CUDA. The
+tests of mutations take each away and see so. On a GPU ``tests/gpu/test_cuda_hazards`` does.
+
 The mutations come from the source itself (see ``mutants``), so that a wait which is added later has
 to earn its place here too. That any walk at all of blocks in slots reads its own blocks is in
 ``tests/unit/test_slots``, that models trained so are exact in ``tests/exact/test_cells``.

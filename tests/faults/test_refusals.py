@@ -90,8 +90,8 @@ def test_a_model_is_refused_with_a_reason_and_left_untouched(name: str) -> None:
         assert torch.isfinite(prepare_plain(model)(**batches()[0]).loss)
 
 
-def test_control_dequantized_bases_and_masks_are_taken() -> None:
-    """Of a 4-bit base, which all other tests prepare, the configuration is there too."""
+def test_control_tensors_decide_and_masks_are_taken() -> None:
+    """Not what a configuration says."""
     assert build().get_base_model().config.quantization_config is not None
     model = build(quantize=False)
     model.get_base_model().config.quantization_config = {"quant_method": "fp8", "dequantize": True}

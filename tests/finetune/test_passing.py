@@ -57,7 +57,7 @@ def test_a_run_that_becomes_no_better_ends(
         "training__lr_scheduler_type": "constant",
         "training__eval_steps": 1,
         "training__save_steps": 1,
-        "training__early_stopping_patience": 3,
+        "training__early_stopping_patience": 2,
     }
     expected = run(recipe_of(**options, output__folder=tmp_path / "whole"))
     number = len(expected.losses)

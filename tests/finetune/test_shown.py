@@ -47,59 +47,39 @@ SUMMARIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             *("4 steps of 8 rows", "few updates of the adapter: 4", "lora, rank 16, alpha 32"),
         ),
     ),
-    "pairs": (
-        {"training__method": "dpo", "training__max_steps": 3},
-        ("200 rows", "padded to a multiple of 64", "3 steps", "2 of 3 blocks", "2e-05"),
-    ),
-    "resident": ({"memory__resident": True}, ("not streamed",)),
     "long": ({"training__max_length": 4096}, ("rows are cut at the model's 256 positions",)),
 }
 
 
 @pytest.mark.parametrize("case", SUMMARIES)
-def test_the_summary_before_a_run(case: str, dry: Callable[..., str], data: Path) -> None:
+def test_the_summary_before_a_run(case: str, dry: Callable[..., str]) -> None:
     options, wanted = SUMMARIES[case]
-    if case == "pairs":
-        options = {**options, "data__source": data / "preferences.jsonl"}
     said = dry(**options)
     assert [each for each in wanted if each not in said] == [], said
 
 
-@pytest.mark.parametrize(
-    ("form", "wanted"),
-    [
-        ("messages", ["row: <|im_start|>user\\n\\x1b[2J\u540d\\u202e", "\\n[[ab\\nc<|im_end|>]]"]),
-        ("completions", ["row: \\x1b[2J\u540d\\u202e[[ab\\nc<eos>]]"]),
-        ("text", ["row: a[[b\\nc<eos>]]"]),
-        (
-            "preferences",
-            ["chosen: \\x1b[2J\u540d\\u202e[[ab\\nc<eos>]]", "rejected: ", "[[xyz<eos>]]"],
-        ),
-    ],
-)
-def test_rows_are_shown_with_what_is_learnt(
-    form: str, wanted: list[str], model: Path, tmp_path: Path
-) -> None:
-    """And no row can move the cursor."""
-    asked, answer = "\x1b[2J\u540d\u202e", "ab\nc"
-    row = {
-        "messages": {
-            "messages": [
-                {"role": "user", "content": asked},
-                {"role": "assistant", "content": answer},
-            ]
-        },
-        "completions": {"prompt": asked, "completion": answer},
-        "text": {"text": answer},
-        "preferences": {"prompt": asked, "chosen": answer, "rejected": "xyz"},
-    }[form]
+WRITTEN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "completions": (
+        {"prompt": "\x1b[2J\u540d\u202e", "completion": "ab\nc"},
+        ["row: \\x1b[2J\u540d\\u202e[[ab\\nc<eos>]]"],
+    ),
+    "preferences": (
+        {"prompt": "\x1b[2J\u540d\u202e", "chosen": "ab\nc", "rejected": "xyz"},
+        ["chosen: \\x1b[2J\u540d\\u202e[[ab\\nc<eos>]]", "rejected: ", "[[xyz<eos>]]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_rows_are_shown_with_what_is_learnt(form: str, model: Path, tmp_path: Path) -> None:
+    """And no row can move the cursor; those of which nothing is learnt are left out."""
+    row, wanted = WRITTEN[form]
     empty = {**row, "prompt": "the slot " * 60} if form == "completions" else row
     write_rows(tmp_path / "rows.jsonl", [empty, row, row, row])
     command = (
-        "finetune", str(model), str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "run"),
-        "--chat-template", "chatml", "--max-length", "64",
-        "--method", "dpo" if form == "preferences" else "sft",
-    )  # fmt: skip
+        *("finetune", str(model), str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "run")),
+        *("--max-length", "64", "--method", "dpo" if form == "preferences" else "sft"),
+    )
     result = poros_command(*command, "--show", "2")
     assert result.exit_code == 0, result.output
     said = text(result)
@@ -108,10 +88,6 @@ def test_rows_are_shown_with_what_is_learnt(
     assert "rows.jsonl:4" not in said and "steps of 8 rows" not in said
     for each in wanted:
         assert said.count(each) == 2, said
-    # The summary before a run has the first.
-    said = text(poros_command(*command, "--dry-run"))
-    assert "steps of 8 rows" in said
-    assert wanted[-1][wanted[-1].index("[[") :] in "".join(said.split())
     assert not (tmp_path / "run").exists()
 
 
@@ -155,8 +131,6 @@ def test_unknown_attention(name: str, what: str, dry: Callable[..., str]) -> Non
 UPDATES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "as many as wanted": ({}, 400, ("50 steps of 8 rows",)),
     "few": ({}, 80, ("10 steps of 8 rows", "few updates of the adapter: 10", "--accumulation")),
-    "one at a time": ({"gradient_accumulation_steps": 1}, 12, ("12 steps of 1 rows",)),
-    "steps asked for": ({"max_steps": 5}, 80, ("5 steps of 8 rows",)),
     "warming up": (
         {"warmup_steps": 20, "gradient_accumulation_steps": 1},
         12,

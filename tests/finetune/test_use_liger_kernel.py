@@ -68,6 +68,7 @@ def adapted(base: Any, recipe: Recipe) -> Any:
     return get_peft_model(base, adapter_config(recipe))
 
 
+@pytest.mark.slow  # in make test: tests/exact/test_liger.py
 def test_streamed_equals_ligers_own(
     small: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: None
 ) -> None:

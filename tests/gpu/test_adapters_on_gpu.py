@@ -1,6 +1,6 @@
 """Operators of adapters in models on a GPU: streamed equals resident, LoRA equals PEFT, to the bit.
 
-DoRA, grouped adapters and other orders of LoRA's products are within bounds of PEFT's modules.
+DoRA is within bounds of PEFT's modules; orders of products and grouped adapters: tests/unit.
 """
 
 from itertools import product
@@ -12,14 +12,8 @@ import torch
 from peft import LoraConfig, LoraRuntimeConfig, get_peft_model
 
 import poros
-from poros.config import LORA_ORDERS
 from poros.gates import tiny
-from poros.kernels.adapters import KernelStats
-from poros.kernels.forwards import unpatch
-from poros.kernels.use import patch
-from tests.exact.writing import DTYPES, PROGRAMS
-from tests.gpu.models import BF16, Model, assert_streamed, differing, gradients, model_of, same
-from tests.unit import grouped_case, lora_case
+from tests.gpu.models import BF16, assert_streamed, differing, gradients, model_of, same
 
 pytestmark = pytest.mark.gpu
 
@@ -109,80 +103,6 @@ def test_lora_trains_as_with_peft(
         assert stats["num_left_out_adapters"] == 2 * 3
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3"])
-def test_dora_of_other_architectures(architecture: str, tmp_path: Path) -> None:
-    model = model_of(tmp_path, architecture, num_layers=3, dropout=0.1, **DORA)
-    poros.use_adapter_kernels(model)
-    expected = gradients(model)
-    poros.restore(model)
-    assert_streamed(model, expected, [{"slots": 2}])
-
-
-@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_results_are_as_writable_as_those_of_peft(
-    program: str, dtypes: tuple[torch.dtype, torch.dtype], quantize: bool, tmp_path: Path
-) -> None:
-    """Programs that write to them in place: resident, streamed, and replayed where possible."""
-    (architecture, options, change, is_recorded), (dtype, adapters) = PROGRAMS[program], dtypes
-    model = model_of(
-        tmp_path, architecture, dtype=dtype, quantize=quantize, num_layers=2, **options
-    )
-    for name, each in model.named_parameters():
-        if "lora_" in name:
-            each.data = each.data.to(adapters)
-    change(model)
-    plain = gradients(model)
-    of_lora = () if "use_dora" in options else ("grouped",)
-    for kernels in ("fused", "exact", *of_lora):
-        poros.use_adapter_kernels(model, kernels)
-        resident = gradients(model)
-        poros.restore(model)
-        policy = {"adapter_kernels": kernels, "cuda_graphs": True}
-        (stats,) = assert_streamed(model, resident, [policy], repeats=6)
-        assert stats["self_check"] == "passed"
-        # Falcon's layers are not recorded on a GPU.
-        assert (stats["num_replayed_visits"] > 0) == (is_recorded and architecture != "falcon")
-        if kernels == "exact" or (kernels == "fused" and "use_dora" not in options):
-            assert differing(resident, plain) == [], kernels
-
-
-@pytest.mark.parametrize(("bias", "scaling"), [(False, 1.0), (True, 2.0 / 3.0)])
-@pytest.mark.parametrize("rank", [8, 64, 512])
-@pytest.mark.parametrize("size", lora_case.SIZES)
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
-def test_every_order_is_within_its_bound(
-    kind: str, size: str, rank: int, bias: bool, scaling: float
-) -> None:
-    case = lora_case.Case(kind, size, rank, bias, scaling, device="cuda")
-    for order in LORA_ORDERS:
-        assert max(lora_case.excess(case, order, case.run(order))) <= 1, order
-
-
-@pytest.fixture
-def _one_rounding() -> Any:
-    """Products are written once: no parts of them are reduced in 16 bits, and none is in TF32."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.fp32_precision
-    matmul.allow_bf16_reduced_precision_reduction, matmul.fp32_precision = False, "ieee"
-    yield
-    matmul.allow_bf16_reduced_precision_reduction, matmul.fp32_precision = before
-
-
-@pytest.mark.usefixtures("_one_rounding")
-@DTYPE
-def test_grouped_results_and_gradients_are_within_their_bounds(dtype: torch.dtype) -> None:
-    case = grouped_case.Case.random(dtype, "cuda")
-    exact = grouped_case.exact_case(dtype, "cuda")
-    results, found = case.run()
-    assert max(grouped_case.result_shares(case, results)) <= 1
-    assert max(grouped_case.gradient_shares(case, found)) <= 1
-    assert grouped_case.result_shares(exact, exact.run()[0]) == [0.0]
-    off = exact._replace(scalings=[each * (1 + 2.0**-6) for each in exact.scalings])
-    assert min(grouped_case.result_shares(exact, off.run()[0])) > 1  # a control
-
-
 @QUANTIZED
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_dora_is_within_rounding_of_peft(dropout: float, quantize: bool, tmp_path: Path) -> None:
@@ -196,35 +116,6 @@ def test_dora_is_within_rounding_of_peft(dropout: float, quantize: bool, tmp_pat
     for name in expected.keys() - {"random"}:
         distance = (found[name].double() - expected[name].double()).abs().max()
         assert distance <= 2048 * 2.0**-24 * expected[name].double().abs().max() + 1e-10, name
-
-
-def peak(model: Model, num_tokens: int) -> int:
-    gradients(model, num_tokens=num_tokens)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients(model, num_tokens=num_tokens)
-    return torch.cuda.max_memory_allocated() - before
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_of_dora_nothing_is_as_large_as_the_weight_but_one_weight(
-    dropout: float, tmp_path: Path
-) -> None:
-    """With few tokens: the peak beyond the gradients is one dense projection and small change."""
-    model = model_of(tmp_path, num_layers=3, hidden_size=2048, dropout=dropout, **DORA)
-    largest = max(
-        module.weight.quant_state.shape.numel()
-        for module in model.modules()
-        if type(module).__name__ == "Linear4bit"
-    )
-    of_gradients = sum(4 * each.numel() for each in model.parameters() if each.requires_grad)
-    theirs = peak(model, 8)
-    patch(model, torch.device("cuda"), KernelStats())
-    ours = peak(model, 8)
-    unpatch(model.modules())
-    assert ours < of_gradients + 2 * largest + 16 * 2**20
-    assert theirs > ours + 3 * largest
 
 
 @DTYPE

@@ -15,6 +15,7 @@ from poros.errors import VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, train
+from poros.model.measuring import SPARE_SHARE
 from poros.stream.offload import OffloadedInput
 from tests.comparing import compare_trajectories
 from tests.hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
@@ -145,24 +146,9 @@ def test_a_budget_is_kept_in_bytes_that_the_allocator_holds(
     if share == 1.0:
         assert (runtime.room.num_slots, runtime.room.keep_last) == (NUM_LAYERS, NUM_LAYERS)
     elif runtime.room.num_slots < NUM_LAYERS:
-        assert found > budget - block - 2 * 20 * MEGABYTE
+        spare = int(SPARE_SHARE * budget)
+        assert found > budget - spare - block - 2 * 20 * MEGABYTE
     assert runtime.stats()["num_resizes"] <= 3
-
-
-def test_micro_batches_go_together_while_room_is_found(checkpoint: Path) -> None:
-    model = load(checkpoint).train()
-    least = poros.plan(model, batch_size=2, seq_len=256, accumulation=4, loss="reference")
-    budget = int(1.2 * least.total_num_bytes)
-    prepare_plain(model, device=str(DEVICE), vram_budget=budget)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
-    batches = [{key: each.to(DEVICE) for key, each in batch.items()} for batch in LONG_BATCHES[:4]]
-    for _ in range(4):
-        poros.accumulate(model, batches)
-        optimizer.step()
-        optimizer.zero_grad()
-    stats = poros.runtime(model).stats()
-    assert stats["num_groups"] > 0
-    assert not [each for each in stats["fallbacks"] if each.startswith("micro-batches")]
 
 
 def test_the_users_peak_statistics_are_left_alone(checkpoint: Path) -> None:

@@ -30,7 +30,7 @@ from tests.comparing import compare_mappings
 from tests.exact.arms import narrow_slices
 from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
 from tests.hostile_streams import MEGA, HostileStreams
-from tests.support import prepare_plain, same_bits
+from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu
 
@@ -156,7 +156,7 @@ def test_parity_of_a_loss_in_slices(
     def make() -> Any:
         model = load(checkpoint)
         base = model.get_base_model()
-        undo[id(model)] = slice_loss(base, [base.get_output_embeddings()])
+        undo[id(model)] = slice_loss(base, base.get_output_embeddings())
         return model
 
     def prepare(model: Any) -> Any:
@@ -169,23 +169,6 @@ def test_parity_of_a_loss_in_slices(
     is_streamed = "stream_head" in policy
     assert report.stats["head_num_bytes"] == num_forwards * 512 * 1024 * 2 * is_streamed
     assert report.stats["fallbacks"] == []
-
-
-def test_whole_logits_and_slices_of_a_head_in_host_memory(checkpoint: Path) -> None:
-    """What reads the logits, or the head's rows, gets a resident head's bits."""
-    batch = {key: value.to(DEVICE) for key, value in BATCHES[0].items()}
-    model = load(checkpoint).eval()
-    weight = model.get_output_embeddings().weight
-    with torch.no_grad():
-        logits, rows = model(**batch).logits, weight[100:300].clone()
-    hidden = torch.randn(70, 1024, device=DEVICE, dtype=torch.bfloat16)
-    product = hidden @ weight[100:300].t()
-    prepare_plain(model, slots=2, loss="chunked", stream_head=True)
-    weight = model.get_output_embeddings().weight
-    with torch.no_grad():
-        assert same_bits(model(**batch).logits.clone(), logits)
-        assert same_bits(weight[100:300].clone(), rows)
-        assert same_bits(hidden @ weight[100:300].t(), product)
 
 
 @pytest.mark.parametrize("slots", [2, NUM_LAYERS])
@@ -247,18 +230,6 @@ def test_the_self_check_sees_a_wait_left_out(checkpoint: Path, wait: str) -> Non
     assert start_digests(model) == adapters, "nothing was trained"
 
 
-def test_the_host_store_is_page_locked(checkpoint: Path) -> None:
-    model = prepare_plain(load(checkpoint), device=str(DEVICE), slots=2)
-    runtime = poros.runtime(model)
-    stats = runtime.stats()
-    assert stats["fallbacks"] == []
-    assert stats["pinned_num_bytes"] == stats["host_num_bytes"] > 16e6 * NUM_LAYERS
-    slabs = [runtime.host_slab(block) for block in range(NUM_LAYERS)]
-    assert all(slab.is_pinned() for slab in slabs)
-    poros.restore(model)
-    assert not any(slab.is_pinned() for slab in slabs)
-
-
 def answers(model: Any) -> dict[str, torch.Tensor]:
     """Logits of a whole row, and tokens and logits of a greedy continuation."""
     model.eval()
@@ -277,14 +248,6 @@ def answers(model: Any) -> dict[str, torch.Tensor]:
     steps = {f"logits {index}": each for index, each in enumerate(found.logits)}
     assert len(steps) == 6
     return {"logits": logits, "tokens": found.sequences, **steps}
-
-
-def test_generation_equals_the_resident_one(checkpoint: Path) -> None:
-    model = load(checkpoint)
-    expected = answers(model)
-    assert compare_mappings(expected, answers(hostile(is_poisoning=True)(model))) == []
-    poros.restore(model)
-    assert compare_mappings(expected, answers(model)) == []
 
 
 def requested_bytes() -> int:

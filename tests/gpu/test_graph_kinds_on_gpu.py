@@ -3,8 +3,10 @@
 import gc
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -98,19 +100,6 @@ def test_two_forwards_before_their_backwards(keep_last: int, tmp_path: Path) -> 
     assert captures.num_replays > 0
 
 
-def test_deterministic_mode(tmp_path: Path) -> None:
-    def run(model: Model) -> list[torch.Tensor]:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            return train(model, 8)
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    expected = run(model_of(tmp_path))
-    model, captures = prepared(model_of(tmp_path))
-    assert same_runs(run(model), expected) and captures.num_replays > 0
-
-
 def test_scaled_losses_in_float16(tmp_path: Path) -> None:
     def run(model: Model) -> list[torch.Tensor]:
         torch.manual_seed(5)
@@ -171,20 +160,28 @@ def test_the_plan_has_room_for_what_recordings_take(tmp_path: Path) -> None:
     assert 0.3 * plan.terms["recordings"] < held < 1.25 * plan.terms["recordings"] + 2**26
 
 
+def around_recordings(
+    patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None]], None]
+) -> None:
+    """What is recorded is done by ``around``, which is given what would be done."""
+    genuine = CudaRecorder.record
+
+    def record(self: CudaRecorder, run: Any, is_held: bool = False) -> Any:
+        return genuine(self, lambda: around(run), is_held)
+
+    patch.setattr(CudaRecorder, "record", record)
+
+
 def test_out_of_memory_while_recording_runs_as_always(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = train(model_of(tmp_path), 8)
-    genuine = CudaRecorder.record
 
-    def record(self: CudaRecorder, run: Any, is_held: bool = False) -> Any:
-        def too_much() -> None:
-            run()
-            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    def too_much(run: Callable[[], None]) -> None:
+        run()
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
 
-        return genuine(self, too_much, is_held)
-
-    monkeypatch.setattr(CudaRecorder, "record", record)
+    around_recordings(monkeypatch, too_much)
     model, captures = prepared(model_of(tmp_path))
     with caplog.at_level(logging.WARNING):
         assert same_runs(train(model, 8), expected)
@@ -199,20 +196,15 @@ def test_out_of_memory_while_recording_runs_as_always(
 def test_an_interrupted_recording_leaves_all_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = train(model_of(tmp_path), 8)
-    genuine, is_done = CudaRecorder.record, []
+    expected, done = train(model_of(tmp_path), 8), list[bool]()
 
-    def record(self: CudaRecorder, run: Any, is_held: bool = False) -> Any:
-        def interrupted() -> None:
-            run()
-            if len(is_done) == 3:
-                is_done.append(True)
-                raise KeyboardInterrupt
-            is_done.append(True)
+    def interrupted(run: Callable[[], None]) -> None:
+        run()
+        done.append(True)
+        if len(done) == 4:
+            raise KeyboardInterrupt
 
-        return genuine(self, interrupted, is_held)
-
-    monkeypatch.setattr(CudaRecorder, "record", record)
+    around_recordings(monkeypatch, interrupted)
     model, captures = prepared(model_of(tmp_path))
     genuine_forward, interruptions = model.forward, []
 
@@ -233,28 +225,22 @@ def test_pages_are_locked_and_copies_run_while_it_records(
 ) -> None:
     """As a loader's thread does."""
     expected = train(model_of(tmp_path), 8)
-    genuine = CudaRecorder.record
     host = torch.zeros(2**22, dtype=torch.uint8).pin_memory()
     device = torch.empty_like(host, device="cuda")
     stream = torch.cuda.Stream()
 
-    def record(self: CudaRecorder, run: Any, is_held: bool = False) -> Any:
-        def beside() -> None:
-            from threading import Thread
+    def load() -> None:
+        torch.zeros(2**20).pin_memory()
+        with torch.cuda.stream(stream):
+            device.copy_(host, non_blocking=True)
 
-            def load() -> None:
-                torch.zeros(2**20).pin_memory()
-                with torch.cuda.stream(stream):
-                    device.copy_(host, non_blocking=True)
+    def beside(run: Callable[[], None]) -> None:
+        thread = Thread(target=load)
+        thread.start()
+        run()
+        thread.join()
 
-            thread = Thread(target=load)
-            thread.start()
-            run()
-            thread.join()
-
-        return genuine(self, beside, is_held)
-
-    monkeypatch.setattr(CudaRecorder, "record", record)
+    around_recordings(monkeypatch, beside)
     model, captures = prepared(model_of(tmp_path))
     assert same_runs(train(model, 8), expected) and captures.num_replays > 0
 

@@ -50,16 +50,3 @@ def test_grouped_equals_resident(options: dict[str, Any], keep_last: int, tmp_pa
     poros.prepare(model, loss="reference", slots=2, keep_last=keep_last, cuda_graphs=True)
     assert same_runs(train(model, size=4, together=True, autocast=True), expected)
     assert poros.runtime(model).stats()["num_replayed_visits"] > 0
-
-
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gemma4"])
-def test_what_takes_some_of_them(architecture: str, tmp_path: Path) -> None:
-    """Experts keep their own forward, and Gemma 4 its rotary embeddings."""
-    found = []
-    for streams in (False, True):
-        model = model_of(tmp_path, architecture, target_modules=["q_proj", "o_proj"])
-        assert len(use_liger(model.get_base_model())) == 2
-        if streams:
-            poros.prepare(model, loss="reference", slots=2, keep_last=0)
-        found.append(train(model))
-    assert same_runs(*found)

@@ -41,19 +41,8 @@ def with_lora(model: Any) -> Any:
     return tiny.attach_lora(model, rank=16, dropout=0.05)
 
 
-def resident(checkpoint: Path, **options: Any) -> Trajectory:
-    return train(with_lora(poros.load(checkpoint, **options).to("cuda")), BATCHES, SPEC)
-
-
-@pytest.mark.parametrize("quantization", ["nf4", None])
-def test_streaming_from_where_it_was_loaded(checkpoint: Path, quantization: str | None) -> None:
-    expected = resident(checkpoint, quantization=quantization)
-    model = prepare_plain(with_lora(poros.load(checkpoint, quantization=quantization)), slots=2)
-    assert poros.runtime(model).is_adopted
-    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
-    stats = poros.runtime(model).stats()
-    assert stats["pinned_num_bytes"] == stats["host_num_bytes"]
-    assert poros.runtime(model).self_check["status"] == "passed"
+def resident(checkpoint: Path) -> Trajectory:
+    return train(with_lora(poros.load(checkpoint).to("cuda")), BATCHES, SPEC)
 
 
 @pytest.mark.parametrize("num_in_memory", [0, 2, NUM_LAYERS])
@@ -67,5 +56,7 @@ def test_streaming_from_a_store(checkpoint: Path, tmp_path: Path, num_in_memory:
     model = prepare_plain(with_lora(poros.load(tmp_path / "store", host_budget=budget)), slots=2)
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
     stats = poros.runtime(model).stats()
+    if num_in_memory == NUM_LAYERS:
+        assert stats["pinned_num_bytes"] == stats["host_num_bytes"]
     assert (stats["disk_num_bytes"] > 0) == (num_in_memory < NUM_LAYERS)
     assert poros.runtime(model).self_check["status"] == "passed"

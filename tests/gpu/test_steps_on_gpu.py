@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
@@ -79,6 +80,36 @@ def swap(model: Model, number: int) -> None:
             each.data = each.data * 1.5
 
 
+def assign(model: Model, number: int) -> None:
+    """Other parameters in the place of those that recordings read."""
+    if number == 5:
+        trained_now = {n: each for n, each in model.named_parameters() if each.requires_grad}
+        state = {name: each.detach() * 1.5 for name, each in trained_now.items()}
+        model.load_state_dict(state, strict=False, assign=True)
+
+
+def swap_frozen(model: Model, number: int) -> None:
+    """As LoRA-FA has one factor."""
+    for name, each in model.named_parameters():
+        if "lora_A" in name:
+            each.requires_grad_(False)
+            if number == 5:
+                each.data = each.data * 1.5
+
+
+def use_second(model: Model, number: int) -> None:
+    """Another adapter for some steps, then the first again."""
+    if number == 5:
+        config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model.add_adapter("second", config)
+        model.set_adapter("second")
+    if number == 7:
+        model.set_adapter("default")
+
+
+EXCHANGES = (evaluate, swap, assign, swap_frozen, use_second)
+
+
 def of(architecture: str) -> Options:
     # PEFT has no dropout for adapters of fused experts.
     dropout = 0.0 if architecture in ("mixtral", "qwen3_moe") else 0.05
@@ -109,7 +140,7 @@ CELLS = [
             {"adapter_kernels": "peft"},
         )
     ),
-    *(Cell({}, {"between": between}, GRAPHS) for between in (evaluate, swap)),
+    *(Cell({}, {"between": each, "num_steps": 12}, GRAPHS) for each in EXCHANGES),
     Cell({"use_dora": True}, {}, GRAPHS, "fused"),
     # Layers that keep their graph.
     *(

@@ -1,7 +1,7 @@
 """Tensors come out of a checkpoint as the library gives them; nothing is left open.
 
 And what becomes of files that change or cannot be read. What is refused as it is opened, defect by
-defect, stands in test_damage.py; random headers in test_fuzz.py.
+defect, stands in test_damage.py; random headers, of all dtypes and shapes, in test_fuzz.py.
 """
 
 import json
@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from poros.errors import CheckpointFormatError
 from poros.loaders import checkpoint as checkpoint_module
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.header import DTYPES, TensorEntry, open_regular, read_at
+from poros.loaders.header import TensorEntry, open_regular, read_at
 from poros.loaders.shard import Shard
 from tests.children import run_forked
 from tests.loading.checkpoints import (
@@ -55,7 +54,6 @@ def assert_good(checkpoint: Checkpoint, folder: Path) -> None:
     for name, expected in good.items():
         for found in (checkpoint.fetch(name), slices[name][...]):
             assert found.dtype == expected.dtype and torch.equal(found, expected)
-    assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in good.values())
 
 
 # Where a checkpoint may lie.
@@ -95,7 +93,7 @@ PLACES += [with_files_that_the_index_does_not_name]
 def test_where_it_may_lie(tmp_path: Path, write: Callable[[Path], Path], kind: Any) -> None:
     with Checkpoint.open(kind(write(tmp_path))) as checkpoint:
         assert_good(checkpoint, tmp_path)
-        assert checkpoint.config.items() >= TOY.items()
+        assert json.loads(checkpoint.texts["config.json"]).items() >= TOY.items()
 
 
 def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(tmp_path: Path) -> None:
@@ -106,35 +104,6 @@ def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(tmp_path: P
             assert_good(checkpoint, snapshot)
     with pytest.raises(CheckpointFormatError, match=r"'org/other': .*LocalEntryNotFoundError"):
         Checkpoint.open("org/other", hub)
-
-
-# What is handed out.
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)], ids=str)
-def test_each_dtype_and_shape_is_that_of_the_library(
-    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    # Values are bytes here: not every dtype can be made from numbers.
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.arange(1, num_bytes + 1, dtype=torch.uint8)
-    if dtype is torch.bool:
-        raw %= 2
-    tensor = raw.view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
-    file = write_single(tmp_path, {"before": torch.ones(3), "it": tensor}) / SINGLE
-    with Checkpoint.open(tmp_path) as ours, safe_open(file, "pt") as reference:
-        form, found = ours.entry("it"), ours.fetch("it")
-        assert (form.dtype, form.shape, form.num_bytes) == (dtype, shape, num_bytes)
-        assert file.read_bytes()[form.offset :][:num_bytes] == bytes(raw.tolist())
-        assert (found.dtype, found.shape) == (dtype, shape)
-        assert torch.equal(found.reshape(-1).view(torch.uint8), raw)
-        described, expected = ours.slices()["it"], reference.get_slice("it")
-        assert described.get_shape() == expected.get_shape()
-        assert described.get_dtype() == expected.get_dtype()
-        assert described.is_floating_point() == dtype.is_floating_point
-        assert described.ndim == len(shape)
 
 
 def test_a_file_that_ends_while_it_is_read_is_an_error(tmp_path: Path) -> None:
@@ -210,16 +179,13 @@ def test_a_failed_read_ahead_is_reported_where_the_tensor_is_used(
 def test_nothing_is_open_and_a_tensor_outlives_the_checkpoint(tmp_path: Path) -> None:
     before = open_files()
     checkpoint = Checkpoint.open(write_sharded(tmp_path))
-    kept, slices = checkpoint.fetch(LAST), checkpoint.slices()
+    kept = checkpoint.fetch(LAST)
     assert mappings(tmp_path) == [] and open_files() == before
     checkpoint.close()
     assert torch.equal(kept, good_tensors()[LAST])
     assert checkpoint.entry(LAST).num_bytes == 60
-    uses = [checkpoint.fetch, lambda name: slices[name][...]]
-    uses += [lambda _: checkpoint.fingerprint(), lambda _: checkpoint.check_unchanged()]
-    for use in uses:
-        with pytest.raises(ValueError, match=r"open checkpoint, found .* closed"):
-            use(LAST)
+    with pytest.raises(ValueError, match=r"open checkpoint, found .* closed"):
+        checkpoint.fingerprint()
 
 
 # Files that change, and reads that fail.

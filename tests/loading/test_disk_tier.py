@@ -149,7 +149,7 @@ def test_staging_is_page_locked_first(
     driver = install(FakeDriver(refuse_at=NUM_STAGING + 1), monkeypatch)
     slots = DiskSlots(tmp_path, 8, 2, EAGER, first=4)
     slots.host.pin(CPU)
-    staged = {staging.slab.bytes.data_ptr() for staging in slots.host._staging}
+    staged = {slab.bytes.data_ptr() for slab in slots.host._staging}
     assert staged < driver.locked.keys() and len(driver.locked) == NUM_STAGING + 1
     assert slots.host.slabs[0].is_pinned and not slots.host.slabs[1].is_pinned
     assert slots.host.pinned_num_bytes == sum(driver.locked.values())

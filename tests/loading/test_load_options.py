@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerF
 
 import poros
 import poros.loaders.load
-from poros.cli.shared import BAD_INPUT
 from poros.errors import (
     CheckpointFormatError,
     PolicyError,
@@ -28,18 +27,16 @@ from poros.errors import (
     quoted,
 )
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.limits import Limits
 from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import open_store
 from tests.children import run_forked
-from tests.command import poros_command, text
 from tests.loading.checkpoints import CONFIG
 from tests.loading.damage import GENERATION, config
 from tests.loading.loaded import Kinds, copy_of, differences, quantization, standard
 
 EIGHT_BITS, FOUR_BITS = BitsAndBytesConfig(load_in_8bit=True), BitsAndBytesConfig(load_in_4bit=True)
-NOT_OURS, NO_DTYPE, NO_CONFIG = "expected options", "expected bfloat16", "expected a configuration"
+NOT_OURS, NO_DTYPE = "expected options", "expected bfloat16"
 NO_REPOSITORY, NO_DEVICE = "expected it with a hub repository", "expected a usable device"
 NO_METHOD, ALREADY = "expected 'nf4'", "which is quantized already"
 
@@ -58,13 +55,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"to_dict": 1}, "to_dict: found neither"),
         ({"dtype": torch.int8}, r"dtype: expected bfloat16, .* found torch\.int8"),
         ({"dtype": "nonsense"}, f"dtype: {NO_DTYPE}"),
-        ({"config": "config.json"}, f"config: {NO_CONFIG}"),
+        ({"config": "config.json"}, f"config: {NOT_OURS}"),
         ({"revision": "v2"}, f"revision: {NO_REPOSITORY}"),
         ({"quantization": "int8"}, f"quantization: {NO_METHOD}"),
         ({"quantization": "8bit"}, "quantization: expected 'nf4'.*no other format"),
         ({"quantization": EIGHT_BITS}, f"quantization: {NO_METHOD}"),
         ({"quantization_config": None, "quantization": "nf4"}, "found both"),
-        ({"limits": 3}, r"limits: expected poros\.Limits"),
         ({"num_hidden_layers": "four"}, "num_hidden_layers: expected values"),
         ({"device": "nowhere"}, f"device: {NO_DEVICE}"),
         ({"device": "meta"}, f"device: {NO_DEVICE}, found 'meta' .only CPUs and CUDA"),
@@ -129,34 +125,12 @@ def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.M
     """Its own are the default; a device that was named has to be that which quantized it."""
     store = kinds.store(kinds.dense(), dtype=torch.float16)
     assert load(store).dtype == load(store, quantization="nf4").dtype == torch.float16
+    assert load(kinds.dense(), store=store).dtype == torch.float16
     with pytest.raises(PolicyError, match="with dtype 'bfloat16'"):
-        load(kinds.dense(), store=store)
+        load(kinds.dense(), store=store, dtype=torch.bfloat16)
     monkeypatch.setattr("poros.loaders.options.device_name", lambda device: "another")
     with pytest.raises(PolicyError, match="with device 'another'"):
         load(store, device="cpu")
-
-
-# The command line.
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("{checkpoint} --out {new} --dtype int8", "'int8' is not one of 'bf16'"),
-        ("{checkpoint} --out {new} --device nowhere", "error: device: expected a usab"),
-        ("{checkpoint} --out {store} --quantization fp4", "error: store (--out): expected one"),
-        ("{store} --out {new}", "error: store (--out): expected none"),
-        ("{store} --verify --dtype float16", "--verify takes no --dtype"),
-        ("{checkpoint} --verify", "found a checkpoint; make one of"),
-        ("{new} --verify", "found neither in"),
-        ("{checkpoint} --out {new}/x/y", "No such file or directory; make its parent folder"),
-    ],
-)
-def test_the_command_refuses(places: dict[str, Path], command: str, message: str) -> None:
-    result = poros_command("load", *(word.format(**places) for word in command.split()))
-    found = " ".join(text(result).replace("│", " ").split())
-    assert result.exit_code == BAD_INPUT and message in found, found
-    assert "Traceback" not in found and not places["new"].exists()
 
 
 # One process, several threads.
@@ -264,28 +238,6 @@ def test_a_file_that_is_swapped_while_weights_are_read(
                 load(path, store=store)
         (path / file).write_bytes(before)
         assert differences(load(path, store=store), expected) == []
-
-
-# Bounds, and how they are raised.
-
-
-@pytest.mark.parametrize("how", ["load", "plan"])
-def test_a_bound_has_a_name_and_can_be_raised(path: Path, how: str) -> None:
-    def call(limits: Limits | None) -> None:
-        load(path, limits=limits) if how == "load" else poros.plan(path, seq_len=8, limits=limits)
-
-    with pytest.raises(PorosError, match=r"layers of at most 1, found .*num_layers=\.\.\."):
-        call(Limits(num_layers=1, num_experts=1))
-    with pytest.raises(PorosError, match=r"expected 1 to 7 bytes.*config_num_bytes=\.\.\."):
-        call(Limits(config_num_bytes=7))
-    call(Limits(num_layers=28))  # the windows of qwen2 count as layers too
-    call(None)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
-def test_a_bound_is_a_positive_whole_number(value: Any) -> None:
-    with pytest.raises(PolicyError, match="expected num_layers as a positive whole number"):
-        Limits(num_layers=value)
 
 
 # What people read.

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.nn import Params4bit
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import poros.loaders.load
 from poros.errors import (
     HostMemoryError,
-    PolicyError,
     UnsupportedModelError,
 )
 from poros.gates import tiny
@@ -198,20 +197,12 @@ def pretrained(path: Path, **options: Any) -> Any:
 
 
 @STORED
-def test_the_configuration_that_is_given(kinds: Kinds, tmp_path: Path, is_stored: bool) -> None:
-    """Fields beside it are refused; but for the attention, which no configuration is saved with."""
-    config = AutoConfig.from_pretrained(kinds.dense(), attn_implementation="eager")
-    config.rms_norm_eps = 0.25
-    before, store = config.to_dict(), tmp_path / "store" if is_stored else None
-    with pytest.raises(PolicyError, match="use_cache: beside config="):
-        load(kinds.dense(), config=config, use_cache=False)
-    model = load(kinds.dense(), config=config, store=store)
+def test_fields_of_the_configuration(kinds: Kinds, tmp_path: Path, is_stored: bool) -> None:
+    fields: dict[str, Any] = {"rms_norm_eps": 0.25, "attn_implementation": "eager"}
+    model = load(kinds.dense(), store=tmp_path / "store" if is_stored else None, **fields)
     assert model.config.rms_norm_eps == 0.25 and model.model.norm.variance_epsilon == 0.25
-    assert model.config._attn_implementation == "eager" and config.to_dict() == before
-    assert differences(model, pretrained(kinds.dense(), config=config)) == []
-    plain = AutoConfig.from_pretrained(kinds.dense())
-    model = load(kinds.dense(), config=plain, attn_implementation="eager")
     assert model.config._attn_implementation == "eager"
+    assert differences(model, pretrained(kinds.dense(), **fields)) == []
 
 
 @pytest.mark.cover("values")
@@ -330,7 +321,7 @@ class Peak:
 def test_host_memory_while_loading(kinds: Kinds, is_quantized: bool) -> None:
     """The model as it will be, one tensor, and what pieces of it take."""
     # Of a quantized base fewer layers are enough for the control, and they take their time.
-    sizes = {"num_layers": 5 if is_quantized else 8}
+    sizes = {"num_layers": 3 if is_quantized else 8}
     sizes |= {"hidden_size": 1024, "vocab_size": 4096, "intermediate_size": 4096}
     path, ours = kinds.dense(**sizes), wanted(is_quantized)[0]
     load(kinds.dense(), quantization=ours)  # whatever libraries allocate once

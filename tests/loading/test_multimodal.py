@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 import poros
 from poros.api import prepare_with
@@ -80,7 +79,7 @@ def names(path: Path) -> list[str]:
         return list(checkpoint.names)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", with_slow(FAMILIES, ["mistral3", "qwen3_5"]))
 def test_bytes_are_those_of_transformers(name: str, checkpoints: Checkpoints) -> None:
     family, path = FAMILIES[name], checkpoints(name)
     towers = [each for each in names(path) if each.startswith(family.tower)]
@@ -186,13 +185,13 @@ def test_stores_keep_what_was_loaded(checkpoints: Checkpoints, tmp_path: Path) -
     path, store = checkpoints("gemma3"), tmp_path / "store"
     expected = load(path, vision="drop").state_dict()
     load(path, vision="drop", store=store)
-    for source, options in ((path, {"vision": "drop", "store": store}), (store, {})):
+    for source, options in ((path, {"store": store}), (store, {"vision": "drop"})):
         found = load(source, **options).state_dict()
         assert found.keys() == expected.keys()
         assert all(same_bits(found[key], expected[key]) for key in found)
-    for source, options in ((store, {"vision": "keep"}), (path, {"store": store})):
+    for source, options in ((store, {}), (path, {"store": store})):
         with pytest.raises(PolicyError, match="expected one with vision"):
-            load(source, **options)
+            load(source, vision="keep", **options)
     with pytest.raises(PolicyError, match="vision: expected 'keep' or 'drop'"):
         load(path, vision="frozen")
 
@@ -346,33 +345,14 @@ def test_images_train_what_stays(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-READERS = {
-    "gemma3": ("AutoModel", "AutoModelForSequenceClassification"),
-    "qwen3_vl": ("AutoModel",),
-    "qwen3_5": ("AutoModelForSequenceClassification",),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "auto_class"),
-    [
-        pytest.param(name, each, marks=[pytest.mark.slow] * (name != "gemma3"))
-        for name, every in READERS.items()
-        for each in every
-    ],
-)
-def test_images_without_a_head_for_tokens(
-    name: str, auto_class: str, checkpoints: Checkpoints
-) -> None:
-    """Scores and hidden states of rows with images; a score is no part of the tower."""
-    path, fields = checkpoints(name), {}
-    task = "FEATURE_EXTRACTION"
-    if "Sequence" in auto_class:
-        fields, task = {"num_labels": 1}, "SEQ_CLS"
+def test_images_without_a_head_for_tokens(checkpoints: Checkpoints) -> None:
+    """Scores of rows with images; a score is no part of the tower. Others: test_auto_classes."""
+    name, auto_class, fields = "gemma3", "AutoModelForSequenceClassification", {"num_labels": 1}
+    path = checkpoints(name)
 
     def made(base: Model) -> Model:
         torch.manual_seed(0)
-        options = {"task_type": task, "exclude_modules": excluded_modules(base)}
+        options = {"task_type": "SEQ_CLS", "exclude_modules": excluded_modules(base)}
         config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
         return get_peft_model(base, config).train()
 
@@ -381,9 +361,8 @@ def test_images_without_a_head_for_tokens(
         found: torch.Tensor = model(**given)[0].float().square().mean()
         return found
 
-    transformers_own: Any = getattr(transformers, auto_class)
     torch.manual_seed(4)
-    base = transformers_own.from_pretrained(
+    base = AutoModelForSequenceClassification.from_pretrained(
         path,
         quantization_config=double_quantization(torch.bfloat16),
         dtype=torch.bfloat16,
@@ -395,13 +374,12 @@ def test_images_without_a_head_for_tokens(
     model = prepare_plain(made(load(path, auto_class=auto_class, **fields)), slots=2)
     assert same(train(model, together=False, **run), expected)
     trained = [key for key, each in model.named_parameters() if each.requires_grad]
-    assert any("score.modules_to_save" in key for key in trained) == bool(fields)
-    if fields:
-        scores = []
-        for vision in ("keep", "drop"):
-            torch.manual_seed(4)
-            text = load(path, auto_class=auto_class, vision=vision, **fields)
-            scores.append(text.score.weight)
-        assert same_bits(*scores)
-        with pytest.raises(DroppedTowerError):
-            text(input_ids=torch.full((1, 8), 505), pixel_values=torch.zeros(1, 3, 28, 28))
+    assert any("score.modules_to_save" in key for key in trained)
+    scores = []
+    for vision in ("keep", "drop"):
+        torch.manual_seed(4)
+        text = load(path, auto_class=auto_class, vision=vision, **fields)
+        scores.append(text.score.weight)
+    assert same_bits(*scores)
+    with pytest.raises(DroppedTowerError):
+        text(input_ids=torch.full((1, 8), 505), pixel_values=torch.zeros(1, 3, 28, 28))

@@ -139,27 +139,32 @@ class OperatorBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = tensors_in((args, kwargs))
-        inside = 0
         if "gemm_4bit" in str(func):
             num_packed = max(each.numel() for each in given if each.dtype == torch.uint8)
             inside = 2 * num_packed * given[0].element_size()
-        self.peak = max(self.peak, self._count() + inside)
+            self.peak = max(self.peak, self.now + inside)
         known = {each.untyped_storage()._cdata for each in given}
         result = func(*args, **(kwargs or {}))
         if func.is_view:  # of a head in host memory: its storage is no argument's
             return result
         for storage in (each.untyped_storage() for each in tensors_in(result)):
             if storage._cdata not in known and storage.nbytes() != RNG_NUM_BYTES:
-                self._made[storage._cdata] = weakref.ref(storage)
-                self.largest = max(self.largest, storage.nbytes())
-        self.now = self._count()
+                self._note(storage)
         self.peak = max(self.peak, self.now)
         return result
 
-    def _count(self) -> int:
-        storages = {key: made() for key, made in self._made.items()}
-        self._made = {key: self._made[key] for key, made in storages.items() if made is not None}
-        return sum(made.nbytes() for made in storages.values() if made is not None)
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._made:
+            return
+
+        def gone(_: object) -> None:
+            del self._made[key]
+            self.now -= size
+
+        self._made[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.largest = max(self.largest, size)
 
 
 class Steps:

@@ -37,7 +37,7 @@ def config_of(architecture: str = "qwen2", num_layers: int = 2) -> Any:
 
 
 def recipe_of(config: Any, **options: Any) -> Recipe:
-    return Recipe.of(config, "nf4", torch.bfloat16, lora(**options))
+    return Recipe.of(config, lora=lora(**options))
 
 
 def trained_in(model: Any) -> tuple[int, int]:
@@ -124,6 +124,14 @@ def test_planned_sizes_are_those_of_the_prepared_model(
     assert crossed == expected.bytes_per_step
 
 
+def test_inputs_are_the_batch_and_what_all_layers_are_given() -> None:
+    """Too small to be seen in a step: tokens and labels, rotary embeddings and positions."""
+    config = config_of()
+    head_dim = config.hidden_size // config.num_attention_heads
+    found = plan(config, seq_len=8, batch_size=2).terms["inputs"]
+    assert found == 2 * 2 * 8 * 8 + 2 * 2 * 8 * head_dim + 8 * 8
+
+
 def test_bad_requests_are_refused() -> None:
     config = config_of()
     for options in ({"seq_len": 0}, {"seq_len": 8, "batch_size": -1}, {"seq_len": 8, "rank": 0}):
@@ -170,7 +178,8 @@ def test_leaving_layers_out_changes_no_figure(
         costs = CostModel(recipe_of(config_of(architecture, num_layers=6)))
         for layer in costs.layers:
             layer.forward = partial(note, layer.forward)
-        return costs.cost(2, 32)
+        asked = {"loss": "reference", "adapter_kernels": "peft"}
+        return costs.cost(PlanRequest.of(seq_len=32, batch_size=2, **asked))
 
     some, num_some = cost(), len(ran)
     monkeypatch.setattr(cost_model, "_has_side_channels", lambda kwargs: True)
@@ -190,9 +199,8 @@ def test_beside_dense_weights_a_layer_takes_what_it_does_with_a_dense_base(
 ) -> None:
     recipe = recipe_of(config_of(), r=4, target_modules="all-linear", use_dora=use_dora)
     quantized, dense = CostModel(recipe), CostModel(replace(recipe, quantization=None))
-    (found, *_), (expected, *_) = (
-        model.cost(1, seq_len, "chunked", kernels).layers for model in (quantized, dense)
-    )
+    request = PlanRequest.of(seq_len=seq_len, loss="chunked", adapter_kernels=kernels)
+    (found, *_), (expected, *_) = (model.cost(request).layers for model in (quantized, dense))
     assert found.peak - found.dense == pytest.approx(expected.peak, rel=0.02)
     assert expected.dense == 0
     if kernels == "fused":

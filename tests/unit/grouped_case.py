@@ -40,17 +40,16 @@ class Case(NamedTuple):
     def random(
         cls,
         dtype: torch.dtype,
-        device: str = "cpu",
         rows: Sequence[int] = ROWS,
         columns: int = COLUMNS,
         base_bias: bool = False,
     ) -> "Case":
         def of(kind: torch.dtype, *sizes: int, seed: int) -> torch.Tensor:
-            return normal(*sizes, seed=seed).to(device, kind)
+            return normal(*sizes, seed=seed).to(kind)
 
         modules = []
         for place, number in enumerate(rows):
-            module = nn.Linear(columns, number, bias=base_bias, dtype=dtype, device=device)
+            module = nn.Linear(columns, number, bias=base_bias, dtype=dtype)
             module.weight.data = of(dtype, number, columns, seed=place) / columns**0.5
             modules.append(module.requires_grad_(False))
         ranks = RANKS[: len(rows)]
@@ -144,9 +143,9 @@ def gradient_shares(case: Case, gradients: Sequence[torch.Tensor]) -> list[float
     return shares
 
 
-def exact_case(dtype: torch.dtype, device: str = "cpu") -> Case:
+def exact_case(dtype: torch.dtype) -> Case:
     """Small powers of two over a base of zeros: whatever is computed is exact, and none cancels."""
-    case = Case.random(dtype, device, rows=ROWS[:1], columns=8)
+    case = Case.random(dtype, rows=ROWS[:1], columns=8)
 
     def powers(like: torch.Tensor, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)

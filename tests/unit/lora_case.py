@@ -17,13 +17,13 @@ FP32 = torch.float32
 SIZES = {"wide": (48, 640), "tall": (640, 48), "square": (192, 192)}
 
 
-def frozen(kind: str, i: int, o: int, bias: bool, device: str) -> Any:
+def frozen(kind: str, i: int, o: int, bias: bool) -> Any:
     torch.manual_seed(0)
     if kind == "dense":
-        return nn.Linear(i, o, bias=bias).requires_grad_(False).to(device)
+        return nn.Linear(i, o, bias=bias).requires_grad_(False)
     from bitsandbytes.nn import Linear4bit
 
-    made = Linear4bit(i, o, bias=bias, compute_dtype=FP32, quant_type="nf4").to(device)
+    made = Linear4bit(i, o, bias=bias, compute_dtype=FP32, quant_type="nf4").to("cpu")
     made.compute_type_is_set = True
     return made.requires_grad_(False)
 
@@ -35,15 +35,13 @@ def normal(*sizes: int, seed: int = 1) -> torch.Tensor:
 class Case:
     """One layer with what arrives from both sides, and what float64 makes of it."""
 
-    def __init__(
-        self, kind: str, size: str, rank: int, bias: bool, scaling: float, device: str = "cpu"
-    ) -> None:
+    def __init__(self, kind: str, size: str, rank: int, bias: bool, scaling: float) -> None:
         i, o = SIZES[size]
-        self.module = frozen(kind, i, o, bias, device)
+        self.module = frozen(kind, i, o, bias)
         self.scaling = scaling
-        self.input, self.arriving = (normal(2, 24, n).to(device) for n in (i, o))
-        self.a = (normal(rank, i, seed=2) / i**0.5).to(device)
-        self.b = (normal(o, rank, seed=3) / rank**0.5).to(device)
+        self.input, self.arriving = (normal(2, 24, n) for n in (i, o))
+        self.a = normal(rank, i, seed=2) / i**0.5
+        self.b = normal(o, rank, seed=3) / rank**0.5
 
     def run(self, order: str, leaves_out: bool = False) -> list[torch.Tensor]:
         given = [each.clone().requires_grad_() for each in (self.input, self.b, self.a)]

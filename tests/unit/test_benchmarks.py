@@ -1,5 +1,8 @@
 """The benchmarks at a tiny shape on the CPU: every table and arm, and what they must refuse."""
 
+import argparse
+import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from benchmarks import __main__ as entry
-from benchmarks import arms, report, tables
+from benchmarks import arms, report, rival_arms, rival_inputs, rival_table, rivals, tables
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.card import Measured, forecast
 from benchmarks.models import TARGETS, config_of, random_model, with_lora
@@ -144,3 +148,115 @@ def test_a_forecast_slows_kernels_down_each_by_its_rate_and_has_the_link_beside_
     assert forecast(measured, 12.5, CARD, HERE, 0.0).ms == 2e3
     same = forecast(Measured(10.0, 5.0, 0.0), 55, HERE, HERE, 0.0)
     assert same.ms == same.slow_ms == 15.0
+
+
+# Other trainers: what their arms are given. None of them is needed here.
+
+
+def rival_options(folder: Path, *more: str) -> argparse.Namespace:
+    given = ["tiny", "--folder", str(folder), "--length", "64", "--steps", "2", *more]
+    return rivals.parser().parse_args(given)
+
+
+def test_the_name_of_an_arm_says_trainer_way_kernels_and_room() -> None:
+    assert rival_arms.parse_arm("trl:resident+no-liger") == ("trl", "resident", False, None)
+    assert rival_arms.parse_arm("unsloth:auto@6GiB") == ("unsloth", "auto", True, 6 * 2**30)
+    assert rival_arms.parse_arm("soup") == ("soup", "", True, None)
+    with pytest.raises(SystemExit, match="expected an arm of poros, trl, unsloth, soup"):
+        rival_arms.parse_arm("other:resident")
+
+
+def test_unsloth_is_told_how_many_layers_it_offloads() -> None:
+    assert rival_arms.unsloth_settings("resident") == (False, {})
+    assert rival_arms.unsloth_settings("checkpointed") == ("unsloth", {})
+    assert rival_arms.unsloth_settings("offload-27") == ("unsloth", {"offload_layers": 27})
+    assert rival_arms.unsloth_settings("auto") == ("unsloth", {"offload_layers": "auto"})
+    with pytest.raises(SystemExit, match="found 'offload-most'"):
+        rival_arms.unsloth_settings("offload-most")
+
+
+def test_soup_streams_the_micro_batches_of_a_step_apart_or_as_one_batch(tmp_path: Path) -> None:
+    options = rival_options(tmp_path, "--whole-rows", "--accumulation", "4")
+    apart = rival_arms.soup_settings(options, "", has_gpu=True)["training"]
+    assert (apart["batch_size"], apart["gradient_accumulation_steps"]) == (1, 4)
+    assert apart["stream_layers"] and apart["lora"]["r"] == rival_arms.RANK
+    batch = rival_arms.soup_settings(options, "batched", has_gpu=True)["training"]
+    assert (batch["batch_size"], batch["gradient_accumulation_steps"]) == (4, 1)
+    with pytest.raises(SystemExit, match="expected --whole-rows"):
+        rival_arms.soup_settings(rival_options(tmp_path), "", has_gpu=True)
+
+
+def test_whole_rows_are_cut_by_every_trainer_to_the_same_tokens(tmp_path: Path) -> None:
+    """As many as a run trains, each longer than it counts; a conversation is its row again."""
+    rival_inputs.write_inputs(tmp_path, "tiny", None, 6 * 64, whole=64)
+    file = rival_inputs.rows_of(tmp_path, 64, are_whole=True)
+    rows = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert len(rows) == len(set(rows)) == 6
+    assert all(len(tokenizer(row)["input_ids"]) > 64 for row in rows)
+    said = rival_arms.as_messages(rows[0])["messages"]
+    given = {"chat_template": rival_arms.AS_THEY_ARE, "tokenize": False}
+    assert tokenizer.apply_chat_template(said, **given) == rows[0]
+
+
+def test_an_arm_whose_trainer_is_not_installed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rival_arms, "find_spec", lambda name: None)
+    options = rival_options(tmp_path, "--result", str(tmp_path / "result.json"))
+    rival_arms.run_arm(options, "unsloth:resident")
+    result = json.loads(options.result.read_text(encoding="utf-8"))
+    row = {"arm": "unsloth:resident", "length": 64, "accumulation": 8, **result}
+    assert rival_table.summary(row)["note"] == "not installed: unsloth, trl"
+    assert "| not installed: unsloth, trl |" in rival_table.table([row])
+
+
+def test_an_arm_has_its_own_folders_first_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "common")
+    here = str(entry.FOLDER.parent)
+    sites = ["soup=/of/soup", "unsloth=/of/unsloth"]
+    paths = [rivals.environment(sites, name)["PYTHONPATH"] for name in ("soup", "trl")]
+    assert [path.split(os.pathsep) for path in paths] == [
+        ["/of/soup", here, "common"],
+        [here, "common"],
+    ]
+
+
+def test_a_run_is_told_by_the_steps_of_its_last_half() -> None:
+    row = {"arm": "soup", "length": 64, "accumulation": 2, "began": 0.0, "peak_gb": 1.0}
+    row |= {"times": [5.0, 9.0, 10.0, 10.5, 11.0], "losses": [2.0] * 5}
+    row |= {"host_gb": 3.0, "pinned_gb": 2.0}
+    told = rival_table.summary(row)
+    assert (told["step_ms"], told["tokens_per_s"], told["first_s"]) == (500.0, 256, 5)
+    assert "| soup | 64 | 2 | 5 | 256 | 500 (500, 2) | 1.00 | 3.00 | 5 | 2.0000 | 2.000 |" in (
+        rival_table.table([row])
+    )
+
+
+def test_times_are_set_beside_those_of_poros_in_one_lease_alone() -> None:
+    row = {"arm": "soup", "length": 64, "accumulation": 2, "began": 0.0, "peak_gb": 1.0}
+    row |= {"losses": [2.0] * 3, "host_gb": 3.0, "pinned_gb": 2.0, "lease": "a"}
+    slow, quick = {"times": [1.0, 3.0, 5.0]}, {"times": [1.0, 2.0, 3.0], "arm": "poros:4GiB"}
+    failed = {"arm": "poros:1GiB", "note": "too small", "length": 64, "accumulation": 2}
+    rows = [failed | {"lease": "a"}, row | slow, row | quick, row | slow | {"lease": "b"}]
+    assert [rival_table.beside_poros(each, rows) for each in rows[1:]] == ["2.00", "1.00", ""]
+    assert rival_table.beside_poros(rows[1] | {"length": 32}, rows) == ""
+
+
+def test_the_table_of_a_page_is_drawn_from_its_raw_data(tmp_path: Path) -> None:
+    """As it stands in the project, and again once a row is added; all else in the page stays."""
+    source = entry.FOLDER / "results" / "rivals_whole_rows_h100_202611.jsonl"
+    raw, text = source.read_text(encoding="utf-8"), source.with_suffix(".md").read_text("utf-8")
+    file = tmp_path / source.name
+    file.with_suffix(".md").write_text(text, encoding="utf-8")
+    file.write_text(raw, encoding="utf-8")
+    rival_table.main([str(file)])
+    assert file.with_suffix(".md").read_text(encoding="utf-8") == text
+    added = {"arm": "soup", "length": 512, "accumulation": 8, "lease": "z", "note": "none"}
+    file.write_text(raw + json.dumps(added) + "\n", encoding="utf-8")
+    rival_table.main([str(file)])
+    redrawn = file.with_suffix(".md").read_text(encoding="utf-8")
+    assert rival_table.TABLE.sub("", redrawn) == rival_table.TABLE.sub("", text)
+    assert len(cells(redrawn)) == len(cells(text)) + 1 and cells(redrawn)[-1]["note"] == "none"
+    with pytest.raises(SystemExit, match="expected one table in the page, found 0"):
+        rival_table.redrawn("no table", [added])

@@ -81,36 +81,26 @@ RIGHT: list[tuple[str, str]] = [
 WRONG: list[tuple[str, str]] = [
     ("plan model --seq abc", "Invalid value for '--seq'"),
     ("plan nowhere --seq 16", "MODEL: expected a folder or file that exists, or OWNER/NAME"),
-    ("plan ./nowhere --seq 16", "found neither in './nowhere'"),
-    ("plan a/b/c --seq 16", "found neither in 'a/b/c'"),
-    ("plan owner/weights.safetensors --seq 16", "found neither in"),
     ("plan model --seq 0", "seq_len (--seq): expected a positive whole number"),
-    ("plan model --seq 16 --rank 0", "rank: expected a positive whole number"),
     (
         "plan model --seq 16 --accumulate 0",
         "accumulation (--accumulate): expected a positive whole number",
     ),
     ("plan model --seq 16 --vram 8apples", "vram_budget (--vram): expected bytes"),
     ("plan model --seq 16 --vram 8", "did you mean '8GiB'?"),
-    ("plan model --seq 16 --vram -1GiB", "-1GiB"),
     ("plan model --seq 16 --card rtx9999", "card: expected one of"),
-    ("plan model --seq 16 --ram much", "--ram: expected bytes"),
     ("plan model --seq 16 --adapter-dtype int8", "'int8' is not one of"),
     ("plan model --seq 16 --set optimizer=adam", "optimizer: expected one of adamw_torch_fused"),
-    ("plan model --seq 16 --set slots=1", "slots: expected an integer of at least 2"),
-    ("plan model --seq 16 --set library_num_bytes=1G", "library_num_bytes: expected bytes"),
     ("plan model --seq 16 --set apples=3", "'apples' is not a policy field"),
-    ("plan model --seq 16 --set apples", "--set: expected FIELD=VALUE"),
     ("load nowhere --out new", "SOURCE: expected a folder or file that exists"),
     ("load model", "give either --out DIR or --verify"),
+    ("load model --verify --dtype float16", "--verify takes no --dtype"),
     ("load model --out new --dtype bfloat", "'bfloat' is not one of"),
-    ("load model --out new --quantization int3", "'int3' is not one of"),
     ("load model --out file", "--out: expected a new folder, found the file"),
     ("check nowhere", "MODEL_DIR: expected a checkpoint folder with a config.json"),
     ("check model --slots 1", "slots: expected an integer of at least 2"),
     ("check --architecture qwen2 --out .", "--out: expected a file to write, found the folder"),
     ("check", "give either MODEL_DIR or --architecture NAME"),
-    ("check --architecture qwen2 --steps 0", "Invalid value"),
     ("check --registered --adapter vera", "--registered lists recorded results"),
     ("demo --device abacus", "'abacus' is not one of"),
     ("demo --out model", "--out: expected an empty or new folder"),
@@ -165,26 +155,19 @@ def test_a_command_says_nothing_on_the_error_stream() -> None:
     assert (done.returncode, done.stderr) == (0, "") and "families:" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("poros pl", {"plan"}),
-        ("poros plan --card rtx409", {"rtx4090"}),
-        ("poros load --quan", {"--quantization"}),
-    ],
-)
+OFFERED = {"poros pl": "plan", "poros plan --card rtx409": "rtx4090"}
+
+
+@pytest.mark.parametrize("typed", OFFERED)
 def test_the_shell_is_offered_what_may_come_next(
-    typed: str, offered: set[str], monkeypatch: pytest.MonkeyPatch
+    typed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {
-        "_POROS_COMPLETE": "complete_bash",
-        "COMP_WORDS": typed,
-        "COMP_CWORD": str(typed.count(" ")),
-    }.items():
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    for name, value in {"_POROS_COMPLETE": "complete_bash", **words}.items():
         monkeypatch.setenv(name, value)
     at_end = f"lambda: print(set({SLOW!r}) & set(sys.modules), file=sys.stderr)"
     done = run_python(f"import atexit, sys; atexit.register({at_end}); {MAIN}")
-    assert set(done.stdout.split()) == offered and done.stderr == "set()\n"
+    assert done.stdout.split() == [OFFERED[typed]] and done.stderr == "set()\n"
 
 
 # poros check and poros demo
@@ -255,6 +238,8 @@ def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path:
     store = tmp_path / "store"
     written = poros_command("load", str(checkpoint), "--out", str(store))
     assert written.exit_code == 0, written.output
+    refused = poros_command("load", str(checkpoint), "--verify")
+    assert refused.exit_code == BAD_INPUT and "found a checkpoint" in refused.output
     verified = poros_command("load", str(store), "--verify")
     assert verified.exit_code == 0 and "3 layers" in verified.output
     model = poros.load(store)
@@ -327,7 +312,8 @@ def test_a_plan_answers_and_prints_its_terms(case: str, checkpoint: Path) -> Non
     words = " ".join(result.stdout.split())
     assert result.exit_code == exit_code and re.search(said, words), words
     assert "workspace" not in words
-    assert "workspace" in plan(checkpoint, *options, "--terms").output
+    if case == "a budget":
+        assert "workspace" in plan(checkpoint, *options, "--terms").output
     figures = json.loads(plan(checkpoint, *options, "--json").stdout)
     assert is_so(figures) and figures["total_num_bytes"] == sum(figures["terms"].values())
 

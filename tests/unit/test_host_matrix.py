@@ -3,7 +3,7 @@
 import copy
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from poros.errors import PreparedModelError
 from poros.head.embedding import keep_on_host
 from poros.head.host_matrix import HostMatrix
 from poros.head.rows import RowReader
-from poros.streams import EagerStreams, Event
+from poros.streams import EagerStreams
 from tests.support import same_bits
 
 CPU = torch.device("cpu")
@@ -135,42 +135,3 @@ def test_what_is_trained_or_cast_unnoticed_is_noticed_at_the_next_lookup() -> No
     module.half()
     with pytest.raises(PreparedModelError, match=r"embed\.weight: expected torch\.bfloat16"):
         module(IDS)
-
-
-class LateStreams(EagerStreams):
-    """Copies nothing until the host waits for it, as a device that is far behind."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def beside(self) -> "LateStreams":
-        return self
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
-        self.waiting.append((target, source))
-        return len(self.waiting)
-
-    def synchronize(self, event: Event) -> None:
-        while self.waiting:
-            target, source = self.waiting.pop(0)
-            target.copy_(source)
-
-
-@pytest.mark.parametrize("batches", [(IDS, IDS.flip(0)), (IDS[:1], IDS), (IDS, IDS[1:])])
-def test_rows_on_their_way_are_not_overwritten_by_the_next(
-    batches: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matrix = make().weight
-
-    def read() -> list[bool]:
-        streams = LateStreams()
-        reader = RowReader(streams)
-        found = [reader.rows("embed", matrix, ids) for ids in batches]
-        streams.synchronize(None)
-        return [same_bits(rows, matrix[ids]) for rows, ids in zip(found, batches, strict=True)]
-
-    assert read() == [True, True]
-    monkeypatch.setattr(RowReader, "_settle", lambda self: None)
-    needs_new_memory = batches[1].numel() > batches[0].numel()
-    assert read() == [needs_new_memory, True], "without the wait"

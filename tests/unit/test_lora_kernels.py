@@ -1,6 +1,6 @@
-"""``add_lora`` and ``swiglu`` against their references, bit for bit: a CPU and the interpreter.
+"""``add_lora`` and ``swiglu`` have their references' bits: on a CPU, in the interpreter, on a GPU.
 
-The interpreter rounds float32 and float16 as a GPU does, but not bfloat16: that is for tests/gpu.
+The interpreter rounds float32 and float16 as a GPU does, but not bfloat16.
 """
 
 from collections.abc import Callable
@@ -14,35 +14,45 @@ from torch import nn
 from poros.kernels import lora
 from poros.kernels.lora import Added, add_lora, add_lora_ref
 from poros.kernels.swiglu import swiglu, swiglu_ref
+from tests.gpu.models import same
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ROWS, COLUMNS, RANK = 48, 80, 8
+Sizes = tuple[int, int, int]
+"""Rows, columns and rank."""
+SMALL: Sizes = (48, 80, 8)
+LARGE: list[Sizes] = [(3584, 3584, 16), (512, 3584, 8), (18944, 3584, 16), (3584, 18944, 64)]
 
 
 def added(
-    dtype: torch.dtype,
-    dropout: float = 0.0,
-    *,
-    rounds: bool = True,
-    keeps: bool = False,
-    scaling: float = 2.0 / 3.0,
+    dtype: torch.dtype, dropout: float = 0.0, *, rounds: bool = True, keeps: bool = False
 ) -> Added:
-    return Added(scaling, dropout, dtype, rounds, keeps)
+    return Added(2.0 / 3.0, dropout, dtype, rounds, keeps)
 
 
-def tensors(dtype: torch.dtype, adapters: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
+def normal(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(*shape, generator=generator, device=device)
+    return values.to(dtype).requires_grad_()
 
-    def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        values = torch.randn(*shape, generator=generator)
-        return values.to(dtype).requires_grad_()
 
+def tensors(
+    dtype: torch.dtype,
+    adapters: torch.dtype,
+    sizes: Sizes = SMALL,
+    num_tokens: int = 7,
+    device: str = "cpu",
+) -> list[torch.Tensor]:
+    rows, columns, rank = sizes
+    forms = [
+        ((2, num_tokens, rows), dtype),
+        ((2, num_tokens, columns), dtype),
+        ((rank, columns), adapters),
+        ((rows, rank), adapters),
+    ]
     return [
-        normal(2, 7, ROWS, dtype=dtype),
-        normal(2, 7, COLUMNS, dtype=dtype),
-        normal(RANK, COLUMNS, dtype=adapters),
-        normal(ROWS, RANK, dtype=adapters),
+        normal(*shape, dtype=kind, device=device, seed=seed)
+        for seed, (shape, kind) in enumerate(forms)
     ]
 
 
@@ -50,18 +60,18 @@ def outcome(
     run: Callable[..., torch.Tensor], given: list[torch.Tensor], how: Any
 ) -> list[torch.Tensor]:
     """The sum, all gradients, and the random state behind it."""
+    device = given[0].device
     torch.manual_seed(3)
     sum_ = run(*given, how)
-    state = torch.get_rng_state()
-    arriving = torch.randn(sum_.shape, generator=torch.Generator().manual_seed(1)).to(sum_.dtype)
+    state = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+    generator = torch.Generator(device).manual_seed(1)
+    arriving = torch.randn(sum_.shape, generator=generator, device=device).to(sum_.dtype)
     wanted = [each for each in given if each.requires_grad]
     return [sum_.detach(), *torch.autograd.grad(sum_, wanted, arriving), state]
 
 
 def differing(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[int]:
-    return [
-        number for number, pair in enumerate(zip(left, right, strict=True)) if not same_bits(*pair)
-    ]
+    return [number for number, pair in enumerate(zip(left, right, strict=True)) if not same(*pair)]
 
 
 # The dtypes of a model, of its adapters, and of what dropout sees.
@@ -89,24 +99,43 @@ def test_equals_what_peft_computes(
     assert lora.sum_dtype(*dtypes[:2], how) == expected[0].dtype
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("num_tokens", [7, 512, 2048])
+@pytest.mark.parametrize("sizes", [*LARGE, (33, 70, 4)], ids=str)
+def test_equals_what_peft_computes_on_a_gpu(sizes: Sizes, num_tokens: int, dropout: float) -> None:
+    for (dtype, adapters, middle), kind in product(DTYPES, AS_PEFT.values()):
+        given = tensors(dtype, adapters, sizes, num_tokens, "cuda")
+        how = added(middle, dropout, **kind)
+        found, expected = (outcome(run, given, how) for run in (add_lora, add_lora_ref))
+        assert differing(found, expected) == [], (dtype, adapters, kind)
+
+
+@pytest.mark.gpu
+def test_a_hundred_times_the_same() -> None:
+    given = tensors(BF16, FP32, (3584, 18944, 16), 256, "cuda")
+    expected = outcome(add_lora, given, added(FP32, 0.05))
+    for _ in range(100):
+        assert differing(outcome(add_lora, given, added(FP32, 0.05)), expected) == []
+
+
 ACTIVATIONS = [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU()]
-
-
-def gate_and_up(dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(3, 5, COLUMNS, generator=generator).to(dtype).requires_grad_() for _ in "ab"
-    ]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_swiglu_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
-    """Whichever part is frozen."""
+@pytest.mark.parametrize(
+    ("device", "shape"),
+    [("cpu", (3, 5, 80)), pytest.param("cuda", (3, 1024, 18944), marks=pytest.mark.gpu)],
+)
+def test_swiglu_equals_what_models_compute(
+    device: str, shape: tuple[int, ...], activation: nn.Module, dtype: torch.dtype
+) -> None:
+    """Whichever part is frozen; on a GPU in several parts: see ``poros.kernels.swiglu``."""
     for frozen in ([], [0], [1]):
-        given: list[torch.Tensor] = []
-        for number, part in enumerate(gate_and_up(dtype)):
-            given.append(part.requires_grad_(number not in frozen))
+        given = [normal(*shape, dtype=dtype, device=device, seed=seed) for seed in range(2)]
+        for place in frozen:
+            given[place].requires_grad_(False)
         both = [outcome(run, given, activation) for run in (swiglu, swiglu_ref)]
         assert differing(*both) == []
 
@@ -165,3 +194,38 @@ def test_kernels_of_silu(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-10, atol=2**-20)
     assert not torch.equal(found[1], gradient)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_silu_of_every_gate(dtype: torch.dtype) -> None:
+    every = torch.arange(2**16, device="cuda").to(torch.int16).view(dtype)
+    for seed, scale in enumerate((0.0, 1e-6, 1.0, 1.0, 1.0, 1e4)):
+        up, gradient = (
+            scale * normal(2**16, dtype=dtype, device="cuda", seed=each).detach()
+            for each in (seed, seed + 100)
+        )
+        both = []
+        for run in (swiglu, swiglu_ref):
+            given = [each.clone().requires_grad_() for each in (every, up)]
+            product_ = run(*given, nn.SiLU())
+            both.append([product_.detach(), *torch.autograd.grad(product_, given, gradient)])
+        for found, expected in zip(*both, strict=True):
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert same_bits(found.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_what_dropout_gave_is_made_again(dtype: torch.dtype) -> None:
+    """For rates whose quotients round differently in float32 and float64."""
+    input = torch.randn(64, 3001, device="cuda").to(dtype)
+    differing = 0
+    for percent in range(1, 100):
+        p = percent / 100
+        dropped, mask = torch.native_dropout(input, p, True)
+        assert same_bits(lora.drop(input, mask, p, dtype, dtype), dropped), p
+        backward = torch.ops.aten.native_dropout_backward(input, mask, 1 / (1 - p))
+        assert same_bits(lora.drop(input, mask, p, dtype, dtype, is_gradient=True), backward), p
+        differing += not same_bits(backward, dropped)
+    assert dtype is not FP32 or differing > 0

@@ -112,19 +112,14 @@ def test_what_is_untested_trains_behind_a_warning_and_the_self_check(
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_without_the_check_what_is_untested_does_not_train(
-    subject: str, path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_check_what_is_untested_does_not_train(subject: str, path: Path) -> None:
     put(subject, "untested")
     model = make(SUBJECTS[subject]).eval()
     with torch.no_grad():
         expected = model(input_ids=IDS).logits
-    with caplog.at_level(logging.WARNING, "poros"):
-        poros.prepare(model, self_check="off", loss="reference")
-    assert any("training it is refused" in each.getMessage() for each in caplog.records)
+    poros.prepare(model, self_check="off", loss="reference")
     with pytest.raises(UnvalidatedArchitectureError, match='self_check="strict"'):
         model(input_ids=IDS, labels=IDS)
-    assert all(each.grad is None for each in model.parameters())
     with torch.no_grad():
         assert torch.equal(model(input_ids=IDS).logits, expected)
     poros.restore(model)

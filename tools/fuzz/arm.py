@@ -387,7 +387,7 @@ def _slice_loss(model: Any) -> None:
     base = model.get_base_model()
     head, _ = find_head(model, base, "chunked", False)
     if head is not None:
-        slice_loss(base, head.modules)
+        slice_loss(base, head.module)
 
 
 def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -66,6 +66,7 @@ def finetune(
 
 def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     from poros.finetune.data import read_data
+    from poros.finetune.hub import send
     from poros.finetune.resuming import require_usable
 
     require_usable(recipe)
@@ -98,6 +99,8 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     if recipe.training.method != "reward":  # a model of such an adapter writes no text
         lines.append(f"try it:  poros chat {folder}")
     lines.append(f"merged:  {merged}" if merged else f"merge:   poros merge {folder} --out FOLDER")
+    if recipe.training.more.get("push_to_hub"):  # at last: without a network the rest is there
+        lines.append(f"on the hub: {send(recipe, adapter)}")
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from poros.errors import RunFolderError, quoted, reason_of
+from poros.finetune import hub
 from poros.finetune.checkpoints import STAGE, damage_of, numbered
 from poros.io.reading import open_regular
 from poros.io.writing import require_folder, write_json, write_text, writing
@@ -36,6 +37,7 @@ _OTHER = "give another folder (--out)"
 _MAY_CHANGE = (
     "output.folder",
     "output.merged",
+    *(f"training.{name}" for name in hub.SETTINGS),
     "training.save_total_limit",
     "training.save_steps",
     "training.save_strategy",

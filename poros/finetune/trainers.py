@@ -26,6 +26,7 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
+from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
 from poros.finetune.packing import takes_cu_seqlens
@@ -288,7 +289,7 @@ def make_arguments(
         fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"
     fields |= recipe.as_dict()["training"]
     # TRL would replace the loss, and code of transformers for the whole process.
-    for own in (*_OURS, "use_liger_kernel"):
+    for own in (*_OURS, *hub.SETTINGS, "use_liger_kernel"):
         fields.pop(own, None)
     is_stopped_early = training.early_stopping_patience is not None
     if is_stopped_early:

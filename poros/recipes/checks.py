@@ -180,6 +180,15 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             "training.adapter_kernels",
             "expected LoRA with grouped, found DoRA; choose fused, or remove it",
         )
+    if training.more.get("push_to_hub"):
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            draft.problem(
+                "training.push_to_hub",
+                "expected a token to send the adapter with, found none; `hf auth login` keeps one, "
+                "or set HF_TOKEN",
+            )
     for name in (
         *("eval_steps", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
         "early_stopping_patience",

@@ -48,8 +48,7 @@ _TRAINING = {
     "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
     "label_names",
     "a recipe is kept beside the adapter, and is no place for a secret: set HF_TOKEN": "hub_token",
-    "a run stays on this machine; `hf upload OWNER/NAME FOLDER` sends its adapter": "push_to_hub "
-    "hub_model_id hub_private_repo hub_revision hub_strategy hub_always_push",
+    "the adapter is sent once the run has ended, and no checkpoint": "hub_strategy hub_always_push",
     "it is model": "model_init_kwargs",
     "Poros runs no code that comes with a checkpoint": "trust_remote_code",
     "the model's own coefficient is taken": "router_aux_loss_coef",

@@ -60,7 +60,9 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "optimizer without a schedule": (
         "training:\n  optim: schedule_free_adamw\n", 4, "has a schedule", "adamw_torch_fused",
     ),
-    "sent to the hub": ("training:\n  push_to_hub: true\n", 4, "passes on", "hf upload"),
+    "a checkpoint sent to the hub": (
+        "training:\n  hub_strategy: every_save\n", 4, "once the run has ended", "leave it out",
+    ),
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "greater than 0", "save_steps: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
     "name twice in a mapping": (

@@ -1,4 +1,4 @@
-"""What a recipe may ask for when a run has ended: a merged model.
+"""What a recipe may ask for when a run has ended: a merged model, and an adapter on the hub.
 
 The recipe is the one of docs/how-to/settings.md; only the names of model and data are replaced.
 """
@@ -6,8 +6,10 @@ The recipe is the one of docs/how-to/settings.md; only the names of model and da
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -65,3 +67,53 @@ def test_a_folder_that_is_there_is_no_place_for_a_merged_model(
     options = settings_for(model, data, tmp_path / "run")
     with pytest.raises(RecipeError, match=r"--merged: .*there is something already"):
         recipe_of(**options, output__merged=tmp_path)
+
+
+def test_the_adapter_is_sent(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class Hub:
+        is_gone = False
+
+        def create_repo(self, name: str, **options: Any) -> Any:
+            asked.append(("made", name, options["private"]))
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def create_branch(self, name: str, **options: Any) -> None:
+            asked.append(("branch", name, options["branch"]))
+
+        def upload_folder(self, **options: Any) -> None:
+            if self.is_gone:
+                raise ConnectionError("gone")
+            assert (options["folder_path"] / "adapter_model.safetensors").is_file()
+            assert options["ignore_patterns"] == ["README.md"]  # it names a base on this machine
+            asked.append(("sent", options["repo_id"], options["revision"]))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    fields = ("push_to_hub=true", "hub_private_repo=true", "hub_revision=first")
+    command = (
+        *("finetune", str(model), str(data / "text.jsonl"), "--steps", "1", "--max-length", "64"),
+        *("--slots", "2", *(f"--set=training.{each}" for each in fields)),
+    )
+    refused = poros_command(*command, "--out", str(tmp_path / "run"))
+    assert refused.exit_code == 2 and not (tmp_path / "run").exists()
+    assert "expected a token" in text(refused) and "hf auth login" in text(refused)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_abc")
+    dry = poros_command(*command, "--out", str(tmp_path / "run"), "--dry-run")
+    assert (dry.exit_code, asked) == (0, [])
+    done = poros_command(*command, "--out", str(tmp_path / "run"))
+    assert done.exit_code == 0 and "on the hub: me/run" in text(done), text(done)
+    assert asked == [
+        *(("made", "run", True), ("branch", "me/run", "first")),
+        ("sent", "me/run", "first"),
+    ]
+    monkeypatch.setattr(Hub, "is_gone", True)
+    other = str(tmp_path / "other")
+    failed = poros_command(*command, "--out", other, "--set=training.hub_model_id=mine")
+    assert failed.exit_code == 2 and "gone" in text(failed)
+    line = f"hf upload me/mine {other}/adapter --exclude=README.md --private --revision first"
+    assert line.replace(" ", "") in "".join(text(failed).split())
+    assert (tmp_path / "other" / "adapter").is_dir()

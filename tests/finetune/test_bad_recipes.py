@@ -60,8 +60,8 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "optimizer without a schedule": (
         "training:\n  optim: schedule_free_adamw\n", 4, "has a schedule", "adamw_torch_fused",
     ),
-    "a checkpoint sent to the hub": (
-        "training:\n  hub_strategy: every_save\n", 4, "once the run has ended", "leave it out",
+    "checkpoints sent to the hub": (
+        "training:\n  hub_strategy: every_save\n", 4, "once the run has ended", "no checkpoint",
     ),
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "greater than 0", "save_steps: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),

@@ -5,7 +5,9 @@ written alike, and those of all sources become the same form. Files of JSON and 
 without an import of torch.
 """
 
+import random
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -75,19 +77,21 @@ def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
     """
     reader = _Reader(recipe)
     parts = [reader.read(source, "data.source") for source in recipe.data.sources]
-    validation = recipe.data.validation
+    validation, seed = recipe.data.validation, recipe.training.seed
     num_sources = len(parts)
     if isinstance(validation, str):
         parts.append(reader.read(validation, "data.validation"))
     reader.refuse()
     parts = reader.alike(parts)
     reader.refuse()
-    train, others = _joined(parts[:num_sources]), parts[num_sources:]
-    if others:
-        return train, others[0]
-    if isinstance(validation, str) or not validation:
-        return train, None
-    return _split(train, validation, recipe.training.seed)
+    parts, others = parts[:num_sources], parts[num_sources:]
+    rows, held_out = _joined(parts), list[int]()
+    if validation and not isinstance(validation, str):
+        held_out = _held_out(rows, validation, seed)
+        others = [rows.chosen(held_out)]
+    weights = recipe.data.weights or (1.0,) * num_sources
+    train = rows.chosen(_taken(parts, weights, {*held_out}, seed))
+    return train, others[0] if others else None
 
 
 class _Reader:
@@ -193,8 +197,30 @@ class _Reader:
             )
 
 
-def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
-    """Hold out a share of the rows.
+def _taken(
+    parts: Sequence[Rows], weights: Sequence[float], held_out: AbstractSet[int], seed: int
+) -> list[int]:
+    """Number the rows of all sources, each as often as the weight of its source says.
+
+    With 2.5 each row is taken twice, and half of them, drawn by the seed, once more. Of a source
+    with any rows to train on at least one is taken.
+    """
+    generator = random.Random(seed)
+    taken: list[int] = []
+    start = 0
+    for part, weight in zip(parts, weights, strict=True):
+        numbers = [each for each in range(start, start + len(part.rows)) if each not in held_out]
+        times = int(weight)
+        num_more = round((weight - times) * len(numbers))
+        if times == num_more == 0:
+            num_more = min(1, len(numbers))
+        taken += numbers * times + sorted(generator.sample(numbers, num_more))
+        start += len(part.rows)
+    return taken
+
+
+def _held_out(rows: Rows, share: float, seed: int) -> list[int]:
+    """Choose a share of the rows to hold out, by their numbers.
 
     Raises:
         DataFormatError: If none would be left.
@@ -209,9 +235,7 @@ def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
         )
     num_held_out = min(max(1, round(share * num_rows)), num_rows - 1)
     numbers = Dataset.from_dict({"row": list(range(num_rows))})
-    split = numbers.train_test_split(num_held_out, seed=seed)
-    left, held_out = (sorted(split[name]["row"]) for name in ("train", "test"))
-    return rows.chosen(left), rows.chosen(held_out)
+    return sorted(numbers.train_test_split(num_held_out, seed=seed)["test"]["row"])
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:

@@ -7,10 +7,13 @@ everything else: Parquet, folders that it has saved, data sets by name.
 
 import csv
 import glob
+import gzip
 import json
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +71,9 @@ def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
 def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
     """Yield the rows of a file of JSON or CSV."""
     suffix = suffix_of(file)
-    with open_regular(file) as stream:
-        lines = _decoded(stream, shown, note)
+    unpacked: Any = gzip.open if file.suffix == ".gz" else nullcontext
+    with open_regular(file) as stream, unpacked(stream) as content:
+        lines = _decoded(content, shown, note)
         if suffix in (".csv", ".tsv"):
             yield from _cells(lines, "\t" if suffix == ".tsv" else ",", shown, note)
         elif suffix == ".json":
@@ -84,13 +88,18 @@ def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
 
 def _decoded(lines: Iterable[bytes], shown: str, note: Note) -> Iterator[str]:
     """Yield every line as text, without a byte order mark; an empty one for one that is none."""
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            found = f"the byte 0x{line[error.start]:02x} in column {error.start + 1}"
-            note(f"{shown}:{number}", f"expected UTF-8, found {found}; save it as UTF-8")
-            yield "\n"
+    number = 0
+    try:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                found = f"the byte 0x{line[error.start]:02x} in column {error.start + 1}"
+                note(f"{shown}:{number}", f"expected UTF-8, found {found}; save it as UTF-8")
+                yield "\n"
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        what = f"expected gzip, found: {quoted(str(error), is_bare=True)}; compress it anew"
+        note(f"{shown}:{number + 1}", what)
 
 
 def _objects(lines: Iterable[str], shown: str, note: Note) -> Iterator[Row]:

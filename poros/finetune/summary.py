@@ -116,7 +116,11 @@ def show(
         "adapter",
         f"{kind}, rank {adapter.r}, alpha {recipe.alpha:g}, on {_targets(recipe)}",
     )
-    table.add_row("rows", "; ".join(f"{title}, {number:,}" for title, number in rows.read))
+    read = [f"{title}, {number:,}" for title, number in rows.read]
+    if recipe.data.weights:
+        pairs = zip(read, recipe.data.weights, strict=True)
+        read = [f"{each} x {weight:g}" for each, weight in pairs]
+    table.add_row("rows", "; ".join(read))
     table.add_row("data", _data_line(recipe, size, tokens))
     for name, text in _marked(tokens, 0, tokenizer, console.encoding, _SHORT):
         table.add_row(name, text)

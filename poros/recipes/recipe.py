@@ -24,6 +24,7 @@ Count = Annotated[int, Field(ge=1, le=4096)]
 Number = Annotated[int, Field(ge=1)]
 Several = Annotated[int, Field(ge=2)]
 Positive = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(gt=0, le=1000)]
 Share = Annotated[float, Field(ge=0, le=0.9)]
 Often = Annotated[ShareOrNumber, Field(gt=0)]
 
@@ -76,6 +77,8 @@ class DataPart:
         "DATA",
         "File or folder of rows (JSON, CSV, Parquet), or name of a data set on the hub; or a list.",
     )
+    weights: tuple[Weight, ...] | None = _setting(None, "", "")
+    """How often each epoch takes the rows of each source: 2 twice, 0.5 half of them."""
     config: Text | None = _setting(None, "--config", "Configuration of a data set on the hub.")
     split: Text | None = _setting(
         None, "--split", "Split of a data set on the hub; default: train."

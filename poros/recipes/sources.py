@@ -9,7 +9,7 @@ from pathlib import Path
 from poros.loaders.names import is_local
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-"""Of files of rows."""
+"""Of files of rows; texts may be compressed, with .gz behind it."""
 
 
 class Kind(Enum):
@@ -22,6 +22,9 @@ class Kind(Enum):
 
 def suffix_of(file: Path) -> str:
     """Return which of ``SUFFIXES`` a file is of; "" if of none."""
+    if file.suffix == ".gz":
+        inner = Path(file.stem).suffix
+        return inner if inner in SUFFIXES and inner != ".parquet" else ""
     return file.suffix if file.suffix in SUFFIXES else ""
 
 

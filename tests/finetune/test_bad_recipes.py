@@ -1,5 +1,6 @@
 """Bad recipes and bad rows: each refused with file, line and remedy, before anything is written."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -166,6 +167,9 @@ SOURCES: dict[str, tuple[str, int, str, str]] = {
     "list in a list": ("  - [rows.jsonl]\n", 3, "found a list", "write one"),
     "split of files": ("  split: test\n", 6, "on the hub to split, found a file", "remove it"),
     "configuration of files": ("  config: main\n", 6, "on the hub to configure", "remove it"),
+    "weight of nothing": ("  weights: [1, 0]\n", 6, "a number greater than 0", "leave it out"),
+    "negative weight": ("  weights: [1, -2]\n", 6, "a number greater than 0", "leave it out"),
+    "weight of one source": ("  weights: [1]\n", 6, "found 1 for 2", "list the sources"),
     "sources that differ": ("", 1, "rows of one form in all sources, found text beside", "alike"),
 }
 
@@ -207,6 +211,12 @@ FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     "one object on several lines": ("a.json", b'{\n"text": "a"\n}', ":1:2:", "JSON", "jq -c"),
     "empty list": ("a.json", b"[]", ":1:", "found none", "write some"),
     "Parquet cut off": ("a.parquet", parquet()[:-20], ", row 1:", "a Parquet file", "anew"),
+    "gzip cut off": (
+        "a.jsonl.gz", gzip.compress(LINES * 9)[:-9], ":10:", "expected gzip", "compress it anew",
+    ),
+    "no gzip": ("a.csv.gz", b"text\na\n", ":1:", "expected gzip", "compress it anew"),
+    "line in gzip": ("a.jsonl.gz", gzip.compress(LINES + b"{"), ":2:2:", "expected JSON", "jq -c"),
+    "other suffix in gzip": ("a.parquet.gz", b"a", "DATA:", "or a text in .gz", "one JSON object"),
     "other suffix": ("a.txt", b"a", "DATA:", "ends in .jsonl, .json, .csv", "one JSON object"),
     "folder without rows": ("a", {"a.txt": b""}, "DATA:", "files that end in", "write JSON"),
     "folder of two kinds": (
@@ -230,6 +240,9 @@ def test_bad_files(case: str, place: Path) -> None:
 
 
 FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "weights of one source": (
+        ("model", "rows.jsonl", "--set", "data.weights=[2]"), "found 1 for 1", "list the sources",
+    ),
     "both": (("model", "rows.jsonl", "--vram", "8GiB", "--slots", "2"), "--slots:", "remove one"),
     "no model": (("nowhere/at/all", "rows.jsonl"), "MODEL: expected", "check it"),
     "no data": (("model", "gone.jsonl"), "DATA: expected", "check the path"),

@@ -1,8 +1,10 @@
 """Every way to write rows gives the tokens of the same rows as messages in JSONL."""
 
 import csv
+import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,16 @@ def parquet(path: Path, content: list[dict[str, Any]]) -> Path:
     return path
 
 
+def packed(write: Write) -> Write:
+    def compressed(path: Path, content: list[dict[str, Any]]) -> Path:
+        file = write(path, content)
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+        return file.with_name(f"{file.name}.gz")
+
+    return compressed
+
+
 def saved(path: Path, content: list[dict[str, Any]]) -> Path:
     Dataset.from_list(content).save_to_disk(path)
     return path
@@ -131,6 +143,9 @@ WAYS: dict[str, tuple[Write, list[dict[str, Any]], str, dict[str, str]]] = {
     "CSV": (cells, ALPACA, "Alpaca instructions", {}),
     "TSV": (tabs, QUESTIONS, "questions and answers", {}),
     "Parquet": (parquet, SHARED, "ShareGPT conversations", {}),
+    "JSONL in gzip": (packed(lines), CHATS, "messages", {}),
+    "JSON in gzip": (packed(indented), SHARED, "ShareGPT conversations", {}),
+    "CSV in gzip": (packed(cells), ALPACA, "Alpaca instructions", {}),
     "a saved data set": (saved, CHATS, "messages", {}),
     "saved splits": (saved_splits, ALPACA, "Alpaca instructions", {}),
     "a folder": (folder, CHATS, "messages", {}),
@@ -259,6 +274,27 @@ def test_several_sources_one_after_the_other(model: Path, tmp_path: Path, expect
     train, validation = read_data(mixed(tmp_path, model, source=sources, validation=0.25))
     assert validation is not None and len(validation.rows) == 6
     assert sorted(map(str, [*train.rows, *validation.rows])) == sorted(map(str, CHATS))
+
+
+def test_weights_say_how_often_rows_are_taken(model: Path, tmp_path: Path) -> None:
+    sources = [lines(tmp_path / "a", CHATS[:9]), lines(tmp_path / "b", CHATS[9:])]
+    recipe = mixed(tmp_path, model, source=sources, weights=[2.5, 0.2])
+    (tmp_path / "written.yaml").write_text(recipe.as_yaml())
+    assert checked(read_recipe(tmp_path / "written.yaml", {})) == recipe
+    found, _ = read_data(recipe)
+    times = [found.rows.count(each) for each in CHATS]
+    assert sorted(times[:9]) == [2] * 5 + [3] * 4 and sorted(times[9:]) == [0] * 12 + [1] * 3
+    assert read_data(recipe)[0] == found
+    other = replace(recipe, training=replace(recipe.training, seed=7))
+    assert read_data(other)[0].rows != found.rows
+    # No row that is held out is trained on, however often rows are taken.
+    train, validation = read_data(
+        mixed(tmp_path, model, source=sources, weights=[3, 1], validation=0.25)
+    )
+    assert validation is not None and len(validation.rows) == 6
+    full = [(each, 3 if number < 9 else 1) for number, each in enumerate(CHATS)]
+    for each, times in full:
+        assert train.rows.count(each) == (0 if each in validation.rows else times)
 
 
 @pytest.mark.parametrize("write", [saved, saved_splits, repository, nowhere])

@@ -70,8 +70,9 @@ def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
 
 def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
     """Yield the rows of a file of JSON or CSV."""
-    suffix = suffix_of(file)
-    unpacked: Any = gzip.open if file.suffix == ".gz" else nullcontext
+    packed = suffix_of(file)
+    suffix = packed.removesuffix(".gz")
+    unpacked: Any = nullcontext if suffix == packed else gzip.open
     with open_regular(file) as stream, unpacked(stream) as content:
         lines = _decoded(content, shown, note)
         if suffix in (".csv", ".tsv"):

@@ -111,11 +111,12 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
         draft.problem(
             "data.config", "expected a data set on the hub to configure, found others; remove it"
         )
-    if data.weights and (len(data.sources) < 2 or len(data.weights) != len(data.sources)):
+    weights, num_sources = data.weights, len(data.sources)
+    if weights is not None and not 1 < len(weights) == num_sources:
         draft.problem(
             "data.weights",
-            f"expected a weight for each of several sources, found {len(data.weights)} for "
-            f"{len(data.sources)}; list the sources in data.source, or remove it",
+            f"expected a weight for each of several sources, found {len(weights)} for "
+            f"{num_sources}; list the sources in data.source, or remove it",
         )
     template = data.chat_template
     if template.endswith((".jinja", ".j2")):
@@ -153,8 +154,8 @@ def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
     suffixes = sorted({suffix_of(each) for each in files_of(path)})
     if not suffixes:
         return (
-            f"expected files that end in {', '.join(SUFFIXES)} in {shown}, or texts in .gz, found "
-            "none; write JSON objects, one a line"
+            f"expected files that end in {', '.join(SUFFIXES)} in {shown}, found none; write JSON "
+            "objects, one a line"
         )
     if len(suffixes) > 1:
         return (
@@ -163,8 +164,8 @@ def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
         )
     if suffixes == [""]:
         return (
-            f"expected a file that ends in {', '.join(SUFFIXES)}, or a text in .gz, found {shown}; "
-            "write one JSON object a line"
+            f"expected a file that ends in {', '.join(SUFFIXES)}, found {shown}; write one JSON "
+            "object a line"
         )
     return None
 

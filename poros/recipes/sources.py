@@ -8,8 +8,9 @@ from pathlib import Path
 
 from poros.loaders.names import is_local
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-"""Of files of rows; texts may be compressed, with .gz behind it."""
+_TEXTS = (".jsonl", ".json", ".csv", ".tsv")
+SUFFIXES = (*_TEXTS, ".parquet", *(f"{each}.gz" for each in _TEXTS))
+"""Of files of rows."""
 
 
 class Kind(Enum):
@@ -22,10 +23,7 @@ class Kind(Enum):
 
 def suffix_of(file: Path) -> str:
     """Return which of ``SUFFIXES`` a file is of; "" if of none."""
-    if file.suffix == ".gz":
-        inner = Path(file.stem).suffix
-        return inner if inner in SUFFIXES and inner != ".parquet" else ""
-    return file.suffix if file.suffix in SUFFIXES else ""
+    return next((each for each in SUFFIXES if file.name.endswith(each)), "")
 
 
 def files_of(path: Path) -> list[Path]:

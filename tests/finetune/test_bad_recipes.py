@@ -169,6 +169,7 @@ SOURCES: dict[str, tuple[str, int, str, str]] = {
     "configuration of files": ("  config: main\n", 6, "on the hub to configure", "remove it"),
     "weight of nothing": ("  weights: [1, 0]\n", 6, "a number greater than 0", "leave it out"),
     "negative weight": ("  weights: [1, -2]\n", 6, "a number greater than 0", "leave it out"),
+    "no weights": ("  weights: []\n", 6, "found 0 for 2", "list the sources"),
     "weight of one source": ("  weights: [1]\n", 6, "found 1 for 2", "list the sources"),
     "sources that differ": ("", 1, "rows of one form in all sources, found text beside", "alike"),
 }
@@ -216,11 +217,14 @@ FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     ),
     "no gzip": ("a.csv.gz", b"text\na\n", ":1:", "expected gzip", "compress it anew"),
     "line in gzip": ("a.jsonl.gz", gzip.compress(LINES + b"{"), ":2:2:", "expected JSON", "jq -c"),
-    "other suffix in gzip": ("a.parquet.gz", b"a", "DATA:", "or a text in .gz", "one JSON object"),
+    "other suffix in gzip": ("a.parquet.gz", b"a", "DATA:", ".jsonl.gz", "one JSON object"),
     "other suffix": ("a.txt", b"a", "DATA:", "ends in .jsonl, .json, .csv", "one JSON object"),
     "folder without rows": ("a", {"a.txt": b""}, "DATA:", "files that end in", "write JSON"),
     "folder of two kinds": (
         "a", {"a.jsonl": LINES, "b.csv": b"text\na\n"}, "DATA:", ".csv and .jsonl", "[a.jsonl, b",
+    ),
+    "folder of rows twice": (
+        "a", {"a.jsonl": LINES, "a.jsonl.gz": b""}, "DATA:", ".jsonl and .jsonl.gz", "[a.jsonl, b",
     ),
     "saved folder damaged": ("a", saved(b"{"), "[train], row 1:", "save_to_disk", "save it anew"),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from poros.replay.routing import Terms
 from poros.replay.uses import Uses
 from tests.covers import cover
 from tests.support import same_bits
@@ -214,6 +215,8 @@ def losses() -> Iterator[tuple[str, Row]]:
     for states in ((1,), (3,), (1, 2), (0, 1, 2, 3)):
         terms = [Term("hidden", each) for each in states]
         yield f"losses on states {states}", row(*NOISE, forwards=forward(*terms))
+    given = row(Hook("forward", "capture", layer=1), forwards=PENALIZED, subject=DROPOUT)
+    yield "a loss on what a layer gives", given
     for name in ("gemma4_shared_kv", "mixtral"):
         states = forward(Term("hidden", 2))
         yield f"a state of {name}", row(forwards=states, subject=Subject(name))
@@ -238,7 +241,9 @@ def surroundings() -> Iterator[tuple[str, Row]]:
         "eval of a layer": SetMode(layer=1),
         "a parameter frozen": Train(False, "lora_A", 0),
     }.items():
-        yield f"{name} in between", row(between=(between,), subject=DROPOUT)
+        # An evaluation in whatever mode each module is in by then.
+        after = (Evaluate(mode="train"),)
+        yield f"{name} in between", row(between=(between,), after=after, subject=DROPOUT)
     modes: Any = {"before": (SetMode(),), "between": (SetMode(True),)}
     yield "train behind a forward of eval", row(subject=DROPOUT, **modes)
     yield "inputs that require gradients", row(Enable("input_grads"))
@@ -462,6 +467,17 @@ def as_they_are_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Uses, "__init__", init)
 
 
+def in_one_sum(patch: pytest.MonkeyPatch) -> None:
+    """The terms of an input's gradient are added before they are handed on."""
+    genuine = Terms.take
+
+    def take(self: Terms) -> Any:
+        first, *others = genuine(self)
+        return [sum(others, first), *[None] * len(others)]
+
+    patch.setattr(Terms, "take", take)
+
+
 DORA = replace(DENSE, kind="dora")
 
 
@@ -471,6 +487,8 @@ DORA = replace(DENSE, kind="dora")
         (no_shared_casts, f"backwards in one region, {DENSE}"),
         (no_shared_casts, f"a penalty, {DENSE}"),
         (as_they_are_used, f"a region, {DORA}"),
+        (in_one_sum, "losses on states (1, 2)"),
+        (in_one_sum, "a loss on what a layer gives"),
     ],
 )
 def test_control_a_fault_differs(

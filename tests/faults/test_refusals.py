@@ -234,6 +234,7 @@ def test_a_call_is_refused_by_name_and_exact_without_gradients(name: str, called
 
 def test_control_what_can_be_copied_passes(called: Any) -> None:
     plain = (1, "two", (torch.float32, None), torch.zeros(2), 3.0, torch.device("cpu"))
-    for notes in (plain, [], [1, (torch.zeros(2), [2])], {}, {"states": torch.zeros(2)}):
+    shared = UserDict(states=torch.zeros(2), notes=[])
+    for notes in (plain, [], [1, (torch.zeros(2), [2])], {}, {"states": torch.zeros(2)}, shared):
         called.train()(**batches()[0], notes=notes).loss.backward()
     called.zero_grad()

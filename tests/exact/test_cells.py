@@ -60,7 +60,6 @@ BUDGETS: list[dict[str, Any]] = [
     {"slots": 4, "keep_last": 4, **OFF},
 ]
 AUTOCAST = Run(dtype=FP32, autocast=BF16, accumulation=2)
-SIDE_CHANNELS = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
 pytestmark = pytest.mark.usefixtures("narrow")
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
@@ -79,10 +78,8 @@ def of(architecture: str, **options: Any) -> Run:
 
 
 def cells() -> Iterator[Cell]:
-    for name in SIDE_CHANNELS:
-        run = of(name, accumulation=2)
-        yield Cell(run, "adversarial", {"block_size": 2})
-        yield Cell(run, "watched", OFF)
+    yield Cell(of("mixtral", accumulation=2), "watched", OFF)
+    yield Cell(of("gemma4_shared_kv", accumulation=2), "adversarial", {"block_size": 2})
     # Five layers, so that the last block is a short one; all of them in one block at the end.
     for size, slots in ((1, 5), (2, 3), (3, 2), (5, 3)):
         yield Cell(Run(num_layers=5), "watched", {"block_size": size, "slots": slots, **OFF})
@@ -145,12 +142,7 @@ def test_a_cell_is_exact(
 
 
 RUNS = [of(name, accumulation=2) for name in tiny.ARCHITECTURES]
-RUNS += [
-    Run(dtype=dtype, dropout=dropout, accumulation=accumulation)
-    for dtype in (BF16, FP32)
-    for dropout in (0.0, 0.05)
-    for accumulation in (1, 2, 4)
-]
+RUNS += [Run(dropout=0.0), Run(dtype=FP32, accumulation=4), Run(dtype=FP32, dropout=0.0)]
 
 
 @pytest.mark.cover("values")

@@ -24,6 +24,7 @@ from tools.fuzz.program import (
     Action,
     Adapter,
     EditAdapter,
+    EditBase,
     Enable,
     Evaluate,
     Forward,
@@ -189,6 +190,8 @@ def written() -> Iterator[tuple[str, Row]]:
     yield from regions()
     yield from hooks()
     yield from exchanges()
+    yield from edits()
+    yield from later()
     yield from managed()
     yield from heads()
     yield from crossed()
@@ -345,6 +348,37 @@ def exchanges() -> Iterator[tuple[str, Row]]:
         if how != "cast":  # which raises in both
             yield f"{frozen}: {how}", row(before=(edit,), subject=subject)
         yield f"{frozen}: {how} in between", row(between=(edit,), subject=subject, end=REFUSED)
+
+
+def edits() -> Iterator[tuple[str, Row]]:
+    """Of tensors of the base that stay on the device: before the first step, later, in between."""
+    hows = ("inplace", "data", "numpy", "assign", "copy", "replace")
+    policies = (Policy(), Policy(block_size=2), Policy(slots=3, keep_last=1))
+    for place, (how, what) in enumerate(zip(hows, cycle(("norm", "bias")), strict=False)):
+        before = (EditBase(what, how, layer=place % 3), Evaluate())
+        steps = (Step(before=before), Step(), Step(before=before))
+        yield f"{what}: {how}", Row(Program(policy=policies[place % 3], steps=steps))
+        if how not in ("data", "numpy"):  # of which nobody tells
+            between = (EditBase(what, how, layer=1),)
+            yield f"{what}: {how} in between", row(between=between, end=REFUSED)
+
+
+def later() -> Iterator[tuple[str, Row]]:
+    """Something is otherwise from the fourth step on; by then visits are replayed."""
+    for place, (name, change) in enumerate(
+        {
+            "rate of dropout": SetDropout(p=0.4),
+            "scaled adapters": Adapter("scale"),
+            "adapters with other data": EditAdapter("lora", "assign"),
+            "edited norms": EditBase("norm", "data", layer=1),
+            "a hook": Hook("forward", "scale", layer=1, part="mlp"),
+            "a generation": Evaluate(mode="generate"),
+            "an inference": Evaluate(mode="inference"),
+        }.items()
+    ):
+        policy = Policy(recorded=True, keep_last=2 * (place % 2))
+        steps = (*[Step()] * 3, Step(before=(change,)), Step())
+        yield f"{name} later", Row(Program(DROPOUT, policy, steps=steps))
 
 
 def managed() -> Iterator[tuple[str, Row]]:

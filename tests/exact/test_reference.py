@@ -8,9 +8,8 @@ from bitsandbytes.nn import Linear4bit
 
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
-from poros.gates.reference import TrainingSpec, Trajectory, compare_steps, start_digests, train
+from poros.gates.reference import TrainingSpec, Trajectory, compare_steps, train
 from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
-from tests.exact.arms import PACKED, flip_nibble
 from tests.support import make_model
 
 
@@ -83,7 +82,6 @@ CONTROLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
         *({}, {"lr": 1.0001e-3}, "step 0, weight base_model.model.model.layers.0."),
         set(QUANTITIES) - {"RNG end state"},
     ),
-    "dropout": ({"dropout": 0.06}, {}, "step 0, loss of micro-batch 0", {"loss"}),
     "no dropout": ({"dropout": 0.0}, {}, "step 0, ", {"RNG end state"}),
     "dtype": ({"dtype": torch.float32}, {}, "step 0, loss of micro-batch 0", {"loss"}),
     "autocast": ({}, {"autocast_dtype": torch.bfloat16}, "step 0, ", {"loss"}),
@@ -97,14 +95,6 @@ def test_control_another_run(which: str, expected: Trajectory) -> None:
     assert compare_trajectories(expected, found)[0].name.startswith(first)
     quantities = differing_quantities(expected, found)
     assert wanted <= quantities and (which != "learning rate" or wanted == quantities)
-
-
-def test_control_one_flipped_nibble(expected: Trajectory) -> None:
-    model = flip_nibble(build())
-    digests, changed = start_digests(build()), start_digests(model)
-    assert [name for name in digests if digests[name] != changed[name]] == [PACKED]
-    differences = compare_trajectories(expected, run(model))
-    assert differences[0].name.startswith("step 0, ") and len(differences) > 100
 
 
 def test_control_one_more_step_is_reported_as_extra(expected: Trajectory) -> None:

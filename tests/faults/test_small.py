@@ -1,7 +1,7 @@
 """Tensors of layers that do not stream: they train as in a resident model.
 
-What is small stays on the device: edited, cast, replaced and trained. What a hook takes out of a
-layer, and what it brings into one, is trained too.
+What is small stays on the device: edited, cast, replaced and trained. What hooks bring into a layer
+is trained too: ``tests/exact/test_written_programs``.
 """
 
 import copy
@@ -23,9 +23,7 @@ from tests.snapshots import (
     bits_of,
     build,
     changes,
-    digest,
     layers_of,
-    outcome,
     run,
 )
 from tests.support import AdversarialPrepare, prepare_plain
@@ -213,7 +211,7 @@ def test_one_that_is_gone_differs_from_one_that_is_there() -> None:
         assert StayingState([None, torch.ones(1)]).marks[1] is not None
 
 
-# Taken out of a layer, or brought into it.
+# Taken out of a layer.
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -232,54 +230,3 @@ def test_a_probe_whose_tensors_are_edited_is_refused(is_streamed: bool) -> None:
     error = poros.RematerializationError if is_streamed else RuntimeError
     with pytest.raises(error, match=r"in.?place"):
         losses[0].backward()
-
-
-# Into a layer: a trainable tensor that a hook brings, switched on at some step.
-
-
-def switched(model: Any, index: int, kind: str) -> dict[str, Any]:
-    """Something trainable inside a layer that acts while ``on``."""
-    state: dict[str, Any] = {"on": False, "scale": torch.ones(64, requires_grad=True)}
-    module = layers_of(model)[index].self_attn
-
-    def change(output: Any) -> Any:
-        return (
-            (output[0] * state["scale"].to(output[0].dtype), *output[1:]) if state["on"] else output
-        )
-
-    if kind == "hook":
-        module.register_forward_hook(lambda module, given, output: change(output))
-    elif kind == "global hook":
-        state["handle"] = nn.modules.module.register_module_forward_hook(
-            lambda each, given, output: change(output) if each is module else None
-        )
-    else:
-        own = module.forward
-        module.forward = lambda *args, **kwargs: change(own(*args, **kwargs))
-    return state
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("kind", ["hook", "global hook", "forward"])
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_trainable_tensor_from_elsewhere_is_trained(index: int, kind: str, first: int) -> None:
-    """Layer 0 is below the lowest adapter, layer 2 is not; the first step is checked."""
-    found = []
-    for prepare in (lambda model: model, prepare_plain):
-        torch.manual_seed(2)
-        config = LoraConfig(target_modules=["up_proj"], layers_to_transform=[1, 2], r=4)
-        config.init_lora_weights = False
-        model = prepare(get_peft_model(build().unload(), config)).train()
-        state = switched(model, index, kind)
-        torch.manual_seed(0)
-        try:
-            for number in range(2):
-                state["on"] = number == first
-                model(**batches()[0]).loss.backward()
-        finally:
-            if "handle" in state:
-                state["handle"].remove()
-        found.append({"scale": digest(state["scale"].grad), **outcome(model)})
-    assert changes(*found) == {}
-    assert poros.runtime(model).self_check["status"] == "passed"

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.exact.arms import Bases, Residents, narrow_slices
+from tools.fuzz import campaign
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +14,12 @@ def residents(tmp_path_factory: pytest.TempPathFactory) -> Residents:
 @pytest.fixture(scope="session")
 def bases(residents: Residents) -> Bases:
     return residents.bases
+
+
+@pytest.fixture(scope="session")
+def judge() -> campaign.Judge:
+    """Judges programs in the fuzzer's language."""
+    return campaign.make_judge()
 
 
 @pytest.fixture

@@ -44,11 +44,6 @@ from tools.fuzz.shrink import shrink
 NUM_DRAWN = 2
 
 
-@pytest.fixture(scope="module")
-def judge() -> campaign.Judge:
-    return campaign.make_judge()
-
-
 def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> None:
     """Less than a minute; the same programs at every run. `python -m tools.fuzz` draws others."""
     tally = campaign.Tally(0)

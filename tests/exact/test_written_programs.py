@@ -49,11 +49,6 @@ PENALIZED = (Forward(terms=(Term(),)),)
 REFUSED = "RematerializationError"
 
 
-@pytest.fixture(scope="module")
-def judge() -> campaign.Judge:
-    return campaign.make_judge()
-
-
 FOUND: dict[str, Program] = {
     "an adapter trains no more before its layer is checked": Program(
         before=(Hook(part="self_attn"),), steps=(Step(between=(Train(),)),)

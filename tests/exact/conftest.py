@@ -1,8 +1,11 @@
 """What the tests of equal bits share: resident runs and checkpoints, each made once a session."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.exact.arms import Bases, Residents, narrow_slices
+from tests.support import copied
 from tools.fuzz import campaign
 
 
@@ -17,9 +20,11 @@ def bases(residents: Residents) -> Bases:
 
 
 @pytest.fixture(scope="session")
-def judge() -> campaign.Judge:
-    """Judges programs in the fuzzer's language."""
-    return campaign.make_judge()
+def judge() -> Iterator[campaign.Judge]:
+    """Judges programs in the fuzzer's language; its deep copies of models are faster ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tools.fuzz.models._copied", copied)
+        yield campaign.make_judge()
 
 
 @pytest.fixture

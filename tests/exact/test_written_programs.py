@@ -331,10 +331,10 @@ def hooks() -> Iterator[tuple[str, Row]]:
         "sum behind the accumulation": Hook("post_accumulate", "sum", layer=-1),
     }.items():
         yield f"a hook: {name}", row(hook)
-    for since, layer, kind in ((0, 0, "global_forward"), (1, 0, "forward"), (1, 2, "forward_pre")):
-        hook = Hook(kind, "add_tensor", layer=layer, part="self_attn.q_proj", since=since)
+    for since, layer, kind in ((0, 0, "global_forward"), (1, 0, "forward"), (1, 2, "forward")):
+        hook = Hook(kind, "add_tensor", layer=layer, part="self_attn", since=since)
         program = Program(Subject(lowest=1, targets="mlp"), before=(hook,), steps=(Step(), Step()))
-        yield f"a tensor that is trained from step {since} on, {kind}", Row(program)
+        yield f"a tensor that is trained from step {since} on, {kind} of {layer}", Row(program)
     notes = [Hook(kind, layer=1, part="mlp", tag=tag) for tag, kind in enumerate(KINDS)]
     yield "notes of hooks and older forwards", row(*notes, forwards=TWO, backward="reverse")
 

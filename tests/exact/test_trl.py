@@ -117,7 +117,7 @@ def test_visits_that_are_replayed(
 ) -> None:
     """Batches of changing lengths, and DPO's reference pass, which takes no gradients."""
     made = record_on_tapes(monkeypatch)
-    arms = Arms(tmp_path, *KINDS[kind], num_steps=6)
+    arms = Arms(tmp_path, *KINDS[kind], num_steps=4)
     check(arms, {"keep_last": keep_last, "slots": 2 + keep_last}, pad_to_multiple_of=16)
     assert sum(captures.num_replays for captures in made) > 0
 

@@ -1,4 +1,4 @@
-"""What operators are given and make, and what autograd keeps, while tests run something."""
+"""What operators are given and make while tests run something."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,23 +37,3 @@ def made_by(run: Callable[[], object], *known: torch.Tensor) -> list[torch.Tenso
     with Operators(note):
         run()
     return found
-
-
-def storage_num_bytes(tensors: list[torch.Tensor]) -> int:
-    """Of the memory that they have together."""
-    storages = [each.untyped_storage() for each in tensors]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-
-
-def kept_by(run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """What autograd keeps for the backward of a result; it has to have one."""
-    kept: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = run()
-    assert result.requires_grad
-    return kept

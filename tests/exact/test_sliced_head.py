@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
 from poros.errors import ParityError, PreparedModelError
@@ -37,6 +36,7 @@ from tests.exact.heads import (
     with_loha,
     with_lora,
 )
+from tests.operators import Operators
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
 
 SHAPE = {"seq_len": 16, "batch_size": 2}
@@ -213,31 +213,21 @@ def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: pytest.Mon
 # What moves, and what is there.
 
 
-class Sizes(TorchDispatchMode):
-    """The largest tensors that operators make, in elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and func is not torch.ops.aten.detach.default:
-            self.most = max(self.most, result.numel())
-        return result
-
-
 def test_no_tensor_of_the_vocabulary_is_made_in_a_step() -> None:
     """Neither tokens x vocabulary nor vocabulary x hidden states."""
     batch = tiny.make_batches(1, num_tokens=20)[0]
 
     def most(**policy: Any) -> int:
         model = with_sliced_loss(build(), stream_embedding=True, self_check="off", **policy).train()
-        with Sizes() as sizes:
+        sizes: list[int] = []
+
+        def note(operator: Any, given: Any, made: Any) -> None:
+            if isinstance(made, torch.Tensor) and operator is not torch.ops.aten.detach.default:
+                sizes.append(made.numel())
+
+        with Operators(note):
             model(**batch).loss.backward()
-        return sizes.most
+        return max(sizes)
 
     vocabulary, num_tokens, columns = 512, batch["input_ids"].numel(), 64
     assert most() < min(vocabulary * num_tokens, vocabulary * columns)

@@ -37,9 +37,20 @@ from tests.exact.heads import (
     with_lora,
 )
 from tests.operators import Operators
-from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
+from tests.snapshots import (
+    NUM_LAYERS,
+    assert_same_run,
+    batches,
+    build,
+    changes,
+    picture,
+    resident_run,
+    run,
+)
+from tests.support import prepare_plain
 
 SHAPE = {"seq_len": 16, "batch_size": 2}
+ROWS: dict[str, Any] = {"slots": 2, "stream_embedding": True}
 pytestmark = pytest.mark.usefixtures("narrow")
 
 
@@ -304,7 +315,58 @@ def test_tied_matrices_are_on_the_host_once(caplog: pytest.LogCaptureFixture) ->
     assert stats["rows_num_bytes"] > 0 and stats["head_num_bytes"] > 0
 
 
+def test_rows_of_an_embedding_in_host_memory_come_as_they_are_asked_for() -> None:
+    """It trains with the bits of a resident one: ``test_cells``."""
+    model = prepare_plain(build(), **ROWS)
+    matrix, host = model.get_input_embeddings().weight, poros.runtime(model).host.num_bytes
+    run(model)
+    stats = poros.runtime(model).stats()
+    num_tokens = sum(batch["input_ids"].numel() for batch in batches())
+    assert stats["rows_num_bytes"] == num_tokens * matrix[0].nbytes
+    assert stats["host_num_bytes"] - host == matrix.nbytes
+
+
 # What notices damage.
+
+
+def flipped_row(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """One that no batch asks for."""
+    matrix = model.get_input_embeddings().weight
+    asked = {int(token) for batch in batches() for token in batch["input_ids"].flatten()}
+    row = next(row for row in range(matrix.shape[0]) if row not in asked)
+    matrix.host[row].view(torch.uint8)[3] ^= 1
+
+
+def other_rows(model: Model, patch: pytest.MonkeyPatch) -> None:
+    streams = poros.runtime(model).rows._streams
+    genuine = streams.copy
+    patch.setattr(
+        streams,
+        "copy",
+        lambda target, source, *, after: genuine(target, source.roll(1), after=after),
+    )
+
+
+def late_rows(model: Model, patch: pytest.MonkeyPatch) -> None:
+    streams = poros.runtime(model).rows._streams
+    patch.setattr(streams, "copy", lambda target, source, *, after: None)
+
+
+@pytest.mark.parametrize("damage", [flipped_row, other_rows, late_rows])
+def test_the_first_step_notices_damage_of_an_embedding(
+    damage: Callable[[Model, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = prepare_plain(build(), **ROWS)
+    damage(model, monkeypatch)
+    said = "bytes in host memory" if damage is flipped_row else "rows on the device"
+    with pytest.raises(ParityError, match=rf"embed_tokens\.weight: .*{said} are not"):
+        run(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if damage is other_rows:  # control: it would have trained on
+        unchecked = prepare_plain(build(), **ROWS, self_check="off")
+        damage(unchecked, monkeypatch)
+        with pytest.raises(AssertionError):
+            assert_same_run(resident_run(), run(unchecked))
 
 
 def flipped_byte(model: Model, patch: pytest.MonkeyPatch) -> None:

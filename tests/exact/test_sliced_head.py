@@ -56,14 +56,16 @@ pytestmark = pytest.mark.usefixtures("narrow")
 
 # What is taken over, and how it comes back.
 
+POLICIES: list[dict[str, Any]] = [ON_HOST, {"loss": "chunked"}, {"stream_head": True, **ROWS}]
 
-@pytest.mark.parametrize("policy", [ON_HOST, {"loss": "chunked"}, {"stream_head": True}], ids=str)
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
 def test_restore_gives_everything_back(architecture: str, policy: dict[str, Any]) -> None:
     """Gemma's head is its embedding's matrix; its own object, at both places, with its bytes."""
     model = build(architecture)
     before = picture(model)
-    poros.prepare(model, slots=2, **policy)
+    poros.prepare(model, **{"slots": 2, **policy})
     assert isinstance(head_of(model), HostMatrix) == ("stream_head" in policy)
     if architecture == "gemma3":
         assert head_of(model) is model.get_input_embeddings().weight
@@ -340,11 +342,11 @@ def flipped_row(model: Model, patch: pytest.MonkeyPatch) -> None:
 def other_rows(model: Model, patch: pytest.MonkeyPatch) -> None:
     streams = poros.runtime(model).rows._streams
     genuine = streams.copy
-    patch.setattr(
-        streams,
-        "copy",
-        lambda target, source, *, after: genuine(target, source.roll(1), after=after),
-    )
+
+    def copy(target: torch.Tensor, source: torch.Tensor, *, after: Any) -> Any:
+        return genuine(target, source.roll(1, 0), after=after)
+
+    patch.setattr(streams, "copy", copy)
 
 
 def late_rows(model: Model, patch: pytest.MonkeyPatch) -> None:

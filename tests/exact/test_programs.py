@@ -122,7 +122,7 @@ def inside() -> Iterator[tuple[str, Row]]:
     for alone in (False, True):
         name = f"saved as they are inside a layer, {'inner loss' if alone else 'loss'}"
         yield name, Row(P.saved_inside(alone=alone), S.DENSE)
-    yield "an older hook on backward", Row(P.older_hook, replays=False)
+    yield "an older hook on backward", Row(P.older_hook)
     program = P.with_hook(P.python_random, "input_layernorm")
     yield "Python's and NumPy's generators in a hook", Row(program, policy=UNCHECKED)
     for part in ("seed", "padding"):

@@ -17,7 +17,7 @@ from poros.gates import tiny
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
 from poros.kernels.use import patch
-from tests.exact.test_in_place import DTYPES, PROGRAMS
+from tests.exact.writing import DTYPES, PROGRAMS
 from tests.gpu.models import BF16, Model, assert_streamed, differing, gradients, model_of, same
 from tests.unit import grouped_case, lora_case
 

@@ -5,8 +5,6 @@ What a resident arm computes is computed once a session: many streamed arms are 
 
 import random
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.gates import tiny
-from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_digests, train
+from poros.gates.reference import Trajectory
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
@@ -83,60 +81,12 @@ class Bases:
 Subject = Callable[[Bases], Model]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """All that decides what a resident run computes."""
-
-    architecture: str = "qwen2"
-    dtype: torch.dtype = torch.bfloat16
-    dropout: float = 0.05
-    accumulation: int = 1
-    num_steps: int = 2
-    autocast: torch.dtype | None = None
-    num_layers: int = 4
-    hidden_size: int = 64
-    num_tokens: int = 12
-    loss: str = "reference"
-    """As in ``StreamingPolicy``. The slices are as narrow as ``narrow_slices`` makes them."""
-    is_watched: bool = False
-    """In any dispatch mode, autocast gives other bits: both arms have to be in it."""
-
-    @property
-    def num_passes(self) -> int:
-        """Forwards and backwards."""
-        return self.num_steps * self.accumulation
-
-    def model(self, bases: Bases) -> Model:
-        shape = {"num_layers": self.num_layers, "hidden_size": self.hidden_size}
-        return bases.build(self.architecture, dtype=self.dtype, dropout=self.dropout, **shape)
-
-    def train(self, model: Model, **changes: Any) -> Trajectory:
-        spec = {"num_steps": self.num_steps, "accumulation": self.accumulation}
-        spec |= {"autocast_dtype": self.autocast, **changes}
-        batches = tiny.make_batches(self.num_passes, num_tokens=self.num_tokens)
-        return train(model, batches, TrainingSpec(**spec))
-
-
 class Residents:
-    """What resident arms compute, and the models for both arms."""
+    """What programs compute with resident models, and the models for both arms."""
 
     def __init__(self, folder: Path) -> None:
         self.bases = Bases(folder)
-        self._trajectories: dict[Run, tuple[Trajectory, Digests]] = {}
         self._facts: dict[tuple[Subject, Program], Facts] = {}
-
-    def trajectory(self, run: Run) -> tuple[Trajectory, Digests]:
-        """What the run computes, and the bytes that it starts from."""
-        if run not in self._trajectories:
-            model = run.model(self.bases)
-            start = start_digests(model)
-            if run.loss == "chunked":
-                slice_resident_loss(model)
-            with AdversarialStreams().watch() if run.is_watched else nullcontext():
-                trajectory = run.train(model)
-            require_telling(trajectory, run, model)
-            self._trajectories[run] = trajectory, start
-        return self._trajectories[run]
 
     def facts(self, subject: Subject, program: Program) -> Facts:
         """What the program computes with a resident model."""
@@ -261,21 +211,6 @@ def of_the_first(facts: Facts) -> Facts:
 def with_sliced_loss(model: Model, **policy: Any) -> Model:
     """Prepared, with its head in host memory."""
     return streamed(model, **{"slots": 2, **ON_HOST, **policy})
-
-
-def require_telling(trajectory: Trajectory, run: Run, model: Model) -> None:
-    """All is recorded and finite, and each adapter learns: else equal bits would say nothing."""
-    adapters = {name for name, each in model.named_parameters() if each.requires_grad}
-    matrices = [name for name in adapters if "lora_A" in name]
-    assert len(adapters) == 2 * len(matrices) >= 2 * 4 * run.num_layers
-    assert [step.index for step in trajectory.steps] == list(range(run.num_steps))
-    for step in trajectory.steps:
-        assert len(step.losses) == run.accumulation and step.grad_norm is not None
-        for recorded in (step.gradients, step.weights, step.exp_avg, step.exp_avg_sq):
-            assert recorded.keys() == adapters
-        assert all(bool(each.isfinite().all()) for each in (*step.losses, *step.gradients.values()))
-    assert all(bool(each.any()) for each in trajectory.steps[-1].gradients.values())
-    assert "cpu" in trajectory.rng_end_state
 
 
 def observe(model: Model, program: Program) -> Facts:

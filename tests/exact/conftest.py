@@ -1,8 +1,12 @@
 """What the tests of equal bits share: resident runs and checkpoints, each made once a session."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.exact.arms import Bases, Residents, narrow_slices
+from tests.support import copied
+from tools.fuzz import campaign
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +17,14 @@ def residents(tmp_path_factory: pytest.TempPathFactory) -> Residents:
 @pytest.fixture(scope="session")
 def bases(residents: Residents) -> Bases:
     return residents.bases
+
+
+@pytest.fixture(scope="session")
+def judge() -> Iterator[campaign.Judge]:
+    """Judges programs in the fuzzer's language; its deep copies of models are faster ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tools.fuzz.models._copied", copied)
+        yield campaign.make_judge()
 
 
 @pytest.fixture

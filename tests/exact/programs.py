@@ -1,12 +1,20 @@
-"""What users do within a step, as small functions of a model: losses, backwards, regions, hooks."""
+"""What users do within a step, as functions of a model: losses, backwards, regions, hooks.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+Here is what the language of the fuzzer cannot say; for the rest: ``test_written_programs``.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import bitsandbytes as bnb
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from tests import snapshots
 from tests.exact.arms import Model, Program
@@ -41,24 +49,15 @@ def gradients_now(model: Model) -> dict[str, torch.Tensor]:
 # One step, and what may surround its forward and its backward.
 
 
-def copies_of_saved() -> AbstractContextManager[Any]:
-    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
-
-
 def only_math() -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH)  # type: ignore[no-any-return]
 
 
-def one_step(
-    forward: Context = nullcontext,
-    backward: Context = nullcontext,
-    between: Callable[[Model], object] = lambda model: None,
-) -> Program:
+def one_step(forward: Context = nullcontext, backward: Context = nullcontext) -> Program:
     def program(model: Model) -> object:
         model.train()
         with forward():
             loss = loss_of(model, 1)
-        between(model)
         with backward():
             loss.backward()
         return loss
@@ -67,40 +66,22 @@ def one_step(
 
 
 STEP = one_step()
+MATH_STEP = one_step(forward=only_math)
 STEP_UNDER_AUTOCAST = one_step(forward=bf16)
-
-
-def step_and_flags(model: Model) -> object:
-    """Flags are after backward what they were before."""
-    one_step(between=lambda each: each.eval())(model)
-    return [each.training for each in model.modules()]
 
 
 # Backwards.
 
 
-def different_losses(model: Model) -> None:
-    out = model(**batches()[0], output_hidden_states=True)
-    out.logits[:, :5].float().square().mean().backward(retain_graph=True)
-    out.hidden_states[2].float().square().mean().backward(retain_graph=True)
-    (out.loss + out.logits[:, 5:].float().mean()).backward()
-
-
-def two_forwards(order: tuple[int, int]) -> Program:
-    def program(model: Model) -> None:
-        losses = [loss_of(model, 0), loss_of(model, 1)]
-        for index in order:
-            losses[index].backward()
-
-    return program
-
-
-def some_parameters(model: Model) -> object:
+def partial_backwards(model: Model) -> object:
+    """Gradients of some parameters, and whole ones, of one graph."""
     loss = loss_of(model)
-    wanted = {n: p for n, p in trained(model).items() if "layers.1.mlp" in n}
-    found = torch.autograd.grad(loss, list(wanted.values()), retain_graph=True)
-    loss.backward(inputs=[next(iter(wanted.values()))])
-    assert sum(p.grad is not None for p in model.parameters()) == 1
+    parameters = list(trained(model).values())
+    found = [torch.autograd.grad(loss, parameters[n], retain_graph=True)[0] for n in (0, 9, -1)]
+    loss.backward(retain_graph=True, inputs=parameters[9:10])
+    assert sum(each.grad is not None for each in parameters) == 1
+    loss.backward(retain_graph=True)
+    loss.backward()
     return found
 
 
@@ -120,13 +101,6 @@ def gradients_of_their_own(model: Model) -> None:
     assert len({each.untyped_storage().data_ptr() for each in gradients}) == len(gradients)
 
 
-def sums(model: Model) -> None:
-    """Gradients of several forwards and of a penalty."""
-    squares = [each.float().square().sum() for each in trained(model).values()]
-    loss = loss_of(model) + 0.01 * torch.stack(squares).sum()
-    (loss + 3 * loss_of(model, 1)).backward()
-
-
 def layer_outside_of_the_model(model: Model) -> object:
     seen: dict[str, Any] = {}
     handle = layers_of(model)[1].register_forward_pre_hook(
@@ -141,26 +115,38 @@ def layer_outside_of_the_model(model: Model) -> object:
     return hidden.grad
 
 
+def in_a_thread(target: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(target).result()
+
+
+def from_another_thread(model: Model) -> object:
+    loss = loss_of(model)
+    in_a_thread(loss.backward)
+    return loss
+
+
+def forward_in_another_thread(model: Model) -> object:
+    loss = in_a_thread(lambda: loss_of(model))
+    loss.backward()
+    return loss
+
+
+def create_graph(model: Model) -> None:
+    loss = loss_of(model)
+    torch.autograd.grad(loss, list(trained(model).values()), create_graph=True)
+
+
+def functional_gradient(model: Model) -> object:
+    named = trained(model)
+
+    def loss_of_values(values: Any) -> Any:
+        return torch.func.functional_call(model, values, kwargs=batches()[0]).loss
+
+    return torch.func.grad(loss_of_values)({name: each.detach() for name, each in named.items()})
+
+
 # Losses on what passes between the layers.
-
-
-def loss_on_the_last_state(model: Model) -> object:
-    out = model(**batches()[1], output_hidden_states=True)
-    out.hidden_states[-1].float().square().mean().backward()
-    return [(each, each.requires_grad) for each in out.hidden_states]
-
-
-def loss_on_outputs(model: Model) -> None:
-    """On what each layer gives, which a hook on it takes."""
-    kept: list[torch.Tensor] = []
-    handles = [
-        layer.register_forward_hook(lambda m, args, output: kept.append(output))
-        for layer in layers_of(model)
-    ]
-    total = torch.stack([loss_of(model, 1), *(each.float().square().mean() for each in kept)]).sum()
-    for handle in handles:
-        handle.remove()
-    total.backward()
 
 
 def hidden_states_alone(model: Model) -> object:
@@ -170,6 +156,16 @@ def hidden_states_alone(model: Model) -> object:
     return [(each, each.requires_grad) for each in out.hidden_states]
 
 
+def attentions(model: Model) -> object:
+    """Those of an evaluation, and a loss on nothing but them."""
+    with torch.no_grad():
+        evaluated = model.eval()(**batches()[1], output_attentions=True).attentions
+    out = model.train()(**batches()[1], output_attentions=True)
+    out.attentions[1].float().square().sum().backward()
+    assert len(evaluated) == len(out.attentions) > 1
+    return [*evaluated, *out.attentions]
+
+
 def read_an_encoder(model: Model) -> object:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, 5, 32, generator=generator).requires_grad_()
@@ -177,16 +173,6 @@ def read_an_encoder(model: Model) -> object:
     model(input_ids=ids, labels=ids, encoder_hidden_states=states).loss.backward()
     assert states.grad is not None and states.grad.any()
     return states.grad
-
-
-def routers_alone(model: Model) -> object:
-    """A loss on nothing but the routers: without their channel there would be no gradient."""
-    out = model(**batches()[1])
-    assert len(out.router_logits) == 3
-    (out.aux_loss + out.router_logits[1].square().mean()).backward()
-    found = gradients_now(model)
-    assert any(".layers.0." in name for name in found)
-    return out.aux_loss, out.router_logits[1]
 
 
 def train_below_the_layers(model: Model) -> object:
@@ -206,14 +192,13 @@ def _steps(model: Model, loss_of_step: Callable[[int], torch.Tensor]) -> object:
     for step in range(2):
         loss = loss_of_step(step)
         loss.backward()
-        found.append(loss.detach().clone())
         gradients = gradients_now(model)
         assert gradients.keys() == trained(model).keys()
         assert all(bool(each.any()) for each in gradients.values())
-        found.append(gradients)
         optimizer.step()
         optimizer.zero_grad()
-        found.append({name: each.detach().clone() for name, each in trained(model).items()})
+        weights = {name: each.detach().clone() for name, each in trained(model).items()}
+        found += [loss.detach().clone(), gradients, weights]
     return found
 
 
@@ -244,3 +229,361 @@ def contrast(model: Model) -> object:
         return torch.nn.functional.cross_entropy(similarities, torch.arange(len(similarities)))
 
     return _steps(model, loss)
+
+
+# Autocast regions: one cast of an adapter decides when its gradient arrives, and where it meets
+# those of penalties and of further forwards.
+
+
+def uncached() -> Any:
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+
+
+def region(model: Model) -> None:
+    """A forward in it, and its backward behind it."""
+    with bf16():
+        loss = loss_of(model)
+    loss.backward()
+
+
+def without_a_cache(model: Model) -> None:
+    with uncached():
+        loss = loss_of(model)
+    loss.backward()
+    region(model)
+
+
+@contextmanager
+def accelerated(model: Model) -> Iterator[None]:
+    """The forward of the model is a region of its own, as Accelerate makes it."""
+    own = model.forward
+    model.forward = torch.autocast("cpu", torch.bfloat16)(own)
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def own_region(model: Model) -> None:
+    with accelerated(model):
+        loss_of(model).backward()
+        loss_of(model, 1).backward()
+
+
+def penalty(model: Model) -> torch.Tensor:
+    """In reverse, so that the casts of a region are not made in the order of the layers."""
+    matrices = [each for name, each in model.named_parameters() if "lora_A" in name]
+    terms = [(each @ each.T).square().sum() for each in reversed(matrices)]
+    return 0.1 * torch.stack(terms).sum()
+
+
+def with_penalty(model: Model) -> None:
+    with uncached():
+        loss = loss_of(model) + penalty(model)
+    loss.backward()
+
+
+def penalty_outside(model: Model) -> None:
+    with bf16():
+        loss = loss_of(model)
+    (loss + penalty(model)).backward()
+
+
+def behind_a_penalty(model: Model) -> None:
+    with bf16():
+        penalty(model).backward()
+        loss = loss_of(model)
+    loss.backward()
+
+
+def behind_an_evaluation(model: Model) -> None:
+    with bf16():
+        with torch.no_grad():
+            loss_of(model)
+        loss = loss_of(model)
+    loss.backward()
+
+
+def penalty_by_accelerate(model: Model) -> None:
+    """The forward of the model is a region; the penalty is computed behind it."""
+    with accelerated(model):
+        (loss_of(model) + penalty(model)).backward()
+
+
+def retained(model: Model) -> None:
+    """The first forward has had its backward, and takes part in another."""
+    with bf16():
+        first = loss_of(model)
+        first.backward(retain_graph=True)
+        second = loss_of(model, 1)
+    (first + second).backward()
+
+
+def updates_in_one_region(
+    model: Model, fused: bool, lr: float = 1e-2, numbers: tuple[int, ...] = (0, 1)
+) -> None:
+    """The whole training within one region, on batches of these numbers."""
+    optimizer = torch.optim.AdamW(trained(model).values(), lr=lr, fused=fused)
+    with bf16():
+        for number in numbers:
+            loss_of(model, number).backward()
+            optimizer.step()
+
+
+# Hooks inside a layer, and forwards of users.
+
+
+@contextmanager
+def hooked(model: Model, path: str, hook: Callable[..., Any]) -> Iterator[None]:
+    """A forward hook on a module of layer 1."""
+    handle = layers_of(model)[1].get_submodule(path).register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def with_hook(hook: Callable[..., Any], path: str = "mlp") -> Program:
+    def program(model: Model) -> object:
+        with hooked(model, path, hook):
+            loss = loss_of(model)
+            loss.backward()
+        return loss
+
+    return program
+
+
+def inner_loss(model: Model) -> None:
+    """Beside the model's, on what a projection gives."""
+    kept: list[torch.Tensor] = []
+    with hooked(model, "mlp.down_proj", lambda m, args, output: kept.append(output)):
+        loss = loss_of(model)
+        (loss + kept[0].float().square().mean()).backward()
+
+
+def own_permutation(model: Model) -> object:
+    """Of a generator of its own; changes no sum over all."""
+    generator = torch.Generator().manual_seed(3)
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output[:, torch.randperm(output.shape[1], generator=generator)]
+
+    return with_hook(hook, "post_attention_layernorm")(model)
+
+
+def counter(model: Model) -> object:
+    calls: list[int] = []
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return output * len(calls)
+
+    return with_hook(hook, "input_layernorm")(model)
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps what attention kernels do: log-sums in whole rows of 32, and the seeds of dropout."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, call: int, part: str) -> torch.Tensor:
+        count = hidden.shape[-2]
+        sums = torch.zeros(1, 2, -(-count // 32) * 32)
+        if part == "padding":
+            sums[..., count:] = call
+        elif part == "rows":
+            sums[..., : count + 1] = call
+        seed = torch.tensor(call * (part == "seed"))
+        state = torch.tensor([call * (part == "seed")] * 2).to(torch.uint64)
+        ctx.save_for_backward(hidden, sums, seed, state)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        _ = ctx.saved_tensors
+        return gradient, None, None
+
+
+def kept_by_kernels(part: str) -> Program:
+    """Other values in ``part`` of what an operator saves, each time it runs beside a hook."""
+
+    def program(model: Model) -> object:
+        calls: list[int] = []
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            kept: torch.Tensor = _Kept.apply(output, len(calls), part)
+            return kept
+
+        return with_hook(hook, "input_layernorm")(model)
+
+    return program
+
+
+def older_hook(model: Model) -> object:
+    handle = layers_of(model)[1].mlp.act_fn.register_backward_hook(
+        lambda module, given, found: tuple(each if each is None else 1.5 * each for each in given)
+    )
+    try:
+        return STEP(model)
+    finally:
+        handle.remove()
+
+
+def python_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * (1 + random.random() + float(np.random.rand()))
+
+
+def another_forward(*, gradients: bool) -> Program:
+    """By a hook inside a layer, as it is called."""
+
+    def program(model: Model) -> None:
+        is_inside = []
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            if not is_inside:
+                is_inside.append(1)
+                with torch.set_grad_enabled(gradients):
+                    loss_of(model, 1)
+                is_inside.clear()
+
+        with_hook(hook)(model)
+
+    return program
+
+
+def in_backward(*, gradients: bool) -> Program:
+    """A forward, or a step, by a hook on a tensor inside a layer as its gradient arrives."""
+
+    def program(model: Model) -> object:
+        found: list[object] = []
+        outputs: list[torch.Tensor] = []
+
+        def run(gradient: torch.Tensor) -> None:
+            with torch.set_grad_enabled(gradients):
+                loss = loss_of(model, 1)
+            if gradients:
+                loss.backward()
+            found.append(loss)
+
+        with hooked(model, "mlp", lambda m, args, output: outputs.append(output)):
+            loss = loss_of(model)
+            outputs[0].register_hook(run)
+            loss.backward()
+        return [found, loss]
+
+    return program
+
+
+def inspected(model: Model) -> object:
+    """Somebody looks at what a node has saved, as drawings of graphs do, and goes on."""
+    kept: list[torch.Tensor] = []
+    with hooked(model, "self_attn.o_proj", lambda m, args, output: kept.append(output)):
+        loss = loss_of(model)
+        node: Any = kept[0].grad_fn
+        names = [name for name in dir(node) if name.startswith("_saved") or name == "saved_tensors"]
+        assert [getattr(node, name) for name in names]
+        loss.backward()
+    return loss
+
+
+def whole_model_checkpointed(model: Model) -> object:
+    loss = checkpoint(loss_of, model, use_reentrant=False)
+    loss.backward()
+    return loss
+
+
+def with_forward(make: Callable[[Any], Callable[..., Any]]) -> Program:
+    """A step in which a module inside a layer has another forward, made of its own."""
+
+    def program(model: Model) -> object:
+        mlp = layers_of(model)[1].mlp
+        mlp.forward = make(mlp.forward)
+        try:
+            return STEP(model)
+        finally:
+            del mlp.forward
+
+    return program
+
+
+EMPTY_TENSOR_SAVED = with_forward(lambda own: lambda x: own(x) + x[..., :0].exp().sum())
+"""By an operator inside a layer whose forward is the user's, as when experts get no token."""
+
+
+def checkpointed_inside(reentrant: bool) -> Program:
+    return with_forward(lambda own: lambda x: checkpoint(own, x, use_reentrant=reentrant))
+
+
+def saved_inside(*, alone: bool) -> Program:
+    """By hooks of a module inside a layer, which keep what they are given: a slot's memory too."""
+
+    def program(model: Model) -> object:
+        mlp = layers_of(model)[1].mlp
+        own = mlp.forward
+        kept: list[torch.Tensor] = []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+                kept.append(own(x))
+            return kept[-1]
+
+        mlp.forward = forward
+        try:
+            loss = loss_of(model)
+            (kept[0].float().square().mean() if alone else loss).backward()
+        finally:
+            del mlp.forward
+        return loss
+
+    return program
+
+
+# Functions of others.
+
+
+class KeepsAsItLikes(torch.autograd.Function):
+    """A product that keeps its weight, and what it was given, in attributes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: str) -> torch.Tensor:
+        kept = {"attribute": weight, "closure": lambda: weight}[how]
+        ctx.kept = kept
+        ctx.scale = x.abs().mean(-1, keepdim=True)
+        return (x @ weight.T) * 1e-2 + x * ctx.scale.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        weight = ctx.kept() if callable(ctx.kept) else ctx.kept
+        return (gradient @ weight) * 1e-2 + gradient * ctx.scale.sign(), None, None
+
+
+def function_of_others(how: str, *, is_within: bool) -> Program:
+    """Within a layer; or beside it, with a loss on its own result alone."""
+
+    def program(model: Model) -> object:
+        kept: list[torch.Tensor] = []
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+            weight = layers_of(model)[1].self_attn.o_proj.weight
+            kept.append(KeepsAsItLikes.apply(output, weight, how))
+            return kept[-1] if is_within else None
+
+        with hooked(model, "mlp", hook):
+            loss = loss_of(model)
+            (loss if is_within else kept[0].float().square().mean()).backward()
+        return loss
+
+    return program
+
+
+def bitsandbytes_beside(model: Model) -> None:
+    """Its own product, which keeps the packed weight, in what only a hook knows."""
+    kept: list[torch.Tensor] = []
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+        weight = layers_of(model)[1].self_attn.o_proj.weight
+        kept.append(bnb.matmul_4bit(output, weight.t(), quant_state=weight.quant_state))
+
+    with hooked(model, "mlp", hook):
+        loss_of(model)
+        kept[0].float().square().mean().backward()

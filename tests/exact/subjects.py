@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from peft import LoraConfig, VBLoRAConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import BartConfig, BartForCausalLM
 
 from tests.exact.arms import Bases, Model, Subject
@@ -22,6 +22,7 @@ FP32_NO_DROPOUT = small(dropout=0.0, dtype=torch.float32)
 FP32_DENSE = small(dropout=0.0, dtype=torch.float32, quantize=False)
 """Of 4-bit weights in full precision tapes give other bits under autocast."""
 DENSE = small(quantize=False)
+SHARED = small("gemma4_shared_kv", num_layers=4)
 
 
 def adapters_on(
@@ -36,12 +37,6 @@ def adapters_on(
         return get_peft_model(base, LoraConfig(r=4, target_modules=list(targets), **given))
 
     return make
-
-
-def on_layers(layers: list[int], **options: Any) -> Subject:
-    """Adapters in some layers only."""
-    options |= {"dropout": 0.05, "layers_to_transform": layers}
-    return adapters_on("q_proj", "down_proj", **options)
 
 
 def two_adapters(bases: Bases) -> Model:
@@ -73,22 +68,6 @@ def reading(auto_class: str, architecture: str = "qwen2", **options: Any) -> Sub
         return get_peft_model(base, config)
 
     return make
-
-
-def shared_within(bases: Bases) -> Model:
-    """One adapter module for two projections of equal shape."""
-    model = NO_DROPOUT(bases)
-    mlp = layers_of(model)[1].mlp
-    mlp.gate_proj.lora_A, mlp.gate_proj.lora_B = mlp.up_proj.lora_A, mlp.up_proj.lora_B
-    return model
-
-
-def vblora(bases: Bases) -> Model:
-    """One bank of vectors, used twice in each target of each layer."""
-    torch.manual_seed(2)
-    targets = {"target_modules": ["q_proj", "up_proj"], "vblora_dropout": 0.05}
-    config = VBLoRAConfig(r=2, num_vectors=12, vector_length=16, topk=2, **targets)
-    return get_peft_model(bases.base(quantize=False), config)
 
 
 class Shift(torch.nn.Module):

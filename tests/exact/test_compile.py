@@ -23,7 +23,7 @@ def compiled_anew() -> Iterator[None]:
 
 
 def build() -> Any:
-    return make_model("qwen2", num_layers=2, hidden_size=64, dropout=0.0)
+    return make_model("qwen2", num_layers=1, hidden_size=64, dropout=0.0)
 
 
 def test_compiling_layers_and_what_holds_them_is_refused() -> None:
@@ -43,10 +43,9 @@ def test_a_graph_around_the_layers_is_refused() -> None:
         return graph.forward
 
     outer = torch.compile(model, backend=backend)
-    of_a_function = torch.compile(lambda: model(**batch).loss, backend=backend)
     first, given = layers_of(model)[0], torch.ones(1)
     of_a_layer = torch.compile(lambda: first(given), backend=backend)
-    for run_once in (lambda: outer(**batch), of_a_function, of_a_layer):
+    for run_once in (lambda: outer(**batch), of_a_layer):
         with pytest.raises(PreparedModelError, match="not compiled"):
             run_once()
     # Before the compiler, which takes minutes for a large model, has worked on anything.

@@ -7,7 +7,6 @@ Every control breaks the runtime, or the run, on purpose and for certain. What i
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,6 @@ from tools.fuzz.__main__ import main
 from tools.fuzz.arm import Arm
 from tools.fuzz.judge import Verdict
 from tools.fuzz.program import (
-    Adapter,
     EditAdapter,
     Evaluate,
     Forward,
@@ -36,7 +34,6 @@ from tools.fuzz.program import (
     Policy,
     Program,
     Random,
-    SetDropout,
     Step,
     Subject,
     Term,
@@ -44,12 +41,7 @@ from tools.fuzz.program import (
 )
 from tools.fuzz.shrink import shrink
 
-NUM_DRAWN = 3
-
-
-@pytest.fixture(scope="module")
-def judge() -> campaign.Judge:
-    return campaign.make_judge()
+NUM_DRAWN = 2
 
 
 def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> None:
@@ -63,22 +55,6 @@ def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> Non
     assert tally.ends["failed"] == 0, "\n\n".join(report)
     # Mostly programs that run through: refusals alone would show nothing.
     assert tally.ends["equal"] > NUM_DRAWN / 3
-
-
-def test_every_action_is_drawn_at_each_moment() -> None:
-    seen: Counter[str] = Counter()
-    for program in campaign.draw(0, 1000):
-        seen.update(features(program))
-    assert {each.__name__ for each in _actions()} <= {name.split("@")[0] for name in seen}
-    for action in (Hook, Evaluate, EditAdapter, Adapter, SetDropout):
-        for moment in ("before", "between"):
-            assert seen[f"{action.__name__}@{moment}"] >= 3, (action, moment)
-
-
-def _actions() -> list[type[Any]]:
-    from tools.fuzz.program import Action
-
-    return Action.__subclasses__()
 
 
 PLAIN = Program(
@@ -98,17 +74,6 @@ def no_replay(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(RngStash, "replay", lambda self: nullcontext())
     patch.setattr(RngStash, "equals", lambda self, other: True)
-
-
-def other_sign(patch: pytest.MonkeyPatch) -> None:
-    """Of what a backward needs."""
-    own = RecomputedCall._unpack
-
-    def unpack(self: RecomputedCall, kept: Any) -> torch.Tensor:
-        found = own(self, kept)
-        return -found if found.is_floating_point() else found
-
-    patch.setattr(RecomputedCall, "_unpack", unpack)
 
 
 def foreign(patch: pytest.MonkeyPatch) -> None:
@@ -165,7 +130,6 @@ def test_control_without_a_failure_it_is_equal(judge: campaign.Judge) -> None:
     ("fault", "kind"),
     [
         (no_replay, "silent difference: gradient"),
-        (other_sign, "silent difference: gradient"),
         (foreign, "foreign KeyError"),
         (too_late, "wrong weights at UnsupportedModelError"),
         (keeps_calls, "restore: N calls of layers are alive"),
@@ -219,6 +183,10 @@ def test_a_seed_draws_the_same_programs_and_their_reprs_give_them_back() -> None
     for program in first:
         assert eval(repr(program), dict(names)) == program
     assert len(set(first)) >= 140
+    seen = set().union(*(map(features, (*first, *other))))
+    assert {each.__name__ for each in language.Action.__subclasses__()} <= {
+        name.split("@")[0] for name in seen
+    }
 
 
 def test_a_program_is_shrunk_to_what_it_needs() -> None:
@@ -247,25 +215,6 @@ def test_a_program_is_shrunk_to_what_it_needs() -> None:
         steps=(Step(before=(Hook(does="scale"),), autocast="each"),)
     )
     assert shrink(drawn, fails, num_tries=1) != shrink(drawn, fails)
-
-
-def test_one_cause_is_counted_and_another_is_not_hidden() -> None:
-    hooked = Program(before=(Hook(does="scale"),))
-    tied = Program(before=(language.Tie(),))
-
-    def judge(program: Program) -> Verdict:
-        bad = {type(each) for each in program.before} & {Hook, language.Tie}
-        return Verdict("failed", "silent difference: loss", "x") if bad else Verdict("equal")
-
-    tally = campaign.Tally()
-    wider = Program(before=(Evaluate(), Hook(does="scale")), ema=True)
-    for program in (Program(), hooked, wider, tied):
-        verdict = judge(program)
-        tally.add(program, verdict, campaign.shrunk_failure(program, verdict, judge, tally))
-    assert [each.count for each in tally.findings] == [2, 1]
-    assert [each.program for each in tally.findings][1] == tied
-    assert tally.ends == {"equal": 1, "failed": 3}
-    assert tally.by_feature["Evaluate@start"] == {"failed": 1}
 
 
 # The run.

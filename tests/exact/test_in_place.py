@@ -17,6 +17,7 @@ import poros
 from poros.errors import RematerializationError
 from tests.exact.adapter_arms import (
     Found,
+    Model,
     adapted,
     behind,
     differences,
@@ -27,7 +28,7 @@ from tests.exact.adapter_arms import (
 )
 from tests.exact.arms import Bases
 from tests.exact.recorded import record_on_tapes
-from tests.exact.writing import DTYPES, PROGRAMS, Model, within
+from tests.exact.writing import DTYPES, PROGRAMS, within
 
 
 @pytest.mark.cover("values")

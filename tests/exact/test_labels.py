@@ -102,16 +102,6 @@ def test_the_loss_shows_which_rows_of_the_head_it_reads() -> None:
     assert not any(" rows " in each for each in profiled(step, resident))
 
 
-def test_kept_layers_have_a_forward_and_their_blocks_one_copy() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        model, _ = streamed(keep_last=NUM_LAYERS)
-    whole = [f"{PREFIX}copy block {block}" for block in range(NUM_LAYERS)]
-    assert labels(trace) == whole
-    # Their backward is a resident layer's, not a visit.
-    found = profiled(step, model)
-    assert of_visits(found) == forward_and_backward()[:NUM_LAYERS] and not of_copies(found)
-
-
 def test_what_a_layer_computes_is_inside_of_its_label_and_has_the_same_bits() -> None:
     model, _ = streamed(slots=2)
     with profile(activities=[ProfilerActivity.CPU]) as trace:

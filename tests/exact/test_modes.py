@@ -14,19 +14,10 @@ from tests.exact.arms import Bases
 from tests.support import prepare_plain
 
 Model = Any
-Change = Callable[[Any], object]
-
-
-class Counting:
-    """Does more than to set a flag. Placed before a module's own class."""
-
-    def train(self, mode: bool = True) -> Any:
-        self.__dict__["num_calls"] = self.__dict__.get("num_calls", 0) + 1
-        return super().train(mode)  # type: ignore[misc]
 
 
 class Freezing:
-    """Keeps a part in evaluation."""
+    """Keeps a part in evaluation. Placed before a module's own class."""
 
     def train(self, mode: bool = True) -> Any:
         super().train(mode)  # type: ignore[misc]
@@ -34,17 +25,10 @@ class Freezing:
         return self
 
 
-class Counts(Counting, nn.Module):
-    pass
-
-
-def of_class(kind: type) -> Change:
-    def change(module: Any) -> None:
-        if not isinstance(module, kind):
-            own = type(module)
-            module.__class__ = type(own.__name__, (kind, own), {})
-
-    return change
+def freeze(layer: Any) -> None:
+    if not isinstance(layer, Freezing):
+        own = type(layer)
+        layer.__class__ = type(own.__name__, (Freezing, own), {})
 
 
 def count_on_the_instance(layer: Any) -> None:
@@ -58,41 +42,30 @@ def count_on_the_instance(layer: Any) -> None:
     module.train = train
 
 
-def nothing(layer: Any) -> None:
-    pass
-
-
-CHANGES: dict[str, Change] = {
-    "nothing": nothing,
+CHANGES: dict[str, Callable[[Any], object]] = {
     "a module": lambda layer: layer.self_attn.q_proj.eval(),
     "a flag": lambda layer: setattr(layer.self_attn.o_proj, "training", False),
-    "the layer's own": lambda layer: setattr(layer, "training", False),
     "all but the layer's own": lambda layer: (layer.eval(), setattr(layer, "training", True)),
     "another module": lambda layer: setattr(layer.mlp, "extra", nn.Identity().eval()),
     "a method": count_on_the_instance,
-    "a class": lambda layer: setattr(layer.mlp, "counts", Counts()),
-    "another class": lambda layer: of_class(Counting)(layer.mlp),
+    "a class": freeze,
 }
-"""Of a layer, before each call; and before the model is prepared."""
-CASES: dict[str, tuple[Change, Change]] = {
-    **{name: (change, nothing) for name, change in CHANGES.items()},
-    "a layer that counts": (nothing, of_class(Counting)),
-    "a layer that freezes": (nothing, of_class(Freezing)),
-}
-
-
-def built(bases: Bases, is_prepared: bool, before: Change = nothing) -> Model:
-    model = bases.build("qwen2").train()
-    before(layer_of(model))
-    return prepare_plain(model, slots=2) if is_prepared else model
+"""Of a layer, before each call."""
 
 
 def layer_of(model: Model) -> nn.Module:
     return next(each for name, each in model.named_modules() if name.endswith("layers.1"))
 
 
-def after(model: Model, change: Change) -> list[list[tuple[str, bool, int]]]:
-    """The modes after each of some calls, with the change before and between."""
+def after(
+    bases: Bases, is_prepared: bool, change: Callable[[Any], object] = lambda layer: None
+) -> list[list[tuple[str, bool, int]]]:
+    """The modules after each of some calls, with the change before and between."""
+    model = bases.build("qwen2").train()
+    if change is freeze:  # prepared layers have a class of their own
+        change(layer_of(model))
+    if is_prepared:
+        prepare_plain(model, slots=2)
     found = []
     for mode in (True, True, False, False, True):
         change(layer_of(model))
@@ -102,31 +75,22 @@ def after(model: Model, change: Change) -> list[list[tuple[str, bool, int]]]:
     return found
 
 
-@pytest.mark.parametrize("which", CASES)
-def test_each_module_has_the_mode_it_has_otherwise(which: str, bases: Bases) -> None:
-    change, before = CASES[which]
-    found, expected = (after(built(bases, each, before), change) for each in (True, False))
-    assert found == expected
-    plain = after(built(bases, False), nothing)
-    assert before is nothing or expected != plain
-
-
-def test_control_of_the_comparison(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that looks at itself alone is caught by every change within it."""
+@pytest.mark.parametrize("which", CHANGES)
+def test_each_module_has_the_mode_it_has_otherwise(
+    which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = CHANGES[which]
+    expected = after(bases, False, change)
+    assert after(bases, True, change) == expected
+    # A control: a layer that looks at itself alone is caught by every change within it.
     monkeypatch.setattr(
         LayerIndex, "is_in_mode", lambda self, mode: self.modules()[0].training is mode
     )
-    caught = {
-        name
-        for name, change in CHANGES.items()
-        if after(built(bases, True), change) != after(built(bases, False), change)
-    }
-    assert caught == CHANGES.keys() - {"nothing"}
+    assert change is freeze or after(bases, True, change) != expected
 
 
 def test_modules_are_passed_over(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built(bases, True)
-    model.train()
+    model = prepare_plain(bases.build("qwen2").train(), slots=2).train()
     inner = set(map(id, layer_of(model).modules())) - {id(layer_of(model))}
     seen = []
     plain = nn.Module.__setattr__

@@ -8,9 +8,8 @@ from bitsandbytes.nn import Linear4bit
 
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
-from poros.gates.reference import TrainingSpec, Trajectory, compare_steps, start_digests, train
+from poros.gates.reference import TrainingSpec, Trajectory, compare_steps, train
 from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
-from tests.exact.arms import PACKED, flip_nibble
 from tests.support import make_model
 
 
@@ -29,23 +28,13 @@ def expected() -> Trajectory:
     return run()
 
 
-def differing_quantities(expected: Trajectory, found: Trajectory) -> set[str]:
-    return {c.quantity for c in compare_steps(expected, found) if c.difference is not None}
-
-
-# The reference run.
-
-
-def test_reference_repeats_itself_bit_for_bit(expected: Trajectory) -> None:
+def test_it_repeats_itself_and_records_every_quantity(expected: Trajectory) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     again = run()
-    assert compare_trajectories(expected, again) == []
     assert torch.equal(before, torch.get_rng_state()), "the caller's is left alone"
-
-
-def test_trajectory_holds_every_quantity_of_every_step(expected: Trajectory) -> None:
-    comparisons = list(compare_steps(expected, expected))
+    comparisons = list(compare_steps(expected, again))
+    assert all(each.difference is None for each in comparisons)
     num = {q: sum(c.quantity == q for c in comparisons) for q in QUANTITIES}
     num_parameters = 2 * 7 * 2  # layers, projections, A and B
     per_parameter = ("gradients", "adapter weights", "exp_avg", "exp_avg_sq")
@@ -55,16 +44,12 @@ def test_trajectory_holds_every_quantity_of_every_step(expected: Trajectory) -> 
         "RNG end state": 1,
         **dict.fromkeys(per_parameter, 3 * num_parameters),
     }
+    assert len({entry.name for entry in expected.entries()}) == len(comparisons)
     for step in expected.steps:
         assert all(bool(gradient.any()) for gradient in step.gradients.values())
-    assert len({entry.name for entry in expected.entries()}) == len(comparisons)
-
-
-def test_gradients_are_recorded_before_clipping(expected: Trajectory) -> None:
-    for step in expected.steps:
+        # Gradients are recorded before they are clipped.
         squares = sum(float(g.double().square().sum()) for g in step.gradients.values())
-        assert step.grad_norm is not None
-        assert float(step.grad_norm) > 1.0, "nothing is clipped: the test would show nothing"
+        assert step.grad_norm is not None and float(step.grad_norm) > 1.0, "nothing is clipped"
         assert squares**0.5 == pytest.approx(float(step.grad_norm), rel=1e-5)
 
 
@@ -82,9 +67,7 @@ CONTROLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
         *({}, {"lr": 1.0001e-3}, "step 0, weight base_model.model.model.layers.0."),
         set(QUANTITIES) - {"RNG end state"},
     ),
-    "dropout": ({"dropout": 0.06}, {}, "step 0, loss of micro-batch 0", {"loss"}),
     "no dropout": ({"dropout": 0.0}, {}, "step 0, ", {"RNG end state"}),
-    "dtype": ({"dtype": torch.float32}, {}, "step 0, loss of micro-batch 0", {"loss"}),
     "autocast": ({}, {"autocast_dtype": torch.bfloat16}, "step 0, ", {"loss"}),
 }
 
@@ -94,16 +77,8 @@ def test_control_another_run(which: str, expected: Trajectory) -> None:
     of_model, of_run, first, wanted = CONTROLS[which]
     found = run(build(**of_model), **of_run)
     assert compare_trajectories(expected, found)[0].name.startswith(first)
-    quantities = differing_quantities(expected, found)
+    quantities = {c.quantity for c in compare_steps(expected, found) if c.difference is not None}
     assert wanted <= quantities and (which != "learning rate" or wanted == quantities)
-
-
-def test_control_one_flipped_nibble(expected: Trajectory) -> None:
-    model = flip_nibble(build())
-    digests, changed = start_digests(build()), start_digests(model)
-    assert [name for name in digests if digests[name] != changed[name]] == [PACKED]
-    differences = compare_trajectories(expected, run(model))
-    assert differences[0].name.startswith("step 0, ") and len(differences) > 100
 
 
 def test_control_one_more_step_is_reported_as_extra(expected: Trajectory) -> None:

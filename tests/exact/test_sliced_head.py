@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
 from poros.errors import ParityError, PreparedModelError
@@ -37,22 +36,36 @@ from tests.exact.heads import (
     with_loha,
     with_lora,
 )
-from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
+from tests.operators import Operators
+from tests.snapshots import (
+    NUM_LAYERS,
+    assert_same_run,
+    batches,
+    build,
+    changes,
+    picture,
+    resident_run,
+    run,
+)
+from tests.support import prepare_plain
 
 SHAPE = {"seq_len": 16, "batch_size": 2}
+ROWS: dict[str, Any] = {"slots": 2, "stream_embedding": True}
 pytestmark = pytest.mark.usefixtures("narrow")
 
 
 # What is taken over, and how it comes back.
 
+POLICIES: list[dict[str, Any]] = [ON_HOST, {"loss": "chunked"}, {"stream_head": True, **ROWS}]
 
-@pytest.mark.parametrize("policy", [ON_HOST, {"loss": "chunked"}, {"stream_head": True}], ids=str)
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
 def test_restore_gives_everything_back(architecture: str, policy: dict[str, Any]) -> None:
     """Gemma's head is its embedding's matrix; its own object, at both places, with its bytes."""
     model = build(architecture)
     before = picture(model)
-    poros.prepare(model, slots=2, **policy)
+    poros.prepare(model, **{"slots": 2, **policy})
     assert isinstance(head_of(model), HostMatrix) == ("stream_head" in policy)
     if architecture == "gemma3":
         assert head_of(model) is model.get_input_embeddings().weight
@@ -212,31 +225,21 @@ def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: pytest.Mon
 # What moves, and what is there.
 
 
-class Sizes(TorchDispatchMode):
-    """The largest tensors that operators make, in elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and func is not torch.ops.aten.detach.default:
-            self.most = max(self.most, result.numel())
-        return result
-
-
 def test_no_tensor_of_the_vocabulary_is_made_in_a_step() -> None:
     """Neither tokens x vocabulary nor vocabulary x hidden states."""
     batch = tiny.make_batches(1, num_tokens=20)[0]
 
     def most(**policy: Any) -> int:
         model = with_sliced_loss(build(), stream_embedding=True, self_check="off", **policy).train()
-        with Sizes() as sizes:
+        sizes: list[int] = []
+
+        def note(operator: Any, given: Any, made: Any) -> None:
+            if isinstance(made, torch.Tensor) and operator is not torch.ops.aten.detach.default:
+                sizes.append(made.numel())
+
+        with Operators(note):
             model(**batch).loss.backward()
-        return sizes.most
+        return max(sizes)
 
     vocabulary, num_tokens, columns = 512, batch["input_ids"].numel(), 64
     assert most() < min(vocabulary * num_tokens, vocabulary * columns)
@@ -313,7 +316,58 @@ def test_tied_matrices_are_on_the_host_once(caplog: pytest.LogCaptureFixture) ->
     assert stats["rows_num_bytes"] > 0 and stats["head_num_bytes"] > 0
 
 
+def test_rows_of_an_embedding_in_host_memory_come_as_they_are_asked_for() -> None:
+    """It trains with the bits of a resident one: ``test_cells``."""
+    model = prepare_plain(build(), **ROWS)
+    matrix, host = model.get_input_embeddings().weight, poros.runtime(model).host.num_bytes
+    run(model)
+    stats = poros.runtime(model).stats()
+    num_tokens = sum(batch["input_ids"].numel() for batch in batches())
+    assert stats["rows_num_bytes"] == num_tokens * matrix[0].nbytes
+    assert stats["host_num_bytes"] - host == matrix.nbytes
+
+
 # What notices damage.
+
+
+def flipped_row(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """One that no batch asks for."""
+    matrix = model.get_input_embeddings().weight
+    asked = {int(token) for batch in batches() for token in batch["input_ids"].flatten()}
+    row = next(row for row in range(matrix.shape[0]) if row not in asked)
+    matrix.host[row].view(torch.uint8)[3] ^= 1
+
+
+def other_rows(model: Model, patch: pytest.MonkeyPatch) -> None:
+    streams = poros.runtime(model).rows._streams
+    genuine = streams.copy
+
+    def copy(target: torch.Tensor, source: torch.Tensor, *, after: Any) -> Any:
+        return genuine(target, source.roll(1, 0), after=after)
+
+    patch.setattr(streams, "copy", copy)
+
+
+def late_rows(model: Model, patch: pytest.MonkeyPatch) -> None:
+    streams = poros.runtime(model).rows._streams
+    patch.setattr(streams, "copy", lambda target, source, *, after: None)
+
+
+@pytest.mark.parametrize("damage", [flipped_row, other_rows, late_rows])
+def test_the_first_step_notices_damage_of_an_embedding(
+    damage: Callable[[Model, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = prepare_plain(build(), **ROWS)
+    damage(model, monkeypatch)
+    said = "bytes in host memory" if damage is flipped_row else "rows on the device"
+    with pytest.raises(ParityError, match=rf"embed_tokens\.weight: .*{said} are not"):
+        run(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if damage is other_rows:  # control: it would have trained on
+        unchecked = prepare_plain(build(), **ROWS, self_check="off")
+        damage(unchecked, monkeypatch)
+        with pytest.raises(AssertionError):
+            assert_same_run(resident_run(), run(unchecked))
 
 
 def flipped_byte(model: Model, patch: pytest.MonkeyPatch) -> None:

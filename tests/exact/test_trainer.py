@@ -26,6 +26,7 @@ from tests.exact.trainer_arms import (
 from tests.support import AdversarialPrepare, prepare_plain
 
 NUM_SLOTS = 2
+STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +96,18 @@ def test_a_whole_run_is_bitwise_equal(
     assert arms.log_history("streamed") == logs
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_saved_adapters_are_byte_equal(
-    arms: Arms, resident: Trajectory, streamed: Trajectory, name: str
-) -> None:
+def test_checkpoints_are_equal(arms: Arms, resident: Trajectory, streamed: Trajectory) -> None:
+    """The files of adapters by their bytes, those of states by what they hold."""
     for step in (RESUME_AT, NUM_STEPS):
-        paths = [arms.checkpoint(arm, step) / name for arm in ("resident", "streamed")]
-        expected, found = (path.read_bytes() for path in paths)
-        assert len(expected) > 100 and found == expected
+        folders = [arms.checkpoint(arm, step) for arm in ("resident", "streamed")]
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            expected, found = ((folder / name).read_bytes() for folder in folders)
+            assert len(expected) > 100 and found == expected, name
+        for name in STATES:
+            assert differing_contents(*(folder / name for folder in folders)) == [], name
+    for name in STATES:
+        paths = [arms.checkpoint("resident", step) / name for step in (RESUME_AT, NUM_STEPS)]
+        assert differing_contents(*paths), "the file never changes, so it shows nothing"
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(arms: Arms, streamed: Trajectory) -> None:
@@ -116,17 +121,6 @@ def test_the_best_checkpoint_is_loaded_at_the_end(arms: Arms, streamed: Trajecto
         for step in (best, NUM_STEPS)
     ]
     assert saved[0] == end.numpy().tobytes() != saved[1]
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_checkpoints_hold_equal_states(
-    arms: Arms, resident: Trajectory, streamed: Trajectory, name: str
-) -> None:
-    for step in (RESUME_AT, NUM_STEPS):
-        paths = [arms.checkpoint(arm, step) / name for arm in ("resident", "streamed")]
-        assert differing_contents(*paths) == []
-    paths = [arms.checkpoint("resident", step) / name for step in (RESUME_AT, NUM_STEPS)]
-    assert differing_contents(*paths), "the file never changes, so it shows nothing"
 
 
 def test_a_resumed_run_ends_as_the_straight_one(

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
 from poros.gates.reference import Trajectory
@@ -23,6 +22,7 @@ from tests.exact.recorded import record_on_tapes
 from tests.exact.together import num_groups, reasons
 from tests.exact.trl_arms import COMPLETIONS, PREFERENCES, TEXTS, Arms, Prepare, check, trl
 from tests.loading.towers import FAMILIES, write
+from tests.operators import Operators
 from tests.support import prepare_plain
 
 SFT = (trl.SFTTrainer, trl.SFTConfig, TEXTS)
@@ -117,24 +117,9 @@ def test_visits_that_are_replayed(
 ) -> None:
     """Batches of changing lengths, and DPO's reference pass, which takes no gradients."""
     made = record_on_tapes(monkeypatch)
-    arms = Arms(tmp_path, *KINDS[kind], num_steps=6)
+    arms = Arms(tmp_path, *KINDS[kind], num_steps=4)
     check(arms, {"keep_last": keep_last, "slots": 2 + keep_last}, pad_to_multiple_of=16)
     assert sum(captures.num_replays for captures in made) > 0
-
-
-class Slices(TorchDispatchMode):
-    """Bytes of the matrices in host memory that operators were given, by their numbers of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_rows: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        if isinstance(args[0] if args else None, HostMatrix) and func is torch.ops.aten.t.default:
-            self.num_rows.append(len(args[0]))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.cover("values")
@@ -146,18 +131,22 @@ def test_a_head_in_host_memory_is_read_slice_by_slice(
     """TRL computes losses from the head's weight; what it logs and trains is plain TRL's."""
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 200)
     arms = Arms(tmp_path, *KINDS[kind])
-    watch = Slices()
-    genuine = type(arms).run
+    genuine, num_rows = type(arms).run, list[int]()
+
+    def note(operator: Any, given: Any, made: Any) -> None:
+        """Of matrices in host memory, the rows that operators are given."""
+        if isinstance(given[0] if given else None, HostMatrix):
+            num_rows.extend([len(given[0])] * (operator is torch.ops.aten.t.default))
 
     def run(arms: Arms, prepare: Prepare | None = None, **options: Any) -> Trajectory:
-        with watch if prepare is not None else nullcontext():
+        with Operators(note) if prepare is not None else nullcontext():
             return genuine(arms, prepare, **options)
 
     monkeypatch.setattr(type(arms), "run", run)
     check(arms, HEAD_ON_HOST, attach_in_trainer=attach_in_trainer)
     weight = arms.model.get_base_model().lm_head.weight
     assert isinstance(weight, HostMatrix)
-    assert watch.num_rows and max(watch.num_rows) <= 200 < len(weight)
+    assert num_rows and max(num_rows) <= 200 < len(weight)
 
 
 def test_control_a_reference_pass_that_keeps_the_adapter(

@@ -44,8 +44,6 @@ ALL = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # recorded then.
 PROGRAMS: dict[str, tuple[str, dict[str, Any], Callable[[Model], None], bool]] = {
     "falcon": ("falcon", {}, nothing, True),
-    "falcon with DoRA": ("falcon", {"use_dora": True}, nothing, True),
-    "scaled": ("qwen2", {}, behind(scale, *ALL), False),
     "steered": ("qwen2", {}, behind(steer, *ALL), False),
     "with a bias": ("qwen2", {"lora_bias": True}, behind(steer, *ALL), False),
     "with DoRA": ("qwen2", {"use_dora": True}, behind(steer, *ALL), False),
@@ -56,6 +54,5 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], Callable[[Model], None], bool]] =
     "layers": ("qwen2", {}, behind(steer, "layers.0", "layers.1"), True),
     "all of what is left out": ("qwen2", {}, within(scale), True),
     "a part of what is left out": ("qwen2", {}, within(steer), True),
-    "what is left out, with DoRA": ("qwen2", {"use_dora": True}, within(steer), True),
 }
 DTYPES = [(BF16, BF16), (BF16, FP32), (FP32, FP32)]

@@ -1,8 +1,8 @@
 """Every fault of streaming that the suite plants: how it is made, and what has to notice it.
 
 Each stands here once: made in the code, in a prepared model, or by a user. ``test_planted.py``
-crosses it with what must catch it: the parity gate, the gate while every read is watched, the
-self-check, and the self-check where attention does not repeat itself.
+crosses it with what must catch it: the parity gate, the self-check, and the self-check where
+attention does not repeat itself. Slots that are given up early: ``test_missing_waits``.
 """
 
 from collections import defaultdict
@@ -17,7 +17,6 @@ from transformers.utils.output_capturing import _active_collector
 
 import poros
 from poros.errors import RematerializationError
-from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
 from poros.stream.args import is_shared_mapping
@@ -135,19 +134,6 @@ def overwrite(
     """The next block but one is copied into the slot of the block that computes."""
     other = runtime.host_slab((block + 2) % NUM_LAYERS)
     streams.copy(slot.buffer[: other.numel()], other, after=slot.released)
-
-
-def release_at_acquire(patch: Patch) -> None:
-    """The slot goes to another block while its own is computed."""
-    acquire, release = BlockManager.acquire, BlockManager.release
-
-    def acquire_and_release(self: BlockManager, block: int, phase: Phase) -> Slot:
-        slot = acquire(self, block, phase)
-        release(self, block)
-        return slot
-
-    patch.setattr(BlockManager, "acquire", acquire_and_release)
-    patch.setattr(BlockManager, "release", lambda *_, **__: None)
 
 
 def poison_what_is_released(model: Any, _: AdversarialStreams) -> None:
@@ -279,7 +265,6 @@ class Fault:
         cell: What is trained.
         gate: What the gate says first with the check off: a difference, or an error.
         differing: Quantities that have to differ for the gate.
-        watched: What the gate says while every read is watched.
         self_check: What the self-check says, before the first step.
         unsteady: The same where attention does not repeat itself.
         error: What the self-check raises.
@@ -292,7 +277,6 @@ class Fault:
     cell: Cell = QWEN2
     gate: str | None = None
     differing: frozenset[str] = field(default_factory=frozenset)
-    watched: str | None = None
     self_check: str | None = None
     unsteady: str | None = None
     error: type[Exception] = poros.ParityError
@@ -360,10 +344,6 @@ FAULTS = {
     ),
     "slot read without its block": Fault(
         ask_for_no_block, poison_what_is_released, gate=FIRST_GRADIENT
-    ),
-    "slot released early": Fault(
-        release_at_acquire,
-        watched="arm raised SlotHazard.*overwrite a slot while it is read",
     ),
     "slot in use overwritten": Fault(
         spoil=at_acquire(overwrite),

@@ -135,11 +135,6 @@ def test_it_changes_what_is_trained_and_the_gate_says_so(fault: Fault) -> None:
     assert fault.differing <= differing
 
 
-@having("watched")
-def test_it_is_a_hazard_where_every_read_is_watched(fault: Fault) -> None:
-    require_said(fault.watched or "", gate(fault, watched=True))
-
-
 @having("self_check")
 def test_the_self_check_names_it_before_the_first_step(fault: Fault, monkeypatch: Patch) -> None:
     steps: list[None] = []

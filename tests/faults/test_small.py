@@ -1,13 +1,12 @@
 """Tensors of layers that do not stream: they train as in a resident model.
 
-What is small stays on the device: edited, cast, replaced and trained. What a hook takes out of a
-layer, and what it brings into one, is trained too.
+What is small stays on the device: edited, cast, replaced and trained. What hooks bring into a layer
+is trained too: ``tests/exact/test_written_programs``.
 """
 
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import imul
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ from tests.snapshots import (
     bits_of,
     build,
     changes,
-    digest,
     layers_of,
-    outcome,
     run,
 )
 from tests.support import AdversarialPrepare, prepare_plain
@@ -75,77 +72,32 @@ def trainable(model: Any) -> None:
         layer.input_layernorm.weight.requires_grad_(True)
 
 
-Edit = Callable[[Any], object]
-EDITS: dict[str, Edit] = {
-    "in place": in_place,
-    "through data": lambda model: norm_of(model).weight.data.mul_(0.5),
-    "through numpy": lambda model: imul(norm_of(model).weight.detach().numpy(), 1.5),
-    "assigned data": lambda m: setattr(norm_of(m).weight, "data", norm_of(m).weight.flip(0)),
+EDITS: dict[str, Callable[[Any], object]] = {
     "cast": cast,
     "cast by method": lambda model: norm_of(model).bfloat16(),
-    "replaced": lambda model: setattr(
-        norm_of(model), "weight", nn.Parameter(norm_of(model).weight * 2, requires_grad=False)
-    ),
     "replaced module": replaced_module,
     "loaded": loaded,
 }
-COUNTED = [name for name in EDITS if name not in ("through data", "through numpy")]
-"""Those that PyTorch, or an address, tells of."""
-
-
-def train(model: Any, edit: Edit) -> tuple[Any, Any, list[Any]]:
-    """A run, an edit, a run with the optimizer made anew, an evaluation."""
-    first = run(model, 1)
-    edit(model)
-    second = run(model, 1)
-    with torch.no_grad():
-        model.eval()
-        return first, second, [digest(model(**batch).logits) for batch in batches()]
-
-
-ROOMS = ({"slots": 2}, {"slots": 2, "block_size": 2}, {"slots": 3, "keep_last": 1})
-
-
-@pytest.fixture(scope="module")
-def unedited() -> Any:
-    return train(make(), lambda model: None)
+"""Others are written down in ``tests/exact/test_written_programs``."""
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_edits_between_steps_are_those_of_a_resident_run(edit: str, unedited: Any) -> None:
-    """And stay when it is restored. Control: each shows."""
-    twin, model, options = make(), make(), ROOMS[[*EDITS].index(edit) % len(ROOMS)]
-    expected = train(twin, EDITS[edit])
-    assert expected[2] != unedited[2]
+def test_edits_between_steps_are_those_of_a_resident_run(edit: str) -> None:
+    """And stay when it is restored; between a forward and its backward they are an error."""
+    twin, model = make(), make()
     with AdversarialPrepare().watching() as prepare:
-        found = train(prepare(model, **options), EDITS[edit])
-    for left, right in zip(expected[:2], found[:2], strict=True):
-        assert_same_run(left, right)
-    assert expected[2] == found[2]
+        prepare(model)
+        assert_same_run(run(twin, 1), run(model, 1))
+        bits = bits_of(twin)
+        loss = model.train()(**batches()[0]).loss
+        for each in (twin, model):
+            EDITS[edit](each)
+        assert changes(bits, bits_of(twin))
+        with pytest.raises(RematerializationError, match=r"layers\.\d.*expected"):
+            loss.backward()
+        model.zero_grad()
+        assert_same_run(run(twin, 1), run(model, 1))
     assert changes(bits_of(twin), bits_of(poros.restore(model))) == {}
-
-
-@pytest.mark.parametrize("edit", [*EDITS][::2])
-def test_the_self_check_passes_after_an_edit_before_the_first_step(edit: str) -> None:
-    expected, model = make(), prepare_plain(make())
-    for each in (expected, model):
-        EDITS[edit](each)
-    assert_same_run(run(expected, 1), run(model, 1))
-    assert poros.runtime(model).self_check["status"] == "passed"
-
-
-@pytest.mark.parametrize("edit", COUNTED)
-def test_edits_between_a_forward_and_its_backward_raise(edit: str) -> None:
-    model = prepare_plain(make())
-    loss = model.train()(**batches()[0]).loss
-    EDITS[edit](model)
-    with pytest.raises(RematerializationError, match=r"layers\.\d.*expected"):
-        loss.backward()
-    # The next step is whole again.
-    model.zero_grad()
-    expected = make()
-    EDITS[edit](expected)
-    assert_same_run(run(expected, 1), run(model, 1))
 
 
 @pytest.mark.cover("values")
@@ -259,7 +211,7 @@ def test_one_that_is_gone_differs_from_one_that_is_there() -> None:
         assert StayingState([None, torch.ones(1)]).marks[1] is not None
 
 
-# Taken out of a layer, or brought into it.
+# Taken out of a layer.
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -278,54 +230,3 @@ def test_a_probe_whose_tensors_are_edited_is_refused(is_streamed: bool) -> None:
     error = poros.RematerializationError if is_streamed else RuntimeError
     with pytest.raises(error, match=r"in.?place"):
         losses[0].backward()
-
-
-# Into a layer: a trainable tensor that a hook brings, switched on at some step.
-
-
-def switched(model: Any, index: int, kind: str) -> dict[str, Any]:
-    """Something trainable inside a layer that acts while ``on``."""
-    state: dict[str, Any] = {"on": False, "scale": torch.ones(64, requires_grad=True)}
-    module = layers_of(model)[index].self_attn
-
-    def change(output: Any) -> Any:
-        return (
-            (output[0] * state["scale"].to(output[0].dtype), *output[1:]) if state["on"] else output
-        )
-
-    if kind == "hook":
-        module.register_forward_hook(lambda module, given, output: change(output))
-    elif kind == "global hook":
-        state["handle"] = nn.modules.module.register_module_forward_hook(
-            lambda each, given, output: change(output) if each is module else None
-        )
-    else:
-        own = module.forward
-        module.forward = lambda *args, **kwargs: change(own(*args, **kwargs))
-    return state
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("kind", ["hook", "global hook", "forward"])
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_trainable_tensor_from_elsewhere_is_trained(index: int, kind: str, first: int) -> None:
-    """Layer 0 is below the lowest adapter, layer 2 is not; the first step is checked."""
-    found = []
-    for prepare in (lambda model: model, prepare_plain):
-        torch.manual_seed(2)
-        config = LoraConfig(target_modules=["up_proj"], layers_to_transform=[1, 2], r=4)
-        config.init_lora_weights = False
-        model = prepare(get_peft_model(build().unload(), config)).train()
-        state = switched(model, index, kind)
-        torch.manual_seed(0)
-        try:
-            for number in range(2):
-                state["on"] = number == first
-                model(**batches()[0]).loss.backward()
-        finally:
-            if "handle" in state:
-                state["handle"].remove()
-        found.append({"scale": digest(state["scale"].grad), **outcome(model)})
-    assert changes(*found) == {}
-    assert poros.runtime(model).self_check["status"] == "passed"

@@ -1,7 +1,7 @@
 """``poros.load`` for reward models, classifiers and embedding models: ``from_pretrained``'s bytes.
 
-How they train is in tests/exact (rows of table.py, test_trl.py), how their adapters are merged in
-tests/merging.
+How they train is in tests/exact (rows of test_programs.py, test_trl.py), how their adapters are
+merged in tests/merging.
 """
 
 from pathlib import Path

@@ -151,7 +151,7 @@ class Calls:
 
     def require_unedited(self) -> None:
         """Raise ``NotGrouped`` if tensors were edited since layers were first given them."""
-        if any(each._version != version for each, version in self._given.values()):
+        if any(_version(each) != version for each, version in self._given.values()):
             raise NotGrouped("tensors that layers are given, edited in place behind a call")
 
     def note(self, handed: torch.Tensor | None) -> None:
@@ -177,7 +177,11 @@ class Calls:
             raise NotGrouped("layers are given objects that may change")
         self._objects = objects
         for each in tensors:
-            self._given.setdefault(id(each), (each, each._version))
+            self._given.setdefault(id(each), (each, _version(each)))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_fixed(value: Any) -> bool:

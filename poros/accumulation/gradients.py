@@ -32,6 +32,12 @@ class Gradients:
         ]
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody sees gradients of a parameter as they arrive."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks or after)
+
+
 class Watch:
     """Has ``asked`` called before anybody reads or writes the gradient of a parameter.
 

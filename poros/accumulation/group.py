@@ -28,12 +28,11 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import Drawn, DrawTable, between, later
-from poros.accumulation.gradients import Gradients, Watch
+from poros.accumulation.gradients import Gradients, Watch, has_hooks
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import MicroBatch
 from poros.accumulation.modules import Modules, Outside
@@ -95,6 +94,8 @@ class Group:
             torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         )
         """Whether no autocast region is around all, which would go on and keep what it has cast."""
+        self._coming: MicroBatch | None = None
+        """Whose code has begun, and that is not one of them yet."""
         self._most = 0
         """Micro-batches that there is memory for."""
         self._num_back = 0
@@ -188,7 +189,9 @@ class Group:
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
-                batch = MicroBatch(self._layers, around, conditions, run, edges, enter)
+                self._coming = batch = MicroBatch(
+                    self._layers, around, conditions, run, edges, enter
+                )
                 with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
                     self._go_on(batch)
                 self._require_unedited()
@@ -206,12 +209,13 @@ class Group:
                 if batch.reason is None and not batch.code.is_over:
                     self._run_layer(0, [batch])
                 if batch.reason is not None or batch.code.is_over:
-                    self.behind = batch
+                    self.behind, self._coming = batch, None
                     self._behind_marks = self._outside.marks()
                     self._require_marks()
                     self.reason = None if batch.reason is None else str(batch.reason)
                     return
                 self._batches.append(batch)
+                self._coming = None
                 if len(self._batches) == self._most or not self._plan_behind(batch):
                     return
         finally:
@@ -321,6 +325,9 @@ class Group:
         ``batch``: That one.
         """
         number = self._batches.index(batch)
+        is_last = number + 1 == len(self._batches) and self.behind is None
+        if batch.code.error is None and not is_last:
+            raise batch.refuse("an error of a layer that its code catches")
         for each in self._batches[number + 1 :]:
             each.code.stop()
         if self.behind is not None:
@@ -408,6 +415,10 @@ class Group:
         if not batch.code.is_over:
             batch.begin_at(Start.capture(self._device))
             batch.finish_alone()
+        else:
+            if batch.code.error is None:
+                batch.begin_at(Start.capture(self._device))
+            batch.next_start.restore()
         batch.code.reraise()
         return batch.code.result
 
@@ -420,6 +431,11 @@ class Group:
         """The backward of its loss has come to the last layer."""
         # A parameter of a layer, or before the layers, has its gradient from there alone. If the
         # loss uses it too, one after the other sums both before they are added to what is there.
+        if any(map(has_hooks, self._trained)):
+            raise UnsupportedModelError(
+                "expected parameters without hooks, found hooks that the loss has registered. Its "
+                f"gradients are wrong. {ADVICE}"
+            )
         apart = self._in_layers | set(map(id, batch.leaves_below()))
         if batch.has_arrived_below or any(id(each) in apart for each in self._before.changed()):
             raise UnsupportedModelError(
@@ -465,14 +481,14 @@ class Group:
         self._require_unedited()
         done, self._num_back = self._batches[self._num_back : self.num_done], self.num_done
         ways = self._ranks.ways(len(done), is_last=self._has_last and not self._tail)
-        state = RngStash.capture(self._device)
+        state = Start.capture(self._device)
         for index in reversed(range(len(self._layers))) if done else ():
             with self._layers[index].in_a_row():
                 for batch, way in zip(done, ways, strict=True):
                     batch.backward(index, way)
         for batch, way in zip(done, ways, strict=True):
             batch.backward_below(way)
-        if not RngStash.capture(self._device).equals(state):
+        if not Start.capture(self._device).equals(state):
             raise RematerializationError(
                 "expected backwards that draw no random numbers, found some that do (a hook that "
                 "adds noise to gradients?): micro-batches one after the other would have drawn "
@@ -482,12 +498,7 @@ class Group:
     def close(self) -> None:
         """Have the code of those that have not ended go on no more."""
         self._watch.end()
-        for batch in [*self._batches[self.num_done :], *filter(None, [self.behind])]:
+        begun = [*self._batches[self.num_done :], *filter(None, [self.behind, self._coming])]
+        for batch in begun:
             batch.code.stop()
-        self._batches, self.behind, self._head = [], None, None
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether somebody sees gradients of a parameter as they arrive."""
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(parameter._backward_hooks or after)
+        self._batches, self.behind, self._coming, self._head = [], None, None, None

@@ -13,7 +13,9 @@ from torch import nn
 from poros.accumulation.calls import NotGrouped
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import DrawTable
-from poros.accumulation.group import Group, has_hooks
+from poros.accumulation.foreign import foreign_code
+from poros.accumulation.gradients import has_hooks
+from poros.accumulation.group import Group
 from poros.accumulation.modules import Modules
 from poros.accumulation.observed import Observer
 from poros.model.runtime import Runtime, find_runtime
@@ -310,6 +312,10 @@ class History:
         known = self.known.get(kind)
         if known is not None and known.reason is not None:
             raise NotGrouped(known.reason)
+        layers = list(runtime.streamed_layers())
+        foreign = foreign_code(layers, self.modules(step.ranks.inner).now())
+        if foreign is not None:
+            raise NotGrouped(f"layers run {foreign}, code of no library that is known")
 
     def modules(self, model: nn.Module) -> Modules:
         """Of the model, as they are now.

@@ -14,6 +14,7 @@ Note: Cuts
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -243,20 +244,25 @@ class MicroBatch:
         self._state.pytorch.restore()
         try:
             self._calls.require_unedited()
-            result = layer.forward_now(args, kwargs, self._condition(layer))
-            result = require_hidden_states(result)
+            run = partial(layer.forward_now, args, kwargs, self._condition(layer))
+            result = require_hidden_states(self.code.run_in_context(run))
             if (result.shape, result.dtype) != self._form:
                 raise NotGrouped("hidden states that change their form between layers")
         except NotGrouped as reason:
             raise self.refuse(str(reason)) from reason
         except Exception as error:
             self._error = error
+            self._note_drawn()
             raise
         self._cuts.append(Cut(result, *visits))
         visits.clear()
-        state = RngStash.capture(self._device)
-        self._state = self._state._replace(pytorch=state)
-        self.bounds += [state] * ((index == 0) + (index == len(self._layers) - 1))
+        self._note_drawn()
+        number = (index == 0) + (index == len(self._layers) - 1)
+        self.bounds += [self._state.pytorch] * number
+
+    def _note_drawn(self) -> None:
+        """A layer has drawn: its code goes on from there."""
+        self._state = self._state._replace(pytorch=RngStash.capture(self._device))
 
     def _hand_on(self) -> torch.Tensor:
         """What its code is handed for the result of a layer that is to run: it has no values."""

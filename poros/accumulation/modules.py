@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.stream.attributes import CONTAINERS, is_like
+from poros.stream.attributes import CONTAINERS, is_like, refill
 from poros.stream.layer_index import values_of
 
 
@@ -156,10 +156,7 @@ class Outside:
         for container in marks.empty:
             container.clear()
         for container, content in marks.contents:
-            if not is_like(container, content):
-                container.clear()
-                fill = container.update if hasattr(container, "update") else container.extend
-                fill(content)
+            refill(container, content)
         return self._are_buffers_at(marks)
 
     def _are_buffers_at(self, marks: Marks) -> bool:

@@ -24,7 +24,7 @@ from poros.accumulation.calls import (
     watchers,
 )
 from poros.accumulation.draws import Drawn
-from poros.accumulation.gradients import Watch
+from poros.accumulation.gradients import Watch, has_hooks
 from poros.accumulation.modules import Modules, Outside
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import nodes_from, weakly
@@ -32,7 +32,7 @@ from poros.model.runtime import Runtime
 from poros.stream.attributes import bound, contents_of
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
-from poros.stream.rng import RngStash, Start, is_same_state
+from poros.stream.rng import Start, is_same_state
 from poros.stream.settings import Settings
 
 
@@ -80,7 +80,9 @@ class Observer:
         self._end_of_layer: Start | None = None
         self._states: list[Start] = []
         """As it begins, at the first layer, behind it, and behind the last."""
-        self._backward_states: list[RngStash] = []
+        self._backward_states: list[Start] = []
+        self._is_autocast = torch.is_autocast_enabled(self._device.type)
+        """Around all."""
         self._num_heads = 0
         self._draws_behind = False
         self._below: list[torch.Tensor] = []
@@ -148,6 +150,10 @@ class Observer:
         if index == 0 and given.requires_grad:
             nodes = nodes_from([given.grad_fn])
             self._below = [node.variable for node in nodes if hasattr(node, "variable")]
+            known = set(map(id, self._trained))
+            for each in [*self._below, *([given] if given.is_leaf else [])]:
+                if id(each) not in known and (isinstance(each, nn.Parameter) or has_hooks(each)):
+                    self.refuse("trained tensors that are not the model's go into its layers")
         self._note_uses(False)
         found = layer.forward_now(args, kwargs)
         try:
@@ -214,13 +220,17 @@ class Observer:
             self.refuse("a second backward of one loss")
         if not all(map(_is_arrived_at, self._inside)):
             self.refuse("the loss takes gradients of single parameters itself")
-        self._backward_states.append(RngStash.capture(self._device))
+        if any(map(has_hooks, self._trained)):
+            self.refuse("hooks on parameters")
+        if torch.is_autocast_enabled(self._device.type) != self._is_autocast:
+            self.refuse("a backward within an autocast region of the loss")
+        self._backward_states.append(Start.capture(self._device))
         self._note_uses(False)
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._note_uses(True)
-        if not RngStash.capture(self._device).equals(self._backward_states[-1]):
+        if not Start.capture(self._device).equals(self._backward_states[-1]):
             self.refuse("random numbers are drawn in the backwards of layers")
 
     def _conclude(self) -> None:
@@ -263,6 +273,8 @@ class Observer:
         is_same = self._mark == self._modules.mark(self._trained)
         if not is_same or not self._modules.are_trained(self._trained):
             self.refuse("parameters are edited, frozen or thawed between micro-batches")
+        if (name := self._names.changed_since()) is not None:
+            self.refuse(f"{name} changes between micro-batches")
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -341,6 +353,16 @@ class Names:
             for place, name in bound(*self._seen[2 * part : 2 * part + 2]):
                 if place >= len(self._owners) or name in others:
                     return name
+        return None
+
+    def changed_since(self) -> str | None:
+        """A name that was bound since the code has ended, and that one of its parts reads."""
+        if not self._seen:
+            return None
+        read = set[str]().union(*self._read)
+        for place, name in bound(self._seen[-1], self._now()):
+            if place >= len(self._owners) or name in read:
+                return name
         return None
 
     def _now(self) -> list[dict[str, Any]]:

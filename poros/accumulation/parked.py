@@ -119,6 +119,11 @@ class ParkedCode:
         elif self.regions != around:
             around.replace(self.regions)
 
+    def run_in_context(self, run: Callable[[], Any]) -> Any:
+        """What ``run`` gives, called with the context variables that the code has set."""
+        context = self._stack.gr_context
+        return run() if context is None else context.run(run)
+
     def inside_of(self, other: "ParkedCode") -> AbstractContextManager[None]:
         """As ``inside``, within that of ``other``: nothing is to be done if the state is one."""
         is_one = self is other or self.regions == other.regions

@@ -175,9 +175,15 @@ def _held(value: Any) -> Any:
 
 @contextmanager
 def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What the body binds anew in the namespaces of ``modules`` is as it was before, afterwards."""
+    """What the body binds in the namespaces of ``modules``, or puts into containers, is undone."""
     tables = [vars(module) for module in modules]
     before = [table.copy() for table in tables]
+    held = [
+        (each, copy(each))
+        for table in tables
+        for name, each in table.items()
+        if type(each) in CONTAINERS and name not in _OF_MODULES
+    ]
     try:
         yield
     finally:
@@ -187,6 +193,16 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
                     del table[name]
                 elif table.get(name, _MISSING) is not old[name]:
                     table[name] = old[name]
+        for container, content in held:
+            refill(container, content)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Have ``container`` hold what ``content`` holds, unless it does."""
+    if not is_like(container, content):
+        container.clear()
+        fill = container.update if hasattr(container, "update") else container.extend
+        fill(content)
 
 
 def bound(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from poros.accumulation import foreign
 from poros.accumulation.calls import Calls, HiddenStates
+from poros.accumulation.foreign import LIBRARIES
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
@@ -463,6 +465,48 @@ BETWEEN = {
     ),
 }
 PROGRAMS = {**AROUND, **BETWEEN}
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of these tests counts as a library's, as what layers and models do is looked at."""
+    monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES | {"tests", __name__.partition(".")[0]})
+
+
+def carrying(model: Model) -> None:
+    """The first layer leaves something for the others, in an object that nobody looks into."""
+    held = Scaling()
+
+    class Carrying(type(layers(model)[0].mlp)):  # type: ignore[misc]
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = super().forward(hidden)
+            if self is layers(model)[0].mlp:
+                held.scale = 1 + float(found.detach().float().mean())
+            return found * held.scale
+
+    for layer in layers(model):
+        layer.mlp.__class__ = Carrying
+
+
+FOREIGN_CODE = "code of no library"
+FOREIGN = {
+    "a module": program(carrying, FOREIGN_CODE),
+    "code between layers": between(lambda: with_a_seed, FOREIGN_CODE, is_late=False),
+}
+
+
+@pytest.mark.parametrize("which", FOREIGN)
+def test_code_of_others_in_layers_is_not_grouped(
+    which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES)
+    assert ends(FOREIGN[which], bases)
+
+
+def test_control_code_of_others_passes_values(bases: Bases) -> None:
+    """As if it were a library's."""
+    with pytest.raises(AssertionError):
+        assert ends(FOREIGN["a module"]._replace(end=None), bases)
 
 
 @pytest.mark.parametrize("which", PROGRAMS)

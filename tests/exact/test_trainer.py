@@ -89,7 +89,6 @@ def test_a_whole_run_is_bitwise_equal(
     arms: Arms, resident: Trajectory, streamed: Trajectory
 ) -> None:
     assert compare_trajectories(resident, streamed) == []
-    assert streamed.hash() == resident.hash()
     logs = arms.log_history("resident")
     assert {"loss", "grad_norm", "learning_rate"} <= logs[0].keys()
     assert len(logs) == NUM_STEPS + NUM_STEPS // EVAL_EVERY

@@ -90,6 +90,24 @@ def with_loss(change: Callable[[Any, Batch], object], loss: Any = lambda *_: 0.0
     return make
 
 
+def counting(mixins: tuple[type, ...]) -> type[Trainer]:
+    """Counts micro-batches as each begins, in a class before the mixin, and masks by the number."""
+
+    class Masking(Trainer):
+        number = 0
+
+        def compute_loss(self, model: Model, inputs: Batch, *args: Any, **options: Any) -> Any:
+            inputs["labels"][:, : self.number % 5] = -100
+            return super().compute_loss(model, inputs, *args, **options)
+
+    class Own(*mixins, Masking):  # type: ignore[misc]
+        def training_step(self, *args: Any, **options: Any) -> Any:
+            self.number += 1
+            return super().training_step(*args, **options)
+
+    return Own
+
+
 def step(model: Model) -> None:
     torch.optim.SGD(trained(model), lr=1e-3).step()
 
@@ -131,6 +149,7 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
     "settings, called back": (called_back(settings), None),
     "leaves within a step": (called_back(leave), None),
     "writes": (with_loss(write), None),
+    "counts before the mixin": (counting, "number changes between micro-batches"),
     "edits, and a penalty later": (
         *(with_loss(edit, late_penalty), (UnsupportedModelError, "uses parameters of")),
     ),

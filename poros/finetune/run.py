@@ -266,7 +266,7 @@ def _train(
     tokenizer: "PreTrainedTokenizerBase | ProcessorMixin",
     total: int,
 ) -> Path:
-    log_streaming(trainer, events=run.events)
+    log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
     if run.checkpoint is not None and run.step >= total:
         _load_finished(trainer, best_of(trainer.args, run.checkpoint))
         _save(recipe, trainer, tokenizer, run)

@@ -225,6 +225,9 @@ class OutputPart:
     merged: Text | None = _setting(
         None, "--merged", "Folder for the base with the adapter in it, a checkpoint."
     )
+    trace_step: Number | None = _setting(
+        None, "--trace-step", "Record where the time of this step goes; the step takes longer."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ class Run:
         logs: Of steps, in order; of a step that ran twice, the later.
         evaluations: Likewise.
         end: The last one's counters, if it has ended in order.
+        step: The recorded step and its times (``step_times``), if one was recorded.
         damaged: Numbers of the lines that were no events, which are left out.
         is_cut: Whether the last line was one of them: a process was killed as it wrote.
         recipe: As it was written, if there is one.
@@ -33,6 +34,7 @@ class Run:
     logs: list[Event] = field(default_factory=list)
     evaluations: list[Event] = field(default_factory=list)
     end: Event | None = None
+    step: Event | None = None
     damaged: list[int] = field(default_factory=list)
     is_cut: bool = False
     recipe: str = ""
@@ -101,6 +103,8 @@ def _take(run: Run, event: Event) -> None:
         run.end = None
     elif kind == "end":
         run.end = event
+    elif kind == "step":
+        run.step = {"step": int(event["step"]), "times": {**event["times"]}}
     elif kind in ("log", "evaluation"):
         into = run.logs if kind == "log" else run.evaluations
         step = int(event["step"])

@@ -145,7 +145,7 @@ def _sections(run: Run) -> list[tuple[str, Any, str]]:
     budget = _budget(run)
     peaks = run.values("poros/peak_gb")
     memory = _memory(run, peaks, budget)
-    last = run.end or run.starts[-1]
+    step, last = run.step or {}, run.end or run.starts[-1]
     no_loss = "No loss is a number." if run.logs else "No step was logged yet."
     found: list[tuple[str, Any, str]] = [
         ("Loss", lines({name: each for name, each in curves.items() if each}, "loss"), no_loss),
@@ -154,6 +154,11 @@ def _sections(run: Run) -> list[tuple[str, Any, str]]:
             "Memory over the run",
             lines({"peak so far": peaks}, "GB", limit=budget, named="budget") if peaks else "",
             "This was not measured, because there was no GPU.",
+        ),
+        (
+            f"Time of step {step['step']}" if step else "Time of a step",
+            {name: f"{float(value):,.1f}" for name, value in step.get("times", {}).items()},
+            "No step was recorded. Train with --trace-step 20 (log_streaming(trace_step=20)).",
         ),
         (
             "PCIe transfers",

@@ -1,6 +1,7 @@
 """Logs streaming during training, in the Trainer's logs and in a file of events."""
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import TrainerCallback
 from poros.api import runtime
 from poros.io.writing import writing
 from poros.model.runtime import Runtime
+from poros.reporting.step_times import step_times
 from poros.utils.versions import library_versions
 
 if TYPE_CHECKING:
@@ -19,12 +21,16 @@ if TYPE_CHECKING:
 
     from poros.planning.formula import MemoryPlan
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "poros/"
 
 
 def log_streaming(
     trainer: "Trainer",
     events: str | os.PathLike[str] | None = None,
+    *,
+    trace_step: int | None = None,
 ) -> None:
     """Add what streaming has done since the last log to a Trainer's logs.
 
@@ -39,6 +45,9 @@ def log_streaming(
         events: File to which one JSON object per line is appended: first versions, policy and
             sizes, then the log of each step, with the plan if it is new, evaluations, and at the
             end all counters and the result of the self-check. ``poros report`` draws it.
+        trace_step: Optimizer step, counted from this start, that ``torch.profiler`` records into
+            ``step_trace.json`` beside ``events``, which it needs. This step takes longer; where its
+            time went is logged and written to ``events``.
 
     Streams:
         Reads counters on the host, and events; waits for nothing.
@@ -47,21 +56,42 @@ def log_streaming(
         PreparedModelError: If the model is not prepared.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    callback = _Telemetry(runtime(model), None if events is None else Path(events))
+    callback = _Telemetry(runtime(model), None if events is None else Path(events), trace_step)
     # Before the callbacks that hand the values on.
     trainer.callback_handler.callbacks.insert(0, callback)
 
 
 class _Telemetry(TrainerCallback):
-    def __init__(self, runtime: Runtime, events: Path | None) -> None:
+    def __init__(self, runtime: Runtime, events: Path | None, trace_step: int | None) -> None:
         self._runtime = runtime
         self._events = events
+        self._trace_step = trace_step
+        self._num_steps = 0
+        self._profile: torch.profiler.profile | None = None
         self._last = runtime.stats()
         self._plan: MemoryPlan | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last = self._runtime.stats()
         self._write(_start(self._runtime))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._num_steps += 1
+        if self._num_steps == self._trace_step and self._events is not None:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None or self._events is None:
+            return
+        profile.stop()
+        file = self._events.with_name("step_trace.json")
+        profile.export_chrome_trace(str(file))
+        times = step_times(file)
+        said = ", ".join(f"{name} {value:,.0f}" for name, value in times.items())
+        logger.info("poros: step %d was recorded; ms and launches: %s", state.global_step, said)
+        self._write({"event": "step", "step": state.global_step, "times": times})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check = self._runtime.self_check

@@ -6,7 +6,6 @@ Each program runs resident, one micro-batch after the other, and prepared, in gr
 import itertools
 import random
 from collections.abc import Callable
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from poros.accumulation import foreign
-from poros.accumulation.foreign import LIBRARIES
 from poros.accumulation.gradients import Watch
 from poros.accumulation.micro_batch import Cut
 from poros.accumulation.observed import Names
@@ -428,93 +425,6 @@ def with_gradients(model: Model, batch: Batch) -> torch.Tensor:
         return own_loss(model, batch)
 
 
-def skipping(model: Model, batch: Batch) -> torch.Tensor:
-    """Draws, and calls no model for some."""
-    if batch["input_ids"].shape[1] == 5:
-        torch.rand(3)
-        return torch.zeros((), requires_grad=True)
-    return own_loss(model, batch)
-
-
-def raising(place: int) -> Any:
-    """A layer raises for some; the loss goes on without the model then."""
-
-    def make(model: Model) -> Loss:
-        class Raising(type(layers(model)[place].mlp)):  # type: ignore[misc]
-            def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-                if hidden.shape[1] == 5:
-                    raise ValueError
-                found: torch.Tensor = super().forward(hidden)
-                return found
-
-        layers(model)[place].mlp.__class__ = Raising
-
-        def loss(model: Model, batch: Batch) -> torch.Tensor:
-            try:
-                return own_loss(model, batch)
-            except ValueError:
-                torch.rand(3)
-                return torch.zeros((), requires_grad=True)
-
-        return loss
-
-    return make
-
-
-SCALE = ContextVar("SCALE", default=1.0)
-
-
-def with_a_context(model: Model) -> Loss:
-    """Layers read a context variable that the loss has set."""
-
-    class Scaled(type(layers(model)[1].mlp)):  # type: ignore[misc]
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = super().forward(hidden) * SCALE.get()
-            return found
-
-    layers(model)[1].mlp.__class__ = Scaled
-
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        token = SCALE.set(1 + batch["input_ids"].shape[1] / 16)
-        try:
-            return own_loss(model, batch)
-        finally:
-            SCALE.reset(token)
-
-    return loss
-
-
-def hooked_backward(model: Model, batch: Batch) -> torch.Tensor:
-    """A hook on an adapter, around a backward of the loss."""
-    found = own_loss(model, batch)
-    handle = trained(model)[0].register_hook(lambda gradient: gradient * 0.5)
-    found.backward()
-    handle.remove()
-    return torch.zeros((), requires_grad=True)
-
-
-def backward_in_a_region(model: Model, batch: Batch) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        own_loss(model, batch).backward()
-    return torch.zeros((), requires_grad=True)
-
-
-def prompted(model: Model) -> Loss:
-    """A trained prompt that is not the model's, with a penalty."""
-    width = model.config.hidden_size
-    prompt = torch.nn.Parameter(torch.linspace(-0.1, 0.1, 2 * width).view(1, 2, width))
-
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        embedded = model.get_input_embeddings()(batch["input_ids"])
-        first = prompt.to(embedded.dtype).expand(len(embedded), -1, -1)
-        scale = 1.0 if prompt.grad is None else 1 + float(prompt.grad.norm())
-        logits = model(inputs_embeds=torch.cat([first, embedded], 1), use_cache=False).logits
-        found: torch.Tensor = logits.float().square().mean() * scale
-        return found + prompt.square().sum()
-
-    return loss
-
-
 ITSELF = "uses parameters of layers"
 THAWS = UnsupportedModelError, "edits, freezes or thaws"
 LOSSES = {
@@ -541,21 +451,6 @@ LOSSES = {
     "autocast for some": program(
         of(in_autocast_at_times), base=lambda bases: build(bases, dtype=torch.float32)
     ),
-    "no model for some": program(of(skipping), lengths=(12, 9, 5, 7), sizes=(3, 4, 3)),
-    "an error of the first layer": program(raising(0), lengths=(12, 9, 5, 7), sizes=(3, 4, 3)),
-    "an error of a later layer": program(
-        *(raising(1), (UnsupportedModelError, "its code catches")),
-        lengths=(12, 9, 5, 7),
-        sizes=(4, 3),
-    ),
-    "a context variable": program(with_a_context),
-    "a hook around its own backward": program(of(hooked_backward), "hooks on parameters"),
-    "its own backward in a region": program(
-        of(backward_in_a_region),
-        "a backward within an autocast region",
-        base=lambda bases: build(bases, quantize=False, dtype=torch.float32),
-    ),
-    "a prompt of its own": program(prompted, "not the model's"),
     "gradients disabled around": program(
         of(with_gradients), "gradients are disabled", around=torch.no_grad
     ),
@@ -604,12 +499,6 @@ PROGRAMS = {
     **{**FORMS, **STATES, **GRADIENTS, **LOSSES},
     **{f"{name}, later": each for name, each in LATER.items()},
 }
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code of these tests counts as a library's."""
-    monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES | {"tests", __name__.partition(".")[0]})
 
 
 @pytest.mark.parametrize("which", PROGRAMS)

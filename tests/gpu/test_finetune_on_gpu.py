@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("trl", reason="poros finetune needs TRL")
 pytest.importorskip("liger_kernel")
 
+from poros.reporting.step_times import step_times
 from tests.command import poros_command
 from tests.finetune.arms import arm
 from tests.finetune.subjects import at_step, recipe_of, rows, run, write_model, write_rows
@@ -44,6 +45,7 @@ def finished(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
         "training__max_steps": 12,
         "memory__slots": 2,
         "output__folder": folder,
+        "output__trace_step": 10,
     }
     run(recipe_of(**settings))
     return folder
@@ -82,8 +84,11 @@ def test_the_default(
     assert "could not be estimated" not in caplog.text
 
 
-def test_a_report_has_the_memory_of_the_gpu(finished: Path) -> None:
+def test_a_report_has_memory_and_times_of_the_gpu(finished: Path) -> None:
     done = poros_command("report", str(finished))
     assert done.exit_code == 0, done.output
     page = (finished / "report.html").read_text(encoding="utf-8")
     assert "there was no GPU" not in page
+    times = step_times(finished / "step_trace.json")
+    assert 0 < times["matrix products"] < times["kernels"] < times["wall"]
+    assert times["launches"] and times["copies to the GPU"]

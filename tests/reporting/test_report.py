@@ -10,6 +10,7 @@ import pytest
 from poros.errors import RunFolderError
 from poros.reporting.events import read_run
 from poros.reporting.page import page, verdict
+from poros.reporting.step_times import OTHERS, step_times
 from tests.command import poros_command
 from tests.finetune.subjects import write_base, write_rows
 
@@ -25,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     base, rows = write_base(folder / "base"), write_rows(folder / "rows.jsonl", "text", 160)
     options = ("--steps", "4", "--accumulation", "2", "--max-length", "64", "--validation", "0.1")
-    more = ("--out", str(folder / "out"), "--vram", BUDGET)
+    more = ("--out", str(folder / "out"), "--trace-step", "3", "--vram", BUDGET)
     result = poros_command("finetune", str(base), str(rows), *options, *more)
     assert result.exit_code == 0, result.output
     return folder / "out"
@@ -50,6 +51,7 @@ def test_the_page_of_a_real_run(run: Path) -> None:
         "Loss",
         "Memory, planned and measured",
         "PCIe transfers",
+        "Time of step 3",
     ):
         assert f"<h2>{title}</h2>" in text
     assert "validation" in text
@@ -78,6 +80,33 @@ def test_damaged_lines_are_left_out_and_named(run: Path, tmp_path: Path) -> None
     said = verdict(found)
     assert "Damaged lines of its event log that are skipped: 2." in said and "cut off" in said
     assert poros_command("report", str(folder)).exit_code == 0
+
+
+def traced(name: str, kind: str, begin: float, length: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": kind, "ts": begin, "dur": length}
+
+
+def test_where_the_time_of_a_step_goes(run: Path, tmp_path: Path) -> None:
+    """Kernels of two streams overlap from 1,500 to 2,000 us; nothing runs in the last 1,000."""
+    trace = [
+        traced("cudaGraphLaunch", "cuda_runtime", 0, 100),
+        traced("cudaLaunchKernel", "cuda_runtime", 4900, 100),
+        traced("cudaStreamSynchronize", "cuda_runtime", 3000, 1000),
+        traced("nvjet_sm90_tst", "kernel", 1000, 1000),
+        traced("flash_bwd_kernel", "kernel", 1500, 1500),
+        traced("vectorized_elementwise_kernel", "kernel", 3000, 1000),
+        traced("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 0, 4000),
+        {"ph": "i", "name": "no span", "ts": 9000},
+    ]
+    file = tmp_path / "step_trace.json"
+    file.write_text(json.dumps({"traceEvents": trace}))
+    assert step_times(file) == {
+        **{"wall": 5.0, "matrix products": 1.0, "attention": 1.5, OTHERS: 1.0},
+        **{"kernels": 3.0, "idle": 2.0, "copies to the GPU": 4.0, "launches": 2},
+    }
+    (own,) = [each for each in events(run) if each["event"] == "step"]
+    assert own["step"] == 3 and own["times"].keys() == {"wall"}, "a CPU has no kernels"
+    assert own["times"] == step_times(run / "step_trace.json")
 
 
 @pytest.mark.parametrize("content", [None, ""])

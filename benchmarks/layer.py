@@ -102,7 +102,7 @@ def main() -> None:
     adapters = LoraConfig(
         r=options.rank, target_modules=list(TARGETS), task_type="CAUSAL_LM", lora_dropout=0.0
     )
-    model = CostModel(Recipe.of(config_of(options.model), "nf4", torch.bfloat16, adapters))
+    model = CostModel(Recipe.of(config_of(options.model), lora=adapters))
     found, layer = kept(model, options.seq, options.adapter_kernels)
     print(
         f"{options.model}, 1 x {options.seq} tokens, LoRA of rank {options.rank}, "

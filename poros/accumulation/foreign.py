@@ -6,6 +6,7 @@ sees. Libraries that are known do not in their layers; so only models of these g
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -44,5 +45,7 @@ def foreign_code(layers: Sequence[LayerBody], modules: Iterable[nn.Module]) -> s
         name = getattr(config, "_attn_implementation", None)
         if isinstance(name, str) and name in ALL_ATTENTION_FUNCTIONS:
             code[ALL_ATTENTION_FUNCTIONS[name]] = f"attention {name!r}"
+    for each in [each for each in code if isinstance(each, partial)]:
+        code[each.func] = code.pop(each)
     known = {each: str(getattr(each, "__module__", "")).partition(".")[0] for each in code}
     return next((code[each] for each, root in known.items() if root not in LIBRARIES), None)

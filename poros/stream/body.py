@@ -397,7 +397,6 @@ class Call:
         ambient: The state around it.
         start: The random states that it begins with: Python's and NumPy's too if code of the user
             runs inside the layer, which may draw from anywhere.
-        has_drawn: Whether its forward has left other random states; true until that is known.
     """
 
     def __init__(self, layer: LayerBody, condition: Condition) -> None:
@@ -406,14 +405,17 @@ class Call:
         rng = RngStash.capture(layer.device)
         self.ambient = AmbientState(rng, layer.surroundings(), condition.training)
         self.start = Start.capture(layer.device) if condition.has_hooks else self.ambient.rng
-        self.has_drawn = True
         self._end: Any = None
         self._module = layer.module()  # lives as long as its graph, as the parameters do
 
     def note_end(self) -> None:
         """Its forward has run, or was replayed: note the random states."""
         self._end = self.start.capture(self.layer.device)
-        self.has_drawn = not self._end.equals(self.start)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether its forward has left other random states; true until that is known."""
+        return self._end is None or not self._end.equals(self.start)
 
     def ends_alike(self) -> bool:
         """Whether random states now are those that the forward has left."""

@@ -10,6 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, AttentionInterface
 
 import poros
+from poros.accumulation import foreign
+from poros.accumulation.foreign import LIBRARIES
 from poros.finetune import run as runs
 from poros.finetune.packing import _FAMILIES, keeps_apart
 from poros.gates import tiny
@@ -108,6 +110,8 @@ def test_attention_that_takes_cu_seqlens_gets_them(
     attention: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no mask. Streamed equals resident; the losses are those of a mask, rounded apart."""
+    names = LIBRARIES | {"tests", __name__.partition(".")[0]}
+    monkeypatch.setattr(foreign, "LIBRARIES", names)  # as if a library had registered it
     assert keeps_apart(CONFIG_MAPPING["qwen2"](), attention)
     source = {"model__source": model, "data__source": data / "text.jsonl"}
     common = {"training__max_length": 64, "training__max_steps": 3, "training__learning_rate": 1e-3}

@@ -5,8 +5,9 @@ pass values from one call to another in objects, in classes, in global variables
 sees. Libraries that are known do not in their layers; so only models of these go together.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from torch import nn
@@ -19,13 +20,36 @@ LIBRARIES = frozenset(
 )
 
 
-def foreign_code(layers: Sequence[LayerBody], modules: Iterable[nn.Module]) -> str | None:
-    """The name of code in layers, or in what calls them, that is of no library that is known.
+class ForeignCode:
+    """Code in the layers of one model that is of no library that is known.
 
-    Args:
-        layers: Of a model.
-        modules: All of the model.
+    It is looked for anew when a module, its class, its own ``forward`` or its attention is another.
     """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._found: str | None = None
+
+    def find(self, layers: Sequence[LayerBody], modules: Sequence[nn.Module]) -> str | None:
+        """Its name; None if there is none.
+
+        Args:
+            layers: Of the model.
+            modules: All of the model.
+        """
+        spaces = list(map(vars, modules))
+        configs = {id(each): each for each in map(dict.get, spaces, repeat("config"))}
+        key = (
+            list(map(type, modules)),
+            list(map(dict.get, spaces, repeat("forward"))),
+            [getattr(each, "_attn_implementation", None) for each in configs.values()],
+        )
+        if key != self._key:
+            self._key, self._found = key, _find(layers, modules)
+        return self._found
+
+
+def _find(layers: Sequence[LayerBody], modules: Sequence[nn.Module]) -> str | None:
     inside = [module for layer in layers for module in layer.contents().modules()]
     stacked = {id(layer.module()) for layer in layers}
     parents = [each for each in modules if stacked & set(map(id, each._modules.values()))]

@@ -13,7 +13,7 @@ from torch import nn
 from poros.accumulation.calls import NotGrouped
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import DrawTable
-from poros.accumulation.foreign import foreign_code
+from poros.accumulation.foreign import ForeignCode
 from poros.accumulation.gradients import has_hooks
 from poros.accumulation.group import Group
 from poros.accumulation.modules import Modules
@@ -64,18 +64,18 @@ def accumulate(
         Gradients, random states and losses are bit for bit those of one micro-batch after the
         other. Where grouping cannot give them, micro-batches run one after the other, which a log
         line and ``poros.runtime(model).stats()`` report: for example with a loss that uses
-        parameters of layers itself, or takes some gradients by ``torch.autograd.grad``. That is
-        found out at the first micro-batch; what only a later one does raises an error, and so does
-        a loss that uses what goes into the layers itself, if it is trained. Between the parts of
-        ``loss`` before the layers, behind them and behind the head, those of other batches run:
-        attributes of the object that it is a method of, and variables around it, may not pass
-        values from one part to another, which is found out likewise, and layers may leave
-        nothing in their modules for ``loss`` to read. Poros does not see layers that begin to do so
-        at a later micro-batch, edits that PyTorch does not count (through ``.data`` or NumPy)
-        between micro-batches, gradients that were read before and kept, and what passes from part
-        to part elsewhere: within other objects, in files, in iterators, in generators of random
-        numbers of one's own. Have such a loss read and write it on one side of the call of the
-        model.
+        parameters of layers itself, or takes some gradients by ``torch.autograd.grad``, and with
+        layers that run code of no known library (``poros.accumulation.foreign``). That is found out
+        at the first micro-batch; what only a later one does raises an error, and so does a loss
+        that uses what goes into the layers itself, if it is trained. Between the parts of ``loss``
+        before the layers, behind them and behind the head, those of other batches run: attributes
+        of the object that it is a method of, and variables around it, may not pass values from one
+        part to another, which is found out likewise, and layers may leave nothing in their modules
+        for ``loss`` to read. Poros does not see layers that begin to do so at a later micro-batch,
+        edits that PyTorch does not count (through ``.data`` or NumPy) between micro-batches,
+        gradients that were read before and kept, and what passes from part to part elsewhere:
+        within other objects, in context variables, in files, in iterators, in generators of one's own.
+        Have such a loss read and write it on one side of the call of the model.
 
     Raises:
         UnsupportedModelError: If ``loss`` does for a later micro-batch what cannot be grouped, and
@@ -265,6 +265,7 @@ class History:
         self.table = DrawTable()
         self._passing = set[Hashable]()
         self._modules: Modules | None = None
+        self._foreign = ForeignCode()
 
     def is_good(self, kind: Hashable) -> bool:
         """Whether micro-batches of this kind are known to go together."""
@@ -307,13 +308,13 @@ class History:
         step.ranks.require_together()
         if step.ranks.is_synced and not is_last:
             raise NotGrouped("gradients are exchanged for each micro-batch")
-        if any(map(has_hooks, self.modules(step.ranks.inner).trained())):
+        modules = self.modules(step.ranks.inner)
+        if any(map(has_hooks, modules.trained())):
             raise NotGrouped("hooks on parameters")
         known = self.known.get(kind)
         if known is not None and known.reason is not None:
             raise NotGrouped(known.reason)
-        layers = list(runtime.streamed_layers())
-        foreign = foreign_code(layers, self.modules(step.ranks.inner).now())
+        foreign = self._foreign.find(list(runtime.streamed_layers()), modules.now())
         if foreign is not None:
             raise NotGrouped(f"layers run {foreign}, code of no library that is known")
 

@@ -29,7 +29,7 @@ from poros.accumulation.modules import Modules, Outside
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import nodes_from, weakly
 from poros.model.runtime import Runtime
-from poros.stream.attributes import bound, contents_of
+from poros.stream.attributes import OF_MODULES, bound, contents_of
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import Start, is_same_state
@@ -242,7 +242,8 @@ class Observer:
         if not self._outside.is_at(self._marks):
             self.refuse("the model's code changes the model", may_pass=True)
         for _, left in bound(self._left, list(map(contents_of, self._tables))):
-            self.refuse(f"layers leave {left} in their modules", may_pass=True)
+            if left not in OF_MODULES:
+                self.refuse(f"layers leave {left} in their modules", may_pass=True)
         if self._settings != Settings.capture():
             self.refuse("the loss changes settings of PyTorch", may_pass=True)
         if not self._modules.are_trained(self._trained):

@@ -138,7 +138,7 @@ class _Group(NamedTuple):
     def cast(
         self, matrices: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """All A, one below the other, and all B, in ``dtype``; by one kernel if all are cast."""
+        """All A, one below the other, and all B, in ``dtype``; by one call if all are cast."""
         all_a, all_b = matrices[::2], [each.detach() for each in matrices[1::2]]
         if len(all_a) == 1 and all(each.dtype is dtype for each in matrices):
             return all_a[0].detach(), all_b

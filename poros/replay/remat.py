@@ -143,15 +143,16 @@ class ReplayedVisit:
             found = self._differentiate(self._kept, (gradient,))
             call.offloaded, self._kept = None, ()
             self._form.release(call)
-            uses, sources = self._facts.uses, (*self._facts.specs, *call.parameters)
+            uses, num_tensors = self._facts.uses, len(self._facts.specs)
+            trained = call.parameters
             hidden, pairs = None, []
             for source, use in zip(uses.given, uses.single, strict=True):
                 several = () if use is not None else uses.several[source]
                 total = found[use] if use is not None else _sum(found[each] for each in several)
-                if source.number < len(self._facts.specs):
+                if source.number < num_tensors:
                     hidden = total
                 elif total is not None:
-                    pairs.append((sources[source.number], total))
+                    pairs.append((trained[source.number - num_tensors], total))
         if pairs:
             parameters, gradients = zip(*pairs, strict=True)
             # As torch.autograd.backward, without its comparison of each shape.

@@ -47,7 +47,7 @@ _LEFT_OUT = frozenset(
     }
 )
 _MISSING = object()
-_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training"})
+OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training"})
 """What is looked at elsewhere."""
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _ROOT = 0
@@ -164,7 +164,7 @@ class Attributes:
 
 def contents_of(table: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a namespace: containers are copies as well, tensors come with their versions."""
-    return {name: _held(each) for name, each in table.items() if name not in _OF_MODULES}
+    return {name: _held(each) for name, each in table.items()}
 
 
 def _held(value: Any) -> Any:
@@ -182,13 +182,13 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
         (each, copy(each))
         for table in tables
         for name, each in table.items()
-        if type(each) in CONTAINERS and name not in _OF_MODULES
+        if type(each) in CONTAINERS and name not in OF_MODULES
     ]
     try:
         yield
     finally:
         for table, old in zip(tables, before, strict=True):
-            for name in (table.keys() | old.keys()) - _OF_MODULES:
+            for name in (table.keys() | old.keys()) - OF_MODULES:
                 if name not in old:
                     del table[name]
                 elif table.get(name, _MISSING) is not old[name]:

@@ -1,4 +1,4 @@
-"""Selects and checks the device, and reads what it offers."""
+"""Selects and checks the device, reads what it offers, and copies to it in few calls."""
 
 import os
 import re
@@ -85,10 +85,14 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def foreach_copy(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each of ``sources`` into its place, by one kernel for all of one dtype and form.
+    """Copy each of ``sources`` into its place, by one call for all of one dtype and form.
 
-    Casts are made on the way. ``torch._foreach_copy_`` itself takes a kernel for each tensor if
-    dtypes are mixed, or a single one lies otherwise than its place.
+    Casts are made on the way. ``torch._foreach_copy_`` itself copies tensor by tensor if dtypes are
+    mixed, or a single one lies otherwise than its place.
+
+    Source:
+        pytorch: ``foreach_tensor_copy_list_kernel_cuda_`` in
+        aten/src/ATen/native/cuda/ForeachBinaryOpList.cu.
     """
     alike: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for place, source in zip(into, sources, strict=True):

@@ -9,11 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from poros.accumulation import foreign
+from poros.accumulation import foreign, observed
 from poros.accumulation.foreign import LIBRARIES
+from poros.accumulation.group import Group
+from poros.accumulation.parked import ParkedCode
 from poros.errors import UnsupportedModelError
 from tests.exact.arms import Bases
-from tests.exact.together import Batch, Loss, build, ends, layers, of, own_loss, program, trained
+from tests.exact.together import (
+    Batch,
+    Control,
+    Loss,
+    build,
+    ends,
+    layers,
+    of,
+    own_loss,
+    program,
+    trained,
+)
 
 Model = Any
 
@@ -74,10 +87,14 @@ def with_a_context(model: Model) -> Loss:
     return loss
 
 
+def half(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient * 0.5
+
+
 def hooked_backward(model: Model, batch: Batch) -> torch.Tensor:
     """A hook on an adapter, around a backward of the loss."""
     found = own_loss(model, batch)
-    handle = trained(model)[0].register_hook(lambda gradient: gradient * 0.5)
+    handle = trained(model)[0].register_hook(half)
     found.backward()
     handle.remove()
     return torch.zeros((), requires_grad=True)
@@ -133,3 +150,30 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("which", PROGRAMS)
 def test_programs(which: str, bases: Bases) -> None:
     assert ends(PROGRAMS[which], bases)
+
+
+def without_states(group: Any, genuine: Any = Group.finish_behind) -> Any:
+    """Code that is over leaves the random states of whoever asks."""
+    batch = group.behind
+    if not batch.code.is_over:
+        return genuine(group)
+    group.behind = None
+    return batch.code.result
+
+
+CONTROLS = {
+    "layers outside the context of the code": Control(
+        ParkedCode, "run_in_context", lambda self, run: run(), PROGRAMS["a context variable"]
+    ),
+    "hooks that nobody looks for": Control(
+        observed, "has_hooks", lambda parameter: False, PROGRAMS["a hook around its own backward"]
+    ),
+    "random states of code that is over": Control(
+        *(Group, "finish_behind", without_states), PROGRAMS["no model for some"]
+    ),
+}
+
+
+@pytest.mark.parametrize("which", CONTROLS)
+def test_controls(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CONTROLS[which].is_seen(bases, monkeypatch)

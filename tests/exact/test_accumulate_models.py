@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from poros.accumulation import foreign
+from poros.accumulation import foreign, observed
 from poros.accumulation.calls import Calls, HiddenStates
 from poros.accumulation.foreign import LIBRARIES
 from poros.accumulation.group import Group
@@ -534,6 +534,9 @@ CONTROLS = {
     ),
     "draws that nobody sees": Control(
         *(MicroBatch, "_has_drawn", lambda self, of_all: False, BETWEEN["a seed, later"])
+    ),
+    "what layers leave that nobody looks at": Control(
+        observed, "contents_of", lambda table: {}, AROUND["layers that leave a number"]
     ),
     "conditions that nobody compares": Control(
         *(Condition, "still_reads_so", lambda self: True),

@@ -74,8 +74,8 @@ def accumulate(
         for ``loss`` to read. Poros does not see layers that begin to do so at a later micro-batch,
         edits that PyTorch does not count (through ``.data`` or NumPy) between micro-batches,
         gradients that were read before and kept, and what passes from part to part elsewhere:
-        within other objects, in context variables, in files, in iterators, in generators of one's own.
-        Have such a loss read and write it on one side of the call of the model.
+        within other objects, in context variables, in files, in iterators, in generators of one's
+        own. Have such a loss read and write it on one side of the call of the model.
 
     Raises:
         UnsupportedModelError: If ``loss`` does for a later micro-batch what cannot be grouped, and

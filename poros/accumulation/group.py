@@ -38,6 +38,7 @@ from poros.accumulation.micro_batch import MicroBatch
 from poros.accumulation.modules import Modules, Outside
 from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudgetError
 from poros.model.runtime import Runtime
+from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
@@ -166,10 +167,11 @@ class Group:
     def _run_row(self, index: int, batches: Sequence[MicroBatch]) -> MicroBatch | None:
         layer = self._layers[index]
         grouped = layer.context.grouped(self._is_confined, has_graph=self._ranks.is_ddp)
+        before = None
         with batches[0].code.inside(), layer.in_a_row(), grouped as visits:
             for batch in batches:
                 try:
-                    batch.run_layer(index, visits)
+                    before = batch.run_layer(index, visits, before)
                 except Exception:
                     if batch.error is not None:
                         raise
@@ -483,9 +485,10 @@ class Group:
         ways = self._ranks.ways(len(done), is_last=self._has_last and not self._tail)
         state = Start.capture(self._device)
         for index in reversed(range(len(self._layers))) if done else ():
+            sums = GradientSums()
             with self._layers[index].in_a_row():
                 for batch, way in zip(done, ways, strict=True):
-                    batch.backward(index, way)
+                    batch.backward(index, way, sums)
         for batch, way in zip(done, ways, strict=True):
             batch.backward_below(way)
         if not Start.capture(self._device).equals(state):

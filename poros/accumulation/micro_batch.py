@@ -33,7 +33,9 @@ from poros.accumulation.calls import (
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.nodes import nodes_from, weakly
+from poros.replay.call import LayerCall
 from poros.replay.remat import ReplayedVisit
+from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start, is_same_state
@@ -90,6 +92,15 @@ class Cut:
         return taken
 
     @property
+    def value(self) -> torch.Tensor:
+        """The value, which has not been taken, without a graph."""
+        return self._values[0]
+
+    def release(self) -> None:
+        """The value is not needed any more."""
+        self._values.clear()
+
+    @property
     def is_awaited(self) -> bool:
         """Whether anything before the cut is trained."""
         return self.edge is not None or self._visit is not None
@@ -99,14 +110,18 @@ class Cut:
         differentiate: Differentiate,
         below: Iterable[torch.Tensor],
         before: "Cut | None" = None,
+        sums: GradientSums | None = None,
     ) -> None:
-        """Take the gradients of what is before this cut, up to the one ``before``."""
+        """Take the gradients of what is before this cut, up to the one ``before``.
+
+        ``sums``: of the layer in between, for a visit without a graph.
+        """
         edge, visit, gradient = self.edge, self._visit, self.gradient
         self.edge = self._visit = self.gradient = None
         if gradient is None:
             return
         if visit is not None and before is not None:
-            before.gradient = visit.backward(gradient)
+            before.gradient = visit.backward(gradient, sums or GradientSums())
         elif edge is not None and before is not None:
             before.is_open = True
             differentiate(edge, gradient, before.anchor, below)
@@ -197,8 +212,10 @@ class MicroBatch:
         self._called_at = self.start
         """As it calls its first layer."""
         self._cuts: list[Cut] = []
-        self._noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        """Arguments of the layers, as far as these have not run."""
+        self._noted: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
+        """Arguments of the layers, as far as these have not run, and their kinds."""
+        self._replayed: dict[int, LayerCall] = {}
+        """A call that was replayed, of each kind."""
         self._form = torch.Size(), torch.float32
         """Of its hidden states."""
         self._error: Exception | None = None
@@ -225,25 +242,38 @@ class MicroBatch:
         finally:
             self._state = Start.capture(self._device)
 
-    def run_layer(self, index: int, visits: list[Any]) -> None:
+    def run_layer(
+        self, index: int, visits: list[ReplayedVisit], before: ReplayedVisit | None = None
+    ) -> ReplayedVisit | None:
         """Run a layer that its code has called, in the state that this has left; cut behind it.
 
         Args:
             index: Of the layer.
             visits: Where a replayed visit of it is, if it is no node of a graph.
+            before: Such a visit of the layer by another micro-batch, right before.
+
+        Returns:
+            Such a visit, if it is one.
 
         Raises:
             Exception: Whatever the layer raises; its code gets that as it goes on.
         """
-        layer, (args, kwargs) = self._layers[index], self._noted.pop(0)
-        given = self._cuts[index].take()
+        layer, (kind, args, kwargs) = self._layers[index], self._noted.pop(0)
+        known, captures = self._replayed.get(kind), layer.context.captures
+        cut = self._cuts[index]
+        self._require_unedited()
+        if before is not None and known is not None and captures is not None and cut.is_awaited:
+            again = captures.call_again(before, known, cut.value, self._state.pytorch)
+            if again is not None:
+                cut.release()
+                return self._note_run(index, *again, has_drawn=again[1].call.has_drawn)
+        given = cut.take()
         args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
         kwargs = {
             key: given if isinstance(each, HiddenStates) else each for key, each in kwargs.items()
         }
         self._state.pytorch.restore()
         try:
-            self._calls.require_unedited()
             run = partial(layer.forward_now, args, kwargs, self._condition(layer))
             result = require_hidden_states(self.code.run_in_context(run))
             if (result.shape, result.dtype) != self._form:
@@ -254,11 +284,27 @@ class MicroBatch:
             self._error = error
             self._note_drawn()
             raise
-        self._cuts.append(Cut(result, *visits))
-        visits.clear()
-        self._note_drawn()
+        visit = visits.pop() if visits else None
+        if visit is not None:
+            self._replayed[kind] = visit.call
+        return self._note_run(index, result, visit)
+
+    def _require_unedited(self) -> None:
+        try:
+            self._calls.require_unedited()
+        except NotGrouped as reason:
+            raise self.refuse(str(reason)) from reason
+
+    def _note_run(
+        self, index: int, result: torch.Tensor, visit: ReplayedVisit | None, has_drawn: bool = True
+    ) -> ReplayedVisit | None:
+        """A layer has run: cut behind it."""
+        self._cuts.append(Cut(result, visit))
+        if has_drawn:
+            self._note_drawn()
         number = (index == 0) + (index == len(self._layers) - 1)
         self.bounds += [self._state.pytorch] * number
+        return visit
 
     def _note_drawn(self) -> None:
         """A layer has drawn: its code goes on from there."""
@@ -314,7 +360,7 @@ class MicroBatch:
             return layer.forward_now(args, kwargs)
         if is_first:
             args, kwargs = self._begin(given, args, kwargs)
-        self._noted.append((args, kwargs))
+        self._noted.append((self._calls.kind, args, kwargs))
         is_last = layer is self._layers[-1]
         handed = None if is_last else self._hand_on()
         self._calls.note(handed)
@@ -418,12 +464,12 @@ class MicroBatch:
         nodes = nodes_from([self._source.grad_fn if self._source is not None else None])
         return [node.variable for node in nodes if hasattr(node, "variable")]
 
-    def backward(self, index: int, differentiate: Differentiate) -> None:
+    def backward(self, index: int, differentiate: Differentiate, sums: GradientSums) -> None:
         """Take the gradients of layer ``index``, whose output's gradient has arrived."""
         # Not through its contents, which would end the row that its visits are in.
         module = self._layers[index].module()
         below, before = module.parameters() if module else (), self._cuts[index]
-        self._cuts[index + 1].hand_on(differentiate, below, before)
+        self._cuts[index + 1].hand_on(differentiate, below, before, sums)
 
     def backward_below(self, differentiate: Differentiate) -> None:
         """Take the gradients of what the model's code computes before its layers."""

@@ -34,6 +34,7 @@ from poros.stream.args import PLAIN, RESULTS, like, recorded_outputs
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput
+from poros.stream.rng import RngStash
 from poros.stream.visit import proxy_leaves
 from poros.stream.within import Within
 
@@ -91,6 +92,7 @@ class LayerCall(Call):
 
     Attributes:
         tensors: Distinct tensors among the arguments. Empty once autograd keeps them.
+        others: These but for the first.
         offloaded: The first of them, if it waits for the backward on the host.
     """
 
@@ -112,6 +114,7 @@ class LayerCall(Call):
             for key, value in kwargs.items()
         }
         self.tensors: Sequence[torch.Tensor] = tensors
+        self.others: Sequence[torch.Tensor] = tensors[1:]
         self.offloaded: OffloadedInput | None = None
 
     @property
@@ -185,18 +188,47 @@ class LayerCall(Call):
         """Whether somebody wants to see what happens within this backward."""
         return torch._C._len_torch_dispatch_stack() > 0
 
+    @cached_property
+    def _forms(self) -> tuple[Hashable, ...]:
+        return tuple(
+            (
+                *(tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
+                *(tensor.requires_grad, tensor.is_leaf),
+            )
+            for tensor in self.tensors
+        )
+
+    def is_like(self, other: "LayerCall") -> bool:
+        """Whether both were given hidden states, first of all, and tensors of the same form."""
+        return (
+            self._forms == other._forms
+            and self._args == other._args
+            and self._kwargs == other._kwargs
+            and self._args[:1] == [LeafSpec(0)]
+        )
+
+    def again(self, tensors: Sequence[torch.Tensor], rng: RngStash) -> "LayerCall":
+        """The same call of the layer with other ``tensors`` of that form, from other random states.
+
+        For a layer without code of the user inside.
+        """
+        found = object.__new__(LayerCall)
+        found.__dict__.update(self.__dict__)
+        found.tensors, found.others, found.offloaded = tensors, tensors[1:], None
+        found.ambient = self.ambient.at(rng)
+        found.start, found._end = rng, None
+        return found
+
+    def release_tensors(self) -> None:
+        """Somebody else keeps what it was given, as long as the backward needs it."""
+        self.tensors = ()
+
     def conditions(self) -> Hashable:
         """What is fixed in what this call does, but for addresses; equal ones do the same."""
         return (
             tuple(self._args),
             tuple(self._kwargs.items()),
-            tuple(
-                (
-                    *(tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
-                    *(tensor.requires_grad, tensor.is_leaf),
-                )
-                for tensor in self.tensors
-            ),
+            self._forms,
             self.has_casts,
             self.shares_casts,
             self.ambient.surroundings,
@@ -207,7 +239,7 @@ class LayerCall(Call):
     def without_tensors(self) -> "LayerCall":
         """The same call, which holds nothing of what it was given or has made."""
         found = copy.copy(self)
-        found.tensors, found.offloaded, found._module = (), None, None
+        found.tensors, found.others, found.offloaded, found._module = (), (), None, None
         return found
 
     def surroundings(self) -> AbstractContextManager[object]:

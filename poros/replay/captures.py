@@ -48,6 +48,7 @@ from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
 from poros.stream.body import Kind, LayerBody
 from poros.stream.condition import Condition
+from poros.stream.rng import RngStash
 from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,7 @@ class Captures:
             with call.layer.weights.occupy(phase), call.ambient.rng.replay():
                 results = forward.run(call.tensors, self.memory)
                 same_end = call.ends_alike()
+            forward.has_drawn = call.has_drawn
             wanted = [each.detach() for each in call.taken_apart(returned)[1]]
             different = different_ones(results, wanted, "result")
             self._settle(call, form, forward, different if same_end else "random numbers")
@@ -221,12 +223,56 @@ class Captures:
         form.in_flight = weakref.ref(call)
         if form.kind == "kept":
             self._held.add(form)
-        differentiate = partial(self.backward, call, form, facts)
         apart = call.layer.context.without_graph
         if apart is not None and facts.may_be_apart:
-            apart.append(ReplayedVisit(call, form, facts, kept, differentiate))
+            apart.append(self._apart(call, form, facts, kept))
             return facts.result_of(results)
+        differentiate = partial(self.backward, call, form, facts)
         return rematerialize(call, form, facts, results, kept, differentiate)
+
+    def _apart(
+        self, call: LayerCall, form: Form, facts: CallFacts, kept: Sequence[torch.Tensor]
+    ) -> ReplayedVisit:
+        differentiate = partial(self.backward, call, form, facts, in_place=True)
+        return ReplayedVisit(call, form, facts, kept, differentiate)
+
+    def call_again(
+        self, visit: ReplayedVisit, arguments: LayerCall, hidden: torch.Tensor, rng: RngStash
+    ) -> tuple[Any, ReplayedVisit] | None:
+        """Replay a call of the layer that ``visit`` is of, for another micro-batch right behind it.
+
+        Nobody's code has run since ``visit`` was replayed, so what decides what the layer computes,
+        and the state around it, are those of ``visit``.
+
+        Args:
+            visit: Without a graph.
+            arguments: A call of another layer by the micro-batch, with the same arguments but for
+                the hidden states.
+            hidden: These.
+            rng: The random states that it begins with. They are those of now only if it draws.
+
+        Returns:
+            The layer's result, and the visit; None if the call is of another form.
+        """
+        form, facts = visit.form, visit.facts
+        forward = form.forward
+        is_alike = form.kind == "recomputed" and arguments.is_like(visit.call)
+        if forward is None or not (is_alike and forward.is_proved):
+            return None
+        call = visit.call.again([hidden, *arguments.others], rng)
+        if forward.has_drawn:
+            rng.restore()
+        kept = call.offload_input()
+        with call.layer.weights.occupy(Phase.FORWARD):
+            results = forward.run(call.tensors, self.memory)
+        if forward.has_drawn:
+            call.note_end()
+        else:
+            call.note_end_as(rng)
+        self.num_replays += 1
+        form.num_replays += 1
+        form.in_flight = weakref.ref(call)
+        return facts.result_of(results), self._apart(call, form, facts, kept)
 
     def _note_visit(self, form: Form) -> None:
         self.eager[form.refusal or NEW] += 1
@@ -272,6 +318,8 @@ class Captures:
         facts: CallFacts,
         tensors: Tensors,
         gradients: Gradients,
+        *,
+        in_place: bool = False,
     ) -> Gradients:
         """The gradients of a call, for each use of a source; not within a visit.
 
@@ -281,6 +329,7 @@ class Captures:
             facts: What was known of them.
             tensors: What autograd has kept for it.
             gradients: Of its results.
+            in_place: Whether they may lie in fixed memory, until the next replay.
         """
         arriving = tuple(each is not None for each in gradients)
         around = Around(arriving, call.layer.surroundings())
@@ -289,7 +338,8 @@ class Captures:
         if replayed is not None and replayed.is_proved:
             with call.layer.weights.occupy(Phase.BACKWARD):
                 tensors = call.with_input(tensors)
-                found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
+                is_kept = form.kind == "kept"
+                found = self._run_backward(call, replayed, tensors, gradients, is_kept, in_place)
             self.num_replays += 1
             return found
         with call.layer.visit(Phase.BACKWARD, facts.leaves):
@@ -358,14 +408,15 @@ class Captures:
         tensors: Tensors,
         gradients: Gradients,
         is_kept: bool,
+        in_place: bool = False,
     ) -> list[torch.Tensor | None]:
         arrived = [each for each in gradients if each is not None]
         if is_kept:
-            return replayed.run(arrived, self.memory)
+            return replayed.run(arrived, self.memory, in_place)
         if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
-            return replayed.run([*tensors, *arrived], self.memory)
+            return replayed.run([*tensors, *arrived], self.memory, in_place)
         with call.ambient.rng.replay():
-            found = replayed.run([*tensors, *arrived], self.memory)
+            found = replayed.run([*tensors, *arrived], self.memory, in_place)
             call.require_same_end()
         return found
 

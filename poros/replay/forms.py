@@ -28,6 +28,8 @@ class Replayed:
         places: For each result where it is: its number in ``gives``; -1 - n if it is the n-th of
             what was given; None if there is none.
         is_proved: Whether it has given what an eager visit gave.
+        has_drawn: Whether the call that it was proved beside has drawn random numbers. A recording
+            draws as many each time.
     """
 
     recording: Recording
@@ -35,14 +37,18 @@ class Replayed:
     gives: Fixed
     places: Sequence[int | None]
     is_proved: bool = False
+    has_drawn: bool = True
 
     def run(
-        self, sources: Sequence[torch.Tensor], memory: SharedMemory
+        self, sources: Sequence[torch.Tensor], memory: SharedMemory, in_place: bool = False
     ) -> list[torch.Tensor | None]:
-        """Replay it on ``sources``; what it gives, in memory of its own."""
+        """Replay it on ``sources``; what it gives, in memory of its own.
+
+        ``in_place``: in fixed memory instead, until the next replay of any recording.
+        """
         memory.fill(self.given, sources)
         self.recording.replay()
-        made = self.gives.copies()
+        made = self.gives.tensors if in_place else self.gives.copies()
         return [
             None if place is None else made[place] if place >= 0 else sources[-1 - place]
             for place in self.places

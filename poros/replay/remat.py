@@ -28,7 +28,7 @@ from poros.errors import RematerializationError
 from poros.kernels.nodes import unwritten_tensors
 from poros.replay.call import CallFacts, LayerCall
 from poros.replay.forms import Form
-from poros.replay.routing import Gradients, Terms, hand_in
+from poros.replay.routing import Gradients, GradientSums, Terms, hand_in
 from poros.replay.uses import Source, Uses
 
 Differentiate = Callable[[Sequence[torch.Tensor], Gradients], Gradients]
@@ -106,7 +106,11 @@ class ReplayedVisit:
         form: What is recorded of such calls.
         facts: What is known of such calls; it ``may_be_apart``.
         kept: Of its tensors, those that it keeps.
-        differentiate: Its backward, replayed or run.
+        differentiate: Its backward, replayed or run. What it gives may be overwritten by the next
+            replay.
+
+    Attributes:
+        call, form, facts: Likewise.
     """
 
     def __init__(
@@ -117,16 +121,17 @@ class ReplayedVisit:
         kept: Sequence[torch.Tensor],
         differentiate: Differentiate,
     ) -> None:
-        self._call, self._form, self._facts = call, form, facts
+        self.call, self.form, self.facts = call, form, facts
         self._kept, self._versions = kept, [each._version for each in kept]
         self._differentiate = differentiate
-        call.tensors = ()
+        call.release_tensors()
 
-    def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Have autograd accumulate the gradients of parameters; that of the hidden states.
+    def backward(self, gradient: torch.Tensor, sums: GradientSums) -> torch.Tensor | None:
+        """Accumulate the gradients of parameters, as autograd does; that of the hidden states.
 
         Args:
             gradient: Of its result.
+            sums: Of the gradients of the layer's parameters.
 
         Exactness:
             Terms of what it uses several times are added in the order in which autograd adds them
@@ -135,32 +140,29 @@ class ReplayedVisit:
         Raises:
             RematerializationError: As ``RematerializeLayer``.
         """
-        call = self._call
+        call = self.call
         if self._versions != [each._version for each in self._kept]:
             raise RematerializationError(_written(call))
         with torch.no_grad():
             call.require_unchanged()
             found = self._differentiate(self._kept, (gradient,))
             call.offloaded, self._kept = None, ()
-            self._form.release(call)
-            uses, num_tensors = self._facts.uses, len(self._facts.specs)
+            self.form.release(call)
+            uses, num_tensors = self.facts.uses, len(self.facts.specs)
             trained = call.parameters
-            hidden, pairs = None, []
+            hidden, parameters, gradients = None, [], []
             for source, use in zip(uses.given, uses.single, strict=True):
                 several = () if use is not None else uses.several[source]
                 total = found[use] if use is not None else _sum(found[each] for each in several)
+                if total is None:
+                    continue
                 if source.number < num_tensors:
-                    hidden = total
-                elif total is not None:
-                    pairs.append((trained[source.number - num_tensors], total))
-        if pairs:
-            parameters, gradients = zip(*pairs, strict=True)
-            # As torch.autograd.backward, without its comparison of each shape.
-            torch.autograd.Variable._execution_engine.run_backward(
-                *(parameters, gradients, False, False, ()),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+                    hidden = total if len(several) > 1 else total.clone()
+                else:
+                    parameters.append(trained[source.number - num_tensors])
+                    gradients.append(total)
+            if gradients:
+                sums.add(parameters, gradients)
         return hidden
 
 
@@ -204,5 +206,5 @@ def rematerialize(
         *(call, form, facts, differentiate, terms, results, kept), *given
     )
     # Autograd keeps them from here on, and releases them after backward.
-    call.tensors = ()
+    call.release_tensors()
     return facts.result_of(outputs)

@@ -30,6 +30,7 @@ Note: Through the cast of the region
 """
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -120,6 +121,73 @@ def _keep(terms: list[torch.Tensor | None], number: int, node: Any, edge: int) -
         return (*given[:edge], None, *given[edge + 1 :])
 
     return node.register_hook(keep)
+
+
+class GradientSums:
+    """Adds to ``.grad`` of a layer's parameters, for one micro-batch after the other.
+
+    As autograd does at the end of a backward, but by one kernel for all of them, unless somebody
+    holds a parameter's node of autograd: hooks may be registered there. A parameter without a
+    gradient gets a copy of the first.
+
+    To be used while nobody's code runs: who holds what is looked up once.
+
+    Exactness:
+        Equal bits: the same sums of two terms, in the gradient's dtype.
+
+    Source:
+        pytorch: ``AccumulateGrad`` in torch/csrc/autograd/functions/accumulate_grad.h;
+        ``torch.utils.swap_tensors`` asks for that node likewise.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: Sequence[torch.Tensor] = ()
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Add ``gradients``, one for each of ``parameters``; they are not kept."""
+        known = self._parameters
+        if len(known) == len(parameters) and all(map(is_, known, parameters)):
+            torch._foreach_add_(self._sums, gradients)
+            return
+        sums = [each.grad for each in parameters]
+        if not all(map(_has_plain_sum, parameters, sums, gradients)):
+            # As torch.autograd.backward, without its comparison of each shape.
+            torch.autograd.Variable._execution_engine.run_backward(
+                *(tuple(parameters), tuple(each.clone() for each in gradients), False, False, ()),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+            return
+        there = [pair for pair in zip(sums, gradients, strict=True) if pair[0] is not None]
+        if there:
+            torch._foreach_add_(*map(list, zip(*there, strict=True)))
+        for parameter, total, gradient in zip(parameters, sums, gradients, strict=True):
+            if total is None:
+                parameter.grad = gradient.clone()
+        self._parameters = parameters
+        self._sums = [each.grad for each in parameters if each.grad is not None]
+
+
+def _has_plain_sum(parameter: Any, total: torch.Tensor | None, gradient: torch.Tensor) -> bool:
+    """Whether nobody sees the gradient arrive, and all are of one form."""
+    return (
+        parameter._use_count() == 1
+        and not parameter._backward_hooks
+        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+        and parameter.dtype is gradient.dtype
+        and parameter.shape == gradient.shape
+        and parameter.stride() == gradient.stride()
+        and (
+            total is None
+            or (
+                type(total) is torch.Tensor
+                and total.dtype is gradient.dtype
+                and total.layout is torch.strided
+                and not total.requires_grad
+            )
+        )
+    )
 
 
 class Terms:

@@ -63,6 +63,11 @@ class Replayer(Protocol):
     ) -> Any:
         """Replay a call of a layer if it is recorded, else run it; return its result."""
 
+    def call_again(
+        self, visit: Any, arguments: Any, hidden: torch.Tensor, rng: RngStash
+    ) -> tuple[Any, Any] | None:
+        """Replay a call right behind ``visit``, if it is of its form: its result and visit."""
+
 
 class StandIn(Protocol):
     """Is called in place of layers: ``poros.accumulation``."""
@@ -411,6 +416,10 @@ class Call:
     def note_end(self) -> None:
         """Its forward has run, or was replayed: note the random states."""
         self._end = self.start.capture(self.layer.device)
+
+    def note_end_as(self, rng: RngStash) -> None:
+        """Its forward has left these random states."""
+        self._end = rng
 
     @property
     def has_drawn(self) -> bool:

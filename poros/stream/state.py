@@ -86,6 +86,10 @@ class AmbientState:
     training: tuple[bool, ...]
     """Of the modules of the layer."""
 
+    def at(self, rng: RngStash) -> "AmbientState":
+        """The same with other random states."""
+        return AmbientState(rng, self.surroundings, self.training)
+
     def but_random(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Run the body in this state, random states as they are; then all is as it was before."""
 

@@ -1,7 +1,8 @@
 """The gradients of parameters while micro-batches are on their way: who asks, and what changed."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ class Gradients:
         ]
 
 
-def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody sees gradients of a parameter as they arrive."""
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(parameter._backward_hooks or after)
+def has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether somebody sees gradients of parameters as they arrive."""
+    return any(map(any, map(_HOOKS, parameters)))
+
+
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Watch:

@@ -23,7 +23,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -40,7 +39,7 @@ from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudg
 from poros.model.runtime import Runtime
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
-from poros.stream.condition import Condition
+from poros.stream.condition import StackConditions
 from poros.stream.rng import RngStash, Start
 
 logger = logging.getLogger(__name__)
@@ -108,7 +107,9 @@ class Group:
         """The one whose loss is being computed for good, up to its backward."""
         self._before = Gradients(())
         """As that began."""
-        self._has_last = self._has_hooks = False
+        self._has_last = False
+        self._conditions: StackConditions | None = None
+        """Of the layers, as the code of the first one has called them."""
 
     @property
     def is_over(self) -> bool:
@@ -136,6 +137,9 @@ class Group:
         try:
             with self._in_place():
                 self._begin(runs, has_last)
+                self._require_unedited()
+                if self._conditions is not None and not self._conditions.still_hold():
+                    raise self._batches[0].refuse("layers that the loss changes while it runs")
                 for index in range(1, len(self._layers)):
                     failed = self._run_layer(index, self._batches)
                     if failed is not None:
@@ -182,8 +186,7 @@ class Group:
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to its last layer, and the first layer for each."""
-        around, conditions = watchers(), list[Condition]()
-        enter = partial(self._enter_layers, conditions)
+        around = watchers()
         inside = [each for each in self._trained if id(each) in self._in_layers]
         # Where gradients are exchanged, DDP would take an edge to a parameter for its gradient.
         edges = [] if self._ranks.is_ddp else inside
@@ -192,11 +195,12 @@ class Group:
         try:
             for number, run in enumerate(runs):
                 self._coming = batch = MicroBatch(
-                    self._layers, around, conditions, run, edges, enter
+                    self._layers, around, run, edges, self._enter_layers
                 )
                 with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
                     self._go_on(batch)
-                self._require_unedited()
+                if not self._modules.are_unedited(self._mark, self._trained):
+                    self._require_unedited()
                 if number and before.changed():
                     raise UnsupportedModelError(
                         "expected a loss that calls the model before its backward, as the first "
@@ -270,16 +274,16 @@ class Group:
             if reader is not None:
                 reader.in_place = None
 
-    def _enter_layers(self, conditions: list[Condition]) -> None:
+    def _enter_layers(self) -> None:
         """The code of one has come to its first layer."""
         if not self._outside.is_at(self._marks):
             raise NotGrouped("the model's code changes the model")
-        if not conditions:
-            # Of all at once: what code between layers changes is another one then.
-            conditions += [each.condition().note() for each in self._layers]
+        if self._conditions is None:
+            self._conditions = StackConditions([each.condition() for each in self._layers])
             self._runtime.share_dense()
-            self._has_hooks = any(each.has_hooks for each in conditions)
-        if self._has_hooks:
+        elif not self._conditions.still_hold():
+            raise NotGrouped("layers that the loss changes while it runs")
+        if self._conditions.has_hooks:
             raise NotGrouped("hooks inside of layers")
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
@@ -433,7 +437,7 @@ class Group:
         """The backward of its loss has come to the last layer."""
         # A parameter of a layer, or before the layers, has its gradient from there alone. If the
         # loss uses it too, one after the other sums both before they are added to what is there.
-        if any(map(has_hooks, self._trained)):
+        if has_hooks(self._trained):
             raise UnsupportedModelError(
                 "expected parameters without hooks, found hooks that the loss has registered. Its "
                 f"gradients are wrong. {ADVICE}"

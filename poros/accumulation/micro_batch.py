@@ -37,7 +37,6 @@ from poros.replay.call import LayerCall
 from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
-from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start, is_same_state
 
 Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, Iterable[torch.Tensor]], None]
@@ -165,10 +164,9 @@ class MicroBatch:
     Args:
         layers: Of the model, in order.
         around: The watchers around all micro-batches.
-        conditions: Of the layers, known once ``enter`` was called.
         run: Calls the model once with gradients, and takes the loss's gradients. Runs once.
         trained: Parameters of the layers, given to the last ``Cut.take``.
-        enter: Called before the first layer runs; may raise ``NotGrouped``.
+        enter: Called as its code calls the first layer; may raise ``NotGrouped``.
 
     Attributes:
         start: The random states at which its code begins.
@@ -186,7 +184,6 @@ class MicroBatch:
         self,
         layers: Sequence[StreamedLayer],
         around: Watchers,
-        conditions: Sequence[Condition],
         run: Callable[[], Any],
         trained: Sequence[torch.Tensor],
         enter: Callable[[], None],
@@ -205,7 +202,6 @@ class MicroBatch:
         self._layers = layers
         self._device = layers[0].device
         self._calls = Calls(layers, around)
-        self._conditions = conditions
         self._trained = trained
         self._state = self.start
         """Where it goes on from."""
@@ -274,7 +270,7 @@ class MicroBatch:
         }
         self._state.pytorch.restore()
         try:
-            run = partial(layer.forward_now, args, kwargs, self._condition(layer))
+            run = partial(layer.forward_now, args, kwargs)
             result = require_hidden_states(self.code.run_in_context(run))
             if (result.shape, result.dtype) != self._form:
                 raise NotGrouped("hidden states that change their form between layers")
@@ -347,10 +343,8 @@ class MicroBatch:
                 self._enter()
                 if self.reason is not None:
                     raise self.reason
-            elif self._has_drawn(layer is self._layers[-1]):
+            elif layer is self._layers[-1] and self._has_drawn():
                 raise NotGrouped("random numbers are drawn between layers")
-            if not self._conditions[layer.index].still_reads_so():
-                raise NotGrouped("layers that the loss changes while it runs")
         except NotGrouped as reason:
             if not is_first:
                 raise self.refuse(str(reason)) from reason
@@ -390,25 +384,9 @@ class MicroBatch:
             {key: taken if value is given else value for key, value in kwargs.items()},
         )
 
-    def _condition(self, layer: StreamedLayer) -> Condition:
-        """Of the layer, which is to compute the same for all micro-batches, whenever it is called.
-
-        Raises:
-            NotGrouped: If it does not.
-        """
-        condition = layer.condition()
-        if not self._conditions[layer.index].equals(condition):
-            raise NotGrouped("layers that the loss changes while it runs")
-        return condition
-
-    def _has_drawn(self, of_all: bool) -> bool:
-        """Whether its code has drawn since it called its first layer.
-
-        ``of_all``: from Python's and NumPy's generators too.
-        """
-        if of_all:
-            return not self._called_at.equals(Start.capture(self._device))
-        return not self._called_at.pytorch.equals(RngStash.capture(self._device))
+    def _has_drawn(self) -> bool:
+        """Whether its code has drawn since it called its first layer."""
+        return not self._called_at.equals(Start.capture(self._device))
 
     def refuse(self, why: str) -> UnsupportedModelError:
         """What is to be raised, found out on its way: it cannot run alone any more."""

@@ -152,7 +152,7 @@ class Observer:
             self._below = [node.variable for node in nodes if hasattr(node, "variable")]
             known = set(map(id, self._trained))
             for each in [*self._below, *([given] if given.is_leaf else [])]:
-                if id(each) not in known and (isinstance(each, nn.Parameter) or has_hooks(each)):
+                if id(each) not in known and (isinstance(each, nn.Parameter) or has_hooks([each])):
                     self.refuse("trained tensors that are not the model's go into its layers")
         self._note_uses(False)
         found = layer.forward_now(args, kwargs)

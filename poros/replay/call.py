@@ -277,10 +277,19 @@ class CallFacts:
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self.uses, self.gives_casts = Uses((), ()), False
+        self.uses_of_sources: Sequence[tuple[int | None, Sequence[int]]] = ()
+        """Of each source: its number among the parameters, or None; and its uses."""
 
     def learn(self, uses: Uses) -> None:
         """A backward has shown the ``uses``."""
-        self.uses = uses
+        self.uses, num_tensors = uses, len(self.specs)
+        self.uses_of_sources = [
+            (
+                None if source.number < num_tensors else source.number - num_tensors,
+                uses.several.get(source, [uses.sources.index(source)]),
+            )
+            for source in uses.given
+        ]
         self.gives_casts = self._call.shares_casts or uses.has_meeting_casts(len(self.specs))
 
     @property

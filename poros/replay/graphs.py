@@ -221,10 +221,9 @@ class SharedMemory:
         ]
         if not missing:
             return
-        with torch.no_grad():
-            foreach_copy(
-                [fixed.tensors[number] for number in missing],
-                [sources[number].detach() for number in missing],
-            )
+        foreach_copy(
+            [fixed.tensors[number] for number in missing],
+            [sources[number].detach() for number in missing],
+        )
         for number in missing:
             fixed.filled[number] = weakref.ref(sources[number]), sources[number]._version

@@ -148,21 +148,17 @@ class ReplayedVisit:
             found = self._differentiate(self._kept, (gradient,))
             call.offloaded, self._kept = None, ()
             self.form.release(call)
-            uses, num_tensors = self.facts.uses, len(self.facts.specs)
-            trained = call.parameters
-            hidden, parameters, gradients = None, [], []
-            for source, use in zip(uses.given, uses.single, strict=True):
-                several = () if use is not None else uses.several[source]
-                total = found[use] if use is not None else _sum(found[each] for each in several)
+            trained, hidden = call.parameters, None
+            arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for number, uses in self.facts.uses_of_sources:
+                total = found[uses[0]] if len(uses) == 1 else _sum(found[each] for each in uses)
                 if total is None:
                     continue
-                if source.number < num_tensors:
-                    hidden = total if len(several) > 1 else total.clone()
+                if number is not None:
+                    arrived.append((trained[number], total))
                 else:
-                    parameters.append(trained[source.number - num_tensors])
-                    gradients.append(total)
-            if gradients:
-                sums.add(parameters, gradients)
+                    hidden = total.clone() if len(uses) == 1 else total
+            sums.add(arrived)
         return hidden
 
 

@@ -144,8 +144,11 @@ class GradientSums:
         self._parameters: Sequence[torch.Tensor] = ()
         self._sums: list[torch.Tensor] = []
 
-    def add(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Add ``gradients``, one for each of ``parameters``; they are not kept."""
+    def add(self, arrived: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add the gradients of parameters that have ``arrived``; they are not kept."""
+        if not arrived:
+            return
+        parameters, gradients = zip(*arrived, strict=True)
         known = self._parameters
         if len(known) == len(parameters) and all(map(is_, known, parameters)):
             torch._foreach_add_(self._sums, gradients)
@@ -154,7 +157,7 @@ class GradientSums:
         if not all(map(_has_plain_sum, parameters, sums, gradients)):
             # As torch.autograd.backward, without its comparison of each shape.
             torch.autograd.Variable._execution_engine.run_backward(
-                *(tuple(parameters), tuple(each.clone() for each in gradients), False, False, ()),
+                *(parameters, tuple(each.clone() for each in gradients), False, False, ()),
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
@@ -166,7 +169,7 @@ class GradientSums:
             if total is None:
                 parameter.grad = gradient.clone()
         self._parameters = parameters
-        self._sums = [each.grad for each in parameters if each.grad is not None]
+        self._sums = [each.grad for each in parameters]
 
 
 def _has_plain_sum(parameter: Any, total: torch.Tensor | None, gradient: torch.Tensor) -> bool:

@@ -6,19 +6,22 @@ whatever is recorded of it, has to find the same: a change in between raises, as
 adapters act in many places, and training on after such a change is hardly ever meant.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from poros.errors import RematerializationError
-from poros.stream.layer_index import LayerIndex
+from poros.stream.layer_index import LayerIndex, keys_of, places_of, values_of
 from poros.stream.staying import Staying, StayingState
 from poros.stream.visit import BlockVisit
 
+T = TypeVar("T")
 _training, _version = attrgetter("training"), attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
 
 
 class Condition:
@@ -114,20 +117,10 @@ class Condition:
         self._equal = other if is_equal else None
         return is_equal
 
-    def still_reads_so(self) -> bool:
-        """Whether the layer is now as it was then, without a new object of this class."""
-        contents = self.contents
-        return (
-            contents.is_current()
-            and contents.has_same_tensors()
-            and self.trained.are_as_they_were()
-            and self.versions == list(map(_version, self.parameters))
-            and self._staying.changed(self.staying) is None
-            and self.adapter_state == _adapter_state(contents.adapter_modules)
-            and self.hooks == contents.hooks()
-            and self.training == tuple(map(_training, contents.modules()))
-            and not contents.attributes.differ(self.attributes, contents.attributes.read())
-        )
+    @property
+    def staying_places(self) -> Sequence[tuple[str, dict[str, Any], str]]:
+        """Name, owner and key of each tensor of its base that stays on the device."""
+        return self._staying.places
 
     def require_unedited(self) -> None:
         """Raise ``RematerializationError`` if the layer's own forward has edited its adapters."""
@@ -208,16 +201,69 @@ class Condition:
         return None
 
 
+class StackConditions:
+    """Of all layers of a model at one time, to be compared with now at little cost.
+
+    Args:
+        conditions: Of each layer.
+    """
+
+    def __init__(self, conditions: Sequence[Condition]) -> None:
+        contents = [each.contents for each in conditions]
+        self.has_hooks = any(each.has_hooks for each in conditions)
+        self._child_tables = _joined(each.child_tables for each in contents)
+        self._tensor_tables = _joined(each.tensor_tables for each in contents)
+        self._hook_tables = _joined(each.hook_tables for each in contents)
+        self._modules = _joined(each.modules() for each in contents)
+        self._adapter_modules = _joined(each.adapter_modules for each in contents)
+        self._parameters = _joined(each.parameters for each in conditions)
+        self._attributes = [(each.contents.attributes, each.attributes) for each in conditions]
+        self._staying = Staying("the layers", _joined(each.staying_places for each in conditions))
+        # Held, so that ids stay theirs.
+        self._children, self._tensors = self._children_now(), values_of(self._tensor_tables)
+        self._ids = list(map(id, self._tensors))
+        self._staying_state = self._staying.state(_joined(each.frozen for each in conditions))
+        self._rest = self._rest_now()
+
+    def still_hold(self) -> bool:
+        """Whether all layers are now as they were then."""
+        ids = list(map(id, values_of(self._tensor_tables)))
+        return (
+            self._children == self._children_now()
+            and (ids == self._ids or set(ids) == set(self._ids))
+            and self._rest == self._rest_now()
+            and self._staying.changed(self._staying_state) is None
+            and not any(each.differ(then, each.read()) for each, then in self._attributes)
+        )
+
+    def _children_now(self) -> list[Any]:
+        return values_of(self._child_tables)
+
+    def _rest_now(self) -> tuple[Any, ...]:
+        return (
+            list(map(_version, self._parameters)),
+            places_of(self._parameters),
+            list(map(_requires_grad, self._parameters)),
+            keys_of(self._hook_tables),
+            list(map(_training, self._modules)),
+            _adapter_state(self._adapter_modules),
+        )
+
+
+def _joined(parts: Iterable[Iterable[T]]) -> list[T]:
+    return list(chain.from_iterable(parts))
+
+
 def _adapter_state(modules: Sequence[nn.Module]) -> tuple[object, ...]:
     """Which adapters act in these modules, and how; equal values mean equal arithmetic."""
-    tuners: Sequence[Any] = modules
-    found = []
-    for tuner in tuners:
-        active = tuner.active_adapter
-        found += [
-            active if isinstance(active, str) else tuple(active),
-            tuner.disable_adapters,
-            tuple(tuner.merged_adapters),
-            tuple(getattr(tuner, "scaling", {}).items()),
-        ]
-    return tuple(found)
+    choices = list(map(_choice, modules))
+    scalings = map(getattr, modules, repeat("scaling"), repeat({}))
+    return (
+        tuple((each if isinstance(each, str) else tuple(each), *more) for each, *more in choices),
+        tuple(map(tuple, map(_merged, modules))),
+        tuple(map(tuple, map(dict.items, scalings))),
+    )
+
+
+_choice = attrgetter("active_adapter", "disable_adapters")
+_merged = attrgetter("merged_adapters")

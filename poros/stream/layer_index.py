@@ -84,21 +84,28 @@ class LayerIndex:
     Args:
         layer: The layer.
         frozen: Ids of the tensors that rest in the host store.
+
+    Attributes:
+        child_tables, tensor_tables, hook_tables: Dictionaries that hold what they are named for.
+        adapter_modules: Those of PEFT.
+        attributes: The plain ones of its modules.
     """
 
     def __init__(self, layer: nn.Module, frozen: Collection[int]) -> None:
         modules = list(layer.modules())
         self._layer = weakref.ref(layer)
         self._inner = modules[1:]
-        self._child_tables = [module._modules for module in modules]
-        self._children = values_of(self._child_tables)
-        self._tensor_tables: list[dict[str, Any]] = [
+        self.child_tables = [module._modules for module in modules]
+        self._children = values_of(self.child_tables)
+        self.tensor_tables: list[dict[str, Any]] = [
             table for module in modules for table in (module._parameters, module._buffers)
         ]
         self.note_tensors()
-        self._hooks = [getattr(module, f"_{kind}") for module in self._inner for kind in _HOOKS]
+        self.hook_tables = [
+            getattr(module, f"_{kind}") for module in self._inner for kind in _HOOKS
+        ]
         # Those that run at every module: PyTorch counts them with those of modules.
-        self._hooks += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
+        self.hook_tables += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
         self._dicts = [module.__dict__ for module in self._inner]
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self._adapter_places: list[AdapterPlace] = []
@@ -111,7 +118,7 @@ class LayerIndex:
 
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
-        return self._children == values_of(self._child_tables)
+        return self._children == values_of(self.child_tables)
 
     def has_same_tensors(self) -> bool:
         """Whether it holds the tensors that were noted, and no others."""
@@ -123,11 +130,11 @@ class LayerIndex:
 
         They are kept alive, so that ids stay theirs.
         """
-        self._tensors = values_of(self._tensor_tables)
+        self._tensors = values_of(self.tensor_tables)
         self._ids = list(map(id, self._tensors))
 
     def _ids_now(self) -> list[int]:
-        return list(map(id, values_of(self._tensor_tables)))
+        return list(map(id, values_of(self.tensor_tables)))
 
     def modules(self) -> list[nn.Module]:
         """The layer and all modules in it."""
@@ -138,11 +145,11 @@ class LayerIndex:
 
     def hooks(self) -> list[int]:
         """Keys of the hooks that run inside the layer; equal lists mean the same hooks."""
-        return list(chain.from_iterable(filter(None, self._hooks)))
+        return keys_of(self.hook_tables)
 
     def has_fixed_graph(self) -> bool:
         """Whether the layer's own code alone decides what graph a call of it makes."""
-        if any(self._hooks):
+        if any(self.hook_tables):
             return False
         forwards = list(map(dict.get, self._dicts, repeat("forward")))
         kinds = set(map(type, forwards))
@@ -175,7 +182,7 @@ class LayerIndex:
             # Whether a frozen tensor is still frozen is looked at by poros.stream.visit.
             parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = [
                 (owner, key, value)
-                for owner in self._tensor_tables[::2]
+                for owner in self.tensor_tables[::2]
                 for key, value in owner.items()
                 if value is not None and id(value) not in self._frozen
             ]
@@ -205,6 +212,11 @@ class LayerIndex:
 def places_of(tensors: Sequence[torch.Tensor]) -> Any:
     """Where they lie, and in which form. Looked up in C: this runs at every visit."""
     return list(map(_POINTER, tensors)), list(map(_FORM, tensors))
+
+
+def keys_of(tables: Iterable[dict[int, Any]]) -> list[int]:
+    """Keys of the hooks in these dictionaries, which PyTorch gives out once each."""
+    return list(chain.from_iterable(filter(None, tables)))
 
 
 def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:

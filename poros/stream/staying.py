@@ -87,7 +87,7 @@ class Staying:
 
     def __init__(self, layer: str, places: Sequence[tuple[str, dict[str, Any], str]]) -> None:
         self._layer = layer
-        self._places = places
+        self.places = places
         self._owners = [owner for _, owner, _ in places]
         self._keys = [key for *_, key in places]
 
@@ -103,7 +103,7 @@ class Staying:
         now = self.state(before.adapters)
         if now.marks == before.marks:
             return None if now.has_values_of(before) else f"{self._layer}, a frozen adapter"
-        names = [name for name, *_ in (*self._places, *before.adapters)]
+        names = [name for name, *_ in (*self.places, *before.adapters)]
         pairs = zip(names, before.marks, now.marks, strict=True)
         return next(f"{self._layer}.{name}" for name, old, new in pairs if old != new)
 
@@ -112,7 +112,7 @@ class Staying:
         now = self.state()
         if now.marks == before.marks:
             return
-        for (name, owner, key), old, new in zip(self._places, before.marks, now.marks, strict=True):
+        for (name, owner, key), old, new in zip(self.places, before.marks, now.marks, strict=True):
             if old == new or _is_cast_bias(owner, key, old, new):
                 continue
             raise PreparedModelError(

@@ -17,7 +17,7 @@ Note: Interruptions
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
 from poros.stream.layer_index import Adapter
 from poros.stream.within import on_plain_tensors
-from poros.utils.profiling import labelled, short_name
+from poros.utils.profiling import is_profiling, labelled, short_name
 
 
 class Binding(NamedTuple):
@@ -406,13 +406,18 @@ class BlockVisit:
             Variable._execution_engine.queue_callback(partial(self._visits.end, note))
         return slab
 
-    @contextmanager
-    def occupy(self, phase: Phase) -> Iterator[None]:
+    def occupy(self, phase: Phase) -> AbstractContextManager[None]:
         """Hold the block in its slot for work that does not go by the reader's tensors.
 
         As ``hold`` otherwise. In a row (``in_a_row``) it goes on until the row ends, or until
         another visit begins: the next one of the row finds the block held, and as it was.
         """
+        row = self._row
+        is_held = row is not None and row.phase is phase and self._visits.is_open(row.note)
+        return nullcontext() if is_held and not is_profiling() else self._occupy(phase)
+
+    @contextmanager
+    def _occupy(self, phase: Phase) -> Iterator[None]:
         with nullcontext() if self._is_in_row else self.in_a_row():
             row = self._row
             if row is None or row.phase is not phase or not self._visits.is_open(row.note):

@@ -12,9 +12,14 @@ def labelled(verb: str, what: str) -> AbstractContextManager[object]:
     Not for code that is compiled: it would be traced into it.
     """
     # Checked first: a range costs microseconds even without a profiler.
-    if not torch._C._autograd._profiler_enabled():
+    if not is_profiling():
         return nullcontext()
     return record_function(f"poros::{verb} {what}")
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records ranges now."""
+    return torch._C._autograd._profiler_enabled()
 
 
 def short_name(name: str) -> str:

@@ -220,7 +220,7 @@ class Observer:
             self.refuse("a second backward of one loss")
         if not all(map(_is_arrived_at, self._inside)):
             self.refuse("the loss takes gradients of single parameters itself")
-        if any(map(has_hooks, self._trained)):
+        if has_hooks(self._trained):
             self.refuse("hooks on parameters")
         if torch.is_autocast_enabled(self._device.type) != self._is_autocast:
             self.refuse("a backward within an autocast region of the loss")

@@ -277,19 +277,25 @@ class CallFacts:
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self.uses, self.gives_casts = Uses((), ()), False
-        self.uses_of_sources: Sequence[tuple[int | None, Sequence[int]]] = ()
-        """Of each source: its number among the parameters, or None; and its uses."""
+        self.uses_of_tensors: Sequence[Sequence[int]] = ()
+        """Of each tensor that needs a gradient."""
+        self.uses_of_parameters: Sequence[tuple[int, Sequence[int]]] = ()
+        """The number of each parameter that is used, and its uses."""
+        self.uses_parameters_once = False
 
     def learn(self, uses: Uses) -> None:
         """A backward has shown the ``uses``."""
         self.uses, num_tensors = uses, len(self.specs)
-        self.uses_of_sources = [
-            (
-                None if source.number < num_tensors else source.number - num_tensors,
-                uses.several.get(source, [uses.sources.index(source)]),
-            )
-            for source in uses.given
+        by_source = {
+            source: uses.several.get(source, [uses.sources.index(source)]) for source in uses.given
+        }
+        self.uses_of_tensors = [by_source[each] for each in by_source if each.number < num_tensors]
+        self.uses_of_parameters = [
+            (each.number - num_tensors, by_source[each])
+            for each in by_source
+            if each.number >= num_tensors
         ]
+        self.uses_parameters_once = all(len(each) == 1 for _, each in self.uses_of_parameters)
         self.gives_casts = self._call.shares_casts or uses.has_meeting_casts(len(self.specs))
 
     @property

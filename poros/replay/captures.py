@@ -233,7 +233,7 @@ class Captures:
     def _apart(
         self, call: LayerCall, form: Form, facts: CallFacts, kept: Sequence[torch.Tensor]
     ) -> ReplayedVisit:
-        differentiate = partial(self.backward, call, form, facts, in_place=True)
+        differentiate = partial(self.backward_in_place, call, form, facts)
         return ReplayedVisit(call, form, facts, kept, differentiate)
 
     def call_again(
@@ -318,8 +318,6 @@ class Captures:
         facts: CallFacts,
         tensors: Tensors,
         gradients: Gradients,
-        *,
-        in_place: bool = False,
     ) -> Gradients:
         """The gradients of a call, for each use of a source; not within a visit.
 
@@ -329,19 +327,10 @@ class Captures:
             facts: What was known of them.
             tensors: What autograd has kept for it.
             gradients: Of its results.
-            in_place: Whether they may lie in fixed memory, until the next replay.
         """
-        arriving = tuple(each is not None for each in gradients)
-        around = Around(arriving, call.layer.surroundings())
-        is_open = not call.is_seen()
-        replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
+        around, is_open, replayed = self._recorded_backward(call, form, gradients)
         if replayed is not None and replayed.is_proved:
-            with call.layer.weights.occupy(Phase.BACKWARD):
-                tensors = call.with_input(tensors)
-                is_kept = form.kind == "kept"
-                found = self._run_backward(call, replayed, tensors, gradients, is_kept, in_place)
-            self.num_replays += 1
-            return found
+            return self._replay_backward(call, form, replayed, tensors, gradients)
         with call.layer.visit(Phase.BACKWARD, facts.leaves):
             tensors = call.with_input(tensors)
             inputs = facts.inputs(tensors)
@@ -356,6 +345,47 @@ class Captures:
                 form.backwards.setdefault(around, None)
         if replayed is not None:
             self._prove_backward(call, form, facts, replayed, around, tensors, gradients, found)
+        return found
+
+    def backward_in_place(
+        self,
+        call: LayerCall,
+        form: Form,
+        facts: CallFacts,
+        tensors: Tensors,
+        gradients: Gradients,
+    ) -> tuple[Gradients, Replayed | None]:
+        """As ``backward``; and the recording, if any, that overwrites them in its next replay."""
+        _, _, replayed = self._recorded_backward(call, form, gradients)
+        if replayed is None or not replayed.is_proved:
+            return self.backward(call, form, facts, tensors, gradients), None
+        found = self._replay_backward(call, form, replayed, tensors, gradients, in_place=True)
+        return found, replayed
+
+    def _recorded_backward(
+        self, call: LayerCall, form: Form, gradients: Gradients
+    ) -> tuple[Around, bool, Replayed | None]:
+        """What a backward runs under, whether nobody sees its operators, and its recording."""
+        arriving = tuple([each is not None for each in gradients])
+        around = Around(arriving, call.layer.surroundings())
+        is_open = not call.is_seen()
+        replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
+        return around, is_open, replayed
+
+    def _replay_backward(
+        self,
+        call: LayerCall,
+        form: Form,
+        replayed: Replayed,
+        tensors: Tensors,
+        gradients: Gradients,
+        in_place: bool = False,
+    ) -> list[torch.Tensor | None]:
+        with call.layer.weights.occupy(Phase.BACKWARD):
+            tensors = call.with_input(tensors)
+            is_kept = form.kind == "kept"
+            found = self._run_backward(call, replayed, tensors, gradients, is_kept, in_place)
+        self.num_replays += 1
         return found
 
     def _prove_backward(

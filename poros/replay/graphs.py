@@ -175,8 +175,15 @@ class Fixed:
             torch.empty(size, dtype=dtype, device=device) for (_, dtype), size in sizes.items()
         ]
         self.tensors = self._views(self._pieces)
+        self._groups = [group for group, _ in sizes]
         self.filled: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(specs)
         """What was last copied into each, and its version then; None is anything."""
+
+    def piece_of(self, group: int) -> torch.Tensor | None:
+        """The memory of all tensors of a group; None if they are of several dtypes."""
+        if self._groups.count(group) != 1:
+            return None
+        return self._pieces[self._groups.index(group)]
 
     def copies(self) -> list[torch.Tensor]:
         """What is in them now, in memory of its own: one copy for each piece."""

@@ -19,7 +19,7 @@ import torch
 from poros.replay.call import CallFacts
 from poros.replay.forms import Form, Replayed
 from poros.replay.graphs import Fixed, Recorder, SharedMemory, Spec
-from poros.replay.routing import Gradients, Tensors
+from poros.replay.routing import OF_ADAPTERS, Gradients, Tensors
 from poros.replay.uses import Around
 from poros.stream.attention import AttentionKernels, unchanged_flags
 from poros.stream.body import LayerBody
@@ -142,11 +142,11 @@ class Recordings:
             found = values()
             known = {id(tensor): -1 - number for number, tensor in enumerate(given.tensors)}
             own = [
-                (each, int(facts.is_of_adapter(number)))
+                (each, OF_ADAPTERS if facts.is_of_adapter(number) else 0)
                 for number, each in enumerate(found)
                 if each is not None and id(each) not in known
             ]
-            # Gradients of adapters stay, those of inputs go.
+            # Gradients of adapters stay, and are summed up together; those of inputs go.
             gives = self._give([each for each, _ in own], [group for _, group in own])
             numbers = {id(each): number for number, (each, _) in enumerate(own)}
             places = [

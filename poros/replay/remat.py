@@ -27,12 +27,14 @@ import torch
 from poros.errors import RematerializationError
 from poros.kernels.nodes import unwritten_tensors
 from poros.replay.call import CallFacts, LayerCall
-from poros.replay.forms import Form
+from poros.replay.forms import Form, Replayed
 from poros.replay.routing import Gradients, GradientSums, Terms, hand_in
 from poros.replay.uses import Source, Uses
 
 Differentiate = Callable[[Sequence[torch.Tensor], Gradients], Gradients]
 """Takes what autograd has kept for a call, and the gradients of its results."""
+DifferentiateInPlace = Callable[..., tuple[Gradients, Replayed | None]]
+"""The same; and the recording, if any, that overwrites these gradients in its next replay."""
 
 
 class RematerializeLayer(torch.autograd.Function):
@@ -106,8 +108,7 @@ class ReplayedVisit:
         form: What is recorded of such calls.
         facts: What is known of such calls; it ``may_be_apart``.
         kept: Of its tensors, those that it keeps.
-        differentiate: Its backward, replayed or run. What it gives may be overwritten by the next
-            replay.
+        differentiate: Its backward, replayed or run.
 
     Attributes:
         call, form, facts: Likewise.
@@ -119,7 +120,7 @@ class ReplayedVisit:
         form: Form,
         facts: CallFacts,
         kept: Sequence[torch.Tensor],
-        differentiate: Differentiate,
+        differentiate: DifferentiateInPlace,
     ) -> None:
         self.call, self.form, self.facts = call, form, facts
         self._kept, self._versions = kept, [each._version for each in kept]
@@ -145,20 +146,21 @@ class ReplayedVisit:
             raise RematerializationError(_written(call))
         with torch.no_grad():
             call.require_unchanged()
-            found = self._differentiate(self._kept, (gradient,))
+            found, replayed = self._differentiate(self._kept, (gradient,))
             call.offloaded, self._kept = None, ()
             self.form.release(call)
-            trained, hidden = call.parameters, None
-            arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for number, uses in self.facts.uses_of_sources:
-                total = found[uses[0]] if len(uses) == 1 else _sum(found[each] for each in uses)
-                if total is None:
-                    continue
-                if number is not None:
-                    arrived.append((trained[number], total))
-                else:
-                    hidden = total.clone() if len(uses) == 1 else total
-            sums.add(arrived)
+            facts, hidden = self.facts, None
+            for uses in facts.uses_of_tensors:
+                total = _sum([found[each] for each in uses])
+                if total is not None:
+                    hidden = total if replayed is None or len(uses) > 1 else total.clone()
+            if not sums.add_all(replayed):
+                arrived = [
+                    (call.parameters[number], total)
+                    for number, uses in facts.uses_of_parameters
+                    if (total := _sum([found[each] for each in uses])) is not None
+                ]
+                sums.add(arrived, replayed if facts.uses_parameters_once else None)
         return hidden
 
 

@@ -30,15 +30,18 @@ Note: Through the cast of the region
 """
 
 from collections.abc import Mapping, Sequence
-from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from poros.errors import RematerializationError
 from poros.kernels.autocast import cached_cast, require_current
+from poros.replay.graphs import Fixed
 from poros.replay.uses import CAST, Source, Uses, walk
+
+OF_ADAPTERS = 1
+"""The group of their gradients in fixed memory."""
 
 Tensors = Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
@@ -123,6 +126,12 @@ def _keep(terms: list[torch.Tensor | None], number: int, node: Any, edge: int) -
     return node.register_hook(keep)
 
 
+class Recorded(Protocol):
+    """A recorded backward: ``poros.replay.forms.Replayed``."""
+
+    gives: Fixed
+
+
 class GradientSums:
     """Adds to ``.grad`` of a layer's parameters, for one micro-batch after the other.
 
@@ -141,18 +150,19 @@ class GradientSums:
     """
 
     def __init__(self) -> None:
-        self._parameters: Sequence[torch.Tensor] = ()
-        self._sums: list[torch.Tensor] = []
+        self._recorded: Recorded | None = None
+        self._total = self._piece = torch.empty(0)
 
-    def add(self, arrived: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Add the gradients of parameters that have ``arrived``; they are not kept."""
+    def add(
+        self, arrived: Sequence[tuple[torch.Tensor, torch.Tensor]], recorded: Recorded | None = None
+    ) -> None:
+        """Add the gradients of parameters that have ``arrived``; they are not kept.
+
+        ``recorded``: what has given all of them; it may give those of other micro-batches too.
+        """
         if not arrived:
             return
         parameters, gradients = zip(*arrived, strict=True)
-        known = self._parameters
-        if len(known) == len(parameters) and all(map(is_, known, parameters)):
-            torch._foreach_add_(self._sums, gradients)
-            return
         sums = [each.grad for each in parameters]
         if not all(map(_has_plain_sum, parameters, sums, gradients)):
             # As torch.autograd.backward, without its comparison of each shape.
@@ -162,14 +172,35 @@ class GradientSums:
                 accumulate_grad=True,
             )
             return
-        there = [pair for pair in zip(sums, gradients, strict=True) if pair[0] is not None]
-        if there:
-            torch._foreach_add_(*map(list, zip(*there, strict=True)))
+        is_first = all(each is None for each in sums)
+        piece = None if recorded is None else recorded.gives.piece_of(OF_ADAPTERS)
+        if piece is not None and is_first and _are_apart_in(piece, gradients):
+            # Sums that lie as the gradients do are made by one addition of all.
+            self._recorded, self._total, self._piece = recorded, piece.clone(), piece
+            for parameter, gradient in arrived:
+                place = gradient.size(), gradient.stride(), gradient.storage_offset()
+                parameter.grad = self._total.as_strided(*place)
+            return
         for parameter, total, gradient in zip(parameters, sums, gradients, strict=True):
             if total is None:
                 parameter.grad = gradient.clone()
-        self._parameters = parameters
-        self._sums = [each.grad for each in parameters]
+        there = [pair for pair in zip(sums, gradients, strict=True) if pair[0] is not None]
+        if there:
+            torch._foreach_add_(*map(list, zip(*there, strict=True)))
+
+    def add_all(self, recorded: Recorded | None) -> bool:
+        """Add what it has given, if it gave the first ones too; whether it did."""
+        if recorded is None or recorded is not self._recorded:
+            return False
+        self._total.add_(self._piece)
+        return True
+
+
+def _are_apart_in(piece: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all of them lie in that memory, each in a place of its own."""
+    begin = piece.data_ptr()
+    places = {each.data_ptr() for each in tensors}
+    return len(places) == len(tensors) and all(begin <= at < begin + piece.nbytes for at in places)
 
 
 def _has_plain_sum(parameter: Any, total: torch.Tensor | None, gradient: torch.Tensor) -> bool:

@@ -211,10 +211,23 @@ class StackConditions:
     def __init__(self, conditions: Sequence[Condition]) -> None:
         contents = [each.contents for each in conditions]
         self.has_hooks = any(each.has_hooks for each in conditions)
-        self._child_tables = _joined(each.child_tables for each in contents)
-        self._tensor_tables = _joined(each.tensor_tables for each in contents)
+        called = _joined(each.called for each in contents)
+        # Nobody uses what is put into an empty one of a module that computes, unless its code does.
+        left_out = {
+            id(table)
+            for each in called
+            for table in (each._modules, each._parameters, each._buffers)
+            if not table
+        }
+        self._child_tables, self._tensor_tables = (
+            [table for table in tables if id(table) not in left_out]
+            for tables in (
+                _joined(each.child_tables for each in contents),
+                _joined(each.tensor_tables for each in contents),
+            )
+        )
         self._hook_tables = _joined(each.hook_tables for each in contents)
-        self._modules = _joined(each.modules() for each in contents)
+        self._namespaces = list(map(vars, called))
         self._adapter_modules = _joined(each.adapter_modules for each in contents)
         self._parameters = _joined(each.parameters for each in conditions)
         self._attributes = [(each.contents.attributes, each.attributes) for each in conditions]
@@ -245,7 +258,7 @@ class StackConditions:
             places_of(self._parameters),
             list(map(_requires_grad, self._parameters)),
             keys_of(self._hook_tables),
-            list(map(_training, self._modules)),
+            list(map(dict.get, self._namespaces, repeat("training"))),
             _adapter_state(self._adapter_modules),
         )
 

@@ -166,7 +166,7 @@ CONTROLS = {
         ParkedCode, "run_in_context", lambda self, run: run(), PROGRAMS["a context variable"]
     ),
     "hooks that nobody looks for": Control(
-        observed, "has_hooks", lambda parameter: False, PROGRAMS["a hook around its own backward"]
+        observed, "has_hooks", lambda parameters: False, PROGRAMS["a hook around its own backward"]
     ),
     "random states of code that is over": Control(
         *(Group, "finish_behind", without_states), PROGRAMS["no model for some"]

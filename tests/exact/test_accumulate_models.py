@@ -15,7 +15,7 @@ from poros.accumulation.foreign import LIBRARIES
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.stream.condition import Condition
+from poros.stream.condition import StackConditions
 from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
@@ -188,7 +188,7 @@ AROUND = {
         *(scaling(1), (UnsupportedModelError, "while it runs")), lengths=(12, 9, 12, 12)
     ),
     "another scaling of the first layer": program(
-        *(scaling(0), (RematerializationError, "scaling")), lengths=(12, 12, 9, 12)
+        *(scaling(0), (UnsupportedModelError, "while it runs")), lengths=(12, 12, 9, 12)
     ),
     "layers that leave a tensor": program(
         leaving(lambda found: found, lambda left: left), "leave left in their modules"
@@ -234,17 +234,6 @@ def in_evaluation_mode(number: int, layer: Any, hidden: Any, args: Any, kwargs: 
         layer.train()
 
 
-def other_adapters(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
-    """For some micro-batches one layer is scaled otherwise, as long as it runs."""
-    scaling = layer.self_attn.q_proj.scaling
-    is_other = number == 1 and hidden.shape[1] == 12
-    scaling["default"] *= 4 if is_other else 1
-    try:
-        return layer(hidden, *args, **kwargs)
-    finally:
-        scaling["default"] /= 4 if is_other else 1
-
-
 def in_autocast(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number == 1):
         return layer(hidden, *args, **kwargs)
@@ -286,18 +275,6 @@ def refilled(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> An
     found = layer(hidden, *args, **{**kwargs, "attention_mask": own})
     own.fill_(0.0)
     return found
-
-
-def exchanged(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
-    """A frozen norm for one call of one layer."""
-    held = layer.input_layernorm._parameters
-    before = held["weight"]
-    if number == 1:
-        held["weight"] = torch.nn.Parameter(before.detach() * 1.5, requires_grad=False)
-    try:
-        return layer(hidden, *args, **kwargs)
-    finally:
-        held["weight"] = before
 
 
 def frozen_meanwhile(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
@@ -428,8 +405,6 @@ EDITED = (UnsupportedModelError, "edited in place")
 EAGER = partial(dense, attn_implementation="eager")
 THREE: Any = {"base": partial(dense, num_layers=3)}
 UNDONE: dict[str, tuple[Call, str, Any]] = {
-    "another norm": (exchanged, "while it runs", THREE),
-    "frozen adapters": (frozen_meanwhile, "while it runs", THREE),
     "draws of Python": (of_python, "drawn between layers", THREE),
     "halved gradients": (halving, "gradients are used", THREE),
     "a mask that is refilled": (refilled, "edited in place", {"base": EAGER}),
@@ -446,10 +421,6 @@ BETWEEN = {
         for name, (call, end) in CALLS.items()
     },
     **{f"{n}, later": between(lambda call=c: call, end, 1) for n, (c, end) in LATER.items()},
-    "other adapters for some": between(
-        *(lambda: other_adapters, (UnsupportedModelError, "while it runs"), 1),
-        **{"base": partial(dense, num_layers=3), "lengths": (12, 9)},
-    ),
     "a mask of hidden states": between(lambda: reading, COMPUTES, base=EAGER),
     "a mask of hidden states, later": between(
         lambda: reading, (UnsupportedModelError, COMPUTES), 1, base=EAGER
@@ -491,7 +462,13 @@ def carrying(model: Model) -> None:
 FOREIGN_CODE = "code of no library"
 FOREIGN = {
     "a module": program(carrying, FOREIGN_CODE),
-    "code between layers": between(lambda: with_a_seed, FOREIGN_CODE, is_late=False),
+    **{
+        name: between(lambda call=call: call, FOREIGN_CODE, is_late=False, **THREE)
+        for name, call in {
+            "a seed between layers": with_a_seed,
+            "frozen adapters for one call": frozen_meanwhile,
+        }.items()
+    },
 }
 
 
@@ -533,14 +510,14 @@ CONTROLS = {
         *(Calls, "require_unedited", lambda self: None, BETWEEN["a mask that is refilled, later"])
     ),
     "draws that nobody sees": Control(
-        *(MicroBatch, "_has_drawn", lambda self, of_all: False, BETWEEN["a seed, later"])
+        *(MicroBatch, "_has_drawn", lambda self: False, BETWEEN["a seed, later"])
     ),
     "what layers leave that nobody looks at": Control(
         observed, "contents_of", lambda table: {}, AROUND["layers that leave a number"]
     ),
     "conditions that nobody compares": Control(
-        *(Condition, "still_reads_so", lambda self: True),
-        BETWEEN["other adapters for some"],
+        *(StackConditions, "still_hold", lambda self: True),
+        AROUND["another scaling of the first layer"],
     ),
 }
 

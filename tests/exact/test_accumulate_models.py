@@ -14,7 +14,7 @@ from poros.accumulation.calls import Calls, HiddenStates
 from poros.accumulation.foreign import LIBRARIES
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
-from poros.errors import RematerializationError, UnsupportedModelError
+from poros.errors import UnsupportedModelError
 from poros.stream.condition import StackConditions
 from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted

@@ -1,0 +1,134 @@
+"""Replayed visits of one layer by several micro-batches, one right behind the other.
+
+Those behind the first are not looked up anew, and their gradients are added by one kernel. Streams
+are adversarial, slots and what recordings leave are poisoned.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+import poros
+from poros.replay import routing
+from poros.replay.call import LayerCall
+from poros.replay.captures import Captures
+from poros.replay.routing import GradientSums
+from tests.exact.arms import Bases, on_tapes
+from tests.exact.together import batches, build, dense, own_loss, same, train, trained
+
+Model = Any
+Facts = list[torch.Tensor]
+Patch = pytest.MonkeyPatch
+
+OFTEN: Any = {"sizes": (5,) * 5, "lengths": (12, 12, 12, 9, 12)}
+"""One of five is of another form."""
+
+
+def in_two_groups(model: Model, together: bool = True) -> Facts:
+    """The second group of a step finds gradients there."""
+    facts: Facts = []
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        for _ in range(2):
+            step = batches(3, generator, (12,))
+            if together:
+                facts += poros.accumulate(model, step, loss=own_loss)
+            else:
+                for each in step:
+                    value = own_loss(model, each)
+                    value.backward()
+                    facts.append(value.detach())
+        facts += [each.grad.clone() for each in trained(model)]
+        model.zero_grad()
+    return facts
+
+
+def with_a_hook_on_a_node(model: Model, together: bool = True) -> Facts:
+    """It sees each gradient of an adapter as autograd adds it."""
+    node, seen = get_gradient_edge(trained(model)[2]).node, list[torch.Tensor]()
+
+    def see(given: Any) -> None:
+        if given[0] is not None:
+            seen.append(given[0].clone())
+
+    node.register_prehook(see)
+    return [*train(model, together, **OFTEN), *seen]
+
+
+RUNS: dict[str, Callable[..., Facts]] = {
+    "two forms": partial(train, **OFTEN),
+    "two groups a step": in_two_groups,
+    "a hook on the node of an adapter": with_a_hook_on_a_node,
+}
+BASES: dict[str, Callable[[Bases], Model]] = {
+    "dropout": build,
+    "nothing is drawn": partial(dense, dropout=0.0),
+    "DoRA": partial(build, adapter="dora"),
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "two slots": {"slots": 2},
+    "inputs on the host": {"slots": 2, "offload_boundaries": True},
+    "one kept": {"slots": 3, "keep_last": 1},
+}
+
+
+def ends_alike(run: Callable[..., Facts], base: Callable[[Bases], Model], bases: Bases) -> bool:
+    model = on_tapes(base(bases).train(), slots=2)
+    return same(run(model), run(base(bases).train(), together=False))
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("run", RUNS)
+def test_runs(run: str, base: str, bases: Bases) -> None:
+    assert ends_alike(RUNS[run], BASES[base], bases)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(policy: str, bases: Bases, monkeypatch: Patch) -> None:
+    found, genuine = [], Captures.call_again
+
+    def call_again(*args: Any) -> Any:
+        found.append(genuine(*args))
+        return found[-1]
+
+    monkeypatch.setattr(Captures, "call_again", call_again)
+    model = on_tapes(build(bases).train(), **POLICIES[policy])
+    expected = train(build(bases).train(), together=False, **OFTEN)
+    assert same(train(model, **OFTEN), expected)
+    assert any(each is None for each in found) and any(each is not None for each in found)
+
+
+def left_out(self: GradientSums, recorded: Any) -> bool:
+    """The gradients of those behind the first."""
+    return recorded is not None and recorded is self._recorded
+
+
+def as_known(self: LayerCall, tensors: Any, rng: Any, genuine: Any = LayerCall.again) -> LayerCall:
+    """Random states are those of the micro-batch before."""
+    return genuine(self, tensors, self.start)
+
+
+CONTROLS: dict[str, tuple[Any, str, Any, str]] = {
+    "calls of other forms": (LayerCall, "is_like", lambda self, other: True, "two forms"),
+    "random states of others": (LayerCall, "again", as_known, "two forms"),
+    "gradients that nobody adds": (GradientSums, "add_all", left_out, "two groups a step"),
+    "hooks that nobody looks for": (
+        *(routing, "_has_plain_sum", lambda *_: True),
+        "a hook on the node of an adapter",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", CONTROLS)
+def test_controls(which: str, bases: Bases, monkeypatch: Patch) -> None:
+    owner, name, instead, run = CONTROLS[which]
+    monkeypatch.setattr(owner, name, instead)
+    try:
+        assert not ends_alike(RUNS[run], build, bases)
+    except (RuntimeError, poros.PorosError):
+        return  # it does not come to its end

@@ -58,12 +58,12 @@ import torch
 from torch import nn
 
 from poros.kernels.autocast import autocast_as, autocast_dtype
+from poros.kernels.copies import copy_all
 from poros.kernels.forwards import PatchedForward, has_hooks
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.nodes import saved_tensors
 from poros.kernels.product import Product
 from poros.kernels.swiglu import parts_of
-from poros.utils.devices import foreach_copy
 
 Optional = torch.Tensor | None
 
@@ -145,7 +145,7 @@ class _Group(NamedTuple):
         stacked = all_a[0].new_empty(sum(self.ranks), all_a[0].shape[1], dtype=dtype)
         made, pairs = _cast_later(all_b, [dtype] * len(all_b))
         pairs += zip(stacked.split(self.ranks), all_a, strict=True)
-        foreach_copy(*zip(*pairs, strict=True))
+        copy_all(*zip(*pairs, strict=True))
         return stacked, made
 
     def results(
@@ -239,7 +239,7 @@ def _backward(ctx: Any, gradients: list[Optional]) -> tuple[Optional, ...]:
     of_matrices = [each for two in zip(of_a, of_b, strict=True) for each in two]
     found, pairs = _cast_later(of_matrices, ctx.dtypes)
     if pairs:
-        foreach_copy(*zip(*pairs, strict=True))
+        copy_all(*zip(*pairs, strict=True))
     return (None, of_input, *found)
 
 

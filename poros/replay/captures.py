@@ -233,7 +233,7 @@ class Captures:
     def _apart(
         self, call: LayerCall, form: Form, facts: CallFacts, kept: Sequence[torch.Tensor]
     ) -> ReplayedVisit:
-        differentiate = partial(self.backward_in_place, call, form, facts)
+        differentiate = partial(self.backward, call, form, facts, in_place=True)
         return ReplayedVisit(call, form, facts, kept, differentiate)
 
     def call_again(
@@ -318,7 +318,9 @@ class Captures:
         facts: CallFacts,
         tensors: Tensors,
         gradients: Gradients,
-    ) -> Gradients:
+        *,
+        in_place: bool = False,
+    ) -> tuple[Gradients, Replayed | None]:
         """The gradients of a call, for each use of a source; not within a visit.
 
         Args:
@@ -327,10 +329,21 @@ class Captures:
             facts: What was known of them.
             tensors: What autograd has kept for it.
             gradients: Of its results.
+            in_place: Whether they may lie in fixed memory, until the next replay.
+
+        Returns:
+            These; and the recording that has given them, if it was one.
         """
-        around, is_open, replayed = self._recorded_backward(call, form, gradients)
+        arriving = tuple([each is not None for each in gradients])
+        around = Around(arriving, call.layer.surroundings())
+        is_open = not call.is_seen()
+        replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
         if replayed is not None and replayed.is_proved:
-            return self._replay_backward(call, form, replayed, tensors, gradients)
+            with call.layer.weights.occupy(Phase.BACKWARD):
+                visit = call, call.with_input(tensors), gradients
+                found = self._run_backward(replayed, *visit, form.kind == "kept", in_place)
+            self.num_replays += 1
+            return found, replayed
         with call.layer.visit(Phase.BACKWARD, facts.leaves):
             tensors = call.with_input(tensors)
             inputs = facts.inputs(tensors)
@@ -345,48 +358,7 @@ class Captures:
                 form.backwards.setdefault(around, None)
         if replayed is not None:
             self._prove_backward(call, form, facts, replayed, around, tensors, gradients, found)
-        return found
-
-    def backward_in_place(
-        self,
-        call: LayerCall,
-        form: Form,
-        facts: CallFacts,
-        tensors: Tensors,
-        gradients: Gradients,
-    ) -> tuple[Gradients, Replayed | None]:
-        """As ``backward``; and the recording, if any, that overwrites them in its next replay."""
-        _, _, replayed = self._recorded_backward(call, form, gradients)
-        if replayed is None or not replayed.is_proved:
-            return self.backward(call, form, facts, tensors, gradients), None
-        found = self._replay_backward(call, form, replayed, tensors, gradients, in_place=True)
-        return found, replayed
-
-    def _recorded_backward(
-        self, call: LayerCall, form: Form, gradients: Gradients
-    ) -> tuple[Around, bool, Replayed | None]:
-        """What a backward runs under, whether nobody sees its operators, and its recording."""
-        arriving = tuple([each is not None for each in gradients])
-        around = Around(arriving, call.layer.surroundings())
-        is_open = not call.is_seen()
-        replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
-        return around, is_open, replayed
-
-    def _replay_backward(
-        self,
-        call: LayerCall,
-        form: Form,
-        replayed: Replayed,
-        tensors: Tensors,
-        gradients: Gradients,
-        in_place: bool = False,
-    ) -> list[torch.Tensor | None]:
-        with call.layer.weights.occupy(Phase.BACKWARD):
-            tensors = call.with_input(tensors)
-            is_kept = form.kind == "kept"
-            found = self._run_backward(call, replayed, tensors, gradients, is_kept, in_place)
-        self.num_replays += 1
-        return found
+        return found, None
 
     def _prove_backward(
         self,
@@ -426,15 +398,15 @@ class Captures:
     ) -> str | None:
         try:
             with call.layer.weights.occupy(Phase.BACKWARD):
-                found = self._run_backward(call, replayed, tensors, gradients, is_kept)
+                found = self._run_backward(replayed, call, tensors, gradients, is_kept)
         except RematerializationError:
             return "random numbers"
         return different_ones(found, wanted, "gradient")
 
     def _run_backward(
         self,
-        call: LayerCall,
         replayed: Replayed,
+        call: LayerCall,
         tensors: Tensors,
         gradients: Gradients,
         is_kept: bool,

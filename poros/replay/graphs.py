@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from poros.cuda_streams import recording_stream
+from poros.kernels.copies import copy_all, prepare_to_record
 from poros.stream.within import without_collector
-from poros.utils.devices import foreach_copy
 
 MOST_FLOP = 1e12
 """Of the products of one layer's forward. With more, a device is busy with one layer for longer
@@ -81,6 +81,7 @@ class CudaRecorder(Recorder):
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
         if self._stream is None:
             self._stream = recording_stream(self._device)
+            prepare_to_record(self._device)
         pool = self._pools[is_held]
         if not pool.recordings:
             # Memory whose recordings are all gone cannot be recorded into again.
@@ -228,7 +229,7 @@ class SharedMemory:
         ]
         if not missing:
             return
-        foreach_copy(
+        copy_all(
             [fixed.tensors[number] for number in missing],
             [sources[number].detach() for number in missing],
         )

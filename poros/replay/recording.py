@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from poros.kernels.copies import copy_all
 from poros.replay.call import CallFacts
 from poros.replay.forms import Form, Replayed
 from poros.replay.graphs import Fixed, Recorder, SharedMemory, Spec
@@ -23,7 +24,6 @@ from poros.replay.routing import OF_ADAPTERS, Gradients, Tensors
 from poros.replay.uses import Around
 from poros.stream.attention import AttentionKernels, unchanged_flags
 from poros.stream.body import LayerBody
-from poros.utils.devices import foreach_copy
 
 
 class Recordings:
@@ -162,7 +162,7 @@ class Recordings:
         """Fixed memory with ``values`` in it; the copy is part of what is recorded."""
         gives = self._memory.of("results", [Spec.of(each) for each in values], groups)
         with torch.no_grad():
-            foreach_copy(gives.tensors, [value.detach() for value in values])
+            copy_all(gives.tensors, [value.detach() for value in values])
         return gives
 
 

@@ -31,10 +31,9 @@ from poros.replay.forms import Form, Replayed
 from poros.replay.routing import Gradients, GradientSums, Terms, hand_in
 from poros.replay.uses import Source, Uses
 
-Differentiate = Callable[[Sequence[torch.Tensor], Gradients], Gradients]
-"""Takes what autograd has kept for a call, and the gradients of its results."""
-DifferentiateInPlace = Callable[..., tuple[Gradients, Replayed | None]]
-"""The same; and the recording, if any, that overwrites these gradients in its next replay."""
+Differentiate = Callable[[Sequence[torch.Tensor], Gradients], tuple[Gradients, Replayed | None]]
+"""Takes what autograd has kept for a call, and the gradients of its results; gives those of uses,
+and the recording that has given them, if it was one."""
 
 
 class RematerializeLayer(torch.autograd.Function):
@@ -87,7 +86,7 @@ class RematerializeLayer(torch.autograd.Function):
             call.refuse_second_order()
         tensors = unwritten_tensors(ctx, _written(call))
         call.require_unchanged()
-        found = ctx.differentiate(tensors, gradients)
+        found, _ = ctx.differentiate(tensors, gradients)
         # As autograd releases saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
@@ -108,7 +107,8 @@ class ReplayedVisit:
         form: What is recorded of such calls.
         facts: What is known of such calls; it ``may_be_apart``.
         kept: Of its tensors, those that it keeps.
-        differentiate: Its backward, replayed or run.
+        differentiate: Its backward, replayed or run; gradients of a recording may be overwritten by
+            the next replay.
 
     Attributes:
         call, form, facts: Likewise.
@@ -120,7 +120,7 @@ class ReplayedVisit:
         form: Form,
         facts: CallFacts,
         kept: Sequence[torch.Tensor],
-        differentiate: DifferentiateInPlace,
+        differentiate: Differentiate,
     ) -> None:
         self.call, self.form, self.facts = call, form, facts
         self._kept, self._versions = kept, [each._version for each in kept]

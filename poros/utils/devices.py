@@ -1,9 +1,7 @@
-"""Selects and checks the device, reads what it offers, and copies to it in few calls."""
+"""Selects and checks the device, and reads what it offers."""
 
 import os
 import re
-from collections import defaultdict
-from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -82,21 +80,3 @@ def usable_device(device: torch.device | str) -> torch.device:
     raise PolicyError(
         f"device: expected a usable device, found {quoted(device)} ({why})"
     ) from cause
-
-
-def foreach_copy(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each of ``sources`` into its place, by one call for all of one dtype and form.
-
-    Casts are made on the way. ``torch._foreach_copy_`` itself copies tensor by tensor if dtypes are
-    mixed, or a single one lies otherwise than its place.
-
-    Source:
-        pytorch: ``foreach_tensor_copy_list_kernel_cuda_`` in
-        aten/src/ATen/native/cuda/ForeachBinaryOpList.cu.
-    """
-    alike: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-    for place, source in zip(into, sources, strict=True):
-        is_same = place.stride() == source.stride()
-        alike[place.dtype, source.dtype, is_same].append((place, source))
-    for pairs in alike.values():
-        torch._foreach_copy_([place for place, _ in pairs], [source for _, source in pairs])

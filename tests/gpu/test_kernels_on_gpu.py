@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import bitsandbytes
@@ -15,11 +16,13 @@ import poros.kernels.linear4bit
 from poros.errors import ParityError
 from poros.gates import tiny
 from poros.head.loss import sliced_cross_entropy
+from poros.kernels.copies import copy_all
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import unpatch, use_others
 from poros.kernels.linear4bit import linear_4bit, patch, takes_fused_kernel
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits, add_logits_ref
 from poros.kernels.sums import sums_of_bits
+from poros.replay.graphs import CudaRecorder
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +43,32 @@ def quantized(
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_copies_that_are_recorded(dtype: torch.dtype) -> None:
+    """Casts from each dtype, special values among them, into a part of a larger place."""
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, 65520.0])
+    sources, places = list[torch.Tensor](), list[torch.Tensor]()
+    for source, shape in product(DTYPES, [(16, 3584), (7,), (5, 1001), (0,), (1,)] * 2):
+        values = torch.randn(shape, device="cuda", dtype=source)
+        values.view(-1)[: len(special)] = special[: values.numel()].to(source)
+        sources.append(values)
+        places.append(torch.full((values.numel() + 64,), 3.0, device="cuda", dtype=dtype))
+    expected = [each.clone() for each in places]
+    for each, source in zip(expected, sources, strict=True):
+        each[: source.numel()].view(source.shape).copy_(source)
+    into = [
+        each[: source.numel()].view(source.shape)
+        for each, source in zip(places, sources, strict=True)
+    ]
+    recorded = CudaRecorder(torch.device("cuda", 0)).record(lambda: copy_all(into, sources))
+    torch.cuda.synchronize()
+    assert all(bool((each == 3).all()) for each in places)  # nothing yet
+    recorded.replay()
+    assert all(
+        torch.equal(bits(ours), bits(own)) for ours, own in zip(places, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

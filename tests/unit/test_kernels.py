@@ -29,6 +29,16 @@ def dequantize_gpu() -> ModuleType:
     return interpreted("poros.kernels.dequantize_gpu")
 
 
+@pytest.mark.parametrize("sizes", [(1,), (4096, 1, 5000), (3,) * 9, (2048, 0, 64)], ids=str)
+def test_copies(sizes: Sequence[int]) -> None:
+    copies_gpu = interpreted("poros.kernels.copies_gpu")
+    sources = [torch.randn(size) for size in sizes]
+    places = [torch.full_like(each, -7.0) for each in sources]
+    beyond = places[-1].new_full((16,), -7.0)
+    copies_gpu.copy([*zip(places, sources, strict=True), (beyond[:8], torch.ones(8))])
+    assert all(map(torch.equal, places, sources)) and beyond.tolist() == [1.0] * 8 + [-7.0] * 8
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 

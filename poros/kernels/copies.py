@@ -29,7 +29,7 @@ def copy_all(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
         Queued on the current stream.
 
     Exactness:
-        Equal bits to ``place.copy_(source)``.
+        Equal bits to ``place.copy_(source)``, but for those that tell one NaN from another.
     """
     # ``_foreach_copy_`` goes tensor by tensor if dtypes are mixed, or one lies unlike its place.
     alike: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)

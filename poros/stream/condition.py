@@ -211,7 +211,7 @@ class StackConditions:
     def __init__(self, conditions: Sequence[Condition]) -> None:
         contents = [each.contents for each in conditions]
         self.has_hooks = any(each.has_hooks for each in conditions)
-        called = _joined(each.called for each in contents)
+        called = _joined([each.modules()[0], *each.called] for each in contents)
         # Nobody uses what is put into an empty one of a module that computes, unless its code does.
         left_out = {
             id(table)

@@ -139,11 +139,8 @@ def attach(
     the same for every device. The caller's random state is left as it was.
 
     Args:
-        base: The model, of which PEFT makes part of the adapted one.
         kind: A name of ``KINDS``.
-        rank: Of kinds that have one.
-        dropout: Of kinds that have one.
-        seed: Of the values.
+        rank, dropout: Ignored by kinds that have none.
 
     Raises:
         UnsupportedModelError: If there is no such kind, or the model has nothing that it adapts.

@@ -227,10 +227,6 @@ def write_checkpoint(
     Equal arguments write equal bytes. The caller's random state is left as it was.
 
     Args:
-        config: Of the model.
-        directory: To write to.
-        dtype: Of the weights.
-        seed: Of the weights.
         auto_class: As in ``poros.load``, by name; None is a language model.
 
     Raises:
@@ -293,9 +289,7 @@ def load_base(
     Args:
         directory: A folder that ``from_pretrained`` accepts; nothing is looked up on a network.
         dtype: Dtype of everything that is not quantized, and the 4-bit compute dtype.
-        device: Device of the whole model.
         quantize: False loads dense weights.
-        attn_implementation: As in ``from_pretrained``; None is its default.
         auto_class: As in ``write_checkpoint``.
     """
     from transformers import AutoConfig
@@ -354,13 +348,10 @@ def make_model(
 
     Args:
         architecture: As in ``small_config``.
-        num_layers: Decoder layers.
         hidden_size: Width, a multiple of 8.
-        dtype: Of everything that is not NF4.
-        dropout: Of the adapters and of the architecture's own dropouts.
-        seed: Of the base weights and of the adapters.
-        rank: Of adapters that have one.
-        adapter: Their kind, a name of ``poros.gates.kinds.KINDS``.
+        dtype: Dtype of everything that is not NF4.
+        dropout: Probability in the adapters and in the architecture's own dropouts.
+        adapter: Kind of the adapters, a name of ``poros.gates.kinds.KINDS``.
         **loading: ``quantize``, ``device`` and ``attn_implementation`` of ``load_base``.
 
     Exactness:
@@ -394,11 +385,9 @@ def make_batches(
     """Draw token batches on the CPU: ``input_ids``, ``attention_mask``, ``labels``.
 
     Args:
-        num_batches: Number of micro-batches.
         batch_size: Rows (B).
         num_tokens: Columns (T).
         vocab_size: Ids are drawn from 3 up to here (the first three are pad, bos and eos).
-        seed: Of the draw.
         padded: Pad the end of the last row, a different length in each batch.
 
     Returns:

@@ -33,11 +33,10 @@ def fill(
     """Have transformers build a model and hand its tensors to ``writer``.
 
     Args:
-        model_class: Of the model.
-        writer: Known to transformers already.
+        writer: It is registered with transformers already (``reading_into``).
         quantization: What ``poros.loaders.hf_quantizer.reading_into`` yielded.
-        tensors: Slices by name.
-        options: Of ``from_pretrained``.
+        tensors: Slices of the checkpoint by name.
+        options: Further arguments of ``from_pretrained``.
 
     Raises:
         CheckpointFormatError: If transformers builds no model of the configuration, or tensors are

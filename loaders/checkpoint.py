@@ -125,8 +125,7 @@ class Checkpoint:
         layer 10), and while one is used the next ``ahead_num_bytes`` are being read, each once.
 
         Args:
-            names: Of the tensors; None is all of them.
-            ahead_num_bytes: How far to read ahead.
+            names: Names of the tensors; None takes all of them.
         """
         self._order = sorted(self.names if names is None else names, key=_natural)
         self._ahead_num_bytes = ahead_num_bytes

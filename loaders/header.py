@@ -94,10 +94,8 @@ def defect(
     """Make the error for a defect: file, tensor, expected and found, remedy.
 
     Args:
-        file: A path, or what stands for one, in quotation marks already.
-        found: What was expected and what was found; names and values in it are ``quoted``.
-        tensor: Its name.
-        remedy: What to do.
+        file: A path, or text that names the place, quoted already.
+        problem: What was expected and what was found; names and values in it are ``quoted``.
     """
     where = shown(file) if isinstance(file, Path) else file
     if tensor is not None:
@@ -173,7 +171,6 @@ def read_header(descriptor: int, file: Path) -> Header:
 
     Args:
         descriptor: From ``open_regular``; it stays open.
-        file: Its name, for the entries and for errors.
 
     Raises:
         CheckpointFormatError: If anything in the header breaks the format, or the file is not as
@@ -227,8 +224,6 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     """Parse a JSON object in UTF-8.
 
     Args:
-        text: The whole file or header.
-        file: Its name, for errors.
         strict: Refuse keys that are given twice, unpaired surrogates in keys, NaN and Infinity.
             transformers accepts them in a configuration.
 

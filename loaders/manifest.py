@@ -100,8 +100,7 @@ def safetensors_header(
     """Make a safetensors header, padded so that the data start on a multiple of ``to`` bytes.
 
     Args:
-        forms: Of the tensors, in the order of their bytes.
-        metadata: Texts by name.
+        forms: Dtypes and shapes, in the order of the tensors' bytes.
         to: A multiple of 8.
     """
     named = {"__metadata__": dict(metadata)} if metadata else {}

@@ -149,13 +149,7 @@ class LoadOptions:
             )
 
     def require_store(self, about: Mapping[str, Any], where: str) -> None:
-        """Refuse a store that was made with other options than were asked for.
-
-        What is not set is as it is there.
-
-        Args:
-            about: The store's ``about``.
-            where: It lies.
+        """Refuse a store that was made with other options than the ones that are set.
 
         Raises:
             PolicyError: If one contradicts.

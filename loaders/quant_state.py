@@ -29,10 +29,8 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
     """Check the parts of one 4-bit weight before bitsandbytes builds its state.
 
     Args:
-        path: Of the checkpoint, for messages.
-        name: Of the weight.
-        parts: Its tensors, by their names from ``weight`` on.
-        quant_type: The configuration's.
+        parts: The weight's tensors, by their names from ``weight`` on.
+        quant_type: The type that the configuration names.
 
     Raises:
         CheckpointFormatError: If a part is missing or left over, or its values are impossible.
@@ -87,9 +85,7 @@ def require_codes(where: str, state: Any, parts: Parts, form: Parts) -> None:
 
     Args:
         where: Checkpoint and weight, for messages.
-        state: Of bitsandbytes.
-        found: The parts that it is one of.
-        form: What they have to be like; the shapes of what moves are not looked at.
+        form: Expected dtypes and sizes; the shapes of parts that move are not compared.
 
     Raises:
         CheckpointFormatError: If a kernel would read what is not there, or not finite.

@@ -65,8 +65,7 @@ class Quantizer:
         device: Where to quantize. Bytes are those of bitsandbytes on that device.
         chunk_num_bytes: Size of a piece, rounded down to whole blocks but at least one block. None
             is 512 KiB on a CPU and 16 MiB on a GPU.
-
-        streams: Stage through these even on a CPU (for tests). None is the device's own.
+        streams: Stage through these even on a CPU (for tests). None takes the device's own.
 
     Streams:
         Compute runs on the default stream of ``device``.
@@ -102,10 +101,8 @@ class Quantizer:
         Args:
             tensor: On the host; float32, float16 or bfloat16, cast to the dtype to load in already.
                 Any shape; if it is not contiguous, a contiguous copy is made.
-            name: Of the tensor.
-            format: What to quantize to.
             targets: Host tensors for the parts that are ``MOVING``, as ``format`` has them.
-            where: What it is, for the message of an error; None is ``name``.
+            where: What an error calls the tensor; None takes ``name``.
 
         Returns:
             The state of the quantized tensor, on the host; it refers to ``targets``, and owns code

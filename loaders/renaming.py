@@ -38,7 +38,6 @@ def own_names(model: Any, names: Iterable[str]) -> "dict[str, OwnName]":
 
     Args:
         model: A transformers model, on any device.
-        names: Of the checkpoint.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -98,10 +97,6 @@ def require_whole_experts(checkpoint: Checkpoint) -> None:
 
 def require_floats(checkpoint: Checkpoint, model: Any) -> None:
     """Refuse whole numbers that were cast to floating point, such as weights of 8 bits.
-
-    Args:
-        checkpoint: Where the tensors are from.
-        model: As it is loaded.
 
     Raises:
         CheckpointFormatError: If one of its tensors was made of whole numbers, and is none.

@@ -50,9 +50,8 @@ def configuration(
     """Parse the configuration of a checkpoint, with those options that are its fields.
 
     Args:
-        path: Where it lies, for messages and as the model's name.
-        texts: Of the small files.
-        options: Fields to change.
+        path: Folder of the checkpoint, for messages and as the model's name.
+        options: Fields of the configuration to change.
 
     Raises:
         CheckpointFormatError: If transformers makes no configuration of it, or it asks for more
@@ -169,7 +168,6 @@ def model_class_of(config: Any, auto_class: str | None = None) -> tuple[Any, Any
     ``AutoModelForCausalLM`` chooses, else what ``AutoModelForImageTextToText`` does.
 
     Args:
-        config: Of the checkpoint.
         auto_class: A name of ``AUTO_CLASSES``, which chooses instead.
 
     Raises:

@@ -50,10 +50,8 @@ class SlabWriter:
     """Writes the tensors of one model into its slabs, as they are read.
 
     Args:
-        path: Of what is loaded, for messages.
-        quantizer: Quantizes 4-bit weights.
         allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
-        drops_towers: Leave the towers of a multimodal model away, while it has no memory.
+        drops_towers: Drop the towers of a multimodal model, while it is on the meta device.
 
     Attributes:
         store: One slab per decoder layer; None before ``plan``.
@@ -86,7 +84,7 @@ class SlabWriter:
         """Lay out the layers of ``model``, which is on the meta device, and reserve their memory.
 
         Args:
-            model: With its 4-bit modules in place.
+            model: The model, with its 4-bit modules in place.
             own_dtypes: Dtypes of parameters that keep one of their own, by patterns of their names.
 
         Raises:
@@ -157,10 +155,7 @@ class SlabWriter:
         """Quantize a weight into its place, or into memory of its own outside the layers.
 
         Args:
-            name: Of the parameter.
-            tensor: (N, K), in the dtype to load in.
-            format: What to quantize to.
-            shape: What the module expects.
+            tensor: The weight, (N, K), in the dtype to load in.
 
         Returns:
             Packed weight and quantization state.

@@ -59,12 +59,7 @@ def small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 class StoreReader(SlabWriter):
-    """Builds a model from an open store, whose slabs were read or mapped.
-
-    Args:
-        opened: The store.
-        host: Its slabs.
-    """
+    """Builds a model from an open store, whose slabs were read or mapped."""
 
     def __init__(
         self,

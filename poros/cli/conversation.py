@@ -24,14 +24,9 @@ class Chat:
     """A conversation with a model and its adapter.
 
     Args:
-        adapter: Files of the adapter.
         base: Checkpoint or store of the base that the adapter was trained on.
-        revision: Revision of the base, if it is a hub repository.
         vram: GPU memory budget of the model; None takes the free memory.
-        system: System message of the conversation.
-        max_new_tokens: Most tokens of an answer.
         temperature: Sampling temperature; 0 is greedy.
-        seed: Random seed of the sampling.
 
     Attributes:
         notes: Notes for the user, one line each.

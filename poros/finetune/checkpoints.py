@@ -40,8 +40,7 @@ def numbered(run: Path, names: Iterable[str] | None = None) -> list[tuple[int, P
     """List step and path of each checkpoint, whole or not, the newest first.
 
     Args:
-        run: The folder of the run.
-        names: What lies in it, if that is known.
+        names: Names of the files in ``run``, if they are known.
 
     Raises:
         OSError: If the folder cannot be read.

@@ -111,9 +111,9 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
     """Return the form of a row, or the problem with its keys.
 
     Args:
-        row: One that may have keys of several forms: published preferences often hold the better
+        row: It may have keys of several forms: published preferences often hold the better
             conversation too, and instructions their own rendering as text.
-        method: That decides among them.
+        method: The training method, which decides among these forms.
     """
     keys = {key for key, value in row.items() if value is not None}
     found = [each for each in FORMATS if keys.issuperset(each.keys)]

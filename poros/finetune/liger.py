@@ -62,11 +62,6 @@ def choose_liger(
 ) -> tuple[Recipe, str]:
     """Decide whether a run takes Liger's kernels. The model is tried on the meta device.
 
-    Args:
-        recipe: What it asks for.
-        config: Of the model.
-        device: Where it trains.
-
     Returns:
         The recipe with true or false, and a line that says which.
 
@@ -115,7 +110,7 @@ def use_liger(model: Any) -> list[str]:
     are.
 
     Args:
-        model: Of transformers, on any device; edited.
+        model: A transformers model on any device, which is edited.
 
     Returns:
         What of it runs Liger's kernels, in words; empty if Liger does not know the family.

@@ -62,8 +62,7 @@ def keeps_apart(config: "PreTrainedConfig", attention: str | None = None) -> boo
     """Whether no document of a packed row has an influence on another.
 
     Args:
-        config: Of the model.
-        attention: The implementation it trains with; None is transformers' choice.
+        attention: The implementation that the model trains with; None is transformers' choice.
     """
     reads_documents = attention in _OF_A_MASK or takes_cu_seqlens(attention)
     return reads_documents and config.model_type in _FAMILIES

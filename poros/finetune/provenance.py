@@ -37,8 +37,7 @@ def base_digest(model: "PreTrainedModel", source: str) -> str:
     bitsandbytes, a store that was made elsewhere.
 
     Args:
-        model: The base.
-        source: Where its configuration is.
+        source: The checkpoint, whose configuration is hashed too.
     """
     from poros.io.digests import digest, num_threads
     from poros.kernels.nf4 import part_tensors

@@ -127,8 +127,7 @@ def inspect_run_dir(
     """Inspect the output folder of a recipe. Nothing is written.
 
     Args:
-        recipe: With its output folder.
-        digests: Of rows of tokens, by name.
+        digests: Digests of the rows of tokens, by name.
         machine: What the run computes on, by name.
 
     Raises:
@@ -255,9 +254,6 @@ def lock_run_dir(
     removed.
 
     Args:
-        recipe: With its output folder.
-        digests: Of rows of tokens.
-        machine: What it computes on.
         seen: The folder as it was inspected.
 
     Raises:

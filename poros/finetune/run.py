@@ -75,13 +75,9 @@ def finetune(
     is_dry: bool = False,
     num_shown: int = 0,
 ) -> Path | None:
-    """Train an adapter, or go on with a run that was interrupted.
+    """Train an adapter by a checked recipe on checked rows, or resume an interrupted run.
 
     Args:
-        recipe: Checked.
-        train: Its rows, checked.
-        validation: The rows to validate on, if any.
-        console: The output.
         is_dry: Stop before the base is loaded; nothing is written.
         num_shown: Rows to print with what is learnt marked; then stop, unless ``is_dry``.
 

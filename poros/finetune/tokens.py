@@ -106,9 +106,7 @@ def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTra
     """Load the model's tokenizer, with the template that the recipe names.
 
     Args:
-        recipe: With the model.
-        form: Of the rows.
-        processor: Of the model, for rows with images: it uses this tokenizer from then on.
+        processor: The model's processor, for rows with images; it uses this tokenizer afterwards.
 
     Raises:
         CheckpointFormatError: If there is none.
@@ -187,11 +185,8 @@ def tokenize(
     """Tokenize rows and make their labels.
 
     Args:
-        rows: Of a form that is settled.
-        tokenizer: With the template for messages.
-        recipe: What is learnt, and the length at which rows are cut.
-        num_proc: Processes that share the work; None to do it in this one.
-        images: Of rows with images.
+        rows: Rows whose form is settled.
+        num_proc: Processes that share the work; None does it in this process.
 
     Raises:
         DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,

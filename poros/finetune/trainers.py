@@ -198,15 +198,11 @@ def make_trainer(
     """Build the trainer of a recipe.
 
     Args:
-        recipe: How it trains.
-        arguments: Of ``make_arguments``.
-        model: With its adapter; prepared, or resident.
-        tokenizer: Saved with each checkpoint; its padding token fills rows. Of rows with images
-            the processor.
+        model: The model with its adapter, prepared or resident.
+        tokenizer: It is saved with each checkpoint, and its padding token fills rows. For rows with
+            images this is the processor.
         train: Rows of tokens, packed if the recipe says so.
-        validation: The same, or None.
         row_length: Tokens of a packed row.
-        images: Of rows with images.
 
     Raises:
         RecipeError: If TRL refuses settings for this model.
@@ -263,11 +259,7 @@ def make_arguments(
     """Build TRL's configuration of a recipe's method.
 
     Args:
-        recipe: How it trains.
-        folder: Of the run.
-        device: Where it trains.
         steps: Optimizer steps in all.
-        has_validation: Whether there are rows to validate on.
         has_bar: Whether a bar shows the progress, beside the logged values.
 
     Raises:
@@ -358,8 +350,7 @@ def num_steps(num_rows: int, recipe: Recipe) -> int:
     """Count the optimizer steps of a run, as the Trainer does.
 
     Args:
-        num_rows: Of the data, packed.
-        recipe: How it trains.
+        num_rows: Rows of the data, after packing.
     """
     training = recipe.training
     if training.max_steps is not None:

@@ -58,10 +58,9 @@ class SlabFile:
     """The last slabs of a file, mapped; it stays open.
 
     Args:
-        path: Holds them at its end.
-        offset: Where in it they start, in bytes; a multiple of a page.
-        num_bytes: Of all of them.
-        identity: What the file was when it was hashed.
+        path: The file, which ends with these slabs.
+        offset: Offset of the first of them in bytes, a multiple of a page.
+        identity: Identity of the file when it was hashed.
 
     Raises:
         HostMemoryError: If the file cannot be mapped, which takes no memory.
@@ -138,11 +137,11 @@ class DiskStore(HostStore):
         """Make a store of the slabs of ``resident``, followed by those of ``file``.
 
         Args:
-            resident: The first slabs of ``layouts``, filled; none is fine.
-            file: Holds all slabs, each on a page, one after the other.
-            data_offset: Where in it the first slab starts, in bytes; a multiple of a page.
-            layouts: One per layer.
-            identity: What the file was when it was hashed.
+            resident: The first slabs of ``layouts``, filled; there may be none.
+            file: The file of all slabs, each on a page, one after the other.
+            data_offset: Offset of the first slab in the file in bytes, a multiple of a page.
+            layouts: Layouts of all layers.
+            identity: Identity of the file when it was hashed.
 
         Raises:
             HostMemoryError: If the file cannot be mapped, which takes no memory.
@@ -341,11 +340,7 @@ class DiskStore(HostStore):
 
 
 class _Reader:
-    """Reads blocks of a file, one after the other, in a thread of its own.
-
-    Args:
-        behind: The slabs of the file.
-    """
+    """Reads blocks of a file, one after the other, in a thread of its own."""
 
     def __init__(self, behind: SlabFile) -> None:
         self._behind = behind

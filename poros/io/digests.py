@@ -91,7 +91,6 @@ def digest_of(parts: Sequence[memoryview], pool: ThreadPoolExecutor | None = Non
     """The digest of bytes that lie in several places, one after the other.
 
     Args:
-        parts: Where they lie.
         pool: Hashes the pieces; None hashes them here.
     """
     return join((pool.map if pool is not None else map)(hash_piece, cut(parts)))
@@ -131,11 +130,7 @@ class SourceDigests:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Hash ``tensor`` as it is now; it must not be written until ``results``.
 
-        From a device it is copied for that, apart from the copy that moves it.
-
-        Args:
-            name: Of the tensor.
-            tensor: Where it comes from.
+        A tensor on a device is copied to the host for this, apart from the copy that moves it.
         """
         self._num_bytes += tensor.nbytes
         self._progress.step(size(self._num_bytes))
@@ -164,7 +159,7 @@ def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     edits of the highest bit, as a change of all signs is.
 
     Args:
-        tensors: Of any dtypes, at least one, on one device.
+        tensors: One or more tensors of any dtypes, all on one device.
 
     Returns:
         int64, of no dimension, on that device.

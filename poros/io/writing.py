@@ -131,7 +131,6 @@ def writing(
     """Turn an error of the body into one that names what was to be written.
 
     Args:
-        path: What is written.
         errors: ``Exception`` where a library writes: safetensors, ``torch.save`` and tokenizers
             each have other errors for a disk that is full.
 

@@ -20,7 +20,6 @@ class Adapter:
     """An adapter on a base whose tensors have no memory.
 
     Args:
-        saved: Its files.
         model: The base on the meta device, dense. It gets the adapter.
 
     Attributes:
@@ -122,8 +121,8 @@ class Adapter:
         """Merge the adapter into the tensors of one module, by PEFT's own code.
 
         Args:
-            module: As ``group_of`` says.
-            base: Its tensors as they are, by name.
+            module: A group, as ``group_of`` returns it.
+            base: The module's tensors before the merge, by name.
 
         Raises:
             UnsupportedModelError: If PEFT cannot merge it.

@@ -20,7 +20,6 @@ def open_base(saved: SavedAdapter, given: str | os.PathLike[str] | None) -> Chec
     """Open the checkpoint that an adapter is merged into.
 
     Args:
-        saved: The adapter.
         given: A checkpoint, which is taken as it is; or a store, in place of which the checkpoint
             is taken that it was made from. None is what the adapter names.
 

@@ -52,9 +52,9 @@ def merge(
         base: The checkpoint it was trained on, which is taken as it is, or the store made of it;
             None is the one that the adapter names. If Poros has noted which bytes that had
             (training from a store), they are compared, as they are with a store.
-        dtype: Of the weights that are written; None is that of each tensor of the checkpoint.
-        shard_num_bytes: A file of the result is about as large at most.
-        progress: Told of bytes done, and of all.
+        dtype: Dtype of the written weights; None keeps that of each tensor of the checkpoint.
+        shard_num_bytes: Approximate maximum size of a file of the result.
+        progress: Is called with the bytes done and the bytes in all.
 
     Returns:
         ``out``, with configuration, tokenizer and chat template beside the weights.

@@ -28,11 +28,10 @@ def require_proven(layer: nn.Module, known: Collection[str]) -> None:
     """Raise if a kind of adapters has come to ``layer`` that no check covers.
 
     Args:
-        layer: A decoder layer.
         known: The kinds that ``poros.prepare`` found in the model.
 
     Raises:
-        UnvalidatedArchitectureError: If so.
+        UnvalidatedArchitectureError: If there is such a kind.
     """
     from poros.gates.registry import read_registry
 
@@ -56,8 +55,7 @@ class Initialisation:
     """``BaseTuner._create_and_replace``, with the weights that it adapts on the device.
 
     Args:
-        tuner: Whose it is.
-        renew: Makes all slots anew.
+        renew: Allocates all slots anew.
     """
 
     def __init__(self, tuner: BaseTuner, renew: Callable[[], None]) -> None:

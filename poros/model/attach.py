@@ -82,10 +82,7 @@ class Attachment:
 
     Args:
         model: The model, checked by ``poros.model.inspect.take_inventory``; held weakly.
-        inventory: What it found.
-        device: Where it will run.
-        host: Where its blocks are going to be.
-        tally: Where calls of adapters that take our kernels are counted; None takes PEFT's.
+        tally: Counts calls of adapters that run our kernels; None runs PEFT's modules.
     """
 
     def __init__(
@@ -205,9 +202,9 @@ class Attachment:
         """Make the layers stream, and set up everything around them.
 
         Args:
-            layers: With what each becomes.
-            begin: Takes what holds the layers, and the arguments of each call of it.
-            renew: Makes all slots anew, after somebody has written to one.
+            layers: Each layer, with the streamed layer that it becomes.
+            begin: Is called with the module that holds the layers, and the arguments of its call.
+            renew: Allocates all slots anew, after one was written to.
         """
         classes = {base: streamed_class(base) for base in {type(layer) for layer, _ in layers}}
         for layer, streamed in layers:

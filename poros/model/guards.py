@@ -36,8 +36,7 @@ def guards_of(
 
     Args:
         ancestors: The modules above the layers, outermost first, and the list of them.
-        device: Of the model.
-        initialisation: Makes what guards the initialisation of adapters.
+        initialisation: Makes the guard of the initialisation of adapters.
     """
     for name, module in ancestors:
         where = name or type(module).__name__

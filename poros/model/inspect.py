@@ -99,8 +99,6 @@ def take_inventory(
     """Check every precondition and list what moves. Changes nothing.
 
     Args:
-        model: What is to be prepared.
-        policy: How.
         goes_by_records: Whether the registry decides; the gate that writes it passes False.
 
     Raises:

@@ -137,13 +137,10 @@ class MeasuredSizer(Sizer):
     """Decides on the room of one run, by measurement.
 
     Args:
-        policy: Of the model.
-        estimate: See ``Estimate``; for the floor.
-        memory: Of the device.
-        sizes: Of the blocks.
-        held: Bytes on the device that belong to the model, its slots included.
-        model: Gives the model; None once it is gone.
-        will_record: Whether visits are to be recorded and none is yet.
+        estimate: Estimates the floor (see ``Estimate``).
+        held: Returns the bytes on the device that belong to the model, its slots included.
+        model: Returns the model; None once it is gone.
+        will_record: Returns whether visits are to be recorded and none is yet.
 
     Attributes:
         graph_num_bytes: The most that the graph of a layer was seen to keep.

@@ -43,10 +43,10 @@ class Origin:
 
         Args:
             found: Plain JSON values.
-            where: They come from, for the message.
+            where: The file that they come from, for the message.
 
         Raises:
-            CheckpointFormatError: If it is nothing of the kind.
+            CheckpointFormatError: If these are not the values of an origin.
         """
         names = {each.name for each in fields(cls)}
         known = {name: found[name] for name in names & found.keys()} if _is_record(found) else {}
@@ -100,8 +100,7 @@ def write_origin(model: nn.Module, folder: Path) -> None:
     There is one where the bytes are known: of a base that has a store.
 
     Args:
-        model: A PEFT model.
-        folder: What ``save_pretrained`` has written to.
+        folder: The folder that ``save_pretrained`` has written to.
 
     Raises:
         StoreWriteError: If it cannot be written.

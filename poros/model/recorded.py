@@ -25,10 +25,7 @@ def captures_for(
     """Make the empty recordings of a model; None if no visit is recorded.
 
     Args:
-        policy: Of the model.
-        device: Where it runs.
         recorder: Records; None for the device's own, if it has one.
-        blocks: The frozen tensors of the model.
     """
     if policy.cuda_graphs is False:
         return None
@@ -62,9 +59,8 @@ def share_dense(dense: DenseLayer | None, sizer: Sizer, captures: Captures | Non
     """Allocate memory for the dense weights of a layer, if there is room.
 
     Args:
-        dense: Gets it; None if nothing is to be shared.
-        sizer: Knows of the room.
-        captures: Recorded visits, which go if what they read goes.
+        dense: Owns the memory; None if nothing is to be shared.
+        captures: Recorded visits, which are dropped if memory that they read is freed.
     """
     if dense is None:
         return

@@ -57,9 +57,6 @@ class Runtime:
 
     Args:
         model: The model, checked by ``poros.model.inspect.take_inventory``; held weakly.
-        inventory: What it found.
-        policy: How to stream.
-        streams: Of the device.
         estimate: Of a step of this model, for its budget.
         journal: See ``BlockManager``.
 

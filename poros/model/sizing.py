@@ -166,9 +166,7 @@ def affordable(
 
     Args:
         budget: In bytes.
-        sizes: Of the blocks.
-        needs: Besides the slots; as long as no graph was measured, no layer is kept.
-        wanted: What the policy fixes.
+        needs: Needs besides the slots; as long as no graph was measured, no layer is kept.
         offload: Whether inputs of layers wait on the host.
 
     Returns:
@@ -209,10 +207,8 @@ def is_quicker_alone(
     """Whether micro-batches take less time one after the other than together.
 
     Args:
-        room: That of one after the other.
-        num_blocks: Of the model.
-        num_layers: Of the model.
-        share: Of the layers that keep their graph, at least.
+        room: The room that one micro-batch after the other has.
+        share: Least share of the layers that keep their graph.
     """
     return room.num_slots >= num_blocks and room.keep_last >= share * num_layers
 
@@ -221,7 +217,6 @@ class Sizer:
     """Decides on the room of one run, by estimates.
 
     Args:
-        policy: Of the model.
         estimate: See ``Estimate``.
 
     Attributes:
@@ -265,10 +260,8 @@ class Sizer:
         """The room in which a micro-batch is to train.
 
         Args:
-            shape: Its shape.
-            room: The one there is.
-            is_checking: Whether the self-check is still looking.
-            adapters: Differs if others are trained.
+            is_checking: Whether the self-check is not complete yet.
+            adapters: Compares unequal if other adapters are trained.
 
         Raises:
             VRAMBudgetError: If the budget is below what such a step needs.

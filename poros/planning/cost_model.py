@@ -323,8 +323,7 @@ class Walk:
     its output.
 
     Args:
-        layers: The model's decoder layers.
-        live: Counts what it holds.
+        live: Counts the bytes of the micro-batch.
 
     Attributes:
         calls: Of each layer.

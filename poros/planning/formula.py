@@ -199,8 +199,6 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
     """Choose slots, kept layers and offloading for a budget, or take those that are asked for.
 
     Args:
-        shapes: Of the model.
-        cost: Of one micro-batch.
         request: What is planned. Without a budget it gets what it asks for, else as little as there
             may be: two slots, nothing kept, nothing offloaded.
 

@@ -198,11 +198,9 @@ def report_fit(
     """Plan the requested step, and search the longest rows: some seconds for 72B.
 
     Args:
-        planner: Of the model.
         request: The step; without a budget it is planned with as little as there may be, and
             nothing is said about what fits.
-        device: On what, and at which rates.
-        ram: Host memory in bytes, to be compared with; None compares nothing.
+        ram: Host memory in bytes that the plan is compared with; None compares nothing.
 
     Raises:
         PolicyError: If the request makes no sense for the model.
@@ -305,8 +303,7 @@ def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
     """Format a report for ``rich``: verdict, advice, and the figures that are known.
 
     Args:
-        report: What is said of a step.
-        with_terms: Show the plan's memory term by term too.
+        with_terms: Also show the plan's memory term by term.
     """
     from rich.console import Group
     from rich.table import Table

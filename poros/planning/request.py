@@ -139,7 +139,6 @@ def optimizer_cost(request: PlanRequest, adapter_sizes: Sequence[tuple[int, int]
     """Count what an optimizer keeps for a model's adapters, and needs during its step.
 
     Args:
-        request: Names it.
         adapter_sizes: Elements and bytes of every trainable parameter.
 
     Raises:

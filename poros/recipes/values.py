@@ -71,7 +71,6 @@ def readable(hint: Any, choices: Iterable[str] = ()) -> Any:
     Numbers are not negative, texts not empty; one value may stand for a list of one.
 
     Args:
-        hint: The field's type.
         choices: The only values there are, if the field's metadata lists them.
     """
     if choices:

@@ -18,7 +18,7 @@ def step_times(trace: Path) -> dict[str, float]:
     """Sum up a step: what the GPU computed and copied, how long it was idle, and the launches.
 
     Args:
-        trace: As ``torch.profiler`` writes it.
+        trace: A trace that ``torch.profiler`` wrote.
 
     Returns:
         In ms: ``wall``, from the first event to the last; the kernels of each kind that there are;

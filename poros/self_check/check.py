@@ -74,8 +74,6 @@ class SelfCheck:
     """The check of one prepared model.
 
     Args:
-        runtime: What streams the model.
-        layers: Its decoder layers.
         mode: ``"strict"`` raises on a mismatch, ``"warn"`` logs it.
 
     Attributes:
@@ -244,10 +242,8 @@ class SelfCheck:
         """Check the first rows of each matrix in host memory, and once all of its bytes.
 
         Args:
-            name: Of the matrix.
-            matrix: On the host.
-            places: Which rows these are; each slice is checked once.
-            rows: What came.
+            matrix: The matrix, on the host.
+            places: Indices of the rows; each slice is checked once.
 
         Streams:
             Copies the rows back behind what the compute stream waits for, and blocks the host.

@@ -91,7 +91,6 @@ def differing(expected: torch.Tensor, found: torch.Tensor, name: str) -> Differe
     Args:
         expected: The reference, any dtype, shape, stride and device.
         found: The tensor under test. When it lies on another device, both are compared on the CPU.
-        name: Name to carry in the result.
 
     Returns:
         None when shape, dtype and every bit agree, else the difference.

@@ -111,10 +111,7 @@ class LayerRerunner:
         """Run layer ``index`` in an ordinary graph.
 
         Args:
-            index: The layer's place.
-            evidence: Its arguments and the state around it.
-            incoming: The gradients that arrive at its outputs.
-            kernels: What has to repeat itself; None leaves it to the user's settings.
+            kernels: Kernels that have to repeat themselves; None leaves it to the user's settings.
             takes_ours: Whether modules run our operators, as they do in a step.
         """
         attention = AttentionKernels(deterministic=kernels is not None)
@@ -136,8 +133,6 @@ class LayerRerunner:
         """Run a layer as it is streamed.
 
         Args:
-            evidence: Its arguments and the state around it.
-            incoming: The gradients that arrive at its outputs.
             is_steady: Whether its attention has to repeat itself.
 
         Streams:

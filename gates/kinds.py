@@ -131,11 +131,17 @@ KINDS: dict[str, Kind] = {
 
 
 def attach(
-    base: "PreTrainedModel", kind: str, *, rank: int = 8, dropout: float = 0.0, seed: int = 0
+    base: "PreTrainedModel",
+    kind: str = "lora",
+    *,
+    rank: int = 8,
+    dropout: float = 0.0,
+    seed: int = 0,
 ) -> "PeftModel":
     """Attach adapters of a kind, with seeded values that are not zero.
 
-    Linear layers are adapted as in ``linears_in_layers``. Values are drawn on the CPU, so they are
+    Linear layers are adapted as in ``linears_in_layers``: for most families the seven projections
+    (q, k, v, o, gate, up, down). Values are drawn on the CPU, so they are
     the same for every device. The caller's random state is left as it was.
 
     Args:

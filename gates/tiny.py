@@ -322,16 +322,6 @@ def without_repacking(model: "PreTrainedModel") -> "PreTrainedModel":
     return model
 
 
-def attach_lora(
-    base: "PreTrainedModel", *, rank: int = 8, dropout: float = 0.0, seed: int = 0
-) -> "PeftModel":
-    """Attach LoRA to every linear layer of the decoder blocks; see ``poros.gates.kinds.attach``.
-
-    For most families these are the seven projections (q, k, v, o, gate, up, down).
-    """
-    return attach(base, "lora", rank=rank, dropout=dropout, seed=seed)
-
-
 def make_model(
     architecture: str,
     *,

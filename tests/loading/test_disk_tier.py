@@ -270,7 +270,7 @@ def half(store: Path, num_layers: int = 2) -> Any:
 
 
 def prepared(base: Any, **options: Any) -> Any:
-    model = tiny.attach_lora(tiny.without_repacking(base))
+    model = tiny.attach(tiny.without_repacking(base))
     return prepare_plain(model, device="cpu", **options)
 
 

@@ -200,8 +200,7 @@ class Quantizer:
         if not self._is_staged:
             return source, None
         buffer = self._buffer(index % 2, chunk * flat.element_size())
-        num_bytes = source.numel() * source.element_size()
-        host, device = buffer.host[:num_bytes], buffer.device[:num_bytes]
+        host, device = buffer.host[: source.nbytes], buffer.device[: source.nbytes]
         if buffer.arrived is not None:
             self._streams.synchronize(buffer.arrived)
         host.view(source.dtype).copy_(source)

@@ -113,7 +113,7 @@ class SlabWriter:
         ]
         in_layers = {spec.name for layout in layouts for spec in layout.tensors}
         outside = sum(
-            part.numel() * part.element_size()
+            part.nbytes
             for name, tensor in named_tensors(planned)
             for key, part in part_tensors(name, tensor).items()
             if key not in in_layers

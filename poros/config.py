@@ -131,18 +131,12 @@ class StreamingPolicy:
             value = getattr(self, name)
             if not (value is None or isinstance(value, bool)):
                 raise PolicyError(f"{name}: expected a bool or None, found {value!r}")
-        if self.loss not in LOSSES:
-            raise PolicyError(f"loss: expected one of {', '.join(LOSSES)}, found {self.loss!r}")
-        if self.adapter_kernels not in ADAPTER_KERNELS:
-            raise PolicyError(
-                f"adapter_kernels: expected one of {', '.join(ADAPTER_KERNELS)}, found "
-                f"{self.adapter_kernels!r}"
-            )
+        named = {"loss": LOSSES, "adapter_kernels": ADAPTER_KERNELS, "self_check": SELF_CHECKS}
+        for name, known in named.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise PolicyError(f"{name}: expected one of {', '.join(known)}, found {value!r}")
         require_lora_paths(self.lora_paths, self.adapter_kernels)
-        if self.self_check not in SELF_CHECKS:
-            raise PolicyError(
-                f"self_check: expected one of {', '.join(SELF_CHECKS)}, found {self.self_check!r}"
-            )
 
     def override(self, **changes: Any) -> "StreamingPolicy":
         """This policy with some fields replaced; unknown names raise ``PolicyError``."""

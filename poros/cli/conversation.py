@@ -56,7 +56,8 @@ class Chat:
                 f"text ({adapter.auto_class}); use it from a script"
             )
         self._base = base
-        self._tokenizer_path = _with_tokenizer(adapter.folder, base)
+        has_tokenizer = (adapter.folder / "tokenizer_config.json").is_file()
+        self._tokenizer_path = str(adapter.folder) if has_tokenizer else base
         self._tokenizer: Any = read_tokenizer(self._tokenizer_path)
         options: dict[str, Any] = {} if revision is None else {"revision": revision}
         model = adapter.attach(load(base, **options))
@@ -172,7 +173,3 @@ def questions(read: Callable[[], str], chat: Chat, hint: Callable[[str], None]) 
             hint(f"expected a question, /reset or /exit, found {quoted(line)}")
         elif line:
             yield line
-
-
-def _with_tokenizer(adapter: Path, base: str) -> str:
-    return str(adapter) if (adapter / "tokenizer_config.json").is_file() else base

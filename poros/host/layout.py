@@ -103,7 +103,7 @@ def is_small(tensor: torch.Tensor, *, is_buffer: bool = False) -> bool:
     stays".
     """
     has_kind = is_buffer or tensor.ndim <= 1
-    return has_kind and tensor.numel() * tensor.element_size() <= SMALL_NUM_BYTES
+    return has_kind and tensor.nbytes <= SMALL_NUM_BYTES
 
 
 def view(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

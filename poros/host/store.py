@@ -216,11 +216,7 @@ class _Attached:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+        return type(None), ()
 
 
 def _num_bytes(layouts: Sequence[BlockLayout]) -> int:

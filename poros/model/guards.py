@@ -41,21 +41,21 @@ def guards_of(
     for name, module in ancestors:
         where = name or type(module).__name__
         yield module, "_apply", _ApplyGuard(module, where, device)
-        yield module, "compile", _refuse_compiling(where)
+        yield module, "compile", _always(refuse_compiling, where)
         if isinstance(module, PeftModel):
             yield module, "save_pretrained", _save_with_origin(module)
         for method in ("__deepcopy__", "__reduce_ex__"):
-            yield module, method, _refuse_copying(where)
+            yield module, method, _always(refuse_copy, f"{where} of a prepared one")
         if isinstance(module, BaseTuner):
             for method in _MERGING:
-                yield module, method, _refuse_merging(method)
+                yield module, method, _always(_refuse_merging, method)
             yield module, "_create_and_replace", initialisation(module)
         if isinstance(module, PreTrainedModel):
             yield module, _CHECKPOINTING, _skip_checkpointing(module)
     for module in ancestors[-1][1].modules():
         if isinstance(module, BaseTunerLayer):
             for method in ("merge", "unmerge"):
-                yield module, method, _refuse_merging(method)
+                yield module, method, _always(_refuse_merging, method)
 
 
 class _ApplyGuard:
@@ -86,28 +86,20 @@ def _save_with_origin(model: PeftModel) -> Callable[..., None]:
     return save
 
 
-def _refuse_merging(method: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise PreparedModelError(
-            f"{method}: expected a model whose base is in place, found a prepared one (its base is "
-            "in the host store). Call poros.restore(model) first"
-        )
-
-    return refuse
+def _refuse_merging(method: str) -> NoReturn:
+    raise PreparedModelError(
+        f"{method}: expected a model whose base is in place, found a prepared one (its base is "
+        "in the host store). Call poros.restore(model) first"
+    )
 
 
-def _refuse_copying(where: str) -> Callable[..., NoReturn]:
-    def refuse(_: object) -> NoReturn:
-        refuse_copy(f"{where} of a prepared one")
+def _always(refuse: Callable[[str], None], where: str) -> Callable[..., None]:
+    """Return a method that refuses every call, whatever its arguments."""
 
-    return refuse
+    def call(*args: Any, **kwargs: Any) -> None:
+        refuse(where)
 
-
-def _refuse_compiling(where: str) -> Callable[..., None]:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        refuse_compiling(where)
-
-    return refuse
+    return call
 
 
 def _skip_checkpointing(module: PreTrainedModel) -> Callable[..., None]:

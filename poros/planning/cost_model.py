@@ -282,7 +282,7 @@ def step_cost(
     live = LiveBytes()
     walk = Walk(layers, live)
     walk.run(model, tokens)
-    boundary = _num_bytes(walk.calls[0].args[0])
+    boundary = walk.calls[0].args[0].nbytes
     others = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for call in walk.calls
@@ -293,7 +293,7 @@ def step_cost(
         boundary=boundary,
         shared=sum(others.values()),
         loss_peak=live.peak - walk.num_bytes + boundary,
-        inputs=2 * _num_bytes(tokens),
+        inputs=2 * tokens.nbytes,
     )
     return cost, walk.calls
 
@@ -403,13 +403,13 @@ def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         with saved_tensors_hooks(note, lambda tensor: tensor):
             output = layer(hidden, *args[1:], **kwargs)
         ends = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
-        saved = live.now - sum(map(_num_bytes, (gradient, *ends)))
+        saved = live.now - sum(each.nbytes for each in (gradient, *ends))
         starts = [gradient if e.shape == gradient.shape else torch.empty_like(e) for e in ends]
         gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
         del gradients
     is_kept = hidden.untyped_storage()._cdata in kept
     dense = live.peak - live.peak_beside
-    return LayerCost(saved, _num_bytes(hidden) * is_kept, live.peak, kernels.attention_flop, dense)
+    return LayerCost(saved, hidden.nbytes * is_kept, live.peak, kernels.attention_flop, dense)
 
 
 def _require_plain_kernels(layer: nn.Module) -> None:
@@ -487,7 +487,3 @@ def _is_of_bitsandbytes(func: Any, name: str) -> bool:
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

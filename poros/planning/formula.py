@@ -177,20 +177,13 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``poros plan --json`` prints them."""
-        decided = ("num_slots", "keep_last", "offload_boundaries", "num_blocks", "block_size")
-        others = ("num_adapter_parameters", "bytes_per_step", "step_ms")
-        numbers = (*decided, "micro_batches", *others)
+        nested = ("terms", "speeds", "options")
         return {
             "total_num_bytes": self.total_num_bytes,
             "terms": dict(self.terms),
-            **{name: getattr(self, name) for name in numbers},
+            **{name: value for name, value in vars(self).items() if name not in nested},
             "copy_gb_per_s": self.speeds and self.speeds.copy_gb_per_s,
             "tflop_per_s": self.speeds and self.speeds.tflop_per_s,
-            "host_num_bytes": self.host_num_bytes,
-            "vram_budget": self.vram_budget,
-            "check_kernels": self.check_kernels,
-            "replays": self.replays,
-            "shares_dense": self.shares_dense,
             **self.options,
         }
 

@@ -302,7 +302,7 @@ def shapes_of(model: nn.Module) -> Shapes:
             for key in parts.keys() - part_tensors(tensor_name, tensor).keys():
                 # Code books are there once; other constants are one number per tensor.
                 once = key.rpartition(".")[2] if parts[key].numel() > 1 else key
-                constants[once, parts[key].dtype] = _num_bytes([parts[key]])
+                constants[once, parts[key].dtype] = parts[key].nbytes
         elif id(tensor) in in_towers and id(tensor) not in trained:
             vision += _num_bytes(parts.values())
         elif id(tensor) not in trained.keys() | embedding.keys() | head.keys():
@@ -313,7 +313,7 @@ def shapes_of(model: nn.Module) -> Shapes:
             for block in blocks
         ],
         layer_adapters=layer_adapters,
-        adapter_sizes=[(tensor.numel(), _num_bytes([tensor])) for tensor in trained.values()],
+        adapter_sizes=[(tensor.numel(), tensor.nbytes) for tensor in trained.values()],
         embedding=_num_bytes(embedding.values()),
         head=_num_bytes(tensor for key, tensor in head.items() if key not in embedding),
         other=other + sum(constants.values()) + sum(layout.num_bytes for layout in buffers),
@@ -355,4 +355,4 @@ def _dense_num_bytes(block: Iterable[FrozenTensor]) -> int:
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -361,7 +361,7 @@ class SelfCheck:
         if self._device.type == "cpu" and not resident.may_vary:
             return _UNSTEADY.format(unsteady)
         try:
-            return self._prove(index, evidence, incoming, Unsteady(resident, again, streamed))
+            return self._prove(index, evidence, incoming, resident, again, streamed)
         except torch.OutOfMemoryError:
             self._give_up(evidence, "the device has no memory for the proof")
             return None
@@ -371,15 +371,17 @@ class SelfCheck:
         index: int,
         evidence: CallSnapshot,
         incoming: Incoming,
-        runs: "Unsteady",
+        resident: Outcome,
+        again: Outcome,
+        streamed: dict[str, Any],
     ) -> str | None:
         """Prove a layer whose kernels may not repeat themselves; return the mismatch, if any.
 
-        The outputs of such a layer mostly do repeat themselves, in the forward as well as in the
+        Two resident runs and the streamed one have run with the kernels of the user. The outputs
+        of such a layer mostly do repeat themselves, in the forward as well as in the
         recomputation, so they are compared as they were. For the gradients both sides run once
         more, with attention that repeats itself.
         """
-        resident, again, streamed = runs
         difference = (
             first_difference(
                 resident.forward, {n: value for n, value in streamed.items() if not is_gradient(n)}
@@ -438,14 +440,6 @@ class SelfCheck:
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
             sum(self.proved_otherwise.values()),
         )
-
-
-class Unsteady(NamedTuple):
-    """Two resident runs of a layer, and its streamed run, with the kernels that the user chose."""
-
-    resident: Outcome
-    again: Outcome
-    streamed: dict[str, Any]
 
 
 def _without_saved_tensors_hooks() -> AbstractContextManager[object]:

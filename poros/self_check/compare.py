@@ -7,8 +7,8 @@ elements are equal exactly when those integers are.
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -56,12 +56,6 @@ class Difference:
             f"{self.name}: {self.num_differing} of {self.num_elements} elements differ{apart}; "
             f"first at {index}: expected {self.expected}, found {self.found}"
         )
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields as plain values that JSON can hold."""
-        fields = asdict(self)
-        fields["first_index"] = None if self.first_index is None else list(self.first_index)
-        return fields
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

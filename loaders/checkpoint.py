@@ -121,13 +121,15 @@ class Checkpoint:
         """Return slices that are read later, to pass to transformers as a ``state_dict``.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
-        ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before
+        ``safetensors.safe_open``; that is ``fetch``. It takes them in its own order (layer 2 before
         layer 10), and while one is used the next ``ahead_num_bytes`` are being read, each once.
 
         Args:
             names: Names of the tensors; None takes all of them.
         """
-        self._order = sorted(self.names if names is None else names, key=_natural)
+        from transformers.core_model_loading import dot_natural_key
+
+        self._order = sorted(self.names if names is None else names, key=dot_natural_key)
         self._ahead_num_bytes = ahead_num_bytes
         places = {name: place for place, name in enumerate(self._order)}
         self._begun = 0  # place in the order up to which reads have begun
@@ -235,36 +237,15 @@ class CheckpointSlice:
 
     def get_shape(self) -> list[int]:
         """As in safetensors."""
-        return list(self.shape)
+        return list(self._checkpoint.entry(self._name).shape)
 
     def get_dtype(self) -> str:
         """As in safetensors: the name in the file, such as ``BF16``."""
-        return DTYPE_NAMES[self.dtype]
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._checkpoint.entry(self._name).shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._checkpoint.entry(self._name).dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def is_floating_point(self) -> bool:
-        """As in torch."""
-        return self.dtype.is_floating_point
+        return DTYPE_NAMES[self._checkpoint.entry(self._name).dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor and index it; ``[...]`` is all of it. Raises as ``fetch`` does."""
         return self._checkpoint.take(self._name, self._place)[index]
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key by parts between dots, numbers by value and before text."""
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in name.split(".")]
 
 
 def _check_shards(source: Source, shards: list[Shard]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from poros.errors import CheckpointFormatError, quoted
-from poros.kernels.nf4 import BLOCKSIZES, DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
+from poros.kernels.nf4 import DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
 from poros.loaders.header import parse_json, shown
 from poros.loaders.quantize import require_finite
 
@@ -27,6 +27,8 @@ _NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: str) -> None:
     """Check the parts of one 4-bit weight before bitsandbytes builds its state.
+
+    Block sizes are compared once it is built (``SlabWriter.require_packed``, ``require_codes``).
 
     Args:
         parts: The weight's tensors, by their names from ``weight`` on.
@@ -61,8 +63,6 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
         raise refuse(f"{'double' if is_nested else 'single'} quantization", sorted(state))
     if state["quant_type"] != quant_type or not key.endswith(f"__{quant_type}"):
         raise refuse(f"quantization to {quant_type}, as configured", f"{key}: {state}")
-    if type(state["blocksize"]) is not int or state["blocksize"] not in BLOCKSIZES:
-        raise refuse(f"a block size among {BLOCKSIZES}", state["blocksize"])
     if state["dtype"] not in tuple(DTYPES):
         raise refuse(f"a dtype among {', '.join(DTYPES)}", state["dtype"])
     shape = state["shape"]
@@ -70,11 +70,8 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
         raise refuse("a shape of positive whole numbers", shape)
     if not is_nested:
         return
-    if state["nested_blocksize"] != NESTED_BLOCKSIZE or state["nested_dtype"] != "float32":
-        raise refuse(
-            f"blocks of {NESTED_BLOCKSIZE} scales in float32",
-            {field: state[field] for field in ("nested_blocksize", "nested_dtype")},
-        )
+    if state["nested_dtype"] != "float32":
+        raise refuse("scales in float32", state["nested_dtype"])
     offset = state["nested_offset"]
     if not isinstance(offset, int | float) or not isfinite(offset):
         raise refuse("a finite nested_offset", offset)

@@ -120,7 +120,7 @@ class StoreWriter:
         self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CLOEXEC)
         self._undo.callback(os.close, self._file)
         # A page that found no room later would end the process with a signal.
-        _reserve(self._file, len(header) + size)
+        os.posix_fallocate(self._file, 0, len(header) + size)
         arena = Arena(size, file=self._file, offset=len(header)) if size else Arena(0)
         self.host = HostStore.over(arena, self._layouts)
 
@@ -131,10 +131,3 @@ def _write(file: Path, pieces: Iterable[Any]) -> None:
             stream.write(piece)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _reserve(file: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, num_bytes)
-    else:
-        os.ftruncate(file, num_bytes)

@@ -7,6 +7,7 @@ that reports no limits nothing is refused. A limit on the address space of the p
 """
 
 import gc
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -84,8 +85,8 @@ def explain_pin_budget(root: Path = Path("/")) -> str:
 
     The driver alone decides, so nothing is refused here.
     """
-    locked = _locked_limit()
-    of = "" if locked is None else f" is {size(locked)} here and"
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    of = "" if locked == resource.RLIM_INFINITY else f" is {size(locked)} here and"
     hint = f"The limit on locked memory{of} can be raised (ulimit -l; docker run --ulimit memlock)."
     if "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower():
         hint += (
@@ -148,15 +149,6 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:
             fields = _fields(top / group / "memory.stat")
             shared = fields.get("total_shmem" if controllers else "shmem", 0)
             yield limit, usage, fields.get(reclaimable, 0), shared, path
-
-
-def _locked_limit() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -8,6 +8,7 @@ Note: Folders
 """
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -227,8 +228,6 @@ def put_in_place(partial: Path, directory: Path) -> None:
 
 def _take(partial: Path) -> int:
     """Make the folder, or take it over; return the descriptor that keeps its lock."""
-    import fcntl  # not there on Windows, where files are written all the same
-
     while True:
         is_new = not partial.exists()
         with suppress(FileExistsError):

@@ -64,7 +64,7 @@ def fill(
 
 
 def _drawn(model: "PreTrainedModel", missing: Iterable[str]) -> set[str]:
-    """Return what is missing because it is to be learnt: the head of a classifier.
+    """Return the missing tensors that are to be trained: the head of a classifier.
 
     transformers has drawn it from torch's random state.
     """
@@ -131,16 +131,16 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
 
 
 _PROCESS = threading.RLock()
-"""No state of ours: it stands for that of transformers and torch, which a process has once."""
+"""A lock for state of transformers and torch, which exists once per process."""
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Let one thread at a time have transformers build a model.
 
-    It sets torch's default dtype for that time, switches initialisation off and on, and here knows
-    a method of quantization: each is the process' own, not the thread's. Loads beside one another
-    would take each other's, and leave it behind.
+    transformers sets torch's default dtype meanwhile, switches initialisation off and on, and knows
+    our method of quantization. Each of these belongs to the process, not to the thread, so loads in
+    parallel would use each other's and leave it behind.
     """
     with _PROCESS:
         yield

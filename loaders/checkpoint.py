@@ -42,7 +42,7 @@ class Checkpoint:
     """
 
     def __init__(self, source: Source, shards: list[Shard]) -> None:
-        """Used by ``open``."""
+        """Is called by ``open``."""
         self.path = source.path
         self.texts = source.texts
         self._shards = shards
@@ -230,7 +230,7 @@ class CheckpointSlice:
     """One tensor that is read when it is indexed, in the form of safetensors' slices."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, place: int) -> None:
-        """Used by ``Checkpoint.slices``."""
+        """Is called by ``Checkpoint.slices``."""
         self._checkpoint = checkpoint
         self._name = name
         self._place = place

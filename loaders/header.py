@@ -80,12 +80,12 @@ class Header:
 
     file: Path
     tensors: dict[str, TensorEntry]
-    """In the order of their bytes."""
+    """Entries by name, in the order of their bytes."""
     metadata: dict[str, str]
     num_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
     data_offset: int
-    """Where the data begin: the length field and the JSON lie before."""
+    """Offset of the data in bytes; the length field and the JSON come before."""
 
 
 def defect(

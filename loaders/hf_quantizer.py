@@ -220,7 +220,10 @@ def _carrying() -> Iterator[None]:
 
 
 class _Operation(ConversionOps):
-    """An operation with a slab writer. transformers makes deep copies of operations."""
+    """An operation that uses a slab writer, of which a deep copy is the same object.
+
+    transformers makes deep copies of operations.
+    """
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer

@@ -173,7 +173,7 @@ class _Resolved:
     is_quantized: bool
     """Whether the weights are 4-bit already."""
     quantization: "BitsAndBytesConfig | None"
-    """That of the weights as they will be; None leaves them dense."""
+    """The quantization of the loaded weights; None leaves them dense."""
     dtype: torch.dtype
 
 

@@ -38,11 +38,11 @@ class Manifest:
     slab_digests: Sequence[str]
     """The digest (``poros.io.digests``) of each slab, padded with zeros to a page."""
     rest_digest: str
-    """That of all tensors that are in no slab, in the order of their bytes in the file."""
+    """The digest of all tensors that are in no slab, in the order of their bytes in the file."""
     files: Mapping[str, str]
     """SHA-256 of the small files of the source, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """How it was made: source fingerprint, quantization, versions, device, threads."""
+    """How the store was made: source fingerprint, quantization, versions, device, threads."""
 
 
 def rest_header(manifest: Manifest, rest: Mapping[str, torch.Tensor]) -> bytes:

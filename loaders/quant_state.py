@@ -1,8 +1,8 @@
 """Checks the quantization state of a 4-bit weight before any kernel reads it.
 
-bitsandbytes believes a state that it is given. Its kernels take 16 and 256 entries of the code
-books without looking at how many there are, and a block size that is 0 divides by it: what is wrong
-ends the process, or trains on numbers that lie beyond the end of a tensor.
+bitsandbytes does not check a state. Its kernels read 16 and 256 entries of the code books whatever
+their sizes are, and divide by the block size. A wrong state ends the process, or trains on numbers
+beyond the end of a tensor.
 """
 
 from collections.abc import Mapping

@@ -43,11 +43,11 @@ class _Buffer:
     host: torch.Tensor
     device: torch.Tensor
     released: Event
-    """Behind it the compute stream no longer reads ``device``."""
+    """After this event the compute stream no longer reads ``device``."""
     packed: torch.Tensor
-    """Page-locked, for what comes back."""
+    """Page-locked memory for the packed bytes that come back."""
     arrived: Event = None
-    """Behind it the copy out of ``host`` is over."""
+    """After this event the copy out of ``host`` is complete."""
     pending: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """Maps a checkpoint's tensor names to a model's, and checks what transformers assumes of them.
 
-It stacks experts in the order of their numbers without looking for gaps, and casts whatever it
-finds to the dtype to load in: both give a model, and not the one that was saved.
+transformers stacks experts in the order of their numbers without looking for gaps, and casts every
+tensor to the dtype to load in. Both give a model, but not the one that was saved.
 """
 
 import copy
@@ -34,7 +34,7 @@ class OwnName(NamedTuple):
 def own_names(model: Any, names: Iterable[str]) -> "dict[str, OwnName]":
     """Map each tensor of a checkpoint to its name in ``model``, as ``from_pretrained`` does.
 
-    What the model does not have keeps the name that the rules give it.
+    A tensor that the model does not have gets the name that the rules give it.
 
     Args:
         model: A transformers model, on any device.

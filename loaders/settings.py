@@ -1,8 +1,8 @@
 """Parses a model's settings from texts: configuration, generation, quantization.
 
-transformers reads them from a folder. It is given one of its own with the very texts that were
-checked and, for a store, kept, so that a file which changes meanwhile changes nothing; and before
-any weight is read, so that what is wrong with them is not found at the end.
+transformers reads them from a folder. It gets a temporary folder with the very texts that were
+checked (and that a store keeps), so that a file which changes meanwhile changes nothing. This
+happens before any weight is read, so that errors in them come early.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ AUTO_CLASSES = {
     "AutoModel": "MODEL_MAPPING",
     "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 }
-"""What chooses other classes than those of language models, with the mapping that it chooses by."""
+"""Auto classes for other models than language models, with the mapping that each looks up."""
 
 _MAX_SAID = 10_000  # characters that are looked at
 

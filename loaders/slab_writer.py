@@ -1,10 +1,9 @@
 """Places the tensors of a model that is being loaded: those of layers into slabs.
 
-The plan is made on a copy of the model without memory that transformers has built, before anything
-is read: for each decoder layer the parts that ``poros.prepare`` will find to move, with the dtypes
-they will have. Then each tensor is taken as it comes, converted and renamed, and written
-to its place; the few that come another way (norms that stay float32, buffers computed from the
-configuration) are moved to theirs at the end.
+The plan is made on a meta copy of the model that transformers has built, before anything is read:
+for each decoder layer the parts that ``poros.prepare`` will move, with the dtypes they will have.
+Then each tensor arrives, converted and renamed, and is written to its place. The few that come
+another way (norms that stay float32, buffers computed from the configuration) are moved at the end.
 
 Nothing here knows how transformers reads a checkpoint; see ``poros.loaders.hf_quantizer`` for that.
 """
@@ -55,7 +54,7 @@ class SlabWriter:
 
     Attributes:
         store: One slab per decoder layer; None before ``plan``.
-        fallbacks: What could not be had, one line each.
+        fallbacks: One line for each tensor that did not fit its place.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class SlabWriter:
         self._is_4bit: set[str] = set()
         self._is_float: set[str] = set()
         self._checked: set[str] = set()
-        """Names of what is finite, or need not be: buffers that are computed (masks)."""
+        """Names of tensors that are known to be finite, and of computed buffers (masks)."""
 
     def plan(self, model: nn.Module, own_dtypes: Mapping[str, torch.dtype]) -> None:
         """Lay out the layers of ``model``, which is on the meta device, and reserve their memory.

@@ -2,7 +2,7 @@
 
 Storages are counted as operators make them and as the last tensor over them goes, so the peak is
 that of PyTorch's own allocations for the same calls. Three things differ from a GPU and are put
-right: attention is written down as the fused kernels have it (inputs, output and one float32 per
+right: attention is counted as fused kernels have it (inputs, output and one float32 per
 row are kept, no score matrix exists), dropout keeps one byte per element, and a 4-bit product
 dequantizes its weight inside one operator.
 """
@@ -199,9 +199,9 @@ class LiveBytes(TorchDispatchMode):
     """Counts the live bytes of the storages that operators make.
 
     Attributes:
-        now: At this moment.
-        peak: At most so far; may be set back to ``now``.
-        peak_beside: At most so far without 4-bit weights that are made dense.
+        now: Live bytes at this moment.
+        peak: Largest value of ``now`` so far; may be reset to ``now``.
+        peak_beside: Largest value so far without dequantized 4-bit weights.
     """
 
     def __init__(self) -> None:
@@ -319,15 +319,15 @@ class Call(NamedTuple):
 class Walk:
     """One micro-batch through a model on the meta device.
 
-    Each layer drops its graph, and is left out if one like it has run and nothing of it goes past
-    its output.
+    Each layer drops its graph. A layer is skipped if one like it has run and it passes on nothing
+    but its output.
 
     Args:
         live: Counts the bytes of the micro-batch.
 
     Attributes:
-        calls: Of each layer.
-        num_bytes: What lives after the last one, from where on its peak counts anew.
+        calls: The arguments of each layer's call.
+        num_bytes: Live bytes after the last layer; the peak of ``live`` is reset there.
     """
 
     def __init__(self, layers: Sequence[nn.Module], live: LiveBytes) -> None:
@@ -415,8 +415,8 @@ def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _require_plain_kernels(layer: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` if Liger has patched the model's own code.
 
-    Its kernels would take tensors of the meta device for memory at address 0, and the CUDA context
-    would be lost.
+    Liger's kernels would read tensors of the meta device at address 0, which loses the CUDA
+    context.
     """
     code = sys.modules.get(type(layer).__module__)
     for name, value in getattr(code, "__dict__", {}).items():
@@ -442,8 +442,8 @@ def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 def _folding_without_autocast() -> Iterator[None]:
     """Let PEFT merge adapters into fused experts that have no memory.
 
-    It switches autocast off for the device at hand, which PyTorch refuses for the meta device. For
-    tensors on any other device, in any thread, nothing is different meanwhile.
+    PEFT switches autocast off for the tensor's device, which PyTorch refuses for the meta device.
+    Tensors on other devices, in any thread, are not affected.
     """
     from peft.tuners.lora import layer
 

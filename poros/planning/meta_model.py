@@ -48,30 +48,30 @@ COUNTED_KINDS = frozenset(
         *("pvera", "road"),
     )
 )
-"""Kinds of adapters whose planned steps have been compared with counted ones. Others either need
-weights to be made or to be run, or do more outside of their layers than a plan knows."""
+"""Kinds of adapters whose plans were compared with counted steps. Other kinds need real weights, or
+do more outside of their layers than a plan counts."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a model on the meta device is built from."""
+    """Everything that a model on the meta device is built from."""
 
     config: "PreTrainedConfig"
     quantization: "BitsAndBytesConfig | None"
     dtype: torch.dtype
     adapters: Mapping[str, "PeftConfig"]
     active: Sequence[str] = ()
-    """The adapters in use, if not the first."""
+    """The active adapters; empty for the first one."""
     forms: Mapping[str, tuple[torch.dtype, bool]] = field(default_factory=dict)
-    """Dtype of a parameter, and whether it is trained, where that is not what PEFT gives it."""
+    """Dtype of each parameter, and whether it is trained; empty for PEFT's choices."""
     adapter_dtype: torch.dtype | None = None
-    """Of all that is trained, where that is not what PEFT gives it."""
+    """Dtype of everything that is trained; None for PEFT's choice."""
     vision: str = "keep"
     """As in ``poros.load``."""
     on_language_model: bool = False
-    """Whether the adapters leave out what is not for them (``poros.model.targets``)."""
+    """Whether adapters leave out towers and routers (``poros.model.targets``)."""
     model_class: Any = None
-    """Of the model; None is the one that the configuration chooses."""
+    """Class of the model; None takes the one that the configuration chooses."""
 
     @classmethod
     def of(

@@ -1,11 +1,11 @@
 """Handles adapters that are added to a prepared model.
 
 Note: Initialisations that read the base
-    DoRA's magnitude and the starting values of other kinds are worked out from the weight that is
-    adapted, which rests on the host. So while PEFT makes the adapter of a module, the block of its
-    layer is on the device: what is read and drawn there is what a resident model reads and draws.
-    An initialisation that changes the base (KaSA, PiSSA), or that keeps a piece of it, would lose
-    it with the slot; it is refused, and the adapter taken out again.
+    DoRA's magnitude and the starting values of other kinds are computed from the weight that is
+    adapted, which is on the host between visits. So while PEFT makes the adapter of a module, the
+    block of its layer is on the device: PEFT reads and draws what it does in a resident model. An
+    initialisation that changes the base (KaSA, PiSSA), or that keeps a part of it, would lose it
+    with the slot; it is refused, and the adapter removed again.
 """
 
 import weakref
@@ -89,7 +89,7 @@ class Initialisation:
                 raise
             complaint = error
         finally:
-            # Whatever else has failed: nobody is to read what was written.
+            # Whatever else has failed: nothing may read the bytes that were written.
             if before != after:
                 self._renew()
         if complaint is not None or kept or before != after:

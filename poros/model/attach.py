@@ -216,7 +216,7 @@ class Attachment:
         if model is None:
             return
         ancestors = _ancestors(model, self._layers_name)
-        # The innermost module that is called: whoever goes around the outer ones calls it too.
+        # The innermost module that is called: code that bypasses the outer ones calls it too.
         holder = ancestors[-2][1] if len(ancestors) > 1 else model
         handle = holder.register_forward_pre_hook(begin, with_kwargs=True)
         self._undo.callback(handle.remove)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MERGING = ("merge_adapter", "merge_and_unload", "unload", "unmerge_adapter")
 _CHECKPOINTING = "_set_gradient_checkpointing"
-"""What every way of switching it on goes through. That also has the inputs require gradients."""
+"""The method that every way of switching it on calls; it also makes inputs require gradients."""
 
 
 def guards_of(

@@ -1,8 +1,8 @@
 """Where a base comes from: on a loaded model, in its store, and beside a saved adapter.
 
-PEFT writes the name of the base into ``adapter_config.json``, which says neither which bytes were
-trained on nor where they lie quantized. That goes into a file beside it, for ``poros merge`` and
-``poros chat``; nothing else reads it.
+PEFT writes the name of the base into ``adapter_config.json``, but neither a digest of its bytes nor
+the place of its store. Both go into a file beside it, for ``poros merge`` and ``poros chat``;
+nothing else reads it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,9 +29,9 @@ class Origin:
     source: str
     """An absolute path, or the name of a repository of the hub."""
     revision: str | None = None
-    """Of a repository: the commit, or what was asked for if that is not known."""
+    """Commit of a repository, or the requested revision if the commit is unknown."""
     fingerprint: str | None = None
-    """Of its bytes (``Checkpoint.fingerprint``); None if they were not hashed."""
+    """Digest of its bytes (``Checkpoint.fingerprint``); None if they were not hashed."""
     seen: Mapping[str, Any] | None = None
     """``Checkpoint.seen``, by which unchanged files need not be hashed again."""
     store: str | None = None
@@ -74,10 +74,10 @@ def origin_of(model: nn.Module) -> Origin | None:
 
 @contextmanager
 def naming_source(model: Any) -> Iterator[None]:
-    """Have PEFT name the checkpoint that the base was made from while it saves, not a store.
+    """Make PEFT name the source checkpoint while it saves in the body, and not a store.
 
-    Its model card takes the name from the configuration, of which a store is the place. The
-    revision is written into the adapters' configurations, where there is none, and stays there.
+    PEFT's model card takes the name from the configuration, which names the store. The revision is
+    written into the adapters' configurations, where there is none, and stays there.
     """
     origin = origin_of(model)
     if origin is None:
@@ -97,7 +97,7 @@ def naming_source(model: Any) -> Iterator[None]:
 def write_origin(model: nn.Module, folder: Path) -> None:
     """Write the record of the base's bytes beside each adapter in a folder, or remove an old one.
 
-    There is one where the bytes are known: of a base that has a store.
+    A record is written if the bytes are known: if the base has a store.
 
     Args:
         folder: The folder that ``save_pretrained`` has written to.

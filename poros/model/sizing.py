@@ -43,7 +43,7 @@ LEAST_KEPT = 0.5
 kernels of 7B at 512 tokens, measured on an H200 (8 together share dense weights as well), the two
 are equal at 0.55 there, and at 0.4 with the rates of an RTX 3090."""
 SURELY_KEPT = 0.75
-"""The same as long as it is an estimate."""
+"""The same share for an estimate that nothing has measured yet."""
 
 
 class DeviceMemoryError(VRAMBudgetError, torch.OutOfMemoryError):
@@ -51,19 +51,19 @@ class DeviceMemoryError(VRAMBudgetError, torch.OutOfMemoryError):
 
 
 class Shape(NamedTuple):
-    """Of a micro-batch."""
+    """The shape of a micro-batch."""
 
     batch_size: int
     seq_len: int
     micro_batches: int = 1
-    """How many of them go through the blocks together."""
+    """Micro-batches that go through the blocks together."""
 
     def is_within(self, other: "Shape") -> bool:
         return all(own <= others for own, others in zip(self, other, strict=True))
 
 
 class ResidencyPlan(NamedTuple):
-    """What blocks and graphs get on the device."""
+    """The room that blocks and graphs get on the device."""
 
     num_slots: int
     """All slots, those of blocks that stay included."""
@@ -82,7 +82,7 @@ class ResidencyPlan(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a policy fixes of a room; None leaves it to the budget."""
+    """The fields of a room that a policy fixes; None leaves a field to the budget."""
 
     num_slots: int | None
     keep_last: int | None
@@ -90,7 +90,7 @@ class Wanted(NamedTuple):
 
 
 Estimate = Callable[[Shape, "int | None", Wanted, bool, bool], "MemoryPlan"]
-"""Of a step with micro-batches of a shape, for a budget in bytes, of a wanted room, with the
+"""Estimates a step with micro-batches of a shape, for a budget in bytes and a wanted room, with the
 self-check's share or without, with room for recorded visits or without. Raises ``VRAMBudgetError``
 if it does not fit."""
 
@@ -100,10 +100,10 @@ class BlockSizes:
     """The blocks of one model, as they are divided among slots.
 
     Attributes:
-        layouts: Of the blocks.
-        num_layers: In all of them.
+        layouts: One layout per block.
+        num_layers: Layers of all blocks.
         block_size: Layers of a block; the last may have fewer.
-        head: Bytes of a head that gets a place on the device when every block has one.
+        head: Bytes of a head that moves to the device when every block has a slot.
     """
 
     layouts: Sequence[BlockLayout]
@@ -112,7 +112,7 @@ class BlockSizes:
     head: int = 0
 
     def num_bytes(self, room: ResidencyPlan) -> int:
-        """Of all slots, and of the head if it has a place."""
+        """Bytes of all slots, and of the head if it is on the device."""
         division = divide(self.num_layers, self.block_size, room.num_slots, room.keep_last)
         streamed = self.layouts[: division.num_streamed]
         pinned = self.layouts[division.num_streamed :]
@@ -127,22 +127,22 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step takes besides its slots, in bytes."""
+    """Bytes that a step needs besides its slots."""
 
     persistent: int
-    """Between steps too: adapters, optimizer state, embedding, head."""
+    """Bytes held between steps too: adapters, optimizer state, embedding, head."""
     transient: int
-    """Within a step, with every layer recomputed."""
+    """Bytes held within a step in which every layer is recomputed."""
     graph: int
-    """What one layer's graph keeps."""
+    """Bytes that one layer's graph keeps."""
 
     def scaled(self, factor: float) -> "Needs":
-        """For a batch that takes ``factor`` times as much."""
+        """Scale the needs to a batch that takes ``factor`` times as much."""
         return Needs(self.persistent, int(self.transient * factor), int(self.graph * factor))
 
 
 def most_of(steps: Iterable[Needs]) -> Needs:
-    """What any of these steps takes at most."""
+    """Return the maximum of each need over these steps."""
     found = list(steps)
     return Needs(
         max(needs.persistent for needs in found),
@@ -191,10 +191,10 @@ def affordable(
 
 
 def growth(shape: Shape, known: Shape) -> float:
-    """How much more a batch takes than a known one, at most.
+    """Return an upper bound of the ratio between the memory of a batch and that of a known one.
 
-    What a step holds grows no faster than the rows, and no faster than the square of their length
-    (attention without a fused kernel; everything else grows with the length itself).
+    The memory of a step grows no faster than the rows, and no faster than the square of their
+    length (attention without a fused kernel; everything else grows with the length itself).
     """
     rows, length = shape.batch_size / known.batch_size, shape.seq_len / known.seq_len
     together = max(1.0, shape.micro_batches / known.micro_batches)
@@ -237,7 +237,7 @@ class Sizer:
         """Whether ``begin`` has to be asked."""
         self._estimate = estimate
         self._shapes: list[Shape] = []
-        """Those that need the most; others fit wherever these do."""
+        """The shapes that need the most; others fit wherever these do."""
         self._conditions: object = None
         self._plan: MemoryPlan | None = None
         self.replays = True
@@ -247,7 +247,7 @@ class Sizer:
         self.shares_dense = True
         """Whether there is room for a layer's dense weights, which micro-batches share."""
         self.check_kernels = "peft"
-        """With which adapter kernels the self-check runs a layer to compare with."""
+        """Adapter kernels of the resident layers that the self-check compares with."""
 
     @property
     def plan(self) -> "MemoryPlan | None":
@@ -257,7 +257,7 @@ class Sizer:
     def begin(
         self, shape: Shape, room: ResidencyPlan, is_checking: bool, adapters: object
     ) -> ResidencyPlan:
-        """The room in which a micro-batch is to train.
+        """Return the room in which a micro-batch is to train.
 
         Args:
             is_checking: Whether the self-check is not complete yet.
@@ -289,12 +289,12 @@ class Sizer:
         """Visits were recorded, which takes memory from now on."""
 
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
-        """The device has no memory for that room: what to raise; None to go on with less."""
+        """Return the error for a device without memory for that room; None to go on with less."""
         self._shapes, self._conditions = [], None
         return self.explain(where, error)
 
     def estimated(self, shape: Shape, wanted: Wanted, is_checking: bool) -> "MemoryPlan":
-        """An estimate, or an error by which trainers know that a batch is too large."""
+        """Estimate a step, or raise an error by which trainers know that a batch is too large."""
         try:
             plan = self._estimate(shape, self.budget, wanted, is_checking, True)
             self.replays, self.shares_dense = plan.replays, plan.shares_dense

@@ -12,7 +12,7 @@ from poros.loaders.names import is_local
 from poros.recipes.recipe import Recipe
 
 SETTINGS = ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision")
-"""Of ``training``: those that this module takes from the Trainer."""
+"""Settings of ``training`` that this module handles in the Trainer's place."""
 
 
 def send(recipe: Recipe, adapter: Path) -> str:

@@ -61,7 +61,7 @@ def load_processor(recipe: Recipe) -> "ProcessorMixin":
     from transformers import AutoProcessor, ProcessorMixin
 
     source = recipe.model.source
-    read_tokenizer(source)  # in a child first; transformers opens it beside the processor
+    read_tokenizer(source)  # first, for its typed errors; the processor opens it too
     folder, _ = find_config(str(Path(source).expanduser()))
     try:
         found = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)

@@ -39,7 +39,7 @@ _MOST_SHOWN = 30
 
 
 class _Made(NamedTuple):
-    """What becomes of a row."""
+    """The tokens of one row."""
 
     columns: Mapping[str, Sequence[int]]
     length: int
@@ -58,9 +58,9 @@ class Tokens:
             ``rejected_ids`` (for a reward model the latter two, with the prompt in each), for KTO
             ``prompt_ids``, ``completion_ids`` and ``label``, of one number; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
-        numbers: Of the rows of data that they were made of.
+        numbers: Index of the row of data that each was made of.
         images: A digest of the images of each row; empty for a text.
-        num_tokens: Of all rows, without padding.
+        num_tokens: Tokens of all rows, without padding.
         num_learnt: Tokens with a label.
         num_cut: Rows that were longer than allowed.
         num_dropped: Rows without a token to learn, most often because they were cut before it.

@@ -1,8 +1,8 @@
 """Small adapters of every kind that the gate can prove, on any small model.
 
-No adapter starts at zero, so that every gradient is non-zero. What PEFT itself cannot do is
-said here once: adapters that read the weights they adapt need a dense base, and some of those that
-PEFT keeps in float32 need autocast around a bfloat16 base.
+No adapter starts at zero, so that every gradient is non-zero. The table also has PEFT's own limits:
+adapters that read the weights they adapt need a dense base, and some of those that PEFT keeps in
+float32 need autocast around a bfloat16 base.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class Kind:
     """The class in ``peft``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     targets: str | None = "linears"
-    """What is adapted: ``linears`` or ``norms`` of the layers, ``tokens``, None for no module."""
+    """Adapted modules: ``linears`` or ``norms`` of the layers, ``tokens``, None for no module."""
     dropout: str | None = None
     """Its option for dropout, if it has one."""
     rank: str | None = None

@@ -1,4 +1,4 @@
-"""What a parity check found, as a record for machines and as a table for people."""
+"""Holds the result of a parity check, as a record for machines and as a table for people."""
 
 import platform
 from collections.abc import Mapping

@@ -186,7 +186,10 @@ def _small_sizes(num_layers: int, hidden_size: int, dropout: float) -> dict[str,
 
 
 def _shrunk(config_class: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """What of ``wanted`` the class knows, its per-layer lists cut, its parts shrunk likewise."""
+    """Return the fields of ``wanted`` that the class has, with shortened per-layer lists.
+
+    Configurations within it are shrunk in the same way.
+    """
     default = config_class()
     # Not hasattr: sizes that vary by layer refuse to be read for the whole model.
     known = default.to_dict()

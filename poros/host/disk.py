@@ -121,7 +121,7 @@ class DiskStore(HostStore):
         self._ahead: dict[int, tuple[HostSlab, Future[None]]] = {}
         """Blocks that were read or are, each with its buffer, in the order of their reads."""
         self._lent: HostSlab | None = None
-        """The buffer from which a copy is about to be queued."""
+        """The buffer that is borrowed, from which a copy is about to be queued."""
         self._reader: _Reader | None = None
 
     @classmethod
@@ -304,7 +304,7 @@ class DiskStore(HostStore):
         return slab
 
     def _take_back(self, event: Event) -> None:
-        """The buffer that was lent is free behind ``event``."""
+        """Note that the borrowed buffer is free after ``event``."""
         if self._lent is not None:
             self._idle.append((self._lent, event))
             self._lent = None
@@ -357,7 +357,7 @@ class _Reader:
     def close(self, readings: Iterable[Future[None]]) -> bool:
         """End the thread; False if one of these reads does not end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        # Of those that had not begun, nobody would tell who waits.
+        # ``wait`` is not told of futures that were cancelled before they began.
         begun = [each for each in readings if not each.cancelled()]
         if wait(begun, _JOIN_S).not_done:
             return False

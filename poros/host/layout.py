@@ -10,7 +10,7 @@ Note: What is small stays
     streams however small it is, a vector of more than ``SMALL_NUM_BYTES`` streams too.
 
 Note: Layers start on pages
-    A loader lays out one slab per layer, before anybody has said how many layers make a block. So
+    A loader lays out one slab per layer, before the number of layers per block is known. So
     each layer starts on a page, in a block as in memory and in a file: the slabs of neighbouring
     layers, read as one, are the slab of the block that they make.
 """

@@ -1,9 +1,9 @@
 """Reads how much host memory this process may still use, and how much may be page-locked.
 
-Two things stop an allocation that the system has granted: the machine has no memory left, or a
-control group (a container, a batch system) has a lower limit. The least of them counts. On a system
-that reports no limits nothing is refused. A limit on the address space of the process (``ulimit
--v``) makes the system refuse the allocation itself.
+Two limits stop an allocation that the system has granted: the memory of the machine, and that of a
+control group (of a container or a batch system). The lower one counts. On a system that reports no
+limits nothing is refused. With a limit on the address space of the process (``ulimit -v``) the
+system refuses the allocation itself.
 """
 
 import gc
@@ -16,7 +16,7 @@ from poros.errors import HostMemoryError
 from poros.utils.formatting import size
 
 RESERVE_NUM_BYTES = 2**30
-"""What is left to everything else: the interpreter, one tensor on its way, the page cache."""
+"""Memory that is left for everything else: interpreter, one tensor in transit, page cache."""
 
 
 class MemoryLimit(NamedTuple):
@@ -24,7 +24,7 @@ class MemoryLimit(NamedTuple):
 
     num_bytes: int
     limit: str
-    """Which limit it is, with its figures."""
+    """Description of the limit, with its figures."""
 
 
 def host_memory_left(root: Path = Path("/")) -> MemoryLimit | None:
@@ -58,7 +58,7 @@ def require_host_memory(num_bytes: int, what: str, root: Path = Path("/")) -> No
 
     Args:
         num_bytes: Bytes that are going to be allocated, and written to.
-        what: What for, as it stands in the message: "the frozen base of Qwen2.5-32B".
+        what: Purpose of the memory, for the message: "the frozen base of Qwen2.5-32B".
         root: See ``host_memory_left``.
 
     Raises:

@@ -38,11 +38,11 @@ class HostStore:
 
     slabs: list[HostSlab]
     fallbacks: list[str] = field(default_factory=list)
-    """What could not be had, one line each; each was logged once."""
+    """Things that were not available, one line each; each was logged once."""
     disk_num_bytes: int = 0
     """Frozen bytes that are not in memory (``poros.host.disk``)."""
     disk_stall_ms: float = 0.0
-    """For how long training waited for them."""
+    """Time for which training waited for them."""
 
     @classmethod
     def allocate(cls, layouts: Sequence[BlockLayout]) -> "HostStore":

@@ -58,7 +58,7 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> int:
 
 
 def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
-    """As ``read_into``, where there have to be enough bytes.
+    """As ``read_into``, but raise if there are too few bytes.
 
     Raises:
         EOFError: If the file ends before.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BY_PEFT = "merge it with PEFT's merge_and_unload"
-# Of LoRA's ways to begin, those that leave the weights of the base as they are.
+# LoRA's initialisations that leave the weights of the base unchanged.
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SHARD_NUM_BYTES = 4 * 10**9
 _PEFT = "base_model.model."
-"""What names of the model begin with in an adapter's file."""
+"""Prefix of the model's names in an adapter's file."""
 _INDEX = "model.safetensors.index.json"
 _REMEDY = "check that configuration and weights belong together"
 

@@ -34,7 +34,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def free_budget(device: torch.device | None = None) -> int:
-    """What training may have of a GPU that this process holds nothing on yet, in bytes.
+    """Return the bytes that training may use on a GPU where this process holds nothing yet.
 
     Args:
         device: The GPU; None is the current one.

@@ -144,7 +144,7 @@ class FusedKernels(TorchFunctionMode):
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    return _Dropout.apply(input) if p and training else input
+    return torch.native_dropout(input, p, train=True)[0] if p and training else input
 
 
 class _Grouped(torch.autograd.Function):
@@ -163,17 +163,6 @@ class _Grouped(torch.autograd.Function):
             gradients[0].new_empty(form) if is_needed else None
             for form, is_needed in zip(ctx.forms, ctx.needs_input_grad, strict=True)
         )
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(gradients[0])
 
 
 class _Attention(torch.autograd.Function):

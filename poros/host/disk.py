@@ -31,7 +31,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,8 @@ class DiskStore(HostStore):
     Made by ``DiskStore.over_file`` with one slab per layer; ``adopt`` makes one of blocks.
     """
 
-    behind: SlabFile | None = None
-    """The slabs that are on the disk; None if none are."""
+    behind: SlabFile = field(kw_only=True)
+    """The slabs that are on the disk."""
 
     def __post_init__(self) -> None:
         self._streams: StreamContext | None = None
@@ -132,7 +132,7 @@ class DiskStore(HostStore):
         data_offset: int,
         layouts: Sequence[BlockLayout],
         identity: Identity,
-    ) -> "DiskStore":
+    ) -> HostStore:
         """Make a store of the slabs of ``resident``, followed by those of ``file``.
 
         Args:
@@ -148,7 +148,7 @@ class DiskStore(HostStore):
         """
         first, rest = len(resident.slabs), layouts[len(resident.slabs) :]
         if not any(layout.num_bytes for layout in rest):
-            return cls(list(resident.slabs))
+            return resident
         num_bytes = sum(layout.padded_num_bytes for layout in rest)
         opened = SlabFile(file, data_offset + slab_offsets(layouts)[first], num_bytes, identity)
         behind = HostStore.over(opened.arena, rest)
@@ -171,13 +171,12 @@ class DiskStore(HostStore):
         return iter(tensors)
 
     def require_intact(self) -> None:
-        if self.behind is not None:
-            self.behind.require_intact()
+        self.behind.require_intact()
 
     def adopt(self, blocks: Sequence[Sequence[Sequence[NamedTensor]]]) -> HostStore | None:
         adopted = super().adopt(blocks)
-        if adopted is None or self.behind is None:
-            return adopted
+        if adopted is None:
+            return None
         return DiskStore(adopted.slabs, adopted.fallbacks, behind=self.behind)
 
     def start(self, streams: StreamContext) -> None:
@@ -235,7 +234,7 @@ class DiskStore(HostStore):
         """Stop the reader, and undo ``pin``. Idempotent."""
         readings = [reading for _, reading in self._ahead.values()]
         if self._reader is not None and not self._reader.close(readings):
-            logger.error("poros: a read of %s does not end; its buffer is kept", self.file)
+            logger.error("poros: a read of %s does not end; its buffer is kept", self.behind.path)
             return
         for slab in self._staging:
             slab.unpin()
@@ -256,7 +255,7 @@ class DiskStore(HostStore):
         return sum(slab.layout.num_bytes for slab in slabs if slab.is_pinned)
 
     def _is_on_disk(self, slab: HostSlab) -> bool:
-        return slab.arena is self.mapped
+        return slab.arena is self.behind.arena
 
     def _on_disk(self) -> list[int]:
         return [
@@ -268,7 +267,7 @@ class DiskStore(HostStore):
     def _make_staging(self) -> None:
         on_disk = self._on_disk()
         self.disk_num_bytes = sum(self.slabs[index].layout.num_bytes for index in on_disk)
-        if self._staging or not on_disk or self.behind is None:
+        if self._staging or not on_disk:
             return
         largest = max(self.slabs[index].layout.padded_num_bytes for index in on_disk)
         buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
@@ -293,7 +292,7 @@ class DiskStore(HostStore):
         read of the last.
         """
         if not self._staging:
-            raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
+            raise CheckpointFormatError(f"{self.behind.path}: its reader has been stopped")
         if not self._idle:
             slab, reading = self._ahead.pop(next(reversed(self._ahead)))
             wait([reading])
@@ -323,19 +322,9 @@ class DiskStore(HostStore):
             raise
         except Exception as error:
             raise CheckpointFormatError(
-                f"{self.file}: expected to read a block of the frozen base, found: {error}. Check "
-                "the disk; training can go on from the last checkpoint of the adapters"
+                f"{self.behind.path}: expected to read a block of the frozen base, found: {error}. "
+                "Check the disk; training can go on from the last checkpoint of the adapters"
             ) from error
-
-    @property
-    def file(self) -> Path:
-        """The file of the blocks that are not in memory."""
-        return self.behind.path if self.behind is not None else Path()
-
-    @property
-    def mapped(self) -> Arena | None:
-        """The mapping of these blocks."""
-        return self.behind.arena if self.behind is not None else None
 
 
 class _Reader:

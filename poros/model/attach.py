@@ -30,6 +30,7 @@ from poros.kernels.use import patch
 from poros.model.added_adapters import Initialisation, require_proven
 from poros.model.guards import guards_of
 from poros.model.inspect import Inventory
+from poros.model.vision import base_of
 from poros.stream.boundary import (
     StreamedLayer,
     attach_layer,
@@ -81,20 +82,17 @@ class Attachment:
     """The changes made to one model. ``detach`` undoes those that were made so far.
 
     Args:
-        model: The model, checked by ``poros.model.inspect.take_inventory``; held weakly.
+        inventory: What ``poros.model.inspect.take_inventory`` found in the model.
         tally: Counts calls of adapters that run our kernels; None runs PEFT's modules.
     """
 
     def __init__(
         self,
-        model: nn.Module,
         inventory: Inventory,
         device: torch.device,
         host: HostStore,
         tally: KernelStats | None,
     ) -> None:
-        self._model = weakref.ref(model)
-        self._base = weakref.ref(inventory.base)
         self._device = device
         self._host = host
         self._tally = tally
@@ -109,10 +107,9 @@ class Attachment:
         self._base_origin = torch.device("cpu")
         self._buffers: SmallTensors | None = None
 
-    def move_to_host(self, digests: SourceDigests | None) -> None:
+    def move_to_host(self, model: nn.Module, digests: SourceDigests | None) -> None:
         """Move the frozen tensors that stream into the slabs; hash each on the way."""
-        base = self._base()
-        left = (None if base is None else attached_store(base)) or self._host
+        left = attached_store(base_of(model)) or self._host
         for tensors, slab in zip(self._blocks, self._host.slabs, strict=True):
             parts = [part for tensor in tensors for part in tensor.parts()]
             wanted = [
@@ -145,11 +142,10 @@ class Attachment:
             _put(part, copy)
         small.moves.clear()
 
-    def keep_embeddings(self, rows: RowReader, digests: SourceDigests | None) -> None:
+    def keep_embeddings(
+        self, model: nn.Module, rows: RowReader, digests: SourceDigests | None
+    ) -> None:
         """Move embeddings' matrices to host memory, where chosen; rows are read on demand."""
-        model = self._model()
-        if model is None:
-            return
         for embedding in self._embeddings:
             if digests is not None:
                 digests.add(embedding.name, embedding.matrix)
@@ -159,14 +155,15 @@ class Attachment:
 
     def take_head(
         self,
+        model: nn.Module,
         kept: KeptHead,
         rows: RowReader,
         streams: StreamContext,
         digests: SourceDigests | None,
     ) -> None:
         """Move the head's matrix to host memory and slice the loss, as chosen."""
-        model, base, head = self._model(), self._base(), self._head
-        if model is None or base is None or head is None:
+        head = self._head
+        if head is None:
             return
         if head.is_on_host:
             if digests is not None:
@@ -176,13 +173,10 @@ class Attachment:
             self._moved.append((part, origin))
             part.put(matrix)
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
-        self._undo.callback(slice_loss(base, head.module, kept.slices))
+        self._undo.callback(slice_loss(base_of(model), head.module, kept.slices))
 
-    def move_to_device(self) -> None:
+    def move_to_device(self, model: nn.Module) -> None:
         """Move everything that is not streamed: adapters, norms outside the layers, head."""
-        model = self._model()
-        if model is None:
-            return
         groups = (*self._blocks, *self._small)
         seen_to = {id(tensor.tensor) for group in groups for tensor in group}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -195,6 +189,7 @@ class Attachment:
 
     def attach_layers(
         self,
+        model: nn.Module,
         layers: Sequence[tuple[nn.Module, StreamedLayer]],
         begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
         renew: Callable[[], None],
@@ -212,9 +207,6 @@ class Attachment:
             self._undo.callback(_call_if_alive, weakref.ref(layer), _use_no_kernels)
             attach_layer(layer, streamed, classes[type(layer)])
             patch(layer, self._device, self._tally)
-        model = self._model()
-        if model is None:
-            return
         ancestors = _ancestors(model, self._layers_name)
         # The innermost module that is called: code that bypasses the outer ones calls it too.
         holder = ancestors[-2][1] if len(ancestors) > 1 else model
@@ -314,8 +306,8 @@ class Attachment:
                 state = tensor.tensor.quant_state  # type: ignore[attr-defined]
                 if module.quant_state is not state:
                     self._set(module, "quant_state", state)
-        base = self._base()
-        if base is not None and getattr(base, "hf_device_map", None):
+        base = base_of(model)
+        if getattr(base, "hf_device_map", None):
             self._set(base, "hf_device_map", {"": self._device})
 
     def _hide_from_ddp(self, model: nn.Module) -> None:

@@ -54,7 +54,7 @@ class Checkpoint:
         self.names = tuple(self._entries)
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._reader: ThreadPoolExecutor | None = None
+        self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
         self._asked: dict[str, Future[torch.Tensor]] = {}
         self._order: list[str] = []
         self._ahead_num_bytes = self._begun = 0
@@ -138,16 +138,14 @@ class Checkpoint:
     def take(self, name: str, place: int) -> torch.Tensor:
         """``fetch`` the tensor of a slice, and begin to read those that follow in the order.
 
-        Threads begin with the first call and end with ``close``.
+        Threads begin with the first call and end with ``close``, after which none is read ahead.
         """
         left = self._ahead_num_bytes
         with self._lock:  # transformers may take slices in several threads
-            if self._reader is None:
-                self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
             for index in range(place + 1, len(self._order)):
                 following = self._order[index]
                 entry = self._entries[following]
-                if left <= 0:
+                if left <= 0 or self._is_closed.is_set():
                     break
                 left -= entry.num_bytes
                 if index >= self._begun and entry.num_bytes:
@@ -214,10 +212,8 @@ class Checkpoint:
         """End reading ahead, and hashing. Idempotent."""
         self._is_closed.set()
         with self._lock:
-            reader, self._reader = self._reader, None
             self._asked = {}
-        if reader is not None:
-            reader.shutdown(cancel_futures=True)
+        self._reader.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Checkpoint":
         return self

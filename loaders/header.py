@@ -232,9 +232,6 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     """
     try:
         document = strict_json.parse(text.decode()) if strict else json.loads(text.decode())
-    except strict_json.DuplicateKeyError as error:
-        found = f"found {quoted(error.key)} more than once"
-        raise defect(file, f"expected each key once, {found}") from error
     except (ValueError, RecursionError) as error:
         reason = quoted(str(error)) if isinstance(error, ValueError) else "it is nested too deeply"
         raise defect(file, f"expected a JSON object, found text that is none: {reason}") from error

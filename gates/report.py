@@ -48,7 +48,7 @@ class ParityReport:
     Attributes:
         subject: What was checked: an architecture's name or a checkpoint's folder.
         settings: Everything that a repetition needs, as plain values.
-        tallies: One per compared quantity, in the order in which they were compared.
+        tallies: Statistics of each compared quantity, in the order of the comparison.
         differences: The first differences; ``num_differences`` counts all of them.
         error: Why the comparison is incomplete or proves nothing; None otherwise.
         traceback: The traceback behind ``error``, when an exception is behind it.
@@ -56,7 +56,7 @@ class ParityReport:
             is tried only after a difference: False means that this machine does not repeat its own
             results, so the difference need not come from streaming.
         stats: Counters of the streamed arm's runtime after its run.
-        environment: What bits can depend on.
+        environment: Versions, device and settings that bits can depend on.
     """
 
     subject: str

@@ -109,10 +109,7 @@ def shown(path: Path) -> str:
 
 
 def open_regular(file: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading; links are followed.
-
-    Returns:
-        The descriptor, which the caller closes, and its status.
+    """As ``poros.io.reading.open_descriptor``, with a typed error.
 
     Raises:
         CheckpointFormatError: If the file is missing, a loop of links, unreadable or not a regular

@@ -247,11 +247,7 @@ class _CheckpointLoader:
         return model
 
     def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> Origin:
-        """Write the store unless it exists; refuse a store of something else.
-
-        Returns:
-            What it was made from: this checkpoint.
-        """
+        """Write the store unless it exists; refuse a store of another checkpoint."""
         if not is_store(directory):
             try:
                 return self.into_store(directory)

@@ -151,13 +151,10 @@ class SlabWriter:
     def quantize(
         self, name: str, tensor: torch.Tensor, format: Format, shape: Sequence[int]
     ) -> Any:
-        """Quantize a weight into its place, or into memory of its own outside the layers.
+        """Quantize a weight into its place, or into new memory; return it and its state.
 
         Args:
             tensor: The weight, (N, K), in the dtype to load in.
-
-        Returns:
-            Packed weight and quantization state.
 
         Raises:
             CheckpointFormatError: If it has another shape or dtype, or is not finite.

@@ -62,16 +62,13 @@ class StoreWriter:
         about: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Write the remaining files, flush everything, and move the store to its place.
+        """Write the remaining files, flush everything, and move the store to its folder.
 
         Args:
             rest: Every tensor that is in no slab, by name, on the CPU.
             about: What the store holds and who made it, as plain JSON values: source fingerprint,
                 quantization, versions, device, threads.
             files: Small files of the source by name, such as ``config.json``.
-
-        Returns:
-            The folder.
 
         Raises:
             StoreWriteError: If the disk is full or another store came first. Nothing is left.

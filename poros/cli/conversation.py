@@ -28,9 +28,6 @@ class Chat:
         vram: GPU memory budget of the model; None takes the free memory.
         temperature: Sampling temperature; 0 is greedy.
 
-    Attributes:
-        notes: Notes for the user, one line each.
-
     Raises:
         CheckpointFormatError: If a file of adapter, base or tokenizer is malformed.
         UnsupportedModelError: If the adapter does not fit the base.

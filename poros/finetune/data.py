@@ -36,11 +36,10 @@ class Rows:
     """Rows of one form.
 
     Attributes:
-        form: Of all of them.
-        rows: What is used of each: the keys of the form, and tools.
-        places: Of each row: ``rows.jsonl:12``, or ``rows.parquet, row 12``.
+        rows: The used keys of each row: those of the form, and tools.
+        places: The place of each row: ``rows.jsonl:12``, or ``rows.parquet, row 12``.
         unused: Keys that nothing reads.
-        read: How the rows of each source are written, and how many there are.
+        read: The format of each source, and the number of its rows.
     """
 
     form: Form

@@ -16,10 +16,7 @@ SETTINGS = ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision")
 
 
 def send(recipe: Recipe, adapter: Path) -> str:
-    """Send the folder of an adapter to its repository, which is made if it is not there.
-
-    Returns:
-        The name of the repository.
+    """Send the folder of an adapter to its repository, made if necessary; return its name.
 
     Raises:
         StoreWriteError: If that fails; the adapter stays in its folder.

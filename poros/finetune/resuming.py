@@ -58,7 +58,6 @@ class RunFolder:
     """The folder of one run.
 
     Attributes:
-        path: Of the folder.
         checkpoint: The newest checkpoint, to resume from; None for a new run.
         step: Step of that checkpoint.
         notes: Notes for the user before the run is resumed.
@@ -85,8 +84,7 @@ class RunFolder:
 def require_usable(recipe: Recipe) -> dict[str, Any] | None:
     """Refuse an output folder in which a recipe can neither begin nor resume a run.
 
-    Returns:
-        Contents of run.json of the run that would be resumed; None if a new run would begin.
+    Return the contents of run.json of a run to resume; None if a new run would begin.
 
     Raises:
         RunFolderError: If a finished run lies there, one of another recipe, or something that is

@@ -55,11 +55,7 @@ REWARD_CLASS = "AutoModelForSequenceClassification"
 
 
 class Interrupted(PorosError, InterruptedError):
-    """A signal ended the run; the same command goes on with it.
-
-    Attributes:
-        signal: Its number.
-    """
+    """A signal ended the run; the same command resumes it."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)

@@ -16,11 +16,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping(TrainerCallback):
-    """Ends a run at the next step, with a checkpoint, when a signal comes.
-
-    Attributes:
-        signal: The one that came.
-    """
+    """Ends a run at the next step, with a checkpoint, when a signal comes."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

@@ -28,27 +28,18 @@ class MemoryLimit(NamedTuple):
 
 
 def host_memory_left(root: Path = Path("/")) -> MemoryLimit | None:
-    """Return the host memory that this process may still use: the least of all limits.
+    """Return the host memory that this process may still use, or None if it is not reported.
 
     Args:
-        root: Where the file systems ``proc`` and ``sys`` are found (for tests).
-
-    Returns:
-        None if the system does not report it.
+        root: Folder of the file systems ``proc`` and ``sys`` (for tests).
     """
     rooms = [*_machine(root), *_control_groups(root)]
     return min(rooms, default=None)
 
 
-def host_memory(root: Path = Path("/")) -> int | None:
-    """Return the host memory that this machine and its control groups grant, in bytes.
-
-    Args:
-        root: As for ``host_memory_left``.
-
-    Returns:
-        None if the system does not report it.
-    """
+def host_memory() -> int | None:
+    """Return the bytes of host memory that this machine and its control groups grant, or None."""
+    root = Path("/")
     whole = [*_meminfo(root, "MemTotal"), *(limit for limit, *_ in _group_limits(root))]
     return min(whole, default=None)
 

@@ -162,7 +162,7 @@ def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         tensors: One or more tensors of any dtypes, all on one device.
 
     Returns:
-        int64, of no dimension, on that device.
+        The sum: int64, of no dimension, on that device.
 
     Streams:
         Queued on the current stream; the host does not wait. Needs three integers of 64 bits for

@@ -160,17 +160,15 @@ def step_num_bytes(room: ResidencyPlan, sizes: BlockSizes, needs: Needs) -> int:
 def affordable(
     budget: int, sizes: BlockSizes, needs: Needs, wanted: Wanted, offload: bool
 ) -> ResidencyPlan | None:
-    """The most room for a budget: slots first, and kept layers when every block has one.
+    """Return the most room for a budget, or None if not even the least room fits.
 
+    Slots come first, and kept layers when every block has a slot.
     A slot saves two copies of a block in each step, a kept layer its recomputation.
 
     Args:
         budget: In bytes.
         needs: Needs besides the slots; as long as no graph was measured, no layer is kept.
         offload: Whether inputs of layers wait on the host.
-
-    Returns:
-        None if not even the least room fits.
     """
     num_blocks = len(sizes.layouts)
     choices = range(min(MIN_SLOTS, num_blocks), num_blocks + 1)
@@ -220,8 +218,7 @@ class Sizer:
         estimate: See ``Estimate``.
 
     Attributes:
-        budget: In bytes; None if nothing is sized.
-        wanted: What the policy fixes.
+        budget: Budget in bytes; None if nothing is sized.
     """
 
     def __init__(self, policy: StreamingPolicy, estimate: Estimate) -> None:

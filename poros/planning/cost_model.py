@@ -262,10 +262,8 @@ def step_cost(
 ) -> "tuple[StepCost, list[Call]]":
     """Run one micro-batch of full rows on the meta device: a fraction of a second at any depth.
 
-    Layers that cost the same are run once; the others hand on a tensor like their input.
-
-    Returns:
-        What it costs, and what each layer was called with.
+    Layers that cost the same are run once; the others pass on a tensor like their input. Returns
+    the costs, and the arguments of each layer's call.
     """
     tokens = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
     live = LiveBytes()

@@ -18,8 +18,8 @@ class Run:
     """The events of a run.
 
     Attributes:
-        name: Of its folder.
-        starts: One for each time it was started.
+        name: Name of its folder.
+        starts: One event for each time it was started.
         logs: Logs of steps, in order; if a step ran twice, the later log.
         evaluations: Evaluations, in the same way.
         end: Counters at the end of the last start, if it ended in order.

@@ -77,7 +77,6 @@ class SelfCheck:
         mode: ``"strict"`` raises on a mismatch, ``"warn"`` logs it.
 
     Attributes:
-        mode: See above.
         unchecked: Layers whose next call is to be checked, by their places.
         status: ``"pending"``, ``"passed"``, ``"failed"``, or ``"unproven"``: complete, nothing
             differs, but there is a layer in ``not_provable``.

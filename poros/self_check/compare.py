@@ -22,7 +22,6 @@ class Difference:
     """One tensor that is not bit for bit what it should be.
 
     Attributes:
-        name: Name of the tensor, as the caller gave it.
         kind: ``value`` when bits differ; ``dtype`` or ``shape`` when the two cannot be compared
             element by element; ``missing`` or ``extra`` when one side has no tensor of this name.
         num_elements: Elements of the expected tensor (of the found one when ``extra``).
@@ -80,14 +79,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differing(expected: torch.Tensor, found: torch.Tensor, name: str) -> Difference | None:
-    """Compare two tensors bit for bit.
+    """Compare two tensors bit for bit; return the first difference, or None.
 
     Args:
         expected: The reference, any dtype, shape, stride and device.
         found: The tensor under test. When it lies on another device, both are compared on the CPU.
-
-    Returns:
-        None when shape, dtype and every bit agree, else the difference.
 
     Streams:
         Work is queued on the current stream and the host waits for the result.

@@ -31,7 +31,6 @@ class ComparisonStats:
     first_difference: Difference | None = None
 
     def add(self, num_elements: int, difference: Difference | None) -> None:
-        """Count one compared tensor."""
         self.num_tensors += 1
         self.num_elements += num_elements
         if difference is None:
@@ -76,7 +75,6 @@ class ParityReport:
         return self.error is None and not self.num_differences and bool(self.tallies)
 
     def add(self, quantity: str, num_elements: int, difference: Difference | None) -> None:
-        """Count one compared tensor of a quantity."""
         self.tallies.setdefault(quantity, ComparisonStats()).add(num_elements, difference)
         if difference is not None:
             self.num_differences += 1

@@ -42,7 +42,6 @@ class Checkpoint:
     """
 
     def __init__(self, source: Source, shards: list[Shard]) -> None:
-        """Is called by ``open``."""
         self.path = source.path
         self.texts = source.texts
         self._shards = shards
@@ -226,7 +225,6 @@ class CheckpointSlice:
     """One tensor that is read when it is indexed, in the form of safetensors' slices."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, place: int) -> None:
-        """Is called by ``Checkpoint.slices``."""
         self._checkpoint = checkpoint
         self._name = name
         self._place = place

@@ -316,7 +316,6 @@ class _Deserialize(_Operation):
         require_state(self._writer.path, name, tensors, quant_type)
 
     def plain(self, quantizer: Any) -> Any:
-        """Return bitsandbytes' own operation."""
         self._inner.hf_quantizer = quantizer
         return self._inner
 

@@ -234,7 +234,6 @@ class _CheckpointLoader:
         self._quantizer = Quantizer(device)
 
     def into_memory(self) -> "PreTrainedModel":
-        """Load the model into new memory."""
         with self._checkpoint() as checkpoint:
             resolved = _resolve(checkpoint, self._options)
             model, slab_writer, _ = self._read(checkpoint, resolved)

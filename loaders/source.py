@@ -132,7 +132,6 @@ def commit_of(path: Path) -> str | None:
 
 
 def _existing(source: str | os.PathLike[str]) -> Path | None:
-    """Return the path if it exists, else None."""
     path = Path(source)
     try:
         path.is_dir()

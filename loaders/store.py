@@ -93,12 +93,10 @@ class OpenStore:
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
-        """One per decoder layer."""
         return self.manifest.layouts
 
     @property
     def slabs(self) -> Path:
-        """The file of the slabs."""
         return self.path / SLABS
 
     def rest(self) -> dict[str, torch.Tensor]:

@@ -82,7 +82,6 @@ class Chat:
             self.notes.append("the tokenizer has no chat template: the model continues your text")
 
     def reset(self) -> None:
-        """Clear the conversation."""
         self._messages = list(self._initial)
 
     def answer(self, question: str, show: Callable[[str], None]) -> str:

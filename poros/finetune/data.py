@@ -50,7 +50,6 @@ class Rows:
 
     @property
     def has_images(self) -> bool:
-        """Whether one of them has an image."""
         return any(row.get("images") for row in self.rows)
 
     def chosen(self, numbers: Sequence[int]) -> "Rows":
@@ -160,7 +159,6 @@ class _Reader:
         return settled
 
     def refuse(self) -> None:
-        """Raise if something is wrong."""
         if not self._num_problems:
             return
         shown = self._problems
@@ -238,7 +236,6 @@ def _held_out(rows: Rows, share: float, seed: int) -> list[int]:
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
-    """Put the rows of several sources one behind the other."""
     found = Rows(parts[0].form)
     for part in parts:
         found.rows += part.rows

@@ -72,12 +72,10 @@ class RunFolder:
 
     @property
     def adapter(self) -> Path:
-        """The folder of the result."""
         return self.path / _ADAPTER
 
     @property
     def events(self) -> Path:
-        """The file of the event log."""
         return self.path / "events.jsonl"
 
 

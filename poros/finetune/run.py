@@ -227,7 +227,6 @@ def _fit_to_model(
 
 
 def _largest(*every: Any) -> int:
-    """Return the largest token of all rows."""
     columns = [rows for each in every if each for rows in each.columns.values()]
     return max(max(row, default=0) for rows in columns for row in rows)
 

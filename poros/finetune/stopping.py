@@ -39,7 +39,6 @@ class Stopping(TrainerCallback):
         note_best(args, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Have the Trainer save and stop."""
         if self.signal is not None:
             control.should_save = control.should_training_stop = True
         return control

@@ -172,13 +172,11 @@ class HostStore:
                 return
 
     def unpin(self) -> None:
-        """Undo ``pin`` for every slab."""
         for slab in self.slabs:
             slab.unpin()
 
     @property
     def num_bytes(self) -> int:
-        """Frozen bytes in host memory."""
         return sum(slab.layout.num_bytes for slab in self.slabs)
 
     @property

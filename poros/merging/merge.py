@@ -137,7 +137,6 @@ class _Plan:
         yield from found.values()
 
     def size(self, name: str) -> int:
-        """The bytes of the written tensor."""
         if name in self._added:
             value = self._added[name]
             return value.numel() * self._written(value.dtype).itemsize

@@ -58,7 +58,6 @@ class SavedAdapter:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it was trained on a model with a head for classes."""
         return self.auto_class == "AutoModelForSequenceClassification"
 
     @property

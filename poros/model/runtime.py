@@ -512,7 +512,6 @@ class Runtime:
         return bindings
 
     def streamed_layers(self) -> Iterator[StreamedLayer]:
-        """Its layers, in order."""
         for reference in self._layers:
             layer = reference()
             if layer is not None:

@@ -98,7 +98,6 @@ class FitReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits both the device and the host."""
         return self.fits_device and self.fits_host
 
     @property

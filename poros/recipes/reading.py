@@ -206,7 +206,6 @@ def _passed_on(draft: Draft, key: str, method: str) -> Any:
 
 
 def _example(before: str, default: Any) -> str:
-    """Return an example of how the setting is written."""
     if default is None or default == "":
         return "write one, or leave it out" if default is None else "write one"
     shown = str(default).lower() if isinstance(default, bool) else default

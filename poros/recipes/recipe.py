@@ -97,7 +97,6 @@ class DataPart:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All sources of rows, in order."""
         return (self.source,) if isinstance(self.source, str) else self.source
 
 

@@ -41,7 +41,6 @@ class Run:
 
     @property
     def plan(self) -> Event | None:
-        """The run's latest plan."""
         plans = (each["plan"] for each in reversed(self.logs) if each.get("plan"))
         return next(plans, None)
 

@@ -426,7 +426,6 @@ class SelfCheck:
         )
 
     def _report_proofs(self) -> None:
-        """Log what was proved, and how."""
         names = list(self.proved_otherwise)
         logger.warning(
             "poros: the attention kernels in use do not repeat themselves in backward: in %d of %d "

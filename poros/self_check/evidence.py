@@ -177,7 +177,6 @@ class CallSnapshot:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the layer had a KV cache."""
         return any(isinstance(value, Cache) for value in (*self.args, *self.kwargs.values()))
 
     def recomputed_difference(self) -> str | None:

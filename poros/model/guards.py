@@ -40,7 +40,7 @@ def guards_of(
     """
     for name, module in ancestors:
         where = name or type(module).__name__
-        yield module, "_apply", _ApplyGuard(module, where, device)
+        yield module, "_apply", _guard_apply(module, where, device)
         yield module, "compile", _always(refuse_compiling, where)
         if isinstance(module, PeftModel):
             yield module, "save_pretrained", _save_with_origin(module)
@@ -58,18 +58,17 @@ def guards_of(
                 yield module, method, _always(_refuse_merging, method)
 
 
-class _ApplyGuard:
-    """Guards ``Module._apply``, which ``to``, ``half`` and ``cuda`` call."""
+def _guard_apply(module: nn.Module, where: str, device: torch.device) -> Callable[..., nn.Module]:
+    """Return ``Module._apply``, which ``to`` and ``half`` call, with a check before it."""
+    reference = weakref.ref(module)  # which holds this
 
-    def __init__(self, module: nn.Module, where: str, device: torch.device) -> None:
-        self._module = weakref.ref(module)
-        self._where = where
-        self._device = device
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        own: Any = reference()
+        require_harmless(fn, own.parameters(), device, where)
+        applied: nn.Module = type(own)._apply(own, fn, recurse)
+        return applied
 
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        module = self._module()
-        require_harmless(fn, module.parameters(), self._device, self._where)  # type: ignore[union-attr]
-        return type(module)._apply(module, fn, recurse)  # type: ignore[union-attr, arg-type]
+    return apply
 
 
 def _save_with_origin(model: PeftModel) -> Callable[..., None]:

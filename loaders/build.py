@@ -13,6 +13,7 @@ from poros.errors import HostMemoryError, PorosError, quoted
 from poros.loaders.header import defect, shown
 from poros.loaders.settings import describe_error
 from poros.loaders.slab_writer import SlabWriter
+from poros.model.vision import is_classifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,11 +69,7 @@ def _drawn(model: "PreTrainedModel", missing: Iterable[str]) -> set[str]:
 
     transformers has drawn it from torch's random state.
     """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
-
-    if type(model).__name__ not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
+    if not is_classifier(model):
         return set()
     inner = f"{model.base_model_prefix}."
     drawn = {name for name in missing if not name.startswith(inner)}

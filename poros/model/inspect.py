@@ -7,7 +7,7 @@ and everything else that is frozen inside a layer moves.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -31,7 +31,7 @@ from poros.host.layout import is_small
 from poros.kernels.nf4 import is_4bit, is_params4bit, is_plain
 from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds, require_groupable
 from poros.model.targets import is_router
-from poros.model.vision import find_towers
+from poros.model.vision import base_of, find_towers
 from poros.stream.adapters import adapter_tensors, named_tensors
 from poros.stream.frozen import FrozenTensor
 
@@ -145,8 +145,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _base_model(model: nn.Module) -> PreTrainedModel:
-    get_base_model = getattr(model, "get_base_model", None)
-    base = get_base_model() if callable(get_base_model) else model
+    base = base_of(model)
     if not isinstance(base, PreTrainedModel):
         raise UnsupportedModelError(
             f"expected a transformers model or a PEFT model of one, found {type(base).__qualname__}"
@@ -303,22 +302,16 @@ def _has_generator(module: nn.Module) -> bool:
     )
 
 
-class Frozen(NamedTuple):
-    """The frozen tensors of the layers, each once."""
-
-    blocks: list[list[FrozenTensor]]
-    """The tensors that stream, by block, in slab order."""
-    small: list[list[FrozenTensor]]
-    """The tensors that stay on the device, by layer."""
-
-
 def find_frozen(
     model: nn.Module, layers_name: str, layers: Sequence[nn.Module], block_size: int
-) -> Frozen:
-    """Find the frozen tensors of layers that stream in blocks of ``block_size``.
+) -> tuple[list[list[FrozenTensor]], list[list[FrozenTensor]]]:
+    """Find the frozen tensors of layers that stream in blocks of ``block_size``, each once.
 
     Tensors that modules outside the layers use too are left out, and so are matrices that several
     blocks share.
+
+    Returns:
+        The tensors that stream, by block, in slab order; those that stay on the device, by layer.
     """
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     shared_outside = {
@@ -349,7 +342,7 @@ def find_frozen(
         [tensor for tensor in block if not tensor.stays and id(tensor.tensor) not in stays]
         for block in blocks
     ]
-    return Frozen(streamed, small)
+    return streamed, small
 
 
 def _collect(prefix: str, index: int, layer: nn.Module, tensors: dict[int, FrozenTensor]) -> None:

@@ -132,12 +132,7 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
     if not stored:
         return None
     if not isinstance(stored, dict):
-        try:
-            stored = stored.to_dict()
-        except AttributeError as error:
-            raise defect(
-                path / CONFIG, f"expected a quantization_config, found {quoted(stored)}"
-            ) from error
+        raise defect(path / CONFIG, f"expected a quantization_config, found {quoted(stored)}")
     method = stored.get("quant_method")
     if method not in (None, "bitsandbytes") or not stored.get("load_in_4bit"):
         kind = "8 bits of bitsandbytes" if stored.get("load_in_8bit") else quoted(method)

@@ -7,10 +7,11 @@ nothing else reads it.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 
 from poros.errors import CheckpointFormatError, quoted
@@ -26,7 +27,7 @@ _ATTACHED = "_poros_origin"
 class Origin:
     """The checkpoint that a base was made from."""
 
-    source: str
+    source: Annotated[str, Field(min_length=1)]
     """An absolute path, or the name of a repository of the hub."""
     revision: str | None = None
     """Commit of a repository, or the requested revision if the commit is unknown."""
@@ -48,17 +49,13 @@ class Origin:
         Raises:
             CheckpointFormatError: If these are not the values of an origin.
         """
-        names = {each.name for each in fields(cls)}
-        known = {name: found[name] for name in names & found.keys()} if _is_record(found) else {}
-        texts = [known.get(name) for name in names - {"source", "seen"}]
-        is_sound = isinstance(known.get("source"), str) and known["source"]
-        is_sound = is_sound and all(each is None or isinstance(each, str) for each in texts)
-        if not is_sound or not (known.get("seen") is None or _is_record(known["seen"])):
+        try:
+            return TypeAdapter(cls).validate_python(found)
+        except ValidationError as error:
             raise CheckpointFormatError(
                 f"{where}: expected the checkpoint that a base was made from, found "
                 f"{quoted(found)}; write the store again, or remove the file beside the adapter"
-            )
-        return cls(**known)
+            ) from error
 
 
 def put_origin(model: nn.Module, origin: Origin) -> None:
@@ -114,7 +111,3 @@ def write_origin(model: nn.Module, folder: Path) -> None:
             (place / RECORD).unlink(missing_ok=True)
         else:
             write_json(place / RECORD, asdict(origin))
-
-
-def _is_record(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(each, str) for each in value)

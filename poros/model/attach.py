@@ -203,8 +203,8 @@ class Attachment:
         """
         classes = {base: streamed_class(base) for base in {type(layer) for layer, _ in layers}}
         for layer, streamed in layers:
-            self._undo.callback(_call_if_alive, weakref.ref(layer), detach_layer)
-            self._undo.callback(_call_if_alive, weakref.ref(layer), _use_no_kernels)
+            self._at_detach(layer, detach_layer)
+            self._at_detach(layer, lambda layer: unpatch(layer.modules()))
             attach_layer(layer, streamed, classes[type(layer)])
             patch(layer, self._device, self._tally)
         ancestors = _ancestors(model, self._layers_name)
@@ -218,8 +218,7 @@ class Attachment:
         for module, name, guard in guards_of(ancestors, self._device, initialisation):
             if name not in module.__dict__:
                 module.__dict__[name] = guard
-                remove = partial(_remove, name=name)
-                self._undo.callback(_call_if_alive, weakref.ref(module), remove)
+                self._at_detach(module, partial(_remove, name=name))
 
     def admit(self, layer: nn.Module) -> None:
         """Move tensors added to ``layer`` since to the device, such as a new adapter's.
@@ -322,18 +321,24 @@ class Attachment:
             hidden |= set(self._head.all_names)
         hidden |= {tensor.name for group in self._small for tensor in group if tensor.is_buffer}
         before = getattr(model, _DDP_IGNORED, None)
-        self._undo.callback(_call_if_alive, weakref.ref(model), partial(_put_back, before=before))
+        self._at_detach(model, partial(_put_back, before=before))
         model.__dict__[_DDP_IGNORED] = sorted(hidden | set(before or ()))
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         before = getattr(module, name)
         setattr(module, name, value)
+        self._at_detach(module, lambda module: setattr(module, name, before))
+
+    def _at_detach(self, module: nn.Module, action: Callable[[nn.Module], object]) -> None:
+        """Have ``detach`` call ``action`` with ``module``, if that is still alive."""
         reference = weakref.ref(module)
-        self._undo.callback(_call_if_alive, reference, lambda module: setattr(module, name, before))
 
+        def undo() -> None:
+            living = reference()
+            if living is not None:
+                action(living)
 
-def _use_no_kernels(layer: nn.Module) -> None:
-    unpatch(layer.modules())
+        self._undo.callback(undo)
 
 
 def _remove(module: nn.Module, name: str) -> None:
@@ -361,9 +366,3 @@ def _ancestors(model: nn.Module, layers_name: str) -> list[tuple[str, nn.Module]
     parts = layers_name.split(".") if layers_name else []
     names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
     return [(name, model.get_submodule(name)) for name in names]
-
-
-def _call_if_alive(reference: Any, action: Any) -> None:
-    module = reference()
-    if module is not None:
-        action(module)

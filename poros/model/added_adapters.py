@@ -51,21 +51,16 @@ def require_proven(layer: nn.Module, known: Collection[str]) -> None:
             )
 
 
-class Initialisation:
-    """``BaseTuner._create_and_replace``, with the weights that it adapts on the device.
+def guard_initialisation(tuner: BaseTuner, renew: Callable[[], None]) -> Callable[..., None]:
+    """Return ``BaseTuner._create_and_replace``, with the weights that it adapts on the device.
 
     Args:
         renew: Allocates all slots anew.
     """
+    reference = weakref.ref(tuner)  # which holds this
 
-    def __init__(self, tuner: BaseTuner, renew: Callable[[], None]) -> None:
-        self._tuner = weakref.ref(tuner)
-        self._renew = renew
-
-    def __call__(
-        self, config: Any, adapter: str, *args: Any, current_key: str, **kwargs: Any
-    ) -> None:
-        tuner: Any = self._tuner()
+    def initialise(config: Any, adapter: str, *args: Any, current_key: str, **kwargs: Any) -> None:
+        tuner: Any = reference()
         make = partial(type(tuner)._create_and_replace, tuner, config, adapter, *args, **kwargs)
         leave_out_dropped(tuner.model, config)
         layer = _layer_at(tuner.model, current_key)
@@ -91,7 +86,7 @@ class Initialisation:
         finally:
             # Whatever else has failed: nothing may read the bytes that were written.
             if before != after:
-                self._renew()
+                renew()
         if complaint is not None or kept or before != after:
             _take_out(tuner, adapter)
             raise PreparedModelError(
@@ -100,6 +95,8 @@ class Initialisation:
                 f"{adapter!r}; that would be lost with the slot. The adapter was taken out again. "
                 "Add it before poros.prepare: call poros.restore(model), add it, and prepare again"
             ) from complaint
+
+    return initialise
 
 
 def _layer_at(model: nn.Module, key: str) -> nn.Module | None:

@@ -27,7 +27,7 @@ from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
 from poros.kernels.nf4 import Part, is_4bit
 from poros.kernels.use import patch
-from poros.model.added_adapters import Initialisation, require_proven
+from poros.model.added_adapters import require_proven
 from poros.model.guards import guards_of
 from poros.model.inspect import Inventory
 from poros.model.vision import base_of
@@ -214,8 +214,7 @@ class Attachment:
         self._undo.callback(handle.remove)
         self._switch_off(model, ancestors)
         self._hide_from_ddp(model)
-        initialisation = partial(Initialisation, renew=renew)
-        for module, name, guard in guards_of(ancestors, self._device, initialisation):
+        for module, name, guard in guards_of(ancestors, self._device, renew):
             if name not in module.__dict__:
                 module.__dict__[name] = guard
                 self._at_detach(module, partial(_remove, name=name))

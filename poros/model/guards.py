@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from poros.errors import PreparedModelError
+from poros.model.added_adapters import guard_initialisation
 from poros.model.origin import naming_source, write_origin
 from poros.stream.boundary import refuse_compiling, refuse_copy, require_harmless
 
@@ -30,13 +31,13 @@ _CHECKPOINTING = "_set_gradient_checkpointing"
 def guards_of(
     ancestors: Sequence[tuple[str, nn.Module]],
     device: torch.device,
-    initialisation: Callable[[BaseTuner], Callable[..., Any]],
+    renew: Callable[[], None],
 ) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
     """Yield the guards of a prepared model: a module, the name of a method, and what guards it.
 
     Args:
         ancestors: The modules above the layers, outermost first, and the list of them.
-        initialisation: Makes the guard of the initialisation of adapters.
+        renew: Allocates all slots anew.
     """
     for name, module in ancestors:
         where = name or type(module).__name__
@@ -49,7 +50,7 @@ def guards_of(
         if isinstance(module, BaseTuner):
             for method in _MERGING:
                 yield module, method, _always(_refuse_merging, method)
-            yield module, "_create_and_replace", initialisation(module)
+            yield module, "_create_and_replace", guard_initialisation(module, renew)
         if isinstance(module, PreTrainedModel):
             yield module, _CHECKPOINTING, _skip_checkpointing(module)
     for module in ancestors[-1][1].modules():

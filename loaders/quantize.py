@@ -121,7 +121,7 @@ class Quantizer:
             try:
                 scales = self._quantize_pieces(tensor, where or name, format, targets["packed"])
             except BaseException:
-                # Nothing may be written to the caller's memory once it has been told.
+                # Nothing may be written to the caller's memory once it has the error.
                 for buffer in self._buffers:
                     with suppress(Exception):
                         buffer.wait()

@@ -152,13 +152,13 @@ class OpenStore:
         """
         about = self.manifest.about
         place = about.get(PLACE)
-        told = {
+        record = {
             **(place if isinstance(place, dict) else {}),
             "fingerprint": about.get("source"),
             "seen": about.get("source_seen"),
             "store": str(self.path),
         }
-        return Origin.of(told, f"{shown(self.path)}: {PLACE}")
+        return Origin.of(record, f"{shown(self.path)}: {PLACE}")
 
     def require_source(self, fingerprint: str) -> None:
         """Raise ``CheckpointFormatError`` unless the store was made from that checkpoint."""

@@ -297,8 +297,8 @@ def _locked(path: Path) -> Iterator[None]:
             if not isinstance(error, BlockingIOError):
                 found = f"on a disk without locks ({reason_of(error)})"
             raise RunFolderError(
-                f"output.folder: expected a run that nobody else is at, found {quoted(str(path))} "
-                f"{found}; wait for it, or {_OTHER}"
+                f"output.folder: expected a run that no other process uses, found "
+                f"{quoted(str(path))} {found}; wait for it, or {_OTHER}"
             ) from error
         yield
     finally:

@@ -1,19 +1,19 @@
-"""Sizes a run on a GPU by what its steps are seen to take.
+"""Sizes a run on a GPU by the measured memory of its steps.
 
-The peak of a step is read without touching PyTorch's peak statistics, which belong to the user: the
-allocator gives memory back only when it is asked to, so what it holds at the end of a step, after
-it was asked at the beginning, is the most that the step has needed. If other code has asked it
-within the step, nothing is known, and the room stays as it is.
+The peak of a step is read without touching PyTorch's peak statistics, which belong to the user. The
+allocator returns memory only when its cache is emptied. So if that is done at the beginning of a
+step, the memory that it holds at the end is the peak of the step. If other code has emptied the
+cache within the step, the peak is unknown, and the room stays as it is.
 
 Note: Larger batches
-    What a batch takes grows at most as ``growth`` says. If that does not fit what there is, room is
-    given up before it trains: layers that keep their graph before slots, since another number of
-    these moves every block. Its step is then measured, and from then on room is left for steps that
-    take half as much again, so that lengths that creep up do not resize each time.
+    The memory of a batch grows at most as ``growth`` says. If that does not fit the budget, room is
+    given up before the batch trains: first layers that keep their graph, then slots, since another
+    number of slots moves every block. Its step is then measured, and from then on room is left for
+    steps that need half as much again, so that slowly growing lengths do not resize each time.
 
 Note: Micro-batches that go together
-    If their step leaves room for most layers to keep their graph, they go one after the other from
-    then on, which is measured anew; if a larger batch takes that room away, together for good.
+    If their step leaves room for most layers to keep their graph, they run one after the other from
+    then on, which is measured anew. If a larger batch needs that room, they go together for good.
 """
 
 import logging
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVE = 1.5
-"""Room is left for a step that takes so many times as much, once a batch has not fitted."""
+"""Factor by which a later step may need more, once a batch has not fitted."""
 MAX_ROUNDS = 3
-"""Of measuring and spending; after them the room only shrinks, until a larger batch comes."""
+"""Rounds of measuring and spending; then the room only shrinks, until a larger batch comes."""
 MAX_PUT_OFF = 2
 """Steps in a row that are not measured because visits were recorded in them."""
 SPARE_SHARE = 0.02
-"""Of the budget, left over where room is made larger: what the allocator keeps between tensors is
-not the same in two steps, and room that has to shrink again costs seconds of a run's beginning."""
+"""Share of the budget that is left free where room grows: gaps between tensors differ from step to
+step, and room that has to shrink again costs seconds at the beginning of a run."""
 
 
 class StepWatch:
@@ -143,7 +143,7 @@ class MeasuredSizer(Sizer):
         will_record: Returns whether visits are to be recorded and none is yet.
 
     Attributes:
-        graph_num_bytes: The most that the graph of a layer was seen to keep.
+        graph_num_bytes: Maximum of what the graph of a layer kept, as measured.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class MeasuredSizer(Sizer):
         """Whether micro-batches, together so far, go one after the other from now on."""
         if self.is_quicker_alone or not (self._may_be_alone and _are_together(self._seen)):
             return False
-        # Their inputs and what they have in hand are more than those of one.
+        # Inputs and waiting tensors of several are more than those of one.
         of_one = replace(needs, graph=self.graph_num_bytes).scaled(self._reserve)
         most = self._affordable(of_one, room)
         self.is_quicker_alone = most is not None and self._keeps_most(most, SURELY_KEPT)

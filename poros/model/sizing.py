@@ -1,23 +1,24 @@
-"""How much of its budget a run gives to slots, and how much to layers that keep their graph.
+"""Decides how a run divides its budget between slots and layers that keep their graph.
 
 Note: What the budget means
     Bytes on the device that PyTorch's allocator holds for the model and its training: tensors, and
-    what the allocator keeps between them. Not counted are the context of CUDA, other processes, and
-    what this process held besides the model when its first step began.
+    gaps between them. Not counted are the context of CUDA, other processes, and memory that this
+    process held besides the model when its first step began.
 
-On a GPU nothing but the floor is predicted. Training begins with two slots. When the self-check has
-passed and the optimizer has stepped, one whole step is measured (``poros.model.measuring``), and
-what the budget has left is spent but for a fiftieth: slots cost exactly their bytes, a layer that
-keeps its graph the bytes that its recomputation was seen to keep. The next step is measured again.
+On a GPU only the floor is estimated. Training begins with two slots. When the self-check has passed
+and the optimizer has stepped, one whole step is measured (``poros.model.measuring``). Then the rest
+of the budget, but for a fiftieth, is spent: a slot costs exactly its bytes, and a layer that keeps
+its graph the bytes that its recomputation kept. The next step is measured again.
 
-On a CPU, which has no allocator to ask, a given budget is spent by the estimate of ``poros.plan``.
+On a CPU, whose allocator has no statistics, a given budget is spent by the estimate of
+``poros.plan``.
 
-Once all blocks have a slot, micro-batches have no load to share, and a layer that keeps its graph
-saves each of them a recomputation, but only one of those that go together. So where most layers can
-keep it, micro-batches go one after the other: see ``is_quicker_alone``.
+Once all blocks have a slot, micro-batches have no load to share. A layer that keeps its graph saves
+each separate micro-batch a recomputation, but only one of those that go together. So where most
+layers can keep their graph, micro-batches run one after the other: see ``is_quicker_alone``.
 
-Either way a batch larger than any before is provided for before it trains, and what cannot fit at
-all is refused. No decision changes a bit of the result.
+In both cases room for a batch larger than any before is made before it trains, and a batch that
+cannot fit is refused. No decision changes a bit of the result.
 """
 
 import logging

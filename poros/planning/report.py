@@ -5,14 +5,14 @@ and data loading out.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import quoted
 from poros.host.limits import RESERVE_NUM_BYTES
 from poros.planning.formula import MemoryPlan
-from poros.planning.planner import Planner, Remedy, format_remedies
+from poros.planning.planner import Planner, format_remedies
 from poros.planning.request import PlanRequest, Speeds
 from poros.utils.formatting import size, two_digits
 
@@ -55,14 +55,17 @@ class Device:
     """Source of the rates, for the label of the forecast."""
 
 
-@dataclass(frozen=True)
 class FitReport:
-    """The result of ``poros plan`` for one request.
+    """The result of ``poros plan`` for one request: plans of it and of other runs.
+
+    Making it plans the step and searches the longest rows, which takes some seconds for 72B.
+
+    Args:
+        request: The step; without a budget it is planned with as little as there may be, and
+            nothing is said about what fits.
+        ram: Host memory in bytes that the plan is compared with; None compares nothing.
 
     Attributes:
-        request: The requested step, with its budget.
-        device: The device that it is planned for.
-        ram: Host memory, in bytes; None if it is unknown.
         plan: The step's plan; if the step does not fit, the plan that needs the least memory.
         fits_device: Whether the step fits the budget.
         remedies: Changes that would make it fit, or at least save memory; none if it fits.
@@ -75,21 +78,32 @@ class FitReport:
         together: Plan of several micro-batches that share each block, if that is much faster.
         record: The family's outcome in the registry, and the reason for it.
         model_type: The family.
+
+    Raises:
+        PolicyError: If the request makes no sense for the model.
+        UnsupportedModelError: If the model cannot be streamed.
     """
 
-    request: PlanRequest
-    device: Device
-    ram: int | None
-    plan: MemoryPlan
-    fits_device: bool
-    remedies: Sequence[Remedy]
-    resident: MemoryPlan
-    checkpointed: MemoryPlan
-    longest: int | None
-    max_seq_len: int | None
-    together: MemoryPlan | None
-    record: tuple[str, str]
-    model_type: str
+    def __init__(
+        self, planner: Planner, request: PlanRequest, device: Device, ram: int | None = None
+    ) -> None:
+        from poros.gates.registry import OUTCOMES, read_registry
+
+        if device.rates is not None:
+            request = request.override(speeds=device.rates(request.seq_len * request.batch_size))
+        self.request, self.device, self.ram = request, device, ram
+        found = planner.find(request)
+        self.plan = found or _least(planner, request)
+        self.fits_device = found is not None
+        self.remedies = () if found else planner.remedies(request)
+        self.resident = _resident(planner, request, keep_last=_EVERYTHING)
+        self.checkpointed = _resident(planner, request, keep_last=0)
+        self.longest = None if request.budget is None else _longest(planner, request, ram)
+        self.max_seq_len = planner.max_seq_len
+        self.together = _together(planner, request, found)
+        record = read_registry().family(planner.model_type)
+        self.record = record.outcome, record.reason or OUTCOMES[record.outcome]
+        self.model_type = planner.model_type
 
     @property
     def fits_host(self) -> bool:
@@ -190,43 +204,6 @@ class FitReport:
             "model_type": self.model_type,
             "registry": dict(zip(("outcome", "reason"), self.record, strict=True)),
         }
-
-
-def report_fit(
-    planner: Planner, request: PlanRequest, device: Device, ram: int | None = None
-) -> FitReport:
-    """Plan the requested step, and search the longest rows: some seconds for 72B.
-
-    Args:
-        request: The step; without a budget it is planned with as little as there may be, and
-            nothing is said about what fits.
-        ram: Host memory in bytes that the plan is compared with; None compares nothing.
-
-    Raises:
-        PolicyError: If the request makes no sense for the model.
-        UnsupportedModelError: If the model cannot be streamed.
-    """
-    from poros.gates.registry import OUTCOMES, read_registry
-
-    if device.rates is not None:
-        request = request.override(speeds=device.rates(request.seq_len * request.batch_size))
-    found = planner.find(request)
-    record = read_registry().family(planner.model_type)
-    return FitReport(
-        request=request,
-        device=device,
-        ram=ram,
-        plan=found or _least(planner, request),
-        fits_device=found is not None,
-        remedies=() if found else planner.remedies(request),
-        resident=_resident(planner, request, keep_last=_EVERYTHING),
-        checkpointed=_resident(planner, request, keep_last=0),
-        longest=None if request.budget is None else _longest(planner, request, ram),
-        max_seq_len=planner.max_seq_len,
-        together=_together(planner, request, found),
-        record=(record.outcome, record.reason or OUTCOMES[record.outcome]),
-        model_type=planner.model_type,
-    )
 
 
 def _holds(ram: int | None, plan: MemoryPlan) -> bool:

@@ -51,10 +51,8 @@ def run_parity(
         make_model: Builds the model with its adapters; called once per arm, and has to give equal
             bytes each time. It must not keep the model, or two are alive at once.
         batches: Micro-batches, as ``poros.gates.reference.train`` takes them.
-        spec: Settings of the training loop, the same for both arms.
         prepare: Turns the second model into a streamed one; None is ``poros.prepare``. Tests pass
             their own to inject faults or another stream context.
-        subject: Name of what is checked, for the report.
         settings: More settings to keep in the report, as plain values.
         repeat_resident: After a difference, train a third model resident and report whether it
             equals the first.

@@ -1,8 +1,8 @@
 """Small adapters of every kind that the gate can prove, on any small model.
 
-No adapter starts at zero, so that every gradient is non-zero. What PEFT itself cannot do is
-said here once: adapters that read the weights they adapt need a dense base, and some of those that
-PEFT keeps in float32 need autocast around a bfloat16 base.
+No adapter starts at zero, so that every gradient is non-zero. The table also has PEFT's own limits:
+adapters that read the weights they adapt need a dense base, and some of those that PEFT keeps in
+float32 need autocast around a bfloat16 base.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class Kind:
     """The class in ``peft``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     targets: str | None = "linears"
-    """What is adapted: ``linears`` or ``norms`` of the layers, ``tokens``, None for no module."""
+    """Adapted modules: ``linears`` or ``norms`` of the layers, ``tokens``, None for no module."""
     dropout: str | None = None
     """Its option for dropout, if it has one."""
     rank: str | None = None
@@ -131,19 +131,22 @@ KINDS: dict[str, Kind] = {
 
 
 def attach(
-    base: "PreTrainedModel", kind: str, *, rank: int = 8, dropout: float = 0.0, seed: int = 0
+    base: "PreTrainedModel",
+    kind: str = "lora",
+    *,
+    rank: int = 8,
+    dropout: float = 0.0,
+    seed: int = 0,
 ) -> "PeftModel":
     """Attach adapters of a kind, with seeded values that are not zero.
 
-    Linear layers are adapted as in ``linears_in_layers``. Values are drawn on the CPU, so they are
+    Linear layers are adapted as in ``linears_in_layers``: for most families the seven projections
+    (q, k, v, o, gate, up, down). Values are drawn on the CPU, so they are
     the same for every device. The caller's random state is left as it was.
 
     Args:
-        base: The model, of which PEFT makes part of the adapted one.
         kind: A name of ``KINDS``.
-        rank: Of kinds that have one.
-        dropout: Of kinds that have one.
-        seed: Of the values.
+        rank, dropout: Ignored by kinds that have none.
 
     Raises:
         UnsupportedModelError: If there is no such kind, or the model has nothing that it adapts.

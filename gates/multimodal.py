@@ -65,7 +65,7 @@ MULTIMODAL = {
     "qwen3_5": Multimodal("qwen3_5", "qwen3_5_text", _QWEN3, _QWEN_TOKENS),
     "qwen3_5_moe": Multimodal("qwen3_5_moe", "qwen3_5_moe_text", _QWEN3, _QWEN_TOKENS),
 }
-"""By the name a user types."""
+"""Families by the name that a user types."""
 
 
 def with_tower(name: str, text: "PreTrainedConfig") -> "PreTrainedConfig":

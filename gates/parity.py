@@ -48,17 +48,13 @@ def check_architecture(
 
     Args:
         name: A name of ``tiny.ARCHITECTURES`` or any ``model_type`` of transformers.
-        num_steps: Optimizer steps.
         accumulation: Micro-batches per step, each of 2 rows, padded to different lengths.
-        dropout: Of the adapters and of the model's own dropouts.
-        dtype: Of everything that is not NF4.
+        dropout: Probability in the adapters and in the model's own dropouts.
+        dtype: Dtype of everything that is not NF4.
         autocast_dtype: Run the forward under autocast to this dtype; by default only for adapters
             that PEFT trains in no other way.
         device: Where both arms train; None is the GPU if there is one, else the CPU.
-        num_layers: Decoder layers.
-        hidden_size: Width of the model.
         num_tokens: Tokens per row.
-        seed: Of weights, data and training.
         adapter: Kind of the adapters, a name of ``poros.gates.kinds.KINDS``.
         quantize: Whether the base is NF4; None makes it dense for adapters that need that.
         prepare: As in ``run_parity``; gets ``device`` and ``policy`` as keywords.
@@ -108,7 +104,6 @@ def check_model_dir(
 
     Args:
         path: Folder with ``config.json`` and safetensors; nothing is downloaded.
-        num_steps: Optimizer steps.
         adapter: As in ``check_architecture``.
         prepare: As in ``check_architecture``.
         **policy: Fields of ``StreamingPolicy``.

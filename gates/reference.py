@@ -120,7 +120,6 @@ def train(
             and stays there.
         batches: Keyword arguments of the model, one mapping per micro-batch, used in order and
             again from the start when they run out.
-        spec: The settings.
 
     Returns:
         The trajectory: the loss of every micro-batch before division, every gradient before

@@ -1,4 +1,4 @@
-"""What streams exactly: one outcome for each family of models and each kind of adapters.
+"""Reads the registry: one recorded outcome for each family of models and kind of adapters.
 
 ``registry.json`` beside this file holds them; ``python -m tools.sweep`` writes it at a
 release. Nothing here imports PyTorch, so that commands read the file in a moment.
@@ -22,7 +22,7 @@ OUTCOMES: dict[Outcome, str] = {
     "untested": "the small resident model cannot be made or trained, or it is exact in part",
     "exact": "not one bit differs",
 }
-"""From the worst to the best; of several variants of a family the worst counts."""
+"""Outcomes from the worst to the best; the worst of a family's variants counts."""
 
 _REASON = 160  # characters of a reason that a line shows
 
@@ -39,7 +39,7 @@ class Record:
     reason: str | None = None
     """Why it is not exact."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the libraries that it ran with."""
+    """Releases of the libraries that it ran with."""
 
     @property
     def is_refused(self) -> bool:

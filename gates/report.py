@@ -1,4 +1,4 @@
-"""What a parity check found, as a record for machines and as a table for people."""
+"""Holds the result of a parity check, as a record for machines and as a table for people."""
 
 import platform
 from collections.abc import Mapping
@@ -31,7 +31,6 @@ class ComparisonStats:
     first_difference: Difference | None = None
 
     def add(self, num_elements: int, difference: Difference | None) -> None:
-        """Count one compared tensor."""
         self.num_tensors += 1
         self.num_elements += num_elements
         if difference is None:
@@ -48,7 +47,7 @@ class ParityReport:
     Attributes:
         subject: What was checked: an architecture's name or a checkpoint's folder.
         settings: Everything that a repetition needs, as plain values.
-        tallies: One per compared quantity, in the order in which they were compared.
+        tallies: Statistics of each compared quantity, in the order of the comparison.
         differences: The first differences; ``num_differences`` counts all of them.
         error: Why the comparison is incomplete or proves nothing; None otherwise.
         traceback: The traceback behind ``error``, when an exception is behind it.
@@ -56,7 +55,7 @@ class ParityReport:
             is tried only after a difference: False means that this machine does not repeat its own
             results, so the difference need not come from streaming.
         stats: Counters of the streamed arm's runtime after its run.
-        environment: What bits can depend on.
+        environment: Versions, device and settings that bits can depend on.
     """
 
     subject: str
@@ -76,7 +75,6 @@ class ParityReport:
         return self.error is None and not self.num_differences and bool(self.tallies)
 
     def add(self, quantity: str, num_elements: int, difference: Difference | None) -> None:
-        """Count one compared tensor of a quantity."""
         self.tallies.setdefault(quantity, ComparisonStats()).add(num_elements, difference)
         if difference is not None:
             self.num_differences += 1
@@ -100,20 +98,7 @@ class ParityReport:
 
     def record(self) -> dict[str, Any]:
         """Return the report as plain values that JSON can hold."""
-        tallies = {}
-        for quantity, tally in self.tallies.items():
-            first = tally.first_difference
-            tallies[quantity] = {
-                **asdict(tally),
-                "first_difference": None if first is None else first.record(),
-            }
-        return {
-            "exact": self.exact,
-            "verdict": self.verdict(),
-            **vars(self),
-            "tallies": tallies,
-            "differences": [difference.record() for difference in self.differences],
-        }
+        return {"exact": self.exact, "verdict": self.verdict(), **asdict(self)}
 
     def write(self, path: str | Path) -> None:
         """Write ``record()`` to ``path`` as JSON; a reader sees the old file or all of the new."""

@@ -186,7 +186,10 @@ def _small_sizes(num_layers: int, hidden_size: int, dropout: float) -> dict[str,
 
 
 def _shrunk(config_class: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """What of ``wanted`` the class knows, its per-layer lists cut, its parts shrunk likewise."""
+    """Return the fields of ``wanted`` that the class has, with shortened per-layer lists.
+
+    Configurations within it are shrunk in the same way.
+    """
     default = config_class()
     # Not hasattr: sizes that vary by layer refuse to be read for the whole model.
     known = default.to_dict()
@@ -227,10 +230,6 @@ def write_checkpoint(
     Equal arguments write equal bytes. The caller's random state is left as it was.
 
     Args:
-        config: Of the model.
-        directory: To write to.
-        dtype: Of the weights.
-        seed: Of the weights.
         auto_class: As in ``poros.load``, by name; None is a language model.
 
     Raises:
@@ -293,9 +292,7 @@ def load_base(
     Args:
         directory: A folder that ``from_pretrained`` accepts; nothing is looked up on a network.
         dtype: Dtype of everything that is not quantized, and the 4-bit compute dtype.
-        device: Device of the whole model.
         quantize: False loads dense weights.
-        attn_implementation: As in ``from_pretrained``; None is its default.
         auto_class: As in ``write_checkpoint``.
     """
     from transformers import AutoConfig
@@ -328,16 +325,6 @@ def without_repacking(model: "PreTrainedModel") -> "PreTrainedModel":
     return model
 
 
-def attach_lora(
-    base: "PreTrainedModel", *, rank: int = 8, dropout: float = 0.0, seed: int = 0
-) -> "PeftModel":
-    """Attach LoRA to every linear layer of the decoder blocks; see ``poros.gates.kinds.attach``.
-
-    For most families these are the seven projections (q, k, v, o, gate, up, down).
-    """
-    return attach(base, "lora", rank=rank, dropout=dropout, seed=seed)
-
-
 def make_model(
     architecture: str,
     *,
@@ -354,13 +341,10 @@ def make_model(
 
     Args:
         architecture: As in ``small_config``.
-        num_layers: Decoder layers.
         hidden_size: Width, a multiple of 8.
-        dtype: Of everything that is not NF4.
-        dropout: Of the adapters and of the architecture's own dropouts.
-        seed: Of the base weights and of the adapters.
-        rank: Of adapters that have one.
-        adapter: Their kind, a name of ``poros.gates.kinds.KINDS``.
+        dtype: Dtype of everything that is not NF4.
+        dropout: Probability in the adapters and in the architecture's own dropouts.
+        adapter: Kind of the adapters, a name of ``poros.gates.kinds.KINDS``.
         **loading: ``quantize``, ``device`` and ``attn_implementation`` of ``load_base``.
 
     Exactness:
@@ -394,11 +378,9 @@ def make_batches(
     """Draw token batches on the CPU: ``input_ids``, ``attention_mask``, ``labels``.
 
     Args:
-        num_batches: Number of micro-batches.
         batch_size: Rows (B).
         num_tokens: Columns (T).
         vocab_size: Ids are drawn from 3 up to here (the first three are pad, bos and eos).
-        seed: Of the draw.
         padded: Pad the end of the last row, a different length in each batch.
 
     Returns:

@@ -13,6 +13,7 @@ from poros.errors import HostMemoryError, PorosError, quoted
 from poros.loaders.header import defect, shown
 from poros.loaders.settings import describe_error
 from poros.loaders.slab_writer import SlabWriter
+from poros.model.vision import is_classifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,11 +34,10 @@ def fill(
     """Have transformers build a model and hand its tensors to ``writer``.
 
     Args:
-        model_class: Of the model.
-        writer: Known to transformers already.
+        writer: It is registered with transformers already (``reading_into``).
         quantization: What ``poros.loaders.hf_quantizer.reading_into`` yielded.
-        tensors: Slices by name.
-        options: Of ``from_pretrained``.
+        tensors: Slices of the checkpoint by name.
+        options: Further arguments of ``from_pretrained``.
 
     Raises:
         CheckpointFormatError: If transformers builds no model of the configuration, or tensors are
@@ -65,15 +65,11 @@ def fill(
 
 
 def _drawn(model: "PreTrainedModel", missing: Iterable[str]) -> set[str]:
-    """Return what is missing because it is to be learnt: the head of a classifier.
+    """Return the missing tensors that are to be trained: the head of a classifier.
 
     transformers has drawn it from torch's random state.
     """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
-
-    if type(model).__name__ not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
+    if not is_classifier(model):
         return set()
     inner = f"{model.base_model_prefix}."
     drawn = {name for name in missing if not name.startswith(inner)}
@@ -132,16 +128,16 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
 
 
 _PROCESS = threading.RLock()
-"""No state of ours: it stands for that of transformers and torch, which a process has once."""
+"""A lock for state of transformers and torch, which exists once per process."""
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Let one thread at a time have transformers build a model.
 
-    It sets torch's default dtype for that time, switches initialisation off and on, and here knows
-    a method of quantization: each is the process' own, not the thread's. Loads beside one another
-    would take each other's, and leave it behind.
+    transformers sets torch's default dtype meanwhile, switches initialisation off and on, and knows
+    our method of quantization. Each of these belongs to the process, not to the thread, so loads in
+    parallel would use each other's and leave it behind.
     """
     with _PROCESS:
         yield

@@ -42,7 +42,6 @@ class Checkpoint:
     """
 
     def __init__(self, source: Source, shards: list[Shard]) -> None:
-        """Used by ``open``."""
         self.path = source.path
         self.texts = source.texts
         self._shards = shards
@@ -54,7 +53,7 @@ class Checkpoint:
         self.names = tuple(self._entries)
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._reader: ThreadPoolExecutor | None = None
+        self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
         self._asked: dict[str, Future[torch.Tensor]] = {}
         self._order: list[str] = []
         self._ahead_num_bytes = self._begun = 0
@@ -121,14 +120,15 @@ class Checkpoint:
         """Return slices that are read later, to pass to transformers as a ``state_dict``.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
-        ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before
+        ``safetensors.safe_open``; that is ``fetch``. It takes them in its own order (layer 2 before
         layer 10), and while one is used the next ``ahead_num_bytes`` are being read, each once.
 
         Args:
-            names: Of the tensors; None is all of them.
-            ahead_num_bytes: How far to read ahead.
+            names: Names of the tensors; None takes all of them.
         """
-        self._order = sorted(self.names if names is None else names, key=_natural)
+        from transformers.core_model_loading import dot_natural_key
+
+        self._order = sorted(self.names if names is None else names, key=dot_natural_key)
         self._ahead_num_bytes = ahead_num_bytes
         places = {name: place for place, name in enumerate(self._order)}
         self._begun = 0  # place in the order up to which reads have begun
@@ -137,16 +137,14 @@ class Checkpoint:
     def take(self, name: str, place: int) -> torch.Tensor:
         """``fetch`` the tensor of a slice, and begin to read those that follow in the order.
 
-        Threads begin with the first call and end with ``close``.
+        Threads begin with the first call and end with ``close``, after which none is read ahead.
         """
         left = self._ahead_num_bytes
         with self._lock:  # transformers may take slices in several threads
-            if self._reader is None:
-                self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
             for index in range(place + 1, len(self._order)):
                 following = self._order[index]
                 entry = self._entries[following]
-                if left <= 0:
+                if left <= 0 or self._is_closed.is_set():
                     break
                 left -= entry.num_bytes
                 if index >= self._begun and entry.num_bytes:
@@ -213,10 +211,8 @@ class Checkpoint:
         """End reading ahead, and hashing. Idempotent."""
         self._is_closed.set()
         with self._lock:
-            reader, self._reader = self._reader, None
             self._asked = {}
-        if reader is not None:
-            reader.shutdown(cancel_futures=True)
+        self._reader.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -229,43 +225,21 @@ class CheckpointSlice:
     """One tensor that is read when it is indexed, in the form of safetensors' slices."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, place: int) -> None:
-        """Used by ``Checkpoint.slices``."""
         self._checkpoint = checkpoint
         self._name = name
         self._place = place
 
     def get_shape(self) -> list[int]:
         """As in safetensors."""
-        return list(self.shape)
+        return list(self._checkpoint.entry(self._name).shape)
 
     def get_dtype(self) -> str:
         """As in safetensors: the name in the file, such as ``BF16``."""
-        return DTYPE_NAMES[self.dtype]
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._checkpoint.entry(self._name).shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._checkpoint.entry(self._name).dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def is_floating_point(self) -> bool:
-        """As in torch."""
-        return self.dtype.is_floating_point
+        return DTYPE_NAMES[self._checkpoint.entry(self._name).dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor and index it; ``[...]`` is all of it. Raises as ``fetch`` does."""
         return self._checkpoint.take(self._name, self._place)[index]
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key by parts between dots, numbers by value and before text."""
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in name.split(".")]
 
 
 def _check_shards(source: Source, shards: list[Shard]) -> None:

@@ -80,12 +80,12 @@ class Header:
 
     file: Path
     tensors: dict[str, TensorEntry]
-    """In the order of their bytes."""
+    """Entries by name, in the order of their bytes."""
     metadata: dict[str, str]
     num_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
     data_offset: int
-    """Where the data begin: the length field and the JSON lie before."""
+    """Offset of the data in bytes; the length field and the JSON come before."""
 
 
 def defect(
@@ -94,10 +94,8 @@ def defect(
     """Make the error for a defect: file, tensor, expected and found, remedy.
 
     Args:
-        file: A path, or what stands for one, in quotation marks already.
-        found: What was expected and what was found; names and values in it are ``quoted``.
-        tensor: Its name.
-        remedy: What to do.
+        file: A path, or text that names the place, quoted already.
+        problem: What was expected and what was found; names and values in it are ``quoted``.
     """
     where = shown(file) if isinstance(file, Path) else file
     if tensor is not None:
@@ -111,10 +109,7 @@ def shown(path: Path) -> str:
 
 
 def open_regular(file: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading; links are followed.
-
-    Returns:
-        The descriptor, which the caller closes, and its status.
+    """As ``poros.io.reading.open_descriptor``, with a typed error.
 
     Raises:
         CheckpointFormatError: If the file is missing, a loop of links, unreadable or not a regular
@@ -173,7 +168,6 @@ def read_header(descriptor: int, file: Path) -> Header:
 
     Args:
         descriptor: From ``open_regular``; it stays open.
-        file: Its name, for the entries and for errors.
 
     Raises:
         CheckpointFormatError: If anything in the header breaks the format, or the file is not as
@@ -227,8 +221,6 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     """Parse a JSON object in UTF-8.
 
     Args:
-        text: The whole file or header.
-        file: Its name, for errors.
         strict: Refuse keys that are given twice, unpaired surrogates in keys, NaN and Infinity.
             transformers accepts them in a configuration.
 
@@ -237,9 +229,6 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     """
     try:
         document = strict_json.parse(text.decode()) if strict else json.loads(text.decode())
-    except strict_json.DuplicateKeyError as error:
-        found = f"found {quoted(error.key)} more than once"
-        raise defect(file, f"expected each key once, {found}") from error
     except (ValueError, RecursionError) as error:
         reason = quoted(str(error)) if isinstance(error, ValueError) else "it is nested too deeply"
         raise defect(file, f"expected a JSON object, found text that is none: {reason}") from error

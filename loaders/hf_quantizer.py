@@ -220,7 +220,10 @@ def _carrying() -> Iterator[None]:
 
 
 class _Operation(ConversionOps):
-    """An operation with a slab writer. transformers makes deep copies of operations."""
+    """An operation that uses a slab writer, of which a deep copy is the same object.
+
+    transformers makes deep copies of operations.
+    """
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -292,7 +295,12 @@ class _Deserialize(_Operation):
                     self._writer.require_packed(
                         full_layer_name, parts_of(weight), weight.quant_state, planned.shape
                     )
-                    self._move(full_layer_name, weight)
+                    for part, place in places(full_layer_name, weight).items():
+                        if part != "offset":
+                            # Packed bytes may be stored as floats, and as floats they mean nothing.
+                            is_packed = part == "packed"
+                            tensor = self._writer.copy(place.name, place.get(), is_packed=is_packed)
+                            place.put(tensor)
         return dict(made)
 
     def _require_state(self, name: str, parts: dict[str, Any], model: Any) -> None:
@@ -308,16 +316,8 @@ class _Deserialize(_Operation):
         require_state(self._writer.path, name, tensors, quant_type)
 
     def plain(self, quantizer: Any) -> Any:
-        """Return bitsandbytes' own operation."""
         self._inner.hf_quantizer = quantizer
         return self._inner
-
-    def _move(self, name: str, weight: Any) -> None:
-        for part, place in places(name, weight).items():
-            if part != "offset":
-                # Packed bytes may be stored as floats, and as floats they mean nothing.
-                is_packed = part == "packed"
-                place.put(self._writer.copy(place.name, place.get(), is_packed=is_packed))
 
 
 def _loaded(format: Format, packed: torch.Tensor, state: Any, module: Any) -> torch.Tensor:

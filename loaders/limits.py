@@ -1,7 +1,7 @@
 """Bounds on what a checkpoint's files may ask for.
 
-A configuration of a few bytes can ask for a billion layers, and a file that takes no room on the
-disk can be as long as it likes. The bounds leave room for every known model.
+A configuration of a few bytes can ask for a billion layers, and a sparse file that takes no room on
+the disk can have any length. The bounds leave room for every known model.
 """
 
 import os
@@ -14,11 +14,11 @@ from poros.errors import quoted
 from poros.loaders.header import defect, open_regular, read_at
 
 MAX_CONFIG_NUM_BYTES = 4 * 2**20
-"""Of ``config.json`` and other files of settings, each."""
+"""Limit for ``config.json`` and for each other file of settings."""
 MAX_INDEX_NUM_BYTES = 100_000_000
-"""Of the index of a sharded checkpoint."""
+"""Limit for the index of a sharded checkpoint."""
 MAX_AUXILIARY_NUM_BYTES = 256 * 2**20
-"""Of a tokenizer file, or another small file that goes into a store, each."""
+"""Limit for each tokenizer file, and each other small file that goes into a store."""
 
 MAX_LAYERS = 4096
 """Decoder layers, and whatever else a configuration counts as layers or stages."""

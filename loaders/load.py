@@ -1,12 +1,11 @@
 """``load``: a checkpoint in host memory, ready to be streamed, with nothing of it on the GPU."""
 
-import copy
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,46 +162,6 @@ def load(
     return model
 
 
-@dataclass(frozen=True)
-class _Resolved:
-    """How a checkpoint is loaded, decided before a weight is read."""
-
-    config: "PreTrainedConfig"
-    model_class: Any
-    generation: "GenerationConfig"
-    is_quantized: bool
-    """Whether the weights are 4-bit already."""
-    quantization: "BitsAndBytesConfig | None"
-    """That of the weights as they will be; None leaves them dense."""
-    dtype: torch.dtype
-
-
-def _resolve(checkpoint: Checkpoint, options: LoadOptions) -> _Resolved:
-    """Resolve settings and options.
-
-    Raises:
-        CheckpointFormatError: If transformers cannot make anything of the settings.
-        PolicyError: If an option is no field of the configuration, or the checkpoint is quantized
-            in another way than was asked for.
-        UnsupportedModelError: If it is no causal language model, or a classifier that was not asked
-            for, or quantized otherwise.
-    """
-    path, texts = checkpoint.path, checkpoint.texts
-    config = configuration(path, texts, options.fields)
-    stored = stored_quantization(path, config)
-    _refuse_classifier(config, options, path)
-    model_class, config = model_class_of(config, options.auto_class)
-    require_language_model(model_class.__name__, config)
-    if options.dtype == "auto":
-        options = options.of_dtype(getattr(config, "dtype", None) or checkpoint.float_dtype())
-    if stored is not None:
-        options.require_format(stored, quoted(os.fspath(checkpoint.path)))
-    dtype = options.chosen_dtype
-    quantization = stored or options.wanted(dtype)
-    generation = generation_settings(path, texts)
-    return _Resolved(config, model_class, generation, stored is not None, quantization, dtype)
-
-
 def _refuse_classifier(config: "PreTrainedConfig", options: LoadOptions, path: Path) -> None:
     """Refuse to drop the head of a classifier without a word."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -234,10 +193,8 @@ class _CheckpointLoader:
         self._quantizer = Quantizer(device)
 
     def into_memory(self) -> "PreTrainedModel":
-        """Load the model into new memory."""
         with self._checkpoint() as checkpoint:
-            resolved = _resolve(checkpoint, self._options)
-            model, slab_writer, _ = self._read(checkpoint, resolved)
+            model, slab_writer, *_ = self._read(checkpoint)
             origin = self._origin(checkpoint)
         store = slab_writer.finished
         store.fallbacks += slab_writer.fallbacks
@@ -247,11 +204,7 @@ class _CheckpointLoader:
         return model
 
     def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> Origin:
-        """Write the store unless it exists; refuse a store of something else.
-
-        Returns:
-            What it was made from: this checkpoint.
-        """
+        """Write the store unless it exists; refuse a store of another checkpoint."""
         if not is_store(directory):
             try:
                 return self.into_store(directory)
@@ -276,8 +229,7 @@ class _CheckpointLoader:
 
             # What is hashed comes from the cache that loading fills, or the other way round.
             fingerprint = hashing.submit(checkpoint.fingerprint)
-            resolved = _resolve(checkpoint, self._options)
-            model, slab_writer, used = self._read(checkpoint, resolved, allocate)
+            model, slab_writer, used, dtype = self._read(checkpoint, allocate)
             rest, names = contents(model, slab_writer)
             origin = self._origin(checkpoint)
             about = {
@@ -286,10 +238,10 @@ class _CheckpointLoader:
                 PLACE: {"source": origin.source, "revision": origin.revision},
                 "quantization": used and used.to_dict(),
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
-                "dtype": dtype_name(resolved.dtype),
+                "dtype": dtype_name(dtype),
                 "vision": self._options.vision or "keep",
                 "auto_class": self._options.auto_class,
-                "num_labels": getattr(resolved.config, "num_labels", None),
+                "num_labels": getattr(model.config, "num_labels", None),
                 **names,
                 "versions": library_versions("torch", "transformers", "bitsandbytes"),
                 "device": device_name(self._quantizer.device),
@@ -317,32 +269,53 @@ class _CheckpointLoader:
         return Origin(source, commit_of(checkpoint.path) or self._options.hub.get("revision"))
 
     def _read(
-        self, checkpoint: Checkpoint, resolved: _Resolved, allocate: "Allocate | None" = None
-    ) -> "tuple[PreTrainedModel, SlabWriter, BitsAndBytesConfig | None]":
+        self, checkpoint: Checkpoint, allocate: "Allocate | None" = None
+    ) -> "tuple[PreTrainedModel, SlabWriter, BitsAndBytesConfig | None, torch.dtype]":
+        """Read the model; return it, its slabs, the quantization of its weights, and its dtype.
+
+        Raises:
+            CheckpointFormatError: If transformers cannot make anything of the settings.
+            PolicyError: If an option is no field of the configuration, or the checkpoint is
+                quantized in another way than was asked for.
+            UnsupportedModelError: If it is no causal language model, or a classifier that was not
+                asked for, or quantized otherwise.
+        """
         from poros.loaders.hf_quantizer import clean, reading_into
 
+        # Everything about the settings is decided before a weight is read.
+        options, path, texts = self._options, checkpoint.path, checkpoint.texts
+        config = configuration(path, texts, options.fields)
+        stored = stored_quantization(path, config)
+        _refuse_classifier(config, options, path)
+        model_class, config = model_class_of(config, options.auto_class)
+        require_language_model(model_class.__name__, config)
+        if options.dtype == "auto":
+            options = options.of_dtype(getattr(config, "dtype", None) or checkpoint.float_dtype())
+        if stored is not None:
+            options.require_format(stored, quoted(os.fspath(path)))
+        dtype = options.chosen_dtype
+        used = stored or options.wanted(dtype)
+        generation = generation_settings(path, texts)
         require_whole_experts(checkpoint)
-        used = copy.deepcopy(resolved.quantization)
-        names, is_dropping = None, self._options.vision == "drop"
+        names, is_dropping = None, options.vision == "drop"
         if is_dropping:
             with one_at_a_time():
-                names = without_towers(resolved.model_class, resolved.config, checkpoint.names)
-        slab_writer = SlabWriter(
-            checkpoint.path, self._quantizer, allocate, drops_towers=is_dropping
-        )
+                names = without_towers(model_class, config, checkpoint.names)
+        slab_writer = SlabWriter(path, self._quantizer, allocate, drops_towers=is_dropping)
         slices = checkpoint.slices(names)
+        is_quantized = stored is not None
         with (
             one_at_a_time(),
-            reading_into(slab_writer, used, is_quantized=resolved.is_quantized) as quantization,
+            reading_into(slab_writer, used, is_quantized=is_quantized) as quantization,
         ):
-            arguments = {"config": resolved.config, "dtype": resolved.dtype}
-            model = fill(resolved.model_class, slab_writer, quantization, slices, arguments)
+            arguments = {"config": config, "dtype": dtype}
+            model = fill(model_class, slab_writer, quantization, slices, arguments)
         clean(model)
         require_floats(checkpoint, model)
         slab_writer.finish(model)
         checkpoint.check_unchanged()
-        _set_generation(model, resolved.generation)
-        return model, slab_writer, used
+        _set_generation(model, generation)
+        return model, slab_writer, used, dtype
 
 
 def _open(

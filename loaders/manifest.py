@@ -38,11 +38,11 @@ class Manifest:
     slab_digests: Sequence[str]
     """The digest (``poros.io.digests``) of each slab, padded with zeros to a page."""
     rest_digest: str
-    """That of all tensors that are in no slab, in the order of their bytes in the file."""
+    """The digest of all tensors that are in no slab, in the order of their bytes in the file."""
     files: Mapping[str, str]
     """SHA-256 of the small files of the source, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """How it was made: source fingerprint, quantization, versions, device, threads."""
+    """How the store was made: source fingerprint, quantization, versions, device, threads."""
 
 
 def rest_header(manifest: Manifest, rest: Mapping[str, torch.Tensor]) -> bytes:
@@ -100,8 +100,7 @@ def safetensors_header(
     """Make a safetensors header, padded so that the data start on a multiple of ``to`` bytes.
 
     Args:
-        forms: Of the tensors, in the order of their bytes.
-        metadata: Texts by name.
+        forms: Dtypes and shapes, in the order of the tensors' bytes.
         to: A multiple of 8.
     """
     named = {"__metadata__": dict(metadata)} if metadata else {}

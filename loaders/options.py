@@ -56,8 +56,8 @@ _REFUSED = {
     **dict.fromkeys(("state_dict", "ignore_mismatched_sizes"), _SEE),
     **dict.fromkeys(("output_loading_info", "tp_plan"), _SEE),
 }
-"""Of from_pretrained, and what to do instead. Whatever else is no field of the configuration is
-refused as such."""
+"""Refused arguments of ``from_pretrained``, with what to do instead. Any other argument that is no
+field of the configuration is refused as such."""
 _HOLDS = {"trust_remote_code": False, "use_safetensors": True, "low_cpu_mem_usage": True}
 """Values of these that hold anyway; None does too."""
 
@@ -70,7 +70,7 @@ class LoadOptions:
     dtype: "torch.dtype | str | Unset"
     device: torch.device | str | None
     hub: Mapping[str, Any]
-    """Of ``huggingface_hub.snapshot_download``."""
+    """Arguments of ``huggingface_hub.snapshot_download``."""
     vision: str | None = None
     """``"keep"`` or ``"drop"``."""
     auto_class: str | None = None
@@ -149,13 +149,7 @@ class LoadOptions:
             )
 
     def require_store(self, about: Mapping[str, Any], where: str) -> None:
-        """Refuse a store that was made with other options than were asked for.
-
-        What is not set is as it is there.
-
-        Args:
-            about: The store's ``about``.
-            where: It lies.
+        """Refuse a store that was made with other options than the ones that are set.
 
         Raises:
             PolicyError: If one contradicts.

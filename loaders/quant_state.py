@@ -1,8 +1,8 @@
 """Checks the quantization state of a 4-bit weight before any kernel reads it.
 
-bitsandbytes believes a state that it is given. Its kernels take 16 and 256 entries of the code
-books without looking at how many there are, and a block size that is 0 divides by it: what is wrong
-ends the process, or trains on numbers that lie beyond the end of a tensor.
+bitsandbytes does not check a state. Its kernels read 16 and 256 entries of the code books whatever
+their sizes are, and divide by the block size. A wrong state ends the process, or trains on numbers
+beyond the end of a tensor.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from poros.errors import CheckpointFormatError, quoted
-from poros.kernels.nf4 import BLOCKSIZES, DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
+from poros.kernels.nf4 import DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
 from poros.loaders.header import parse_json, shown
 from poros.loaders.quantize import require_finite
 
@@ -28,11 +28,11 @@ _NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
 def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: str) -> None:
     """Check the parts of one 4-bit weight before bitsandbytes builds its state.
 
+    Block sizes are compared once it is built (``SlabWriter.require_packed``, ``require_codes``).
+
     Args:
-        path: Of the checkpoint, for messages.
-        name: Of the weight.
-        parts: Its tensors, by their names from ``weight`` on.
-        quant_type: The configuration's.
+        parts: The weight's tensors, by their names from ``weight`` on.
+        quant_type: The type that the configuration names.
 
     Raises:
         CheckpointFormatError: If a part is missing or left over, or its values are impossible.
@@ -63,8 +63,6 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
         raise refuse(f"{'double' if is_nested else 'single'} quantization", sorted(state))
     if state["quant_type"] != quant_type or not key.endswith(f"__{quant_type}"):
         raise refuse(f"quantization to {quant_type}, as configured", f"{key}: {state}")
-    if type(state["blocksize"]) is not int or state["blocksize"] not in BLOCKSIZES:
-        raise refuse(f"a block size among {BLOCKSIZES}", state["blocksize"])
     if state["dtype"] not in tuple(DTYPES):
         raise refuse(f"a dtype among {', '.join(DTYPES)}", state["dtype"])
     shape = state["shape"]
@@ -72,11 +70,8 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
         raise refuse("a shape of positive whole numbers", shape)
     if not is_nested:
         return
-    if state["nested_blocksize"] != NESTED_BLOCKSIZE or state["nested_dtype"] != "float32":
-        raise refuse(
-            f"blocks of {NESTED_BLOCKSIZE} scales in float32",
-            {field: state[field] for field in ("nested_blocksize", "nested_dtype")},
-        )
+    if state["nested_dtype"] != "float32":
+        raise refuse("scales in float32", state["nested_dtype"])
     offset = state["nested_offset"]
     if not isinstance(offset, int | float) or not isfinite(offset):
         raise refuse("a finite nested_offset", offset)
@@ -87,9 +82,7 @@ def require_codes(where: str, state: Any, parts: Parts, form: Parts) -> None:
 
     Args:
         where: Checkpoint and weight, for messages.
-        state: Of bitsandbytes.
-        found: The parts that it is one of.
-        form: What they have to be like; the shapes of what moves are not looked at.
+        form: Expected dtypes and sizes; the shapes of parts that move are not compared.
 
     Raises:
         CheckpointFormatError: If a kernel would read what is not there, or not finite.

@@ -43,11 +43,11 @@ class _Buffer:
     host: torch.Tensor
     device: torch.Tensor
     released: Event
-    """Behind it the compute stream no longer reads ``device``."""
+    """After this event the compute stream no longer reads ``device``."""
     packed: torch.Tensor
-    """Page-locked, for what comes back."""
+    """Page-locked memory for the packed bytes that come back."""
     arrived: Event = None
-    """Behind it the copy out of ``host`` is over."""
+    """After this event the copy out of ``host`` is complete."""
     pending: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -65,8 +65,7 @@ class Quantizer:
         device: Where to quantize. Bytes are those of bitsandbytes on that device.
         chunk_num_bytes: Size of a piece, rounded down to whole blocks but at least one block. None
             is 512 KiB on a CPU and 16 MiB on a GPU.
-
-        streams: Stage through these even on a CPU (for tests). None is the device's own.
+        streams: Stage through these even on a CPU (for tests). None takes the device's own.
 
     Streams:
         Compute runs on the default stream of ``device``.
@@ -102,10 +101,8 @@ class Quantizer:
         Args:
             tensor: On the host; float32, float16 or bfloat16, cast to the dtype to load in already.
                 Any shape; if it is not contiguous, a contiguous copy is made.
-            name: Of the tensor.
-            format: What to quantize to.
             targets: Host tensors for the parts that are ``MOVING``, as ``format`` has them.
-            where: What it is, for the message of an error; None is ``name``.
+            where: What an error calls the tensor; None takes ``name``.
 
         Returns:
             The state of the quantized tensor, on the host; it refers to ``targets``, and owns code
@@ -124,7 +121,7 @@ class Quantizer:
             try:
                 scales = self._quantize_pieces(tensor, where or name, format, targets["packed"])
             except BaseException:
-                # Nothing may be written to the caller's memory once it has been told.
+                # Nothing may be written to the caller's memory once it has the error.
                 for buffer in self._buffers:
                     with suppress(Exception):
                         buffer.wait()
@@ -203,8 +200,7 @@ class Quantizer:
         if not self._is_staged:
             return source, None
         buffer = self._buffer(index % 2, chunk * flat.element_size())
-        num_bytes = source.numel() * source.element_size()
-        host, device = buffer.host[:num_bytes], buffer.device[:num_bytes]
+        host, device = buffer.host[: source.nbytes], buffer.device[: source.nbytes]
         if buffer.arrived is not None:
             self._streams.synchronize(buffer.arrived)
         host.view(source.dtype).copy_(source)

@@ -1,7 +1,7 @@
 """Maps a checkpoint's tensor names to a model's, and checks what transformers assumes of them.
 
-It stacks experts in the order of their numbers without looking for gaps, and casts whatever it
-finds to the dtype to load in: both give a model, and not the one that was saved.
+transformers stacks experts in the order of their numbers without looking for gaps, and casts every
+tensor to the dtype to load in. Both give a model, but not the one that was saved.
 """
 
 import copy
@@ -34,11 +34,10 @@ class OwnName(NamedTuple):
 def own_names(model: Any, names: Iterable[str]) -> "dict[str, OwnName]":
     """Map each tensor of a checkpoint to its name in ``model``, as ``from_pretrained`` does.
 
-    What the model does not have keeps the name that the rules give it.
+    A tensor that the model does not have gets the name that the rules give it.
 
     Args:
         model: A transformers model, on any device.
-        names: Of the checkpoint.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -98,10 +97,6 @@ def require_whole_experts(checkpoint: Checkpoint) -> None:
 
 def require_floats(checkpoint: Checkpoint, model: Any) -> None:
     """Refuse whole numbers that were cast to floating point, such as weights of 8 bits.
-
-    Args:
-        checkpoint: Where the tensors are from.
-        model: As it is loaded.
 
     Raises:
         CheckpointFormatError: If one of its tensors was made of whole numbers, and is none.

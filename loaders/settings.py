@@ -1,8 +1,8 @@
 """Parses a model's settings from texts: configuration, generation, quantization.
 
-transformers reads them from a folder. It is given one of its own with the very texts that were
-checked and, for a store, kept, so that a file which changes meanwhile changes nothing; and before
-any weight is read, so that what is wrong with them is not found at the end.
+transformers reads them from a folder. It gets a temporary folder with the very texts that were
+checked (and that a store keeps), so that a file which changes meanwhile changes nothing. This
+happens before any weight is read, so that errors in them come early.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ AUTO_CLASSES = {
     "AutoModel": "MODEL_MAPPING",
     "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 }
-"""What chooses other classes than those of language models, with the mapping that it chooses by."""
+"""Auto classes for other models than language models, with the mapping that each looks up."""
 
 _MAX_SAID = 10_000  # characters that are looked at
 
@@ -50,9 +50,8 @@ def configuration(
     """Parse the configuration of a checkpoint, with those options that are its fields.
 
     Args:
-        path: Where it lies, for messages and as the model's name.
-        texts: Of the small files.
-        options: Fields to change.
+        path: Folder of the checkpoint, for messages and as the model's name.
+        options: Fields of the configuration to change.
 
     Raises:
         CheckpointFormatError: If transformers makes no configuration of it, or it asks for more
@@ -133,12 +132,7 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
     if not stored:
         return None
     if not isinstance(stored, dict):
-        try:
-            stored = stored.to_dict()
-        except AttributeError as error:
-            raise defect(
-                path / CONFIG, f"expected a quantization_config, found {quoted(stored)}"
-            ) from error
+        raise defect(path / CONFIG, f"expected a quantization_config, found {quoted(stored)}")
     method = stored.get("quant_method")
     if method not in (None, "bitsandbytes") or not stored.get("load_in_4bit"):
         kind = "8 bits of bitsandbytes" if stored.get("load_in_8bit") else quoted(method)
@@ -169,7 +163,6 @@ def model_class_of(config: Any, auto_class: str | None = None) -> tuple[Any, Any
     ``AutoModelForCausalLM`` chooses, else what ``AutoModelForImageTextToText`` does.
 
     Args:
-        config: Of the checkpoint.
         auto_class: A name of ``AUTO_CLASSES``, which chooses instead.
 
     Raises:

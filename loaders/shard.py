@@ -122,7 +122,7 @@ class Shard:
 
 def new_bytes(num_bytes: int) -> torch.Tensor:
     """Allocate bytes; many of them in large pages, which are four times as fast."""
-    if num_bytes < _LARGE_NUM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes < _LARGE_NUM_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8)
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

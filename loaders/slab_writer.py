@@ -1,10 +1,9 @@
 """Places the tensors of a model that is being loaded: those of layers into slabs.
 
-The plan is made on a copy of the model without memory that transformers has built, before anything
-is read: for each decoder layer the parts that ``poros.prepare`` will find to move, with the dtypes
-they will have. Then each tensor is taken as it comes, converted and renamed, and written
-to its place; the few that come another way (norms that stay float32, buffers computed from the
-configuration) are moved to theirs at the end.
+The plan is made on a meta copy of the model that transformers has built, before anything is read:
+for each decoder layer the parts that ``poros.prepare`` will move, with the dtypes they will have.
+Then each tensor arrives, converted and renamed, and is written to its place. The few that come
+another way (norms that stay float32, buffers computed from the configuration) are moved at the end.
 
 Nothing here knows how transformers reads a checkpoint; see ``poros.loaders.hf_quantizer`` for that.
 """
@@ -50,14 +49,12 @@ class SlabWriter:
     """Writes the tensors of one model into its slabs, as they are read.
 
     Args:
-        path: Of what is loaded, for messages.
-        quantizer: Quantizes 4-bit weights.
         allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
-        drops_towers: Leave the towers of a multimodal model away, while it has no memory.
+        drops_towers: Drop the towers of a multimodal model, while it is on the meta device.
 
     Attributes:
         store: One slab per decoder layer; None before ``plan``.
-        fallbacks: What could not be had, one line each.
+        fallbacks: One line for each tensor that did not fit its place.
     """
 
     def __init__(
@@ -80,13 +77,13 @@ class SlabWriter:
         self._is_4bit: set[str] = set()
         self._is_float: set[str] = set()
         self._checked: set[str] = set()
-        """Names of what is finite, or need not be: buffers that are computed (masks)."""
+        """Names of tensors that are known to be finite, and of computed buffers (masks)."""
 
     def plan(self, model: nn.Module, own_dtypes: Mapping[str, torch.dtype]) -> None:
         """Lay out the layers of ``model``, which is on the meta device, and reserve their memory.
 
         Args:
-            model: With its 4-bit modules in place.
+            model: The model, with its 4-bit modules in place.
             own_dtypes: Dtypes of parameters that keep one of their own, by patterns of their names.
 
         Raises:
@@ -115,7 +112,7 @@ class SlabWriter:
         ]
         in_layers = {spec.name for layout in layouts for spec in layout.tensors}
         outside = sum(
-            part.numel() * part.element_size()
+            part.nbytes
             for name, tensor in named_tensors(planned)
             for key, part in part_tensors(name, tensor).items()
             if key not in in_layers
@@ -154,16 +151,10 @@ class SlabWriter:
     def quantize(
         self, name: str, tensor: torch.Tensor, format: Format, shape: Sequence[int]
     ) -> Any:
-        """Quantize a weight into its place, or into memory of its own outside the layers.
+        """Quantize a weight into its place, or into new memory; return it and its state.
 
         Args:
-            name: Of the parameter.
-            tensor: (N, K), in the dtype to load in.
-            format: What to quantize to.
-            shape: What the module expects.
-
-        Returns:
-            Packed weight and quantization state.
+            tensor: The weight, (N, K), in the dtype to load in.
 
         Raises:
             CheckpointFormatError: If it has another shape or dtype, or is not finite.

@@ -36,9 +36,9 @@ class Source:
     files: list[Path]
     """The shards, in the order of their names."""
     index: Path | None
-    """None for a single file."""
+    """The file of the index; None for a single file."""
     weight_map: dict[str, str]
-    """Of the index: the file that holds each tensor."""
+    """The file that holds each tensor, according to the index."""
 
 
 def find_source(
@@ -132,7 +132,6 @@ def commit_of(path: Path) -> str | None:
 
 
 def _existing(source: str | os.PathLike[str]) -> Path | None:
-    """Return the path if it exists, else None."""
     path = Path(source)
     try:
         path.is_dir()

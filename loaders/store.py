@@ -57,7 +57,7 @@ from poros.loaders.shard import new_bytes
 from poros.model.origin import Origin
 
 PLACE = "source_place"
-"""The key of where the checkpoint lay."""
+"""Key of the place of the checkpoint in the manifest's ``about``."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Run:
     """A contiguous run of bytes in a file, and the memory to read it into."""
 
     offset: int
-    """In the file."""
+    """Offset of the first byte in the file."""
     parts: Sequence[memoryview]
-    """Memory for them, one part after the other."""
+    """Memory for the bytes, one part after the other."""
     digest: str
     """The expected digest (``poros.io.digests``)."""
     name: str | None = None
@@ -83,22 +83,20 @@ class OpenStore:
     manifest: Manifest
     """The manifest; ``manifest.about`` is how it was made."""
     data_offset: int
-    """Where in the file ``slabs`` the first slab starts, in bytes."""
+    """Offset of the first slab in the file ``slabs``, in bytes."""
     identity: Identity
-    """What the file ``slabs`` was when it was opened."""
+    """Identity of the file ``slabs`` when it was opened."""
     _header: Header
-    """Of the rest."""
+    """The header of ``rest.safetensors``."""
     _files: tuple[int, int]
     """Descriptors of slabs and rest."""
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
-        """One per decoder layer."""
         return self.manifest.layouts
 
     @property
     def slabs(self) -> Path:
-        """The file of the slabs."""
         return self.path / SLABS
 
     def rest(self) -> dict[str, torch.Tensor]:
@@ -154,13 +152,13 @@ class OpenStore:
         """
         about = self.manifest.about
         place = about.get(PLACE)
-        told = {
+        record = {
             **(place if isinstance(place, dict) else {}),
             "fingerprint": about.get("source"),
             "seen": about.get("source_seen"),
             "store": str(self.path),
         }
-        return Origin.of(told, f"{shown(self.path)}: {PLACE}")
+        return Origin.of(record, f"{shown(self.path)}: {PLACE}")
 
     def require_source(self, fingerprint: str) -> None:
         """Raise ``CheckpointFormatError`` unless the store was made from that checkpoint."""

@@ -59,12 +59,7 @@ def small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 class StoreReader(SlabWriter):
-    """Builds a model from an open store, whose slabs were read or mapped.
-
-    Args:
-        opened: The store.
-        host: Its slabs.
-    """
+    """Builds a model from an open store, whose slabs were read or mapped."""
 
     def __init__(
         self,
@@ -128,7 +123,7 @@ class StoreReader(SlabWriter):
         return target if torch.equal(*as_bytes) else target.copy_(tensor)
 
     def _require_finite(self, name: str, tensor: torch.Tensor) -> None:
-        """What is hashed was checked when it was written."""
+        """Do nothing: bytes with the right digest were checked when they were written."""
 
     def _part(self, name: str) -> torch.Tensor:
         # What did not fit its planned place lies with the rest.

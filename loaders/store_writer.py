@@ -62,16 +62,13 @@ class StoreWriter:
         about: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Write the remaining files, flush everything, and move the store to its place.
+        """Write the remaining files, flush everything, and move the store to its folder.
 
         Args:
             rest: Every tensor that is in no slab, by name, on the CPU.
             about: What the store holds and who made it, as plain JSON values: source fingerprint,
                 quantization, versions, device, threads.
             files: Small files of the source by name, such as ``config.json``.
-
-        Returns:
-            The folder.
 
         Raises:
             StoreWriteError: If the disk is full or another store came first. Nothing is left.
@@ -120,7 +117,7 @@ class StoreWriter:
         self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CLOEXEC)
         self._undo.callback(os.close, self._file)
         # A page that found no room later would end the process with a signal.
-        _reserve(self._file, len(header) + size)
+        os.posix_fallocate(self._file, 0, len(header) + size)
         arena = Arena(size, file=self._file, offset=len(header)) if size else Arena(0)
         self.host = HostStore.over(arena, self._layouts)
 
@@ -131,10 +128,3 @@ def _write(file: Path, pieces: Iterable[Any]) -> None:
             stream.write(piece)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _reserve(file: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, num_bytes)
-    else:
-        os.ftruncate(file, num_bytes)

@@ -46,9 +46,8 @@ def require_known_tokens(most: int, num_known: int | None, where: str) -> None:
     """Refuse a token without an embedding in the model.
 
     Args:
-        most: The largest token.
+        most: The largest token id.
         num_known: Rows of the embedding.
-        where: Where the tokenizer is from.
 
     Raises:
         CheckpointFormatError: If there is such a token.

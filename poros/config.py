@@ -12,7 +12,7 @@ LEAST_BUDGET = 200_000
 """Bytes. No model trains in less; a number below it was meant in another unit."""
 MARGIN_SHARE = 0.1
 LEAST_MARGIN = 2**30
-"""Bytes. Where no budget is said, so much of a GPU is left over, and this share of it at least."""
+"""Bytes. Without a budget at least this much of a GPU, and at least this share, is left free."""
 SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
 ADAPTER_KERNELS = ("fused", "exact", "grouped", "peft")
@@ -131,18 +131,12 @@ class StreamingPolicy:
             value = getattr(self, name)
             if not (value is None or isinstance(value, bool)):
                 raise PolicyError(f"{name}: expected a bool or None, found {value!r}")
-        if self.loss not in LOSSES:
-            raise PolicyError(f"loss: expected one of {', '.join(LOSSES)}, found {self.loss!r}")
-        if self.adapter_kernels not in ADAPTER_KERNELS:
-            raise PolicyError(
-                f"adapter_kernels: expected one of {', '.join(ADAPTER_KERNELS)}, found "
-                f"{self.adapter_kernels!r}"
-            )
+        named = {"loss": LOSSES, "adapter_kernels": ADAPTER_KERNELS, "self_check": SELF_CHECKS}
+        for name, known in named.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise PolicyError(f"{name}: expected one of {', '.join(known)}, found {value!r}")
         require_lora_paths(self.lora_paths, self.adapter_kernels)
-        if self.self_check not in SELF_CHECKS:
-            raise PolicyError(
-                f"self_check: expected one of {', '.join(SELF_CHECKS)}, found {self.self_check!r}"
-            )
 
     def override(self, **changes: Any) -> "StreamingPolicy":
         """This policy with some fields replaced; unknown names raise ``PolicyError``."""
@@ -178,7 +172,7 @@ def _require_int(name: str, value: object, *, at_least: int) -> None:
 
 
 def _require_unit(value: int | float | str, what: str) -> None:
-    """Refuse a number that no device has so little of: who writes 8 means GiB, not bytes."""
+    """Refuse a number without a unit that is too small for bytes: 8 means GiB."""
     text = str(value).strip()
     num_bytes = parse_num_bytes(value, what)
     if not text[-1:].isalpha() and num_bytes < LEAST_BUDGET:
@@ -190,14 +184,13 @@ def _require_unit(value: int | float | str, what: str) -> None:
 
 
 def budget_of(free: int, whole: int) -> int:
-    """What training may have of a GPU where no budget is said, in bytes.
+    """Return the bytes that training may use on a GPU if no budget is given.
 
-    What is left over is for other processes, libraries, and what an evaluation needs beyond a
-    training step.
+    The rest is for other processes, libraries, and what an evaluation needs beyond a training step.
 
     Args:
-        free: What could be had of it.
-        whole: All of its memory.
+        free: Free memory of the GPU, in bytes.
+        whole: All memory of the GPU, in bytes.
     """
     return max(0, free - max(LEAST_MARGIN, int(MARGIN_SHARE * whole)))
 

@@ -95,7 +95,6 @@ def check(
 
 
 def _list_registered(part: str | None) -> NoReturn:
-    """Print the recorded results."""
     from poros.gates.registry import read_registry
 
     with readable_errors():

@@ -24,17 +24,9 @@ class Chat:
     """A conversation with a model and its adapter.
 
     Args:
-        adapter: Files of the adapter.
         base: Checkpoint or store of the base that the adapter was trained on.
-        revision: Revision of the base, if it is a hub repository.
         vram: GPU memory budget of the model; None takes the free memory.
-        system: System message of the conversation.
-        max_new_tokens: Most tokens of an answer.
         temperature: Sampling temperature; 0 is greedy.
-        seed: Random seed of the sampling.
-
-    Attributes:
-        notes: Notes for the user, one line each.
 
     Raises:
         CheckpointFormatError: If a file of adapter, base or tokenizer is malformed.
@@ -61,7 +53,8 @@ class Chat:
                 f"text ({adapter.auto_class}); use it from a script"
             )
         self._base = base
-        self._tokenizer_path = _with_tokenizer(adapter.folder, base)
+        has_tokenizer = (adapter.folder / "tokenizer_config.json").is_file()
+        self._tokenizer_path = str(adapter.folder) if has_tokenizer else base
         self._tokenizer: Any = read_tokenizer(self._tokenizer_path)
         options: dict[str, Any] = {} if revision is None else {"revision": revision}
         model = adapter.attach(load(base, **options))
@@ -89,7 +82,6 @@ class Chat:
             self.notes.append("the tokenizer has no chat template: the model continues your text")
 
     def reset(self) -> None:
-        """Clear the conversation."""
         self._messages = list(self._initial)
 
     def answer(self, question: str, show: Callable[[str], None]) -> str:
@@ -177,7 +169,3 @@ def questions(read: Callable[[], str], chat: Chat, hint: Callable[[str], None]) 
             hint(f"expected a question, /reset or /exit, found {quoted(line)}")
         elif line:
             yield line
-
-
-def _with_tokenizer(adapter: Path, base: str) -> str:
-    return str(adapter) if (adapter / "tokenizer_config.json").is_file() else base

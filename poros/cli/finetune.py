@@ -16,7 +16,7 @@ from poros.recipes.values import shown
 
 _RECIPES = (".yaml", ".yml")
 ADAPTERS = ("lora", "dora", "rslora")
-"""What ``--adapter`` takes; a recipe says ``use_dora`` and ``use_rslora``."""
+"""Values of ``--adapter``; a recipe has ``use_dora`` and ``use_rslora``."""
 
 
 def finetune(

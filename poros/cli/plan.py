@@ -120,7 +120,7 @@ def plan(
     with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
         from poros.host.limits import host_memory
         from poros.planning.planner import Planner
-        from poros.planning.report import format_report, report_fit
+        from poros.planning.report import FitReport, format_report
 
         planner = Planner(
             model,
@@ -129,7 +129,7 @@ def plan(
             vision=vision,
         )
         request, place = _place(request, chosen)
-        report = report_fit(planner, request, place, host_num_bytes or host_memory())
+        report = FitReport(planner, request, place, host_num_bytes or host_memory())
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:

@@ -46,7 +46,6 @@ def require_targets(recipe: Recipe, base: Any) -> None:
     """Refuse target modules that the model does not have, or that PEFT has no adapter for.
 
     Args:
-        recipe: Names the modules.
         base: The model, on the meta device. It is edited.
 
     Raises:

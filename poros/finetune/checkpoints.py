@@ -33,15 +33,14 @@ _NEEDED = {
     "scheduler.pt",
     "trainer_state.json",
 }
-"""Without one of these the Trainer goes on with other bits, or not at all."""
+"""Files without which the Trainer resumes with other bits, or fails."""
 
 
 def numbered(run: Path, names: Iterable[str] | None = None) -> list[tuple[int, Path]]:
     """List step and path of each checkpoint, whole or not, the newest first.
 
     Args:
-        run: The folder of the run.
-        names: What lies in it, if that is known.
+        names: Names of the files in ``run``, if they are known.
 
     Raises:
         OSError: If the folder cannot be read.
@@ -121,7 +120,7 @@ class StagedCheckpoints:
 
 
 def note_best(args: Any, state: Any) -> None:
-    """Have a Trainer know the best checkpoint where a run keeps it, not where it was written."""
+    """Tell a Trainer the place where a run keeps its best checkpoint, not where it was written."""
     best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
     state.best_model_checkpoint = str(best) if best.is_dir() else None
 

@@ -36,11 +36,10 @@ class Rows:
     """Rows of one form.
 
     Attributes:
-        form: Of all of them.
-        rows: What is used of each: the keys of the form, and tools.
-        places: Of each row: ``rows.jsonl:12``, or ``rows.parquet, row 12``.
+        rows: The used keys of each row: those of the form, and tools.
+        places: The place of each row: ``rows.jsonl:12``, or ``rows.parquet, row 12``.
         unused: Keys that nothing reads.
-        read: How the rows of each source are written, and how many there are.
+        read: The format of each source, and the number of its rows.
     """
 
     form: Form
@@ -51,7 +50,6 @@ class Rows:
 
     @property
     def has_images(self) -> bool:
-        """Whether one of them has an image."""
         return any(row.get("images") for row in self.rows)
 
     def chosen(self, numbers: Sequence[int]) -> "Rows":
@@ -161,7 +159,6 @@ class _Reader:
         return settled
 
     def refuse(self) -> None:
-        """Raise if something is wrong."""
         if not self._num_problems:
             return
         shown = self._problems
@@ -239,7 +236,6 @@ def _held_out(rows: Rows, share: float, seed: int) -> list[int]:
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
-    """Put the rows of several sources one behind the other."""
     found = Rows(parts[0].form)
     for part in parts:
         found.rows += part.rows

@@ -47,9 +47,9 @@ def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
 
     Args:
         source: A path, or a name on the hub.
-        key: Of the recipe, that names it.
-        data: With the configuration and the split of a data set.
-        note: Gets what cannot be read; the rows behind it follow as far as that is possible.
+        key: The setting of the recipe that names the source.
+        data: Has the configuration and the split of a data set.
+        note: Is called with what cannot be read; later rows follow as far as that is possible.
     """
     kind = kind_of(source, is_split=bool(data.split or data.config))
     if kind is not Kind.FILES:

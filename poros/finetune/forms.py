@@ -45,7 +45,7 @@ SPEAKERS = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Who speaks in a message of ShareGPT, and the role that it is."""
+"""Speakers in messages of ShareGPT, with the role of each."""
 _MESSAGE_KEYS = (
     "role",
     "content",
@@ -69,11 +69,11 @@ class Format(NamedTuple):
 
     title: str
     form: str
-    """What they become: one of ``METHODS``."""
+    """The form that the rows are converted to: one of ``METHODS``."""
     keys: tuple[str, ...]
-    """All of them are in each row."""
+    """Keys that each row has."""
     others: tuple[str, ...] = ()
-    """What else is read, if it is there."""
+    """Keys that a row may have, and that are read too."""
 
 
 TEXT = Format("text", "text", ("text",))
@@ -97,13 +97,13 @@ class Form(NamedTuple):
     """The form of all rows of a source."""
 
     format: Format
-    """How they are written."""
+    """The format in which they are written."""
     is_chat: bool
     """Whether the values are lists of messages."""
 
     @property
     def name(self) -> str:
-        """What they become."""
+        """The form that the rows are converted to."""
         return self.format.form
 
 
@@ -111,9 +111,9 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
     """Return the form of a row, or the problem with its keys.
 
     Args:
-        row: One that may have keys of several forms: published preferences often hold the better
+        row: It may have keys of several forms: published preferences often hold the better
             conversation too, and instructions their own rendering as text.
-        method: That decides among them.
+        method: The training method, which decides among these forms.
     """
     keys = {key for key, value in row.items() if value is not None}
     found = [each for each in FORMATS if keys.issuperset(each.keys)]
@@ -224,7 +224,7 @@ def _images_in(messages: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave the places of images in a message; texts alone become one."""
+    """Replace the images in a message by placeholders; a list of texts becomes one text."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -244,7 +244,7 @@ def as_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Write an instruction as a text that goes on with its answer behind a blank line."""
+    """Write an instruction as a prompt, with its answer as the completion after a blank line."""
     parts = filter(None, (row.get("system"), row["prompt"]))
     return {"prompt": "\n\n".join([*parts, ""]), "completion": row["completion"]}
 
@@ -261,7 +261,7 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_places(message: dict[str, Any]) -> dict[str, Any]:
-    """Put the places of images where LLaVA marks them by ``<image>``."""
+    """Replace LLaVA's marks ``<image>`` by placeholders of images."""
     texts = message["content"].split(IMAGE)
     if len(texts) == 1:
         return message

@@ -12,14 +12,11 @@ from poros.loaders.names import is_local
 from poros.recipes.recipe import Recipe
 
 SETTINGS = ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision")
-"""Of ``training``: those that this module takes from the Trainer."""
+"""Settings of ``training`` that this module handles in the Trainer's place."""
 
 
 def send(recipe: Recipe, adapter: Path) -> str:
-    """Send the folder of an adapter to its repository, which is made if it is not there.
-
-    Returns:
-        The name of the repository.
+    """Send the folder of an adapter to its repository, made if necessary; return its name.
 
     Raises:
         StoreWriteError: If that fails; the adapter stays in its folder.

@@ -61,7 +61,7 @@ def load_processor(recipe: Recipe) -> "ProcessorMixin":
     from transformers import AutoProcessor, ProcessorMixin
 
     source = recipe.model.source
-    read_tokenizer(source)  # in a child first; transformers opens it beside the processor
+    read_tokenizer(source)  # first, for its typed errors; the processor opens it too
     folder, _ = find_config(str(Path(source).expanduser()))
     try:
         found = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
@@ -81,9 +81,9 @@ class ImageCollator:
     """TRL's collator of rows with images, by a recipe.
 
     Args:
-        processor: Of the model, with the tokenizer of the run.
-        recipe: The length at which rows are cut, and to which they are padded.
-        template: That marks the assistant's tokens; None to learn all.
+        processor: The model's processor, with the tokenizer of the run.
+        recipe: Has the length at which rows are cut, and the multiple to which they are padded.
+        template: A template that marks the assistant's tokens; None learns all tokens.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ def image_dataset(rows: Sequence[dict[str, Any]]) -> "Dataset":
     """Make a dataset for TRL's trainer, whose images are opened as its rows are read.
 
     Args:
-        rows: With messages, and paths of images.
+        rows: Rows of messages, with paths of images.
     """
     from datasets import Dataset
 

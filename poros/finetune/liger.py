@@ -60,15 +60,9 @@ Replaced = dict[int, Any]
 def choose_liger(
     recipe: Recipe, config: "PreTrainedConfig", device: torch.device
 ) -> tuple[Recipe, str]:
-    """Decide whether a run takes Liger's kernels. The model is tried on the meta device.
+    """Decide whether a run takes Liger's kernels, by a try on the meta device.
 
-    Args:
-        recipe: What it asks for.
-        config: Of the model.
-        device: Where it trains.
-
-    Returns:
-        The recipe with true or false, and a line that says which.
+    The recipe comes back with true or false, and a line that names the kernels or the reason.
 
     Raises:
         RecipeError: If it asks for kernels that cannot be used.
@@ -115,7 +109,7 @@ def use_liger(model: Any) -> list[str]:
     are.
 
     Args:
-        model: Of transformers, on any device; edited.
+        model: A transformers model on any device, which is edited.
 
     Returns:
         What of it runs Liger's kernels, in words; empty if Liger does not know the family.
@@ -141,11 +135,7 @@ def use_liger(model: Any) -> list[str]:
 
 @contextmanager
 def _modules_put_back() -> Iterator[Replaced]:
-    """Undo what Liger replaces in modules of transformers and torch in the body.
-
-    Yields:
-        Filled at the end.
-    """
+    """Undo what Liger replaces in modules of transformers and torch, and list it at the end."""
     places = [
         module.__dict__
         for name, module in list(sys.modules.items())

@@ -1,10 +1,10 @@
-"""Which models and attention implementations keep the documents of a packed row apart.
+"""Decides which models and attention implementations keep packed documents apart.
 
-A packed row has no attention mask but positions that begin anew with each document. From these
-transformers makes the mask that keeps documents apart, for models that build their masks its way;
-attention implementations that need no mask get the documents' ends (cu_seqlens).
-Others see across: those with states that pass from token to token (Mamba), with positions of their
-own (ALiBi), with masks of their own.
+A packed row has no attention mask, but positions that start again with each document. From these
+transformers makes the mask that keeps documents apart, for models that use its masks; attention
+implementations that need no mask get the documents' ends (cu_seqlens). In other models tokens see
+other documents: those with recurrent states (Mamba), positions of their own (ALiBi), or masks of
+their own.
 """
 
 import inspect
@@ -47,8 +47,8 @@ def require_attention(name: str) -> None:
 def takes_cu_seqlens(name: str | None) -> bool:
     """Whether an attention implementation takes the bounds of a packed row's documents.
 
-    Flash attention is, and so is a registered function with a parameter ``cu_seq_lens_q``. Others
-    read the mask that transformers makes from the position ids.
+    Flash attention does, and so does a registered function with a parameter ``cu_seq_lens_q``.
+    Others read the mask that transformers makes from the position ids.
     """
     from transformers import AttentionInterface
 
@@ -62,8 +62,7 @@ def keeps_apart(config: "PreTrainedConfig", attention: str | None = None) -> boo
     """Whether no document of a packed row has an influence on another.
 
     Args:
-        config: Of the model.
-        attention: The implementation it trains with; None is transformers' choice.
+        attention: The implementation that the model trains with; None is transformers' choice.
     """
     reads_documents = attention in _OF_A_MASK or takes_cu_seqlens(attention)
     return reads_documents and config.model_type in _FAMILIES

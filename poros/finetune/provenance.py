@@ -1,8 +1,8 @@
 """Digests of what decides a run's bits besides its recipe: rows of tokens, base, machine.
 
-A run that is gone on with has to find all of it as it was. Rows are compared as what they have
-become, tokens and the pixels of images. So nothing that makes them goes unseen: files, tokenizer,
-template, processor, a release of a library, a template that asks for the date.
+A resumed run has to find all of these unchanged. Rows are compared as tokens and as the pixels of
+images. So a change in anything that makes them is noticed: files, tokenizer, template, processor,
+releases of libraries, a template that prints the date.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -33,12 +33,11 @@ def token_digest(tokens: "Tokens") -> str:
 def base_digest(model: "PreTrainedModel", source: str) -> str:
     """Hash the configuration, and every parameter and buffer of a base in host memory, as packed.
 
-    Whatever changes a bit of it is seen: other bytes of the checkpoint, another release of
-    bitsandbytes, a store that was made elsewhere.
+    Any change of a bit is noticed: other bytes of the checkpoint, another release of bitsandbytes,
+    a store that was made elsewhere.
 
     Args:
-        model: The base.
-        source: Where its configuration is.
+        source: The checkpoint, whose configuration is hashed too.
     """
     from poros.io.digests import digest, num_threads
     from poros.kernels.nf4 import part_tensors

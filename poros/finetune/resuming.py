@@ -28,11 +28,11 @@ from poros.recipes.recipe import Recipe
 from poros.utils.versions import library_versions
 
 TOKENS, HELD_OUT = "rows of data.source as tokens", "rows of data.validation as tokens"
-"""What digests of rows are called."""
+"""Names of the digests of rows."""
 _BASE = "weights and configuration of model.source"
 _RECIPE, _RUN, _LOCK, _ADAPTER = "recipe.yaml", "run.json", ".lock", "adapter"
 _FORMAT = 4
-"""Of run.json: in the third, files had digests as well."""
+"""Version of run.json. In version 3, files had digests too."""
 _OTHER = "give another folder (--out)"
 _MAY_CHANGE = (
     "output.folder",
@@ -49,7 +49,7 @@ _MAY_CHANGE = (
     "model.host_budget",
     "model.store",
 )
-"""Settings that decide no bit of the result: another value goes on with the run."""
+"""Settings that change no bit of the result, so a run can be resumed with other values."""
 _LENGTHS = ("training.num_train_epochs", "training.max_steps")
 
 
@@ -58,11 +58,10 @@ class RunFolder:
     """The folder of one run.
 
     Attributes:
-        path: Of the folder.
-        checkpoint: The newest one, to resume from; None for a new run.
-        step: Of that checkpoint.
-        notes: What a user has to know before the run goes on.
-        begun: What run.json says of the run that is gone on with; None for a new run.
+        checkpoint: The newest checkpoint, to resume from; None for a new run.
+        step: Step of that checkpoint.
+        notes: Notes for the user before the run is resumed.
+        begun: Contents of run.json of a resumed run; None for a new run.
     """
 
     path: Path
@@ -73,20 +72,17 @@ class RunFolder:
 
     @property
     def adapter(self) -> Path:
-        """The folder of the result."""
         return self.path / _ADAPTER
 
     @property
     def events(self) -> Path:
-        """The file of the event log."""
         return self.path / "events.jsonl"
 
 
 def require_usable(recipe: Recipe) -> dict[str, Any] | None:
-    """Refuse an output folder in which a recipe can neither begin a run nor go on with one.
+    """Refuse an output folder in which a recipe can neither begin nor resume a run.
 
-    Returns:
-        What run.json says of the run that would be gone on with; None if one would begin.
+    Return the contents of run.json of a run to resume; None if a new run would begin.
 
     Raises:
         RunFolderError: If a finished run lies there, one of another recipe, or something that is
@@ -127,8 +123,7 @@ def inspect_run_dir(
     """Inspect the output folder of a recipe. Nothing is written.
 
     Args:
-        recipe: With its output folder.
-        digests: Of rows of tokens, by name.
+        digests: Digests of the rows of tokens, by name.
         machine: What the run computes on, by name.
 
     Raises:
@@ -176,7 +171,7 @@ def _notes(run: Mapping[str, Any], recipe: Recipe, machine: Mapping[str, str]) -
 
 
 def _has_results(names: Iterable[str]) -> bool:
-    """Whether a run has got as far as a checkpoint; before that, it may begin as another one."""
+    """Whether a run has written a checkpoint; before that, another run may begin in its place."""
     return any(name.startswith(("checkpoint-", _ADAPTER)) for name in names)
 
 
@@ -186,7 +181,7 @@ def _is_longer(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _names(path: Path) -> set[str]:
-    """List a folder, without the files that a process killed at its start leaves."""
+    """List a folder, without files that a process leaves which is killed at its start."""
     try:
         found = set(os.listdir(path)) - {_LOCK}
     except FileNotFoundError:
@@ -223,7 +218,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _require_same(path: Path, old: Mapping[str, Any], new: Mapping[str, str]) -> None:
-    """Compare the digests of what a run is made of with those that it was begun with."""
+    """Compare the digests of rows and base with those that the run was begun with."""
     changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
     if changed:
         raise _another(path, [f"{name}: another now" for name in changed])
@@ -255,9 +250,6 @@ def lock_run_dir(
     removed.
 
     Args:
-        recipe: With its output folder.
-        digests: Of rows of tokens.
-        machine: What it computes on.
         seen: The folder as it was inspected.
 
     Raises:
@@ -305,8 +297,8 @@ def _locked(path: Path) -> Iterator[None]:
             if not isinstance(error, BlockingIOError):
                 found = f"on a disk without locks ({reason_of(error)})"
             raise RunFolderError(
-                f"output.folder: expected a run that nobody else is at, found {quoted(str(path))} "
-                f"{found}; wait for it, or {_OTHER}"
+                f"output.folder: expected a run that no other process uses, found "
+                f"{quoted(str(path))} {found}; wait for it, or {_OTHER}"
             ) from error
         yield
     finally:
@@ -314,10 +306,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def require_base(run: RunFolder, digest: str) -> None:
-    """Compare the base with that which the run was begun with, or note it if the run begins.
+    """Compare the digest of the base with the one in run.json, or write it if the run begins.
 
     Raises:
-        RunFolderError: If it is another.
+        RunFolderError: If they differ.
     """
     begun = _read(run.path)
     if run.checkpoint is None:

@@ -55,11 +55,7 @@ REWARD_CLASS = "AutoModelForSequenceClassification"
 
 
 class Interrupted(PorosError, InterruptedError):
-    """A signal ended the run; the same command goes on with it.
-
-    Attributes:
-        signal: Its number.
-    """
+    """A signal ended the run; the same command resumes it."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -75,13 +71,9 @@ def finetune(
     is_dry: bool = False,
     num_shown: int = 0,
 ) -> Path | None:
-    """Train an adapter, or go on with a run that was interrupted.
+    """Train an adapter by a checked recipe on checked rows, or resume an interrupted run.
 
     Args:
-        recipe: Checked.
-        train: Its rows, checked.
-        validation: The rows to validate on, if any.
-        console: The output.
         is_dry: Stop before the base is loaded; nothing is written.
         num_shown: Rows to print with what is learnt marked; then stop, unless ``is_dry``.
 
@@ -235,7 +227,6 @@ def _fit_to_model(
 
 
 def _largest(*every: Any) -> int:
-    """Return the largest token of all rows."""
     columns = [rows for each in every if each for rows in each.columns.values()]
     return max(max(row, default=0) for rows in columns for row in rows)
 

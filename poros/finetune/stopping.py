@@ -16,11 +16,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping(TrainerCallback):
-    """Ends a run at the next step, with a checkpoint, when a signal comes.
-
-    Attributes:
-        signal: The one that came.
-    """
+    """Ends a run at the next step, with a checkpoint, when a signal comes."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -43,7 +39,6 @@ class Stopping(TrainerCallback):
         note_best(args, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Have the Trainer save and stop."""
         if self.signal is not None:
             control.should_save = control.should_training_stop = True
         return control

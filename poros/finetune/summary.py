@@ -1,4 +1,4 @@
-"""The summary printed before a run: does it fit, what goes where, how many steps, how long."""
+"""Prints a summary before a run: whether it fits, where the base lies, steps and time."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby

@@ -16,7 +16,7 @@ class Template(NamedTuple):
     markers: tuple[str, ...]
     """Each has to be one token of the tokenizer."""
     end_of_turn: str
-    """What the assistant ends its turn with, one of the markers."""
+    """The marker with which the assistant ends its turn."""
 
 
 _CHATML = """\

@@ -39,7 +39,7 @@ _MOST_SHOWN = 30
 
 
 class _Made(NamedTuple):
-    """What becomes of a row."""
+    """The tokens of one row."""
 
     columns: Mapping[str, Sequence[int]]
     length: int
@@ -58,9 +58,9 @@ class Tokens:
             ``rejected_ids`` (for a reward model the latter two, with the prompt in each), for KTO
             ``prompt_ids``, ``completion_ids`` and ``label``, of one number; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
-        numbers: Of the rows of data that they were made of.
+        numbers: Index of the row of data that each was made of.
         images: A digest of the images of each row; empty for a text.
-        num_tokens: Of all rows, without padding.
+        num_tokens: Tokens of all rows, without padding.
         num_learnt: Tokens with a label.
         num_cut: Rows that were longer than allowed.
         num_dropped: Rows without a token to learn, most often because they were cut before it.
@@ -106,9 +106,7 @@ def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTra
     """Load the model's tokenizer, with the template that the recipe names.
 
     Args:
-        recipe: With the model.
-        form: Of the rows.
-        processor: Of the model, for rows with images: it uses this tokenizer from then on.
+        processor: The model's processor, for rows with images; it uses this tokenizer afterwards.
 
     Raises:
         CheckpointFormatError: If there is none.
@@ -187,11 +185,8 @@ def tokenize(
     """Tokenize rows and make their labels.
 
     Args:
-        rows: Of a form that is settled.
-        tokenizer: With the template for messages.
-        recipe: What is learnt, and the length at which rows are cut.
-        num_proc: Processes that share the work; None to do it in this one.
-        images: Of rows with images.
+        rows: Rows whose form is settled.
+        num_proc: Processes that share the work; None does it in this process.
 
     Raises:
         DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _OURS = ("method", "lora_plus", "early_stopping_patience", "adapter_kernels")
 """Settings of ``training`` that TRL does not know."""
 _FEW_UPDATES = 50
-"""Fewer are noted before a run."""
+"""A run with fewer optimizer steps gets a note before it begins."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -51,7 +51,7 @@ class _Own(StagedCheckpoints):
     recipe: Recipe
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the trainer's own. A loss that is no number is no part of those after it."""
+        """As the trainer's own, but a loss that is not finite does not enter later averages."""
         total = getattr(self, "_tr_loss", None)
         if "loss" in logs and isinstance(total, torch.Tensor):
             total.zero_()  # the trainer subtracts it from itself
@@ -130,7 +130,7 @@ class Kto(_Own, BlockMajorMixin, KTOTrainer):
     """TRL's trainer of answers that are good or bad; its reference is that of ``Dpo``."""
 
     def _prepare_dataset(self, dataset: Any, tokenizer: Any, args: Any, name: str) -> Any:
-        """As TRL's own of rows that are tokens: an answer for the KL term beside each row."""
+        """As TRL's own for rows of tokens: add the answer of the KL term to each row."""
 
         def finish(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
             rows["label"] = [bool(label) for (label,) in rows["label"]]
@@ -198,15 +198,11 @@ def make_trainer(
     """Build the trainer of a recipe.
 
     Args:
-        recipe: How it trains.
-        arguments: Of ``make_arguments``.
-        model: With its adapter; prepared, or resident.
-        tokenizer: Saved with each checkpoint; its padding token fills rows. Of rows with images
-            the processor.
+        model: The model with its adapter, prepared or resident.
+        tokenizer: It is saved with each checkpoint, and its padding token fills rows. For rows with
+            images this is the processor.
         train: Rows of tokens, packed if the recipe says so.
-        validation: The same, or None.
         row_length: Tokens of a packed row.
-        images: Of rows with images.
 
     Raises:
         RecipeError: If TRL refuses settings for this model.
@@ -263,11 +259,7 @@ def make_arguments(
     """Build TRL's configuration of a recipe's method.
 
     Args:
-        recipe: How it trains.
-        folder: Of the run.
-        device: Where it trains.
         steps: Optimizer steps in all.
-        has_validation: Whether there are rows to validate on.
         has_bar: Whether a bar shows the progress, beside the logged values.
 
     Raises:
@@ -358,8 +350,7 @@ def num_steps(num_rows: int, recipe: Recipe) -> int:
     """Count the optimizer steps of a run, as the Trainer does.
 
     Args:
-        num_rows: Of the data, packed.
-        recipe: How it trains.
+        num_rows: Rows of the data, after packing.
     """
     training = recipe.training
     if training.max_steps is not None:
@@ -372,7 +363,7 @@ def num_steps(num_rows: int, recipe: Recipe) -> int:
 
 
 def few_updates(recipe: Recipe, steps: int) -> list[str]:
-    """Return notes about a run that has few optimizer steps."""
+    """Return notes for a run of few optimizer steps."""
     training, notes = recipe.training, []
     together = training.gradient_accumulation_steps
     if steps < _FEW_UPDATES and training.max_steps is None and together > 1:

@@ -26,13 +26,12 @@ reads do.
 
 import logging
 import os
-import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,9 @@ class SlabFile:
     """The last slabs of a file, mapped; it stays open.
 
     Args:
-        path: Holds them at its end.
-        offset: Where in it they start, in bytes; a multiple of a page.
-        num_bytes: Of all of them.
-        identity: What the file was when it was hashed.
+        path: The file, which ends with these slabs.
+        offset: Offset of the first of them in bytes, a multiple of a page.
+        identity: Identity of the file when it was hashed.
 
     Raises:
         HostMemoryError: If the file cannot be mapped, which takes no memory.
@@ -112,8 +110,8 @@ class DiskStore(HostStore):
     Made by ``DiskStore.over_file`` with one slab per layer; ``adopt`` makes one of blocks.
     """
 
-    behind: SlabFile | None = None
-    """The slabs that are on the disk; None if none are."""
+    behind: SlabFile = field(kw_only=True)
+    """The slabs that are on the disk."""
 
     def __post_init__(self) -> None:
         self._streams: StreamContext | None = None
@@ -123,7 +121,7 @@ class DiskStore(HostStore):
         self._ahead: dict[int, tuple[HostSlab, Future[None]]] = {}
         """Blocks that were read or are, each with its buffer, in the order of their reads."""
         self._lent: HostSlab | None = None
-        """The buffer from which a copy is about to be queued."""
+        """The buffer that is borrowed, from which a copy is about to be queued."""
         self._reader: _Reader | None = None
 
     @classmethod
@@ -134,15 +132,15 @@ class DiskStore(HostStore):
         data_offset: int,
         layouts: Sequence[BlockLayout],
         identity: Identity,
-    ) -> "DiskStore":
+    ) -> HostStore:
         """Make a store of the slabs of ``resident``, followed by those of ``file``.
 
         Args:
-            resident: The first slabs of ``layouts``, filled; none is fine.
-            file: Holds all slabs, each on a page, one after the other.
-            data_offset: Where in it the first slab starts, in bytes; a multiple of a page.
-            layouts: One per layer.
-            identity: What the file was when it was hashed.
+            resident: The first slabs of ``layouts``, filled; there may be none.
+            file: The file of all slabs, each on a page, one after the other.
+            data_offset: Offset of the first slab in the file in bytes, a multiple of a page.
+            layouts: Layouts of all layers.
+            identity: Identity of the file when it was hashed.
 
         Raises:
             HostMemoryError: If the file cannot be mapped, which takes no memory.
@@ -150,7 +148,7 @@ class DiskStore(HostStore):
         """
         first, rest = len(resident.slabs), layouts[len(resident.slabs) :]
         if not any(layout.num_bytes for layout in rest):
-            return cls(list(resident.slabs))
+            return resident
         num_bytes = sum(layout.padded_num_bytes for layout in rest)
         opened = SlabFile(file, data_offset + slab_offsets(layouts)[first], num_bytes, identity)
         behind = HostStore.over(opened.arena, rest)
@@ -173,13 +171,12 @@ class DiskStore(HostStore):
         return iter(tensors)
 
     def require_intact(self) -> None:
-        if self.behind is not None:
-            self.behind.require_intact()
+        self.behind.require_intact()
 
     def adopt(self, blocks: Sequence[Sequence[Sequence[NamedTensor]]]) -> HostStore | None:
         adopted = super().adopt(blocks)
-        if adopted is None or self.behind is None:
-            return adopted
+        if adopted is None:
+            return None
         return DiskStore(adopted.slabs, adopted.fallbacks, behind=self.behind)
 
     def start(self, streams: StreamContext) -> None:
@@ -237,7 +234,7 @@ class DiskStore(HostStore):
         """Stop the reader, and undo ``pin``. Idempotent."""
         readings = [reading for _, reading in self._ahead.values()]
         if self._reader is not None and not self._reader.close(readings):
-            logger.error("poros: a read of %s does not end; its buffer is kept", self.file)
+            logger.error("poros: a read of %s does not end; its buffer is kept", self.behind.path)
             return
         for slab in self._staging:
             slab.unpin()
@@ -258,7 +255,7 @@ class DiskStore(HostStore):
         return sum(slab.layout.num_bytes for slab in slabs if slab.is_pinned)
 
     def _is_on_disk(self, slab: HostSlab) -> bool:
-        return slab.arena is self.mapped
+        return slab.arena is self.behind.arena
 
     def _on_disk(self) -> list[int]:
         return [
@@ -270,7 +267,7 @@ class DiskStore(HostStore):
     def _make_staging(self) -> None:
         on_disk = self._on_disk()
         self.disk_num_bytes = sum(self.slabs[index].layout.num_bytes for index in on_disk)
-        if self._staging or not on_disk or self.behind is None:
+        if self._staging or not on_disk:
             return
         largest = max(self.slabs[index].layout.padded_num_bytes for index in on_disk)
         buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
@@ -295,7 +292,7 @@ class DiskStore(HostStore):
         read of the last.
         """
         if not self._staging:
-            raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
+            raise CheckpointFormatError(f"{self.behind.path}: its reader has been stopped")
         if not self._idle:
             slab, reading = self._ahead.pop(next(reversed(self._ahead)))
             wait([reading])
@@ -306,7 +303,7 @@ class DiskStore(HostStore):
         return slab
 
     def _take_back(self, event: Event) -> None:
-        """The buffer that was lent is free behind ``event``."""
+        """Note that the borrowed buffer is free after ``event``."""
         if self._lent is not None:
             self._idle.append((self._lent, event))
             self._lent = None
@@ -325,32 +322,18 @@ class DiskStore(HostStore):
             raise
         except Exception as error:
             raise CheckpointFormatError(
-                f"{self.file}: expected to read a block of the frozen base, found: {error}. Check "
-                "the disk; training can go on from the last checkpoint of the adapters"
+                f"{self.behind.path}: expected to read a block of the frozen base, found: {error}. "
+                "Check the disk; training can go on from the last checkpoint of the adapters"
             ) from error
-
-    @property
-    def file(self) -> Path:
-        """The file of the blocks that are not in memory."""
-        return self.behind.path if self.behind is not None else Path()
-
-    @property
-    def mapped(self) -> Arena | None:
-        """The mapping of these blocks."""
-        return self.behind.arena if self.behind is not None else None
 
 
 class _Reader:
-    """Reads blocks of a file, one after the other, in a thread of its own.
-
-    Args:
-        behind: The slabs of the file.
-    """
+    """Reads blocks of a file, one after the other, in a thread of its own."""
 
     def __init__(self, behind: SlabFile) -> None:
         self._behind = behind
         self._pool = ThreadPoolExecutor(1, "poros-disk")
-        self._is_direct = hasattr(os, "O_DIRECT")
+        self._is_direct = True
         self._descriptor = -1
         self._close: Callable[[], object] = lambda: None
 
@@ -363,7 +346,7 @@ class _Reader:
     def close(self, readings: Iterable[Future[None]]) -> bool:
         """End the thread; False if one of these reads does not end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        # Of those that had not begun, nobody would tell who waits.
+        # ``wait`` is not told of futures that were cancelled before they began.
         begun = [each for each in readings if not each.cancelled()]
         if wait(begun, _JOIN_S).not_done:
             return False
@@ -400,7 +383,7 @@ def num_written_pages(flat: torch.Tensor) -> int:
         Documentation/admin-guide/mm/pagemap.rst of Linux: bit 61 is set for a page of a file, bits
         62 and 63 for one that is swapped or present.
     """
-    if sys.platform != "linux" or not flat.numel():
+    if not flat.numel():
         return 0
     page = os.sysconf("SC_PAGE_SIZE")
     first = flat.data_ptr() // page

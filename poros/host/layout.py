@@ -10,7 +10,7 @@ Note: What is small stays
     streams however small it is, a vector of more than ``SMALL_NUM_BYTES`` streams too.
 
 Note: Layers start on pages
-    A loader lays out one slab per layer, before anybody has said how many layers make a block. So
+    A loader lays out one slab per layer, before the number of layers per block is known. So
     each layer starts on a page, in a block as in memory and in a file: the slabs of neighbouring
     layers, read as one, are the slab of the block that they make.
 """
@@ -103,7 +103,7 @@ def is_small(tensor: torch.Tensor, *, is_buffer: bool = False) -> bool:
     stays".
     """
     has_kind = is_buffer or tensor.ndim <= 1
-    return has_kind and tensor.numel() * tensor.element_size() <= SMALL_NUM_BYTES
+    return has_kind and tensor.nbytes <= SMALL_NUM_BYTES
 
 
 def view(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

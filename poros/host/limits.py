@@ -1,12 +1,13 @@
 """Reads how much host memory this process may still use, and how much may be page-locked.
 
-Two things stop an allocation that the system has granted: the machine has no memory left, or a
-control group (a container, a batch system) has a lower limit. The least of them counts. On a system
-that reports no limits nothing is refused. A limit on the address space of the process (``ulimit
--v``) makes the system refuse the allocation itself.
+Two limits stop an allocation that the system has granted: the memory of the machine, and that of a
+control group (of a container or a batch system). The lower one counts. On a system that reports no
+limits nothing is refused. With a limit on the address space of the process (``ulimit -v``) the
+system refuses the allocation itself.
 """
 
 import gc
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from poros.errors import HostMemoryError
 from poros.utils.formatting import size
 
 RESERVE_NUM_BYTES = 2**30
-"""What is left to everything else: the interpreter, one tensor on its way, the page cache."""
+"""Memory that is left for everything else: interpreter, one tensor in transit, page cache."""
 
 
 class MemoryLimit(NamedTuple):
@@ -23,31 +24,22 @@ class MemoryLimit(NamedTuple):
 
     num_bytes: int
     limit: str
-    """Which limit it is, with its figures."""
+    """Description of the limit, with its figures."""
 
 
 def host_memory_left(root: Path = Path("/")) -> MemoryLimit | None:
-    """Return the host memory that this process may still use: the least of all limits.
+    """Return the host memory that this process may still use, or None if it is not reported.
 
     Args:
-        root: Where the file systems ``proc`` and ``sys`` are found (for tests).
-
-    Returns:
-        None if the system does not report it.
+        root: Folder of the file systems ``proc`` and ``sys`` (for tests).
     """
     rooms = [*_machine(root), *_control_groups(root)]
     return min(rooms, default=None)
 
 
-def host_memory(root: Path = Path("/")) -> int | None:
-    """Return the host memory that this machine and its control groups grant, in bytes.
-
-    Args:
-        root: As for ``host_memory_left``.
-
-    Returns:
-        None if the system does not report it.
-    """
+def host_memory() -> int | None:
+    """Return the bytes of host memory that this machine and its control groups grant, or None."""
+    root = Path("/")
     whole = [*_meminfo(root, "MemTotal"), *(limit for limit, *_ in _group_limits(root))]
     return min(whole, default=None)
 
@@ -57,7 +49,7 @@ def require_host_memory(num_bytes: int, what: str, root: Path = Path("/")) -> No
 
     Args:
         num_bytes: Bytes that are going to be allocated, and written to.
-        what: What for, as it stands in the message: "the frozen base of Qwen2.5-32B".
+        what: Purpose of the memory, for the message: "the frozen base of Qwen2.5-32B".
         root: See ``host_memory_left``.
 
     Raises:
@@ -84,8 +76,8 @@ def explain_pin_budget(root: Path = Path("/")) -> str:
 
     The driver alone decides, so nothing is refused here.
     """
-    locked = _locked_limit()
-    of = "" if locked is None else f" is {size(locked)} here and"
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    of = "" if locked == resource.RLIM_INFINITY else f" is {size(locked)} here and"
     hint = f"The limit on locked memory{of} can be raised (ulimit -l; docker run --ulimit memlock)."
     if "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower():
         hint += (
@@ -148,15 +140,6 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:
             fields = _fields(top / group / "memory.stat")
             shared = fields.get("total_shmem" if controllers else "shmem", 0)
             yield limit, usage, fields.get(reclaimable, 0), shared, path
-
-
-def _locked_limit() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -27,7 +27,7 @@ class Arena:
     """One shared mapping, as large as the slabs in it and no larger.
 
     Args:
-        num_bytes: Size. The system commits memory page by page as it is written.
+        num_bytes: Its size. The system commits memory page by page as it is written.
         file: A file to map instead of new memory. It is not closed.
         offset: Where in ``file`` the arena starts; a multiple of ``PAGE_NUM_BYTES``.
         private: Whether writes stay in this process, and out of the file.
@@ -61,9 +61,8 @@ class HostSlab:
     """The authoritative bytes of one block, optionally page-locked.
 
     Args:
-        layout: What lies in it.
-        arena: The memory it is part of; an arena of its own if None.
-        offset: Where in the arena it starts, in bytes.
+        arena: The memory that the slab is part of; None allocates an arena for it alone.
+        offset: Offset in the arena, in bytes.
     """
 
     def __init__(self, layout: BlockLayout, arena: Arena | None = None, offset: int = 0) -> None:

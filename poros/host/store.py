@@ -38,11 +38,11 @@ class HostStore:
 
     slabs: list[HostSlab]
     fallbacks: list[str] = field(default_factory=list)
-    """What could not be had, one line each; each was logged once."""
+    """Things that were not available, one line each; each was logged once."""
     disk_num_bytes: int = 0
     """Frozen bytes that are not in memory (``poros.host.disk``)."""
     disk_stall_ms: float = 0.0
-    """For how long training waited for them."""
+    """Time for which training waited for them."""
 
     @classmethod
     def allocate(cls, layouts: Sequence[BlockLayout]) -> "HostStore":
@@ -172,13 +172,11 @@ class HostStore:
                 return
 
     def unpin(self) -> None:
-        """Undo ``pin`` for every slab."""
         for slab in self.slabs:
             slab.unpin()
 
     @property
     def num_bytes(self) -> int:
-        """Frozen bytes in host memory."""
         return sum(slab.layout.num_bytes for slab in self.slabs)
 
     @property
@@ -216,11 +214,7 @@ class _Attached:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+        return type(None), ()
 
 
 def _num_bytes(layouts: Sequence[BlockLayout]) -> int:

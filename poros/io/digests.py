@@ -1,18 +1,18 @@
-"""Digests of large bytes, and what tells a file from another or from itself before a write.
+"""Computes digests of large data, and identities of files that change with each write.
 
 The digest of a file or a slab is XXH3 (128 bits) over the XXH3 of each piece of ``PIECE_NUM_BYTES``
 (the last may be shorter), so that pieces are hashed on several threads, in any order, as they
 arrive. The digest of one tensor is XXH3 of its bytes.
 
 Note: Accidents, not attacks
-    A digest shows whether bytes are those that were written. Whoever can change a file can write
-    its manifest anew, so a cryptographic hash would protect from nothing more. On one busy core
-    SHA-256 made 1.2 GB/s and XXH3 10.
+    A digest shows whether bytes are those that were written. Anyone who can change a file can
+    rewrite its manifest, so a cryptographic hash would protect from nothing more. On one busy core
+    SHA-256 reached 1.2 GB/s and XXH3 10.
 
 Note: Sources, not copies
-    What ``SourceDigests`` hashes while a model is taken over is where the tensors come from and
-    never their new place, so that bytes which the move itself damages do not pass for what the
-    model was. Hashing releases the interpreter lock; it runs beside the copies.
+    While a model is prepared, ``SourceDigests`` hashes the tensors at their source and never at
+    their new place, so that bytes which the move damages differ from the digest. Hashing releases
+    the interpreter lock and runs beside the copies.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from poros.utils.logging_setup import ProgressLog
 logger = logging.getLogger(__name__)
 
 PIECE_NUM_BYTES = 16 * 2**20
-"""Part of what a digest is: with other pieces the same bytes have another digest."""
+"""Size of a piece. With another size the same bytes have another digest."""
 
 Identity = tuple[int, ...]
 
@@ -91,7 +91,6 @@ def digest_of(parts: Sequence[memoryview], pool: ThreadPoolExecutor | None = Non
     """The digest of bytes that lie in several places, one after the other.
 
     Args:
-        parts: Where they lie.
         pool: Hashes the pieces; None hashes them here.
     """
     return join((pool.map if pool is not None else map)(hash_piece, cut(parts)))
@@ -103,7 +102,7 @@ def sha256(text: bytes) -> str:
 
 
 def num_threads() -> int:
-    """How many threads are worth hashing with."""
+    """Return the number of threads to hash with."""
     return min(os.cpu_count() or 1, 8)
 
 
@@ -131,11 +130,7 @@ class SourceDigests:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Hash ``tensor`` as it is now; it must not be written until ``results``.
 
-        From a device it is copied for that, apart from the copy that moves it.
-
-        Args:
-            name: Of the tensor.
-            tensor: Where it comes from.
+        A tensor on a device is copied to the host for this, apart from the copy that moves it.
         """
         self._num_bytes += tensor.nbytes
         self._progress.step(size(self._num_bytes))
@@ -158,16 +153,16 @@ class SourceDigests:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A sum over all elements of ``tensors``, each mixed with its place; it tells accidents apart.
+    """Sum all elements of ``tensors``, each mixed with its position, to detect accidental edits.
 
-    The mixing is that of SplitMix (Steele et al. 2014, figure 16). A sum of weighed bits would miss
-    edits of the highest bit, as a change of all signs is.
+    The mixing is that of SplitMix (Steele et al. 2014, figure 16). A weighted sum of bits would
+    miss edits of the highest bit, such as a change of all signs.
 
     Args:
-        tensors: Of any dtypes, at least one, on one device.
+        tensors: One or more tensors of any dtypes, all on one device.
 
     Returns:
-        int64, of no dimension, on that device.
+        The sum: int64, of no dimension, on that device.
 
     Streams:
         Queued on the current stream; the host does not wait. Needs three integers of 64 bits for

@@ -3,7 +3,6 @@
 import mmap
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,8 +25,7 @@ def open_descriptor(path: Path) -> tuple[int, os.stat_result]:
     status = os.stat(path)
     if stat.S_ISREG(status.st_mode):
         # A pipe that took the place of the file in between would block without the flag.
-        flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode):
             return descriptor, status
@@ -60,7 +58,7 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> int:
 
 
 def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
-    """As ``read_into``, where there have to be enough bytes.
+    """As ``read_into``, but raise if there are too few bytes.
 
     Raises:
         EOFError: If the file ends before.
@@ -73,8 +71,6 @@ def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
 
 def mapping_flags(private: bool) -> dict[str, int]:
     """Options of ``mmap``; private, what is written to a page stays in this process."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return {"access": mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE}
     kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
     # Nothing is reserved for pages that may be written: a file may be larger than memory.
-    return {"flags": kind | (_MAP_NORESERVE if sys.platform == "linux" else 0)}
+    return {"flags": kind | _MAP_NORESERVE}

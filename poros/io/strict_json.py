@@ -9,21 +9,12 @@ from typing import Any
 from poros.errors import quoted
 
 
-class DuplicateKeyError(ValueError):
-    """An object has the key ``key`` twice."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        super().__init__(f"the key {quoted(key, limit=40)} twice in one object; remove one")
-
-
 def parse(text: str) -> Any:
     """Parse a text.
 
     Raises:
         json.JSONDecodeError: If it is no JSON.
-        DuplicateKeyError: If an object has a key twice.
-        ValueError: If a key is no text, or a number is NaN or Infinity.
+        ValueError: If an object has a key twice, a key is no text, or a number is NaN or Infinity.
         RecursionError: If it is nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
@@ -34,7 +25,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise DuplicateKeyError(twice)
+        raise ValueError(f"the key {quoted(twice, limit=40)} twice in one object; remove one")
     for name in found:
         if not name.isascii():
             name.encode()  # UnicodeEncodeError, a ValueError

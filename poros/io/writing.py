@@ -1,13 +1,13 @@
 """Checks output paths before the work begins, and writes files and folders whole or not at all.
 
 Note: Folders
-    A folder is written elsewhere first, then moved to its place. Until then it is called
-    ``.NAME.poros.partial``. Its writer keeps a lock on it for as long as it lives, and the system
-    releases that when the process ends, however it does. So another writer waits for one that
-    lives, and takes over what a dead one has left.
+    A folder is written as ``.NAME.poros.partial`` beside its place, then renamed. Its writer keeps
+    a lock on it for as long as it lives, and the system releases the lock when the process ends in
+    any way. So another writer waits for a live one, and takes over what a dead one has left.
 """
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -73,7 +73,7 @@ def require_folder(path: Path, option: str) -> None:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Why no folder could be made or written there; None if one could. Leaves nothing behind.
+    """Return why no folder could be written there; None if one could. Leaves nothing behind.
 
     Args:
         path: A folder, there or not; the nearest one above it that exists is tried.
@@ -131,7 +131,6 @@ def writing(
     """Turn an error of the body into one that names what was to be written.
 
     Args:
-        path: What is written.
         errors: ``Exception`` where a library writes: safetensors, ``torch.save`` and tokenizers
             each have other errors for a disk that is full.
 
@@ -228,8 +227,6 @@ def put_in_place(partial: Path, directory: Path) -> None:
 
 def _take(partial: Path) -> int:
     """Make the folder, or take it over; return the descriptor that keeps its lock."""
-    import fcntl  # not there on Windows, where files are written all the same
-
     while True:
         is_new = not partial.exists()
         with suppress(FileExistsError):
@@ -243,7 +240,7 @@ def _take(partial: Path) -> int:
         except BlockingIOError:
             logger.info("poros: waiting for another writer, of %s", partial)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks, where nobody knows whether its writer lives
+        except OSError:  # a file system without locks: another writer cannot be noticed
             if not is_new:
                 os.close(lock)
                 raise

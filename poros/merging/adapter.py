@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BY_PEFT = "merge it with PEFT's merge_and_unload"
-# Of LoRA's ways to begin, those that leave the weights of the base as they are.
+# LoRA's initialisations that leave the weights of the base unchanged.
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -20,7 +20,6 @@ class Adapter:
     """An adapter on a base whose tensors have no memory.
 
     Args:
-        saved: Its files.
         model: The base on the meta device, dense. It gets the adapter.
 
     Attributes:
@@ -122,8 +121,8 @@ class Adapter:
         """Merge the adapter into the tensors of one module, by PEFT's own code.
 
         Args:
-            module: As ``group_of`` says.
-            base: Its tensors as they are, by name.
+            module: A group, as ``group_of`` returns it.
+            base: The module's tensors before the merge, by name.
 
         Raises:
             UnsupportedModelError: If PEFT cannot merge it.

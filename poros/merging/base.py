@@ -20,7 +20,6 @@ def open_base(saved: SavedAdapter, given: str | os.PathLike[str] | None) -> Chec
     """Open the checkpoint that an adapter is merged into.
 
     Args:
-        saved: The adapter.
         given: A checkpoint, which is taken as it is; or a store, in place of which the checkpoint
             is taken that it was made from. None is what the adapter names.
 
@@ -40,8 +39,8 @@ def open_base(saved: SavedAdapter, given: str | os.PathLike[str] | None) -> Chec
         named, revision = origin.source, origin.revision
     if by:
         _require_there(named, by)
-    hub = {} if os.path.lexists(named) else _hub(revision)
-    checkpoint = Checkpoint.open(named, hub)
+    is_on_hub = revision is not None and not os.path.lexists(named)
+    checkpoint = Checkpoint.open(named, {"revision": revision} if is_on_hub else {})
     try:
         if origin is not None:
             _require_bytes(checkpoint, origin, by)
@@ -76,10 +75,6 @@ def _named(saved: SavedAdapter) -> str:
     if saved.base is None:
         raise PolicyError(f"base: expected the base, found none in the adapter; {_NAME_IT}")
     return saved.base
-
-
-def _hub(revision: str | None) -> dict[str, str]:
-    return {} if revision is None else {"revision": revision}
 
 
 def _require_there(named: str, by: str) -> None:

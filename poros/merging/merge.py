@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SHARD_NUM_BYTES = 4 * 10**9
 _PEFT = "base_model.model."
-"""What names of the model begin with in an adapter's file."""
+"""Prefix of the model's names in an adapter's file."""
 _INDEX = "model.safetensors.index.json"
 _REMEDY = "check that configuration and weights belong together"
 
@@ -52,9 +52,9 @@ def merge(
         base: The checkpoint it was trained on, which is taken as it is, or the store made of it;
             None is the one that the adapter names. If Poros has noted which bytes that had
             (training from a store), they are compared, as they are with a store.
-        dtype: Of the weights that are written; None is that of each tensor of the checkpoint.
-        shard_num_bytes: A file of the result is about as large at most.
-        progress: Told of bytes done, and of all.
+        dtype: Dtype of the written weights; None keeps that of each tensor of the checkpoint.
+        shard_num_bytes: Approximate maximum size of a file of the result.
+        progress: Is called with the bytes done and the bytes in all.
 
     Returns:
         ``out``, with configuration, tokenizer and chat template beside the weights.
@@ -137,7 +137,6 @@ class _Plan:
         yield from found.values()
 
     def size(self, name: str) -> int:
-        """The bytes of the written tensor."""
         if name in self._added:
             value = self._added[name]
             return value.numel() * self._written(value.dtype).itemsize

@@ -30,14 +30,13 @@ class SavedAdapter:
         folder: As ``adapter_folder`` gives it.
 
     Attributes:
-        folder: Of the files.
         config: PEFT's configuration.
-        weights: By the names of the file, finite, in memory.
+        weights: Tensors by their names in the file, finite, in memory.
         base: The base that its configuration names.
-        auto_class: What chose the class of the model that it was trained on, as in ``poros.load``;
-            None is a language model.
-        revision: Of the base, if that is a repository of the hub.
-        origin: Which bytes of the base it was trained on, if Poros has noted that beside it.
+        auto_class: The auto class of the model that it was trained on, as in ``poros.load``; None
+            for a language model.
+        revision: Revision of the base, if that is a repository of the hub.
+        origin: The bytes of the base that it was trained on, if Poros recorded them beside it.
 
     Raises:
         CheckpointFormatError: If a file is malformed; it names the file, and the field or tensor.
@@ -59,7 +58,6 @@ class SavedAdapter:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it was trained on a model with a head for classes."""
         return self.auto_class == "AutoModelForSequenceClassification"
 
     @property
@@ -105,11 +103,7 @@ class SavedAdapter:
             ) from error
 
     def fill(self, adapted: Any) -> list[str]:
-        """Put the weights into a model that has the adapter.
-
-        Returns:
-            Names in the file that have no place in the model.
-        """
+        """Put the weights into a model with the adapter; return names that have no place in it."""
         from peft.utils import set_peft_model_state_dict
 
         result = set_peft_model_state_dict(adapted, dict(self.weights))

@@ -1,11 +1,11 @@
 """Handles adapters that are added to a prepared model.
 
 Note: Initialisations that read the base
-    DoRA's magnitude and the starting values of other kinds are worked out from the weight that is
-    adapted, which rests on the host. So while PEFT makes the adapter of a module, the block of its
-    layer is on the device: what is read and drawn there is what a resident model reads and draws.
-    An initialisation that changes the base (KaSA, PiSSA), or that keeps a piece of it, would lose
-    it with the slot; it is refused, and the adapter taken out again.
+    DoRA's magnitude and the starting values of other kinds are computed from the weight that is
+    adapted, which is on the host between visits. So while PEFT makes the adapter of a module, the
+    block of its layer is on the device: PEFT reads and draws what it does in a resident model. An
+    initialisation that changes the base (KaSA, PiSSA), or that keeps a part of it, would lose it
+    with the slot; it is refused, and the adapter removed again.
 """
 
 import weakref
@@ -28,11 +28,10 @@ def require_proven(layer: nn.Module, known: Collection[str]) -> None:
     """Raise if a kind of adapters has come to ``layer`` that no check covers.
 
     Args:
-        layer: A decoder layer.
         known: The kinds that ``poros.prepare`` found in the model.
 
     Raises:
-        UnvalidatedArchitectureError: If so.
+        UnvalidatedArchitectureError: If there is such a kind.
     """
     from poros.gates.registry import read_registry
 
@@ -52,22 +51,16 @@ def require_proven(layer: nn.Module, known: Collection[str]) -> None:
             )
 
 
-class Initialisation:
-    """``BaseTuner._create_and_replace``, with the weights that it adapts on the device.
+def guard_initialisation(tuner: BaseTuner, renew: Callable[[], None]) -> Callable[..., None]:
+    """Return ``BaseTuner._create_and_replace``, with the weights that it adapts on the device.
 
     Args:
-        tuner: Whose it is.
-        renew: Makes all slots anew.
+        renew: Allocates all slots anew.
     """
+    reference = weakref.ref(tuner)  # which holds this
 
-    def __init__(self, tuner: BaseTuner, renew: Callable[[], None]) -> None:
-        self._tuner = weakref.ref(tuner)
-        self._renew = renew
-
-    def __call__(
-        self, config: Any, adapter: str, *args: Any, current_key: str, **kwargs: Any
-    ) -> None:
-        tuner: Any = self._tuner()
+    def initialise(config: Any, adapter: str, *args: Any, current_key: str, **kwargs: Any) -> None:
+        tuner: Any = reference()
         make = partial(type(tuner)._create_and_replace, tuner, config, adapter, *args, **kwargs)
         leave_out_dropped(tuner.model, config)
         layer = _layer_at(tuner.model, current_key)
@@ -91,9 +84,9 @@ class Initialisation:
                 raise
             complaint = error
         finally:
-            # Whatever else has failed: nobody is to read what was written.
+            # Whatever else has failed: nothing may read the bytes that were written.
             if before != after:
-                self._renew()
+                renew()
         if complaint is not None or kept or before != after:
             _take_out(tuner, adapter)
             raise PreparedModelError(
@@ -102,6 +95,8 @@ class Initialisation:
                 f"{adapter!r}; that would be lost with the slot. The adapter was taken out again. "
                 "Add it before poros.prepare: call poros.restore(model), add it, and prepare again"
             ) from complaint
+
+    return initialise
 
 
 def _layer_at(model: nn.Module, key: str) -> nn.Module | None:

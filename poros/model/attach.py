@@ -27,9 +27,10 @@ from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
 from poros.kernels.nf4 import Part, is_4bit
 from poros.kernels.use import patch
-from poros.model.added_adapters import Initialisation, require_proven
+from poros.model.added_adapters import require_proven
 from poros.model.guards import guards_of
 from poros.model.inspect import Inventory
+from poros.model.vision import base_of
 from poros.stream.boundary import (
     StreamedLayer,
     attach_layer,
@@ -81,23 +82,17 @@ class Attachment:
     """The changes made to one model. ``detach`` undoes those that were made so far.
 
     Args:
-        model: The model, checked by ``poros.model.inspect.take_inventory``; held weakly.
-        inventory: What it found.
-        device: Where it will run.
-        host: Where its blocks are going to be.
-        tally: Where calls of adapters that take our kernels are counted; None takes PEFT's.
+        inventory: What ``poros.model.inspect.take_inventory`` found in the model.
+        tally: Counts calls of adapters that run our kernels; None runs PEFT's modules.
     """
 
     def __init__(
         self,
-        model: nn.Module,
         inventory: Inventory,
         device: torch.device,
         host: HostStore,
         tally: KernelStats | None,
     ) -> None:
-        self._model = weakref.ref(model)
-        self._base = weakref.ref(inventory.base)
         self._device = device
         self._host = host
         self._tally = tally
@@ -112,10 +107,9 @@ class Attachment:
         self._base_origin = torch.device("cpu")
         self._buffers: SmallTensors | None = None
 
-    def move_to_host(self, digests: SourceDigests | None) -> None:
+    def move_to_host(self, model: nn.Module, digests: SourceDigests | None) -> None:
         """Move the frozen tensors that stream into the slabs; hash each on the way."""
-        base = self._base()
-        left = (None if base is None else attached_store(base)) or self._host
+        left = attached_store(base_of(model)) or self._host
         for tensors, slab in zip(self._blocks, self._host.slabs, strict=True):
             parts = [part for tensor in tensors for part in tensor.parts()]
             wanted = [
@@ -148,11 +142,10 @@ class Attachment:
             _put(part, copy)
         small.moves.clear()
 
-    def keep_embeddings(self, rows: RowReader, digests: SourceDigests | None) -> None:
+    def keep_embeddings(
+        self, model: nn.Module, rows: RowReader, digests: SourceDigests | None
+    ) -> None:
         """Move embeddings' matrices to host memory, where chosen; rows are read on demand."""
-        model = self._model()
-        if model is None:
-            return
         for embedding in self._embeddings:
             if digests is not None:
                 digests.add(embedding.name, embedding.matrix)
@@ -162,14 +155,15 @@ class Attachment:
 
     def take_head(
         self,
+        model: nn.Module,
         kept: KeptHead,
         rows: RowReader,
         streams: StreamContext,
         digests: SourceDigests | None,
     ) -> None:
         """Move the head's matrix to host memory and slice the loss, as chosen."""
-        model, base, head = self._model(), self._base(), self._head
-        if model is None or base is None or head is None:
+        head = self._head
+        if head is None:
             return
         if head.is_on_host:
             if digests is not None:
@@ -179,13 +173,10 @@ class Attachment:
             self._moved.append((part, origin))
             part.put(matrix)
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
-        self._undo.callback(slice_loss(base, head.module, kept.slices))
+        self._undo.callback(slice_loss(base_of(model), head.module, kept.slices))
 
-    def move_to_device(self) -> None:
+    def move_to_device(self, model: nn.Module) -> None:
         """Move everything that is not streamed: adapters, norms outside the layers, head."""
-        model = self._model()
-        if model is None:
-            return
         groups = (*self._blocks, *self._small)
         seen_to = {id(tensor.tensor) for group in groups for tensor in group}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -198,6 +189,7 @@ class Attachment:
 
     def attach_layers(
         self,
+        model: nn.Module,
         layers: Sequence[tuple[nn.Module, StreamedLayer]],
         begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
         renew: Callable[[], None],
@@ -205,32 +197,27 @@ class Attachment:
         """Make the layers stream, and set up everything around them.
 
         Args:
-            layers: With what each becomes.
-            begin: Takes what holds the layers, and the arguments of each call of it.
-            renew: Makes all slots anew, after somebody has written to one.
+            layers: Each layer, with the streamed layer that it becomes.
+            begin: Is called with the module that holds the layers, and the arguments of its call.
+            renew: Allocates all slots anew, after one was written to.
         """
         classes = {base: streamed_class(base) for base in {type(layer) for layer, _ in layers}}
         for layer, streamed in layers:
-            self._undo.callback(_call_if_alive, weakref.ref(layer), detach_layer)
-            self._undo.callback(_call_if_alive, weakref.ref(layer), _use_no_kernels)
+            self._at_detach(layer, detach_layer)
+            self._at_detach(layer, lambda layer: unpatch(layer.modules()))
             attach_layer(layer, streamed, classes[type(layer)])
             patch(layer, self._device, self._tally)
-        model = self._model()
-        if model is None:
-            return
         ancestors = _ancestors(model, self._layers_name)
-        # The innermost module that is called: whoever goes around the outer ones calls it too.
+        # The innermost module that is called: code that bypasses the outer ones calls it too.
         holder = ancestors[-2][1] if len(ancestors) > 1 else model
         handle = holder.register_forward_pre_hook(begin, with_kwargs=True)
         self._undo.callback(handle.remove)
         self._switch_off(model, ancestors)
         self._hide_from_ddp(model)
-        initialisation = partial(Initialisation, renew=renew)
-        for module, name, guard in guards_of(ancestors, self._device, initialisation):
+        for module, name, guard in guards_of(ancestors, self._device, renew):
             if name not in module.__dict__:
                 module.__dict__[name] = guard
-                remove = partial(_remove, name=name)
-                self._undo.callback(_call_if_alive, weakref.ref(module), remove)
+                self._at_detach(module, partial(_remove, name=name))
 
     def admit(self, layer: nn.Module) -> None:
         """Move tensors added to ``layer`` since to the device, such as a new adapter's.
@@ -317,8 +304,8 @@ class Attachment:
                 state = tensor.tensor.quant_state  # type: ignore[attr-defined]
                 if module.quant_state is not state:
                     self._set(module, "quant_state", state)
-        base = self._base()
-        if base is not None and getattr(base, "hf_device_map", None):
+        base = base_of(model)
+        if getattr(base, "hf_device_map", None):
             self._set(base, "hf_device_map", {"": self._device})
 
     def _hide_from_ddp(self, model: nn.Module) -> None:
@@ -333,18 +320,24 @@ class Attachment:
             hidden |= set(self._head.all_names)
         hidden |= {tensor.name for group in self._small for tensor in group if tensor.is_buffer}
         before = getattr(model, _DDP_IGNORED, None)
-        self._undo.callback(_call_if_alive, weakref.ref(model), partial(_put_back, before=before))
+        self._at_detach(model, partial(_put_back, before=before))
         model.__dict__[_DDP_IGNORED] = sorted(hidden | set(before or ()))
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         before = getattr(module, name)
         setattr(module, name, value)
+        self._at_detach(module, lambda module: setattr(module, name, before))
+
+    def _at_detach(self, module: nn.Module, action: Callable[[nn.Module], object]) -> None:
+        """Have ``detach`` call ``action`` with ``module``, if that is still alive."""
         reference = weakref.ref(module)
-        self._undo.callback(_call_if_alive, reference, lambda module: setattr(module, name, before))
 
+        def undo() -> None:
+            living = reference()
+            if living is not None:
+                action(living)
 
-def _use_no_kernels(layer: nn.Module) -> None:
-    unpatch(layer.modules())
+        self._undo.callback(undo)
 
 
 def _remove(module: nn.Module, name: str) -> None:
@@ -372,9 +365,3 @@ def _ancestors(model: nn.Module, layers_name: str) -> list[tuple[str, nn.Module]
     parts = layers_name.split(".") if layers_name else []
     names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
     return [(name, model.get_submodule(name)) for name in names]
-
-
-def _call_if_alive(reference: Any, action: Any) -> None:
-    module = reference()
-    if module is not None:
-        action(module)

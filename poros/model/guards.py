@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from poros.errors import PreparedModelError
+from poros.model.added_adapters import guard_initialisation
 from poros.model.origin import naming_source, write_origin
 from poros.stream.boundary import refuse_compiling, refuse_copy, require_harmless
 
@@ -24,53 +25,51 @@ logger = logging.getLogger(__name__)
 
 _MERGING = ("merge_adapter", "merge_and_unload", "unload", "unmerge_adapter")
 _CHECKPOINTING = "_set_gradient_checkpointing"
-"""What every way of switching it on goes through. That also has the inputs require gradients."""
+"""The method that every way of switching it on calls; it also makes inputs require gradients."""
 
 
 def guards_of(
     ancestors: Sequence[tuple[str, nn.Module]],
     device: torch.device,
-    initialisation: Callable[[BaseTuner], Callable[..., Any]],
+    renew: Callable[[], None],
 ) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
     """Yield the guards of a prepared model: a module, the name of a method, and what guards it.
 
     Args:
         ancestors: The modules above the layers, outermost first, and the list of them.
-        device: Of the model.
-        initialisation: Makes what guards the initialisation of adapters.
+        renew: Allocates all slots anew.
     """
     for name, module in ancestors:
         where = name or type(module).__name__
-        yield module, "_apply", _ApplyGuard(module, where, device)
-        yield module, "compile", _refuse_compiling(where)
+        yield module, "_apply", _guard_apply(module, where, device)
+        yield module, "compile", _always(refuse_compiling, where)
         if isinstance(module, PeftModel):
             yield module, "save_pretrained", _save_with_origin(module)
         for method in ("__deepcopy__", "__reduce_ex__"):
-            yield module, method, _refuse_copying(where)
+            yield module, method, _always(refuse_copy, f"{where} of a prepared one")
         if isinstance(module, BaseTuner):
             for method in _MERGING:
-                yield module, method, _refuse_merging(method)
-            yield module, "_create_and_replace", initialisation(module)
+                yield module, method, _always(_refuse_merging, method)
+            yield module, "_create_and_replace", guard_initialisation(module, renew)
         if isinstance(module, PreTrainedModel):
             yield module, _CHECKPOINTING, _skip_checkpointing(module)
     for module in ancestors[-1][1].modules():
         if isinstance(module, BaseTunerLayer):
             for method in ("merge", "unmerge"):
-                yield module, method, _refuse_merging(method)
+                yield module, method, _always(_refuse_merging, method)
 
 
-class _ApplyGuard:
-    """Guards ``Module._apply``, which ``to``, ``half`` and ``cuda`` call."""
+def _guard_apply(module: nn.Module, where: str, device: torch.device) -> Callable[..., nn.Module]:
+    """Return ``Module._apply``, which ``to`` and ``half`` call, with a check before it."""
+    reference = weakref.ref(module)  # which holds this
 
-    def __init__(self, module: nn.Module, where: str, device: torch.device) -> None:
-        self._module = weakref.ref(module)
-        self._where = where
-        self._device = device
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        own: Any = reference()
+        require_harmless(fn, own.parameters(), device, where)
+        applied: nn.Module = type(own)._apply(own, fn, recurse)
+        return applied
 
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        module = self._module()
-        require_harmless(fn, module.parameters(), self._device, self._where)  # type: ignore[union-attr]
-        return type(module)._apply(module, fn, recurse)  # type: ignore[union-attr, arg-type]
+    return apply
 
 
 def _save_with_origin(model: PeftModel) -> Callable[..., None]:
@@ -87,28 +86,20 @@ def _save_with_origin(model: PeftModel) -> Callable[..., None]:
     return save
 
 
-def _refuse_merging(method: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise PreparedModelError(
-            f"{method}: expected a model whose base is in place, found a prepared one (its base is "
-            "in the host store). Call poros.restore(model) first"
-        )
-
-    return refuse
+def _refuse_merging(method: str) -> NoReturn:
+    raise PreparedModelError(
+        f"{method}: expected a model whose base is in place, found a prepared one (its base is "
+        "in the host store). Call poros.restore(model) first"
+    )
 
 
-def _refuse_copying(where: str) -> Callable[..., NoReturn]:
-    def refuse(_: object) -> NoReturn:
-        refuse_copy(f"{where} of a prepared one")
+def _always(refuse: Callable[[str], None], where: str) -> Callable[..., None]:
+    """Return a method that refuses every call, whatever its arguments."""
 
-    return refuse
+    def call(*args: Any, **kwargs: Any) -> None:
+        refuse(where)
 
-
-def _refuse_compiling(where: str) -> Callable[..., None]:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        refuse_compiling(where)
-
-    return refuse
+    return call
 
 
 def _skip_checkpointing(module: PreTrainedModel) -> Callable[..., None]:

@@ -7,7 +7,7 @@ and everything else that is frozen inside a layer moves.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -31,7 +31,7 @@ from poros.host.layout import is_small
 from poros.kernels.nf4 import is_4bit, is_params4bit, is_plain
 from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds, require_groupable
 from poros.model.targets import is_router
-from poros.model.vision import find_towers
+from poros.model.vision import base_of, find_towers
 from poros.stream.adapters import adapter_tensors, named_tensors
 from poros.stream.frozen import FrozenTensor
 
@@ -62,7 +62,7 @@ _READING = (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 @dataclass(frozen=True)
 class Inventory:
-    """What ``poros.prepare`` works on."""
+    """The parts of a model that ``poros.prepare`` works on."""
 
     base: PreTrainedModel
     layers_name: str
@@ -76,14 +76,14 @@ class Inventory:
     kinds: Collection[str]
     """The kinds of adapters in the model."""
     embeddings: Sequence[Embedding]
-    """Those that stay in host memory."""
+    """Embeddings that stay in host memory."""
     head: Head | None
     """The head, if its loss is sliced or it stays in host memory."""
     untested: str
-    """What of the family and the kinds no gate has run, as text; "" if nothing."""
+    """Text that names the family and the kinds without an exact record; "" if there are none."""
 
     def by_layer(self) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
-        """What stays of each layer, and what streams."""
+        """Return for each layer the tensors that stay and those that stream."""
         streamed: list[list[FrozenTensor]] = [[] for _ in self.layers]
         for tensor in (tensor for block in self.blocks for tensor in block):
             streamed[tensor.places[0][0]].append(tensor)
@@ -99,8 +99,6 @@ def take_inventory(
     """Check every precondition and list what moves. Changes nothing.
 
     Args:
-        model: What is to be prepared.
-        policy: How.
         goes_by_records: Whether the registry decides; the gate that writes it passes False.
 
     Raises:
@@ -147,8 +145,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _base_model(model: nn.Module) -> PreTrainedModel:
-    get_base_model = getattr(model, "get_base_model", None)
-    base = get_base_model() if callable(get_base_model) else model
+    base = base_of(model)
     if not isinstance(base, PreTrainedModel):
         raise UnsupportedModelError(
             f"expected a transformers model or a PEFT model of one, found {type(base).__qualname__}"
@@ -305,21 +302,16 @@ def _has_generator(module: nn.Module) -> bool:
     )
 
 
-class Frozen(NamedTuple):
-    """The frozen tensors of the layers, each once."""
-
-    blocks: list[list[FrozenTensor]]
-    """Those that stream, by block, in slab order."""
-    small: list[list[FrozenTensor]]
-    """Those that stay on the device, by layer."""
-
-
 def find_frozen(
     model: nn.Module, layers_name: str, layers: Sequence[nn.Module], block_size: int
-) -> Frozen:
-    """The frozen tensors of layers that travel in blocks of ``block_size``.
+) -> tuple[list[list[FrozenTensor]], list[list[FrozenTensor]]]:
+    """Find the frozen tensors of layers that stream in blocks of ``block_size``, each once.
 
-    What is used outside the layers too is left out, as is a matrix of several blocks.
+    Tensors that modules outside the layers use too are left out, and so are matrices that several
+    blocks share.
+
+    Returns:
+        The tensors that stream, by block, in slab order; those that stay on the device, by layer.
     """
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     shared_outside = {
@@ -350,7 +342,7 @@ def find_frozen(
         [tensor for tensor in block if not tensor.stays and id(tensor.tensor) not in stays]
         for block in blocks
     ]
-    return Frozen(streamed, small)
+    return streamed, small
 
 
 def _collect(prefix: str, index: int, layer: nn.Module, tensors: dict[int, FrozenTensor]) -> None:
@@ -405,7 +397,7 @@ def _check_streamable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> str:
-    """Refuse what is refused on record; name what is untested."""
+    """Refuse a family or kinds that are refused on record; name those that are untested."""
     from poros.gates.registry import read_registry
 
     registry = read_registry()
@@ -430,13 +422,13 @@ def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> s
 
 
 def require_checked(unchecked: str) -> None:
-    """Refuse to train what neither a gate nor the self-check covers.
+    """Refuse to train a family or adapters that neither a gate nor the self-check covers.
 
     Args:
-        unchecked: What that is; "" if nothing.
+        unchecked: Text that names them; "" if there are none.
 
     Raises:
-        UnvalidatedArchitectureError: If there is something, and gradients are enabled.
+        UnvalidatedArchitectureError: If there are some, and gradients are enabled.
     """
     if unchecked and torch.is_grad_enabled():
         raise UnvalidatedArchitectureError(

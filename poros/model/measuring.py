@@ -1,19 +1,19 @@
-"""Sizes a run on a GPU by what its steps are seen to take.
+"""Sizes a run on a GPU by the measured memory of its steps.
 
-The peak of a step is read without touching PyTorch's peak statistics, which belong to the user: the
-allocator gives memory back only when it is asked to, so what it holds at the end of a step, after
-it was asked at the beginning, is the most that the step has needed. If other code has asked it
-within the step, nothing is known, and the room stays as it is.
+The peak of a step is read without touching PyTorch's peak statistics, which belong to the user. The
+allocator returns memory only when its cache is emptied. So if that is done at the beginning of a
+step, the memory that it holds at the end is the peak of the step. If other code has emptied the
+cache within the step, the peak is unknown, and the room stays as it is.
 
 Note: Larger batches
-    What a batch takes grows at most as ``growth`` says. If that does not fit what there is, room is
-    given up before it trains: layers that keep their graph before slots, since another number of
-    these moves every block. Its step is then measured, and from then on room is left for steps that
-    take half as much again, so that lengths that creep up do not resize each time.
+    The memory of a batch grows at most as ``growth`` says. If that does not fit the budget, room is
+    given up before the batch trains: first layers that keep their graph, then slots, since another
+    number of slots moves every block. Its step is then measured, and from then on room is left for
+    steps that need half as much again, so that slowly growing lengths do not resize each time.
 
 Note: Micro-batches that go together
-    If their step leaves room for most layers to keep their graph, they go one after the other from
-    then on, which is measured anew; if a larger batch takes that room away, together for good.
+    If their step leaves room for most layers to keep their graph, they run one after the other from
+    then on, which is measured anew. If a larger batch needs that room, they go together for good.
 """
 
 import logging
@@ -54,22 +54,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVE = 1.5
-"""Room is left for a step that takes so many times as much, once a batch has not fitted."""
+"""Factor by which a later step may need more, once a batch has not fitted."""
 MAX_ROUNDS = 3
-"""Of measuring and spending; after them the room only shrinks, until a larger batch comes."""
+"""Rounds of measuring and spending; then the room only shrinks, until a larger batch comes."""
 MAX_PUT_OFF = 2
 """Steps in a row that are not measured because visits were recorded in them."""
 SPARE_SHARE = 0.02
-"""Of the budget, left over where room is made larger: what the allocator keeps between tensors is
-not the same in two steps, and room that has to shrink again costs seconds of a run's beginning."""
+"""Share of the budget that is left free where room grows: gaps between tensors differ from step to
+step, and room that has to shrink again costs seconds at the beginning of a run."""
 
 
 class StepWatch:
-    """Notices that an optimizer has stepped, by some elements of what it trains.
+    """Notices that an optimizer has stepped, by some elements of trained parameters.
 
     Args:
-        model: Whose trainable parameters to watch: the last few. Of a LoRA, the first step changes
-            at least the matrix that starts at zero.
+        model: The model, of which the last few trainable parameters are watched. The first step of
+            a LoRA changes at least the matrix that starts at zero.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,9 +77,9 @@ class StepWatch:
         self._watched = [(parameter, _sample(parameter)) for parameter in trained[-8:]]
 
     def has_stepped(self) -> bool:
-        """Whether one has since it was last seen to, or will not change these any more.
+        """Whether a step has changed the watched elements since the last one that was noticed.
 
-        May wait for the device.
+        Also true if a watched parameter is no longer trained. May wait for the device.
         """
         stepped = any(
             not parameter.requires_grad or not torch.equal(_sample(parameter), before)
@@ -91,34 +91,34 @@ class StepWatch:
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Some elements of a parameter: an optimizer's step changes them if it changes any."""
+    """Copy some elements of a parameter; an optimizer's step that changes any changes these."""
     return parameter.detach().reshape(-1)[:64].clone()
 
 
 class DeviceMemory:
-    """What PyTorch's allocator of this process holds on a GPU, in bytes."""
+    """Memory that PyTorch's allocator of this process holds on a GPU, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def allocated(self) -> int:
-        """In tensors that are alive."""
+        """Bytes of live tensors."""
         return torch.cuda.memory_allocated(self._device)
 
     def reserved(self) -> int:
-        """In all, what lies between tensors and waits for the next ones included."""
+        """Bytes of live tensors, of cached memory and of gaps between tensors."""
         return torch.cuda.memory_reserved(self._device)
 
     def give_back(self) -> None:
-        """Return to the device what no tensor needs."""
+        """Return cached memory to the device."""
         torch.cuda.empty_cache()
 
     def num_given_back(self) -> int:
-        """How many pieces of memory were returned to the device so far, by whomever."""
+        """Number of segments that were returned to the device so far, by any code."""
         return int(torch.cuda.memory_stats(self._device).get("segment.all.freed", 0))
 
     def free(self) -> int:
-        """What training may still have; see ``poros.config.budget_of``."""
+        """Bytes that training may still allocate; see ``poros.config.budget_of``."""
         free, whole = torch.cuda.mem_get_info(self._device)
         allowed = int(torch.cuda.memory.get_per_process_memory_fraction(self._device) * whole)
         cached = self.reserved() - self.allocated()
@@ -126,7 +126,7 @@ class DeviceMemory:
 
 
 class Stage(Enum):
-    """How far the measuring of a run has come."""
+    """Progress of a run's measurement; the value says how long the stage lasts."""
 
     WARMING = "until the self-check has passed and the optimizer has stepped"
     MEASURING = "a whole step, from now to the end of an optimizer's step"
@@ -137,16 +137,13 @@ class MeasuredSizer(Sizer):
     """Decides on the room of one run, by measurement.
 
     Args:
-        policy: Of the model.
-        estimate: See ``Estimate``; for the floor.
-        memory: Of the device.
-        sizes: Of the blocks.
-        held: Bytes on the device that belong to the model, its slots included.
-        model: Gives the model; None once it is gone.
-        will_record: Whether visits are to be recorded and none is yet.
+        estimate: Estimates the floor (see ``Estimate``).
+        held: Returns the bytes on the device that belong to the model, its slots included.
+        model: Returns the model; None once it is gone.
+        will_record: Returns whether visits are to be recorded and none is yet.
 
     Attributes:
-        graph_num_bytes: The most that the graph of a layer was seen to keep.
+        graph_num_bytes: Maximum of what the graph of a layer kept, as measured.
     """
 
     def __init__(
@@ -161,7 +158,7 @@ class MeasuredSizer(Sizer):
     ) -> None:
         super().__init__(policy, estimate)
         self._is_given = self.budget is not None
-        """Whether the budget is the user's. One that was read from the device refuses nothing."""
+        """Whether the user set the budget. One that was read from the device refuses nothing."""
         is_fixed = (policy.slots, policy.keep_last) != (None, None)
         self.decides = self._is_given or not is_fixed
         """Nothing is measured where the room is fixed, or where the device had no more of it."""
@@ -172,7 +169,7 @@ class MeasuredSizer(Sizer):
         self._will_record = will_record
         self._stage = Stage.WARMING
         self._others_num_bytes = 0
-        """Held by this process when the first step began, besides the model."""
+        """Bytes that this process held when the first step began, without the model."""
         self._measured: list[tuple[Shape, Needs]] = []
         """Shapes that were measured, and what a step with the largest of them takes."""
         self._estimated: list[Shape] = []
@@ -208,7 +205,7 @@ class MeasuredSizer(Sizer):
         return self._planned[1]
 
     def watching_graph(self) -> AbstractContextManager[None] | None:
-        """What notes how much a layer's recomputation keeps; None if that is not wanted now."""
+        """A context that notes what a layer's recomputation keeps; None if it is not wanted now."""
         return self._noting_graph() if self._is_first_round else None
 
     def watches(self, layer: int) -> bool:
@@ -285,7 +282,7 @@ class MeasuredSizer(Sizer):
         return None
 
     def _cannot_measure(self) -> None:
-        """Somebody has emptied the allocator's cache within the step: the room stays as it is."""
+        """Keep the room as it is, because the allocator's cache was emptied within the step."""
         self._stage = Stage.SETTLED
         logger.warning(
             "poros: PyTorch returned cached memory to the device within a step "
@@ -295,7 +292,7 @@ class MeasuredSizer(Sizer):
         )
 
     def _restart(self, model: nn.Module) -> None:
-        """Others are trained: nothing is known of their steps."""
+        """Measure anew, because other adapters are trained from now on."""
         self._measured.clear()
         self._estimated.clear()
         self.is_quicker_alone = False
@@ -315,7 +312,7 @@ class MeasuredSizer(Sizer):
         self._num_given_back = self._memory.num_given_back()
 
     def _provide(self, shape: Shape, room: ResidencyPlan, is_checking: bool) -> ResidencyPlan:
-        """Room for a batch that may be larger than any before."""
+        """Return the room for a batch that may be larger than any before."""
         if any(shape.is_within(known) for known, _ in self._measured):
             return room
         if not self._measured:
@@ -346,7 +343,7 @@ class MeasuredSizer(Sizer):
     def _affordable(
         self, needs: Needs, room: ResidencyPlan, spare_share: float = 0.0
     ) -> ResidencyPlan | None:
-        """The most room that fits, with a share of the budget left over."""
+        """Return the most room that fits, with a share of the budget left over."""
         budget = self.budget or 0
         budget -= int(spare_share * budget)
         return affordable(budget, self._sizes, needs, self.wanted, room.offload_inputs)
@@ -357,7 +354,7 @@ class MeasuredSizer(Sizer):
         )
 
     def _floor(self, shape: Shape, is_checking: bool) -> ResidencyPlan:
-        """The least room, with inputs on the host if the estimate says that it takes that.
+        """Return the least room, with inputs on the host if the estimate needs that.
 
         Raises:
             VRAMBudgetError: If a given budget is below it.
@@ -385,7 +382,7 @@ class MeasuredSizer(Sizer):
         )
 
     def _spend(self, room: ResidencyPlan) -> ResidencyPlan:
-        """The room for steps like the one that has been measured, which ran in ``room``."""
+        """Return the room for steps like the measured one, which ran in ``room``."""
         if not self._seen or (self.is_quicker_alone and _are_together(self._seen)):
             # Its only pass has recorded visits, or it had begun when that was decided.
             self._give_back()
@@ -422,7 +419,7 @@ class MeasuredSizer(Sizer):
         """Whether micro-batches, together so far, go one after the other from now on."""
         if self.is_quicker_alone or not (self._may_be_alone and _are_together(self._seen)):
             return False
-        # Their inputs and what they have in hand are more than those of one.
+        # Inputs and waiting tensors of several are more than those of one.
         of_one = replace(needs, graph=self.graph_num_bytes).scaled(self._reserve)
         most = self._affordable(of_one, room)
         self.is_quicker_alone = most is not None and self._keeps_most(most, SURELY_KEPT)
@@ -442,7 +439,7 @@ class MeasuredSizer(Sizer):
         return 2 * self.graph_num_bytes if plan is None else plan.terms["recordings"]
 
     def _attributed(self, room: ResidencyPlan, persistent: int, rest: int) -> Needs:
-        """What a step takes, if it took ``rest`` for itself and for the graphs of kept layers."""
+        """Divide ``rest`` bytes of a step between the graphs of kept layers and everything else."""
         together = max((shape.micro_batches for shape in self._seen), default=1)
         graph = self.graph_num_bytes * together
         num_kept = min(room.keep_last, self._sizes.num_layers)
@@ -467,7 +464,7 @@ class MeasuredSizer(Sizer):
         return larger
 
     def _beyond(self, room: ResidencyPlan, step: int) -> ResidencyPlan:
-        """Not even the least room fits: it is what there is."""
+        """Return the least room, though it does not fit the budget."""
         least = self._least(self.wanted.offload_inputs is not False)
         if room == least:
             logger.warning(

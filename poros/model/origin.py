@@ -1,16 +1,17 @@
 """Where a base comes from: on a loaded model, in its store, and beside a saved adapter.
 
-PEFT writes the name of the base into ``adapter_config.json``, which says neither which bytes were
-trained on nor where they lie quantized. That goes into a file beside it, for ``poros merge`` and
-``poros chat``; nothing else reads it.
+PEFT writes the name of the base into ``adapter_config.json``, but neither a digest of its bytes nor
+the place of its store. Both go into a file beside it, for ``poros merge`` and ``poros chat``;
+nothing else reads it.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 
 from poros.errors import CheckpointFormatError, quoted
@@ -26,12 +27,12 @@ _ATTACHED = "_poros_origin"
 class Origin:
     """The checkpoint that a base was made from."""
 
-    source: str
+    source: Annotated[str, Field(min_length=1)]
     """An absolute path, or the name of a repository of the hub."""
     revision: str | None = None
-    """Of a repository: the commit, or what was asked for if that is not known."""
+    """Commit of a repository, or the requested revision if the commit is unknown."""
     fingerprint: str | None = None
-    """Of its bytes (``Checkpoint.fingerprint``); None if they were not hashed."""
+    """Digest of its bytes (``Checkpoint.fingerprint``); None if they were not hashed."""
     seen: Mapping[str, Any] | None = None
     """``Checkpoint.seen``, by which unchanged files need not be hashed again."""
     store: str | None = None
@@ -43,22 +44,18 @@ class Origin:
 
         Args:
             found: Plain JSON values.
-            where: They come from, for the message.
+            where: The file that they come from, for the message.
 
         Raises:
-            CheckpointFormatError: If it is nothing of the kind.
+            CheckpointFormatError: If these are not the values of an origin.
         """
-        names = {each.name for each in fields(cls)}
-        known = {name: found[name] for name in names & found.keys()} if _is_record(found) else {}
-        texts = [known.get(name) for name in names - {"source", "seen"}]
-        is_sound = isinstance(known.get("source"), str) and known["source"]
-        is_sound = is_sound and all(each is None or isinstance(each, str) for each in texts)
-        if not is_sound or not (known.get("seen") is None or _is_record(known["seen"])):
+        try:
+            return TypeAdapter(cls).validate_python(found)
+        except ValidationError as error:
             raise CheckpointFormatError(
                 f"{where}: expected the checkpoint that a base was made from, found "
                 f"{quoted(found)}; write the store again, or remove the file beside the adapter"
-            )
-        return cls(**known)
+            ) from error
 
 
 def put_origin(model: nn.Module, origin: Origin) -> None:
@@ -74,10 +71,10 @@ def origin_of(model: nn.Module) -> Origin | None:
 
 @contextmanager
 def naming_source(model: Any) -> Iterator[None]:
-    """Have PEFT name the checkpoint that the base was made from while it saves, not a store.
+    """Make PEFT name the source checkpoint while it saves in the body, and not a store.
 
-    Its model card takes the name from the configuration, of which a store is the place. The
-    revision is written into the adapters' configurations, where there is none, and stays there.
+    PEFT's model card takes the name from the configuration, which names the store. The revision is
+    written into the adapters' configurations, where there is none, and stays there.
     """
     origin = origin_of(model)
     if origin is None:
@@ -97,11 +94,10 @@ def naming_source(model: Any) -> Iterator[None]:
 def write_origin(model: nn.Module, folder: Path) -> None:
     """Write the record of the base's bytes beside each adapter in a folder, or remove an old one.
 
-    There is one where the bytes are known: of a base that has a store.
+    A record is written if the bytes are known: if the base has a store.
 
     Args:
-        model: A PEFT model.
-        folder: What ``save_pretrained`` has written to.
+        folder: The folder that ``save_pretrained`` has written to.
 
     Raises:
         StoreWriteError: If it cannot be written.
@@ -115,7 +111,3 @@ def write_origin(model: nn.Module, folder: Path) -> None:
             (place / RECORD).unlink(missing_ok=True)
         else:
             write_json(place / RECORD, asdict(origin))
-
-
-def _is_record(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(each, str) for each in value)

@@ -25,10 +25,7 @@ def captures_for(
     """Make the empty recordings of a model; None if no visit is recorded.
 
     Args:
-        policy: Of the model.
-        device: Where it runs.
         recorder: Records; None for the device's own, if it has one.
-        blocks: The frozen tensors of the model.
     """
     if policy.cuda_graphs is False:
         return None
@@ -45,7 +42,7 @@ def captures_for(
 def workspace_for(
     policy: StreamingPolicy, device: torch.device, blocks: Iterable[Sequence[FrozenTensor]]
 ) -> DenseWorkspace | None:
-    """Where 4-bit weights are made dense: of recorded visits and others, which share no other."""
+    """Make the memory in which visits, recorded or not, dequantize one 4-bit weight at a time."""
     if policy.cuda_graphs is False or device.type != "cuda":
         return None
     largest = max((each.dense_num_bytes for block in blocks for each in block), default=0)
@@ -53,7 +50,7 @@ def workspace_for(
 
 
 def dense_layer_for(policy: StreamingPolicy, device: torch.device) -> DenseLayer | None:
-    """Where the 4-bit weights of a layer are made dense for several calls of it; none yet."""
+    """Make the owner of a layer's dequantized weights, which several calls share; empty yet."""
     wanted = device.type == "cuda" if policy.share_dense is None else policy.share_dense
     return DenseLayer(device) if wanted and policy.adapter_kernels != "peft" else None
 
@@ -62,9 +59,8 @@ def share_dense(dense: DenseLayer | None, sizer: Sizer, captures: Captures | Non
     """Allocate memory for the dense weights of a layer, if there is room.
 
     Args:
-        dense: Gets it; None if nothing is to be shared.
-        sizer: Knows of the room.
-        captures: Recorded visits, which go if what they read goes.
+        dense: Owns the memory; None if nothing is to be shared.
+        captures: Recorded visits, which are dropped if memory that they read is freed.
     """
     if dense is None:
         return

@@ -57,9 +57,6 @@ class Runtime:
 
     Args:
         model: The model, checked by ``poros.model.inspect.take_inventory``; held weakly.
-        inventory: What it found.
-        policy: How to stream.
-        streams: Of the device.
         estimate: Of a step of this model, for its budget.
         journal: See ``BlockManager``.
 
@@ -125,7 +122,7 @@ class Runtime:
             if policy.adapter_kernels != "peft"
             else None
         )
-        self._attachment = Attachment(model, inventory, self.device, self.host, self.tally)
+        self._attachment = Attachment(inventory, self.device, self.host, self.tally)
         with ExitStack() as undo:
             undo.callback(self.host.unpin)
             undo.callback(self._attachment.abandon)
@@ -134,14 +131,14 @@ class Runtime:
             self.small = SmallTensors(
                 inventory.by_layer(), self.device, digests=self.digests is not None
             )
-            self._attachment.move_to_host(self.digests)
+            self._attachment.move_to_host(model, self.digests)
             self._attachment.move_small(self.small)
             self.rows = RowReader(streams)
-            self._attachment.keep_embeddings(self.rows, self.digests)
+            self._attachment.keep_embeddings(model, self.rows, self.digests)
             self.head = KeptHead()
             undo.callback(self.head.unpin)
-            self._attachment.take_head(self.head, self.rows, streams, self.digests)
-            self._attachment.move_to_device()
+            self._attachment.take_head(model, self.head, self.rows, streams, self.digests)
+            self._attachment.move_to_device(model)
             if self.device.type == "cuda":
                 self.host.pin(self.device)
             self.constants = DeviceConstants(
@@ -158,6 +155,7 @@ class Runtime:
             self.sizer = self._make_sizer(estimate)
             self.context = self._make_context(model, inventory, recorder)
             self._attachment.attach_layers(
+                model,
                 self._make_layers(inventory),
                 self.begin_pass,
                 lambda: self.resize(self.room),
@@ -514,7 +512,6 @@ class Runtime:
         return bindings
 
     def streamed_layers(self) -> Iterator[StreamedLayer]:
-        """Its layers, in order."""
         for reference in self._layers:
             layer = reference()
             if layer is not None:

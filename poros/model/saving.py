@@ -55,8 +55,7 @@ def watch_saving(model: nn.Module, store: DiskStore) -> None:
 
     A copy or a pickle of the model, whose tensors are its own, is not checked.
     """
-    if store.behind is not None:
-        model.register_state_dict_post_hook(_Watch(store))
+    model.register_state_dict_post_hook(_Watch(store))
 
 
 class _Watch:
@@ -66,7 +65,7 @@ class _Watch:
         self._store = store
 
     def __call__(self, module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-        if self._store is None or self._store.behind is None:
+        if self._store is None:
             return
         try:
             self._store.require_intact()

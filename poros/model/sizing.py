@@ -1,23 +1,24 @@
-"""How much of its budget a run gives to slots, and how much to layers that keep their graph.
+"""Decides how a run divides its budget between slots and layers that keep their graph.
 
 Note: What the budget means
     Bytes on the device that PyTorch's allocator holds for the model and its training: tensors, and
-    what the allocator keeps between them. Not counted are the context of CUDA, other processes, and
-    what this process held besides the model when its first step began.
+    gaps between them. Not counted are the context of CUDA, other processes, and memory that this
+    process held besides the model when its first step began.
 
-On a GPU nothing but the floor is predicted. Training begins with two slots. When the self-check has
-passed and the optimizer has stepped, one whole step is measured (``poros.model.measuring``), and
-what the budget has left is spent but for a fiftieth: slots cost exactly their bytes, a layer that
-keeps its graph the bytes that its recomputation was seen to keep. The next step is measured again.
+On a GPU only the floor is estimated. Training begins with two slots. When the self-check has passed
+and the optimizer has stepped, one whole step is measured (``poros.model.measuring``). Then the rest
+of the budget, but for a fiftieth, is spent: a slot costs exactly its bytes, and a layer that keeps
+its graph the bytes that its recomputation kept. The next step is measured again.
 
-On a CPU, which has no allocator to ask, a given budget is spent by the estimate of ``poros.plan``.
+On a CPU, whose allocator has no statistics, a given budget is spent by the estimate of
+``poros.plan``.
 
-Once all blocks have a slot, micro-batches have no load to share, and a layer that keeps its graph
-saves each of them a recomputation, but only one of those that go together. So where most layers can
-keep it, micro-batches go one after the other: see ``is_quicker_alone``.
+Once all blocks have a slot, micro-batches have no load to share. A layer that keeps its graph saves
+each separate micro-batch a recomputation, but only one of those that go together. So where most
+layers can keep their graph, micro-batches run one after the other: see ``is_quicker_alone``.
 
-Either way a batch larger than any before is provided for before it trains, and what cannot fit at
-all is refused. No decision changes a bit of the result.
+In both cases room for a batch larger than any before is made before it trains, and a batch that
+cannot fit is refused. No decision changes a bit of the result.
 """
 
 import logging
@@ -43,7 +44,7 @@ LEAST_KEPT = 0.5
 kernels of 7B at 512 tokens, measured on an H200 (8 together share dense weights as well), the two
 are equal at 0.55 there, and at 0.4 with the rates of an RTX 3090."""
 SURELY_KEPT = 0.75
-"""The same as long as it is an estimate."""
+"""The same share for an estimate that nothing has measured yet."""
 
 
 class DeviceMemoryError(VRAMBudgetError, torch.OutOfMemoryError):
@@ -51,19 +52,19 @@ class DeviceMemoryError(VRAMBudgetError, torch.OutOfMemoryError):
 
 
 class Shape(NamedTuple):
-    """Of a micro-batch."""
+    """The shape of a micro-batch."""
 
     batch_size: int
     seq_len: int
     micro_batches: int = 1
-    """How many of them go through the blocks together."""
+    """Micro-batches that go through the blocks together."""
 
     def is_within(self, other: "Shape") -> bool:
         return all(own <= others for own, others in zip(self, other, strict=True))
 
 
 class ResidencyPlan(NamedTuple):
-    """What blocks and graphs get on the device."""
+    """The room that blocks and graphs get on the device."""
 
     num_slots: int
     """All slots, those of blocks that stay included."""
@@ -82,7 +83,7 @@ class ResidencyPlan(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a policy fixes of a room; None leaves it to the budget."""
+    """The fields of a room that a policy fixes; None leaves a field to the budget."""
 
     num_slots: int | None
     keep_last: int | None
@@ -90,7 +91,7 @@ class Wanted(NamedTuple):
 
 
 Estimate = Callable[[Shape, "int | None", Wanted, bool, bool], "MemoryPlan"]
-"""Of a step with micro-batches of a shape, for a budget in bytes, of a wanted room, with the
+"""Estimates a step with micro-batches of a shape, for a budget in bytes and a wanted room, with the
 self-check's share or without, with room for recorded visits or without. Raises ``VRAMBudgetError``
 if it does not fit."""
 
@@ -100,10 +101,10 @@ class BlockSizes:
     """The blocks of one model, as they are divided among slots.
 
     Attributes:
-        layouts: Of the blocks.
-        num_layers: In all of them.
+        layouts: One layout per block.
+        num_layers: Layers of all blocks.
         block_size: Layers of a block; the last may have fewer.
-        head: Bytes of a head that gets a place on the device when every block has one.
+        head: Bytes of a head that moves to the device when every block has a slot.
     """
 
     layouts: Sequence[BlockLayout]
@@ -112,7 +113,7 @@ class BlockSizes:
     head: int = 0
 
     def num_bytes(self, room: ResidencyPlan) -> int:
-        """Of all slots, and of the head if it has a place."""
+        """Bytes of all slots, and of the head if it is on the device."""
         division = divide(self.num_layers, self.block_size, room.num_slots, room.keep_last)
         streamed = self.layouts[: division.num_streamed]
         pinned = self.layouts[division.num_streamed :]
@@ -127,22 +128,22 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step takes besides its slots, in bytes."""
+    """Bytes that a step needs besides its slots."""
 
     persistent: int
-    """Between steps too: adapters, optimizer state, embedding, head."""
+    """Bytes held between steps too: adapters, optimizer state, embedding, head."""
     transient: int
-    """Within a step, with every layer recomputed."""
+    """Bytes held within a step in which every layer is recomputed."""
     graph: int
-    """What one layer's graph keeps."""
+    """Bytes that one layer's graph keeps."""
 
     def scaled(self, factor: float) -> "Needs":
-        """For a batch that takes ``factor`` times as much."""
+        """Scale the needs to a batch that takes ``factor`` times as much."""
         return Needs(self.persistent, int(self.transient * factor), int(self.graph * factor))
 
 
 def most_of(steps: Iterable[Needs]) -> Needs:
-    """What any of these steps takes at most."""
+    """Return the maximum of each need over these steps."""
     found = list(steps)
     return Needs(
         max(needs.persistent for needs in found),
@@ -160,19 +161,15 @@ def step_num_bytes(room: ResidencyPlan, sizes: BlockSizes, needs: Needs) -> int:
 def affordable(
     budget: int, sizes: BlockSizes, needs: Needs, wanted: Wanted, offload: bool
 ) -> ResidencyPlan | None:
-    """The most room for a budget: slots first, and kept layers when every block has one.
+    """Return the most room for a budget, or None if not even the least room fits.
 
+    Slots come first, and kept layers when every block has a slot.
     A slot saves two copies of a block in each step, a kept layer its recomputation.
 
     Args:
         budget: In bytes.
-        sizes: Of the blocks.
-        needs: Besides the slots; as long as no graph was measured, no layer is kept.
-        wanted: What the policy fixes.
+        needs: Needs besides the slots; as long as no graph was measured, no layer is kept.
         offload: Whether inputs of layers wait on the host.
-
-    Returns:
-        None if not even the least room fits.
     """
     num_blocks = len(sizes.layouts)
     choices = range(min(MIN_SLOTS, num_blocks), num_blocks + 1)
@@ -193,10 +190,10 @@ def affordable(
 
 
 def growth(shape: Shape, known: Shape) -> float:
-    """How much more a batch takes than a known one, at most.
+    """Return an upper bound of the ratio between the memory of a batch and that of a known one.
 
-    What a step holds grows no faster than the rows, and no faster than the square of their length
-    (attention without a fused kernel; everything else grows with the length itself).
+    The memory of a step grows no faster than the rows, and no faster than the square of their
+    length (attention without a fused kernel; everything else grows with the length itself).
     """
     rows, length = shape.batch_size / known.batch_size, shape.seq_len / known.seq_len
     together = max(1.0, shape.micro_batches / known.micro_batches)
@@ -209,10 +206,8 @@ def is_quicker_alone(
     """Whether micro-batches take less time one after the other than together.
 
     Args:
-        room: That of one after the other.
-        num_blocks: Of the model.
-        num_layers: Of the model.
-        share: Of the layers that keep their graph, at least.
+        room: The room that one micro-batch after the other has.
+        share: Least share of the layers that keep their graph.
     """
     return room.num_slots >= num_blocks and room.keep_last >= share * num_layers
 
@@ -221,12 +216,10 @@ class Sizer:
     """Decides on the room of one run, by estimates.
 
     Args:
-        policy: Of the model.
         estimate: See ``Estimate``.
 
     Attributes:
-        budget: In bytes; None if nothing is sized.
-        wanted: What the policy fixes.
+        budget: Budget in bytes; None if nothing is sized.
     """
 
     def __init__(self, policy: StreamingPolicy, estimate: Estimate) -> None:
@@ -242,7 +235,7 @@ class Sizer:
         """Whether ``begin`` has to be asked."""
         self._estimate = estimate
         self._shapes: list[Shape] = []
-        """Those that need the most; others fit wherever these do."""
+        """The shapes that need the most; others fit wherever these do."""
         self._conditions: object = None
         self._plan: MemoryPlan | None = None
         self.replays = True
@@ -252,7 +245,7 @@ class Sizer:
         self.shares_dense = True
         """Whether there is room for a layer's dense weights, which micro-batches share."""
         self.check_kernels = "peft"
-        """With which adapter kernels the self-check runs a layer to compare with."""
+        """Adapter kernels of the resident layers that the self-check compares with."""
 
     @property
     def plan(self) -> "MemoryPlan | None":
@@ -262,13 +255,11 @@ class Sizer:
     def begin(
         self, shape: Shape, room: ResidencyPlan, is_checking: bool, adapters: object
     ) -> ResidencyPlan:
-        """The room in which a micro-batch is to train.
+        """Return the room in which a micro-batch is to train.
 
         Args:
-            shape: Its shape.
-            room: The one there is.
-            is_checking: Whether the self-check is still looking.
-            adapters: Differs if others are trained.
+            is_checking: Whether the self-check is not complete yet.
+            adapters: Compares unequal if other adapters are trained.
 
         Raises:
             VRAMBudgetError: If the budget is below what such a step needs.
@@ -296,12 +287,12 @@ class Sizer:
         """Visits were recorded, which takes memory from now on."""
 
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
-        """The device has no memory for that room: what to raise; None to go on with less."""
+        """Return the error for a device without memory for that room; None to go on with less."""
         self._shapes, self._conditions = [], None
         return self.explain(where, error)
 
     def estimated(self, shape: Shape, wanted: Wanted, is_checking: bool) -> "MemoryPlan":
-        """An estimate, or an error by which trainers know that a batch is too large."""
+        """Estimate a step, or raise an error by which trainers know that a batch is too large."""
         try:
             plan = self._estimate(shape, self.budget, wanted, is_checking, True)
             self.replays, self.shares_dense = plan.replays, plan.shares_dense

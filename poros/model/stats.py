@@ -53,7 +53,7 @@ def attention_of(model: nn.Module | None) -> str | None:
 def held_num_bytes(model: nn.Module, device: torch.device, small: SmallTensors) -> int:
     """Count the device bytes of a model's tensors and gradients, except those in ``small``."""
     tensors = [*model.parameters(), *model.buffers()]
-    # Past whoever watches who reads them.
+    # Read past the property, which code may watch.
     gradients = map(_GRAD.__get__, model.parameters())
     tensors += [gradient for gradient in gradients if gradient is not None]
     storages = {

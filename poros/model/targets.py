@@ -34,8 +34,7 @@ def leave_out_dropped(model: Any, config: Any) -> None:
     give those an adapter of their own where this one is loaded, or fail.
 
     Args:
-        model: That has the adapter.
-        config: Of PEFT, changed in place.
+        config: A PEFT configuration, changed in place.
     """
     towers = find_towers(model)
     pattern = _within([name for name, tower in towers.items() if isinstance(tower, DroppedTower)])

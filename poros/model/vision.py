@@ -57,13 +57,18 @@ def find_towers(model: Any) -> dict[str, nn.Module]:
 
 def _heads_for_classes(base: Any) -> list[nn.Module]:
     """Return what stands behind the decoder of a classifier or reward model."""
+    if not is_classifier(base):
+        return []
+    return [child for child in base.children() if child is not base.base_model]
+
+
+def is_classifier(base: Any) -> bool:
+    """Whether a transformers model has a head for classes."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     )
 
-    if type(base).__name__ not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
-        return []
-    return [child for child in base.children() if child is not base.base_model]
+    return type(base).__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
 
 
 def drop_towers(model: Any) -> None:

@@ -43,10 +43,10 @@ class _Matrix:
     number: int
     parameter: torch.nn.Parameter
     width: int
-    """How many numbers of a row become ``rank``; 0: it is not projected."""
+    """Width of the rows that are projected to ``rank`` numbers; 0 if it is not projected."""
     base: torch.optim.Optimizer
     updated: torch.nn.Parameter
-    """What ``base`` updates: the parameter, or a float32 copy that exists during its update."""
+    """The tensor that ``base`` updates: the parameter, or a float32 copy during its update."""
 
 
 class Flora(torch.optim.Optimizer):
@@ -134,7 +134,7 @@ class Flora(torch.optim.Optimizer):
         self.max_grad_norm = None if max_grad_norm is _UNSET else max_grad_norm
         self.has_settled_clipping = max_grad_norm is not _UNSET
         self.grad_norm: float | None = None
-        """Of the last update before clipping, estimated; None without clipping."""
+        """Estimated norm of the last update's gradient before clipping; None without clipping."""
         self._quantiles: dict[torch.device, torch.Tensor] = {}
         self._matrices = [
             _Matrix(name, number, each, widths.get(name, 0), *self._base_of(each, weight_decay))
@@ -231,7 +231,7 @@ class Flora(torch.optim.Optimizer):
         return Projection(self._quantiles[parameter.device], group["rank"], matrix.width, *numbers)
 
     def _gradient_of(self, matrix: _Matrix, mean: torch.Tensor) -> torch.Tensor:
-        """What the base optimizer is given: the mean, or the momentum that took it, float32."""
+        """The base optimizer's gradient, float32: the mean, or the momentum updated with it."""
         group, state = self.param_groups[0], self.state[matrix.parameter]
         if group["momentum"] is not None:
             held = state["momentum"].float() if "momentum" in state else torch.zeros_like(mean)
@@ -317,7 +317,7 @@ def _check_parameters(named: Sequence[Any]) -> Named:
 
 
 def _projected_widths(named: Named, rank: int, asked: Sequence[str] | None) -> dict[str, int]:
-    """Of each matrix that is projected: how many numbers of it become ``rank``."""
+    """Return the width of the rows of each matrix that is projected."""
     widths = {name: each.shape[1] for name, each in named if each.dim() == 2}
     if asked is None:
         asked = [n for n in widths if _IN_A_LAYER.search(n) and not _NAIVE.search(n)]

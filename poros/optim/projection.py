@@ -25,7 +25,7 @@ _TILE_NUM_ELEMENTS = 1 << 20
 
 
 class Stream(IntEnum):
-    """What random numbers are drawn for; each has its own sequence."""
+    """The purpose of random numbers; each purpose has its own sequence."""
 
     ACCUMULATION = 0
     MOMENTUM = 1
@@ -78,9 +78,9 @@ class Projection:
     width: int
     seed: int
     matrix: int
-    """Which matrix; below 2**32."""
+    """Number of the matrix, below 2**32."""
     draw: int
-    """Which of the matrix's projections; below 2**32."""
+    """Number of the matrix's projection, below 2**32."""
     stream: Stream
 
     def compress(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -43,10 +43,10 @@ TOKEN_NUM_BYTES = 0.005
 WEIGHT_NUM_BYTES = 8.0
 
 LIBRARIES, HOPPER_LIBRARIES = (2 * (size + 2**20) for size in (8320 * 2**10, 2**25))
-"""What cuBLAS keeps for itself; ``poros.utils.devices.library_workspace`` for a GPU at hand."""
+"""Workspaces of cuBLAS; ``poros.utils.devices.library_workspace`` has those of the current GPU."""
 
 CONTEXT_NUM_BYTES = 2**29
-"""What CUDA and a desktop take before training has any memory."""
+"""Memory that CUDA and a desktop use before training allocates any."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         "h200": Card("H200", 141, 5, 16, 989.0, 4800, HOPPER_LIBRARIES),
     }
 )
-"""By the names that ``poros plan --card`` takes."""
+"""Cards by the names that ``poros plan --card`` takes."""
 
 _OF_DRIVERS: Mapping[str, str] = MappingProxyType(
     {

@@ -2,7 +2,7 @@
 
 Storages are counted as operators make them and as the last tensor over them goes, so the peak is
 that of PyTorch's own allocations for the same calls. Three things differ from a GPU and are put
-right: attention is written down as the fused kernels have it (inputs, output and one float32 per
+right: attention is counted as fused kernels have it (inputs, output and one float32 per
 row are kept, no score matrix exists), dropout keeps one byte per element, and a 4-bit product
 dequantizes its weight inside one operator.
 """
@@ -144,7 +144,7 @@ class FusedKernels(TorchFunctionMode):
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    return _Dropout.apply(input) if p and training else input
+    return torch.native_dropout(input, p, train=True)[0] if p and training else input
 
 
 class _Grouped(torch.autograd.Function):
@@ -163,17 +163,6 @@ class _Grouped(torch.autograd.Function):
             gradients[0].new_empty(form) if is_needed else None
             for form, is_needed in zip(ctx.forms, ctx.needs_input_grad, strict=True)
         )
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(gradients[0])
 
 
 class _Attention(torch.autograd.Function):
@@ -199,9 +188,9 @@ class LiveBytes(TorchDispatchMode):
     """Counts the live bytes of the storages that operators make.
 
     Attributes:
-        now: At this moment.
-        peak: At most so far; may be set back to ``now``.
-        peak_beside: At most so far without 4-bit weights that are made dense.
+        now: Live bytes at this moment.
+        peak: Largest value of ``now`` so far; may be reset to ``now``.
+        peak_beside: Largest value so far without dequantized 4-bit weights.
     """
 
     def __init__(self) -> None:
@@ -273,16 +262,14 @@ def step_cost(
 ) -> "tuple[StepCost, list[Call]]":
     """Run one micro-batch of full rows on the meta device: a fraction of a second at any depth.
 
-    Layers that cost the same are run once; the others hand on a tensor like their input.
-
-    Returns:
-        What it costs, and what each layer was called with.
+    Layers that cost the same are run once; the others pass on a tensor like their input. Returns
+    the costs, and the arguments of each layer's call.
     """
     tokens = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
     live = LiveBytes()
     walk = Walk(layers, live)
     walk.run(model, tokens)
-    boundary = _num_bytes(walk.calls[0].args[0])
+    boundary = walk.calls[0].args[0].nbytes
     others = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for call in walk.calls
@@ -293,7 +280,7 @@ def step_cost(
         boundary=boundary,
         shared=sum(others.values()),
         loss_peak=live.peak - walk.num_bytes + boundary,
-        inputs=2 * _num_bytes(tokens),
+        inputs=2 * tokens.nbytes,
     )
     return cost, walk.calls
 
@@ -319,16 +306,15 @@ class Call(NamedTuple):
 class Walk:
     """One micro-batch through a model on the meta device.
 
-    Each layer drops its graph, and is left out if one like it has run and nothing of it goes past
-    its output.
+    Each layer drops its graph. A layer is skipped if one like it has run and it passes on nothing
+    but its output.
 
     Args:
-        layers: The model's decoder layers.
-        live: Counts what it holds.
+        live: Counts the bytes of the micro-batch.
 
     Attributes:
-        calls: Of each layer.
-        num_bytes: What lives after the last one, from where on its peak counts anew.
+        calls: The arguments of each layer's call.
+        num_bytes: Live bytes after the last layer; the peak of ``live`` is reset there.
     """
 
     def __init__(self, layers: Sequence[nn.Module], live: LiveBytes) -> None:
@@ -404,20 +390,20 @@ def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         with saved_tensors_hooks(note, lambda tensor: tensor):
             output = layer(hidden, *args[1:], **kwargs)
         ends = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
-        saved = live.now - sum(map(_num_bytes, (gradient, *ends)))
+        saved = live.now - sum(each.nbytes for each in (gradient, *ends))
         starts = [gradient if e.shape == gradient.shape else torch.empty_like(e) for e in ends]
         gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
         del gradients
     is_kept = hidden.untyped_storage()._cdata in kept
     dense = live.peak - live.peak_beside
-    return LayerCost(saved, _num_bytes(hidden) * is_kept, live.peak, kernels.attention_flop, dense)
+    return LayerCost(saved, hidden.nbytes * is_kept, live.peak, kernels.attention_flop, dense)
 
 
 def _require_plain_kernels(layer: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` if Liger has patched the model's own code.
 
-    Its kernels would take tensors of the meta device for memory at address 0, and the CUDA context
-    would be lost.
+    Liger's kernels would read tensors of the meta device at address 0, which loses the CUDA
+    context.
     """
     code = sys.modules.get(type(layer).__module__)
     for name, value in getattr(code, "__dict__", {}).items():
@@ -443,8 +429,8 @@ def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 def _folding_without_autocast() -> Iterator[None]:
     """Let PEFT merge adapters into fused experts that have no memory.
 
-    It switches autocast off for the device at hand, which PyTorch refuses for the meta device. For
-    tensors on any other device, in any thread, nothing is different meanwhile.
+    PEFT switches autocast off for the tensor's device, which PyTorch refuses for the meta device.
+    Tensors on other devices, in any thread, are not affected.
     """
     from peft.tuners.lora import layer
 
@@ -488,7 +474,3 @@ def _is_of_bitsandbytes(func: Any, name: str) -> bool:
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

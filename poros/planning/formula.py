@@ -58,9 +58,9 @@ class SlicedHead:
 
     matrix: int
     buffers: int
-    """On the device, for slices of it."""
+    """Buffers on the device for slices of the matrix."""
     is_tied: bool
-    """Whether it is the embedding's matrix too."""
+    """Whether the embedding uses the same matrix."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Shapes:
     num_head_parameters: int = 0
     """The head's, tied or not."""
     on_host: Sequence[tuple[str, int]] = ()
-    """Of the matrices of embeddings that can stay in host memory: which of the three holds it, and
-    its size."""
+    """Matrices of embeddings that can stay in host memory: the term that counts each ("embedding",
+    "head" or "other"), and its size."""
     sliced_head: "SlicedHead | None" = None
     """The head, if a loss can be computed in slices that come from host memory."""
     dense_layer: int = 0
@@ -107,15 +107,15 @@ class LayerCost:
     """Bytes of one decoder layer on one micro-batch."""
 
     saved: int
-    """Kept between its forward and its backward if it is not recomputed, without its input."""
+    """Bytes that its graph keeps between forward and backward, without its input."""
     kept_input: int
-    """The same of its input: nothing if all that is kept of it is a copy in another dtype."""
+    """Bytes of its input that the graph keeps: 0 if it keeps only a copy in another dtype."""
     peak: int
-    """At most while it is recomputed and differentiated, above its input."""
+    """Peak while it is recomputed and differentiated, above its input."""
     attention_flop: int = 0
-    """Of attention in its forward."""
+    """Floating-point operations of attention in its forward."""
     dense: int = 0
-    """By how much the peak is less if weights that are made dense have their memory elsewhere."""
+    """Reduction of the peak if dequantized weights have their memory elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class StepCost:
     boundary: int
     """One layer's input."""
     shared: int
-    """What layers are given besides: masks, rotary embeddings."""
+    """Other inputs of the layers: masks, rotary embeddings."""
     loss_peak: int
-    """Of the last layer's output, final norm, head and loss, forward and backward."""
+    """Peak of the last layer's output, final norm, head and loss, forward and backward."""
     inputs: int
     checked: Sequence[LayerCost] = ()
-    """Of the layers as the self-check runs them, with PEFT's own modules; none if no other."""
+    """Costs of the layers as the self-check runs them, with PEFT's modules; empty if equal."""
 
 
 @dataclass(frozen=True)
@@ -146,25 +146,25 @@ class MemoryPlan:
     block_size: int
     num_adapter_parameters: int
     bytes_per_step: int
-    """Over the wire, both ways, per micro-batch once warm: 2 (K - S) blocks and the head, over the
-    number of micro-batches that go together, and 2 boundaries per recomputed layer if they are
-    offloaded."""
+    """Bytes copied over PCIe, both ways, per micro-batch once warm: 2 (K - S) blocks and the head,
+    divided by the number of micro-batches that go together, and 2 boundaries per recomputed layer
+    if they are offloaded."""
     host_num_bytes: int
-    """The frozen base, and offloaded boundaries."""
+    """Host memory for the frozen base and offloaded boundaries."""
     vram_budget: int | None
     step_ms: float | None = None
     speeds: Speeds | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What was planned for: batch size, sequence length."""
+    """Batch size and sequence length of the step."""
     check_kernels: str = "peft"
-    """With which adapter kernels the self-check runs a layer to compare with: PEFT's own modules
-    keep more of it, so where those do not fit into the budget it takes ours."""
+    """Adapter kernels of the self-check's resident layers: PEFT's own modules keep more for
+    backward, so ours are taken where PEFT's do not fit the budget."""
     replays: bool = False
     """Whether visits of layers are recorded and replayed, which takes memory of its own."""
     micro_batches: int = 1
-    """How many go through the blocks together."""
+    """Micro-batches that go through the blocks together."""
     shares_dense: bool = False
-    """Whether they share the dense weights of a layer."""
+    """Whether these share the dense weights of a layer."""
 
     @property
     def total_num_bytes(self) -> int:
@@ -177,38 +177,29 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``poros plan --json`` prints them."""
-        decided = ("num_slots", "keep_last", "offload_boundaries", "num_blocks", "block_size")
-        others = ("num_adapter_parameters", "bytes_per_step", "step_ms")
-        numbers = (*decided, "micro_batches", *others)
+        nested = ("terms", "speeds", "options")
         return {
             "total_num_bytes": self.total_num_bytes,
             "terms": dict(self.terms),
-            **{name: getattr(self, name) for name in numbers},
+            **{name: value for name, value in vars(self).items() if name not in nested},
             "copy_gb_per_s": self.speeds and self.speeds.copy_gb_per_s,
             "tflop_per_s": self.speeds and self.speeds.tflop_per_s,
-            "host_num_bytes": self.host_num_bytes,
-            "vram_budget": self.vram_budget,
-            "check_kernels": self.check_kernels,
-            "replays": self.replays,
-            "shares_dense": self.shares_dense,
             **self.options,
         }
 
 
 def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan:
-    """Choose slots, kept layers and offloading for a budget, or take those that are asked for.
+    """Choose slots, kept layers and offloading for a budget, or take those that are requested.
 
     Args:
-        shapes: Of the model.
-        cost: Of one micro-batch.
-        request: What is planned. Without a budget it gets what it asks for, else as little as there
-            may be: two slots, nothing kept, nothing offloaded.
+        request: The step. Without a budget, fields that it leaves open get the least memory: two
+            slots, nothing kept, nothing offloaded.
 
     Raises:
         PolicyError: If its optimizer is not known.
         VRAMBudgetError: If not even two slots fit; it names the floor and the terms.
     """
-    # What may be gone without, the first that goes last.
+    # From the fastest choice to the one that needs the least memory.
     flop = 2 * request.batch_size * request.seq_len * shapes.num_linear_parameters
     pays = flop <= MOST_FLOP * len(shapes.layers)
     choices = [
@@ -240,21 +231,21 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
 
 
 def _recording(request: PlanRequest) -> tuple[bool, ...]:
-    """Whether visits are recorded: what may be, the best first."""
+    """List the choices of whether visits are recorded, the fastest first."""
     if request.policy.cuda_graphs is not None:
         return (request.policy.cuda_graphs,)
     return (False,) if request.without_recordings else (True, False)
 
 
 def _sharing(shapes: Shapes, request: PlanRequest, together: int) -> tuple[bool, ...]:
-    """Whether so many micro-batches share dense weights: what may be, the best first."""
+    """List the choices of whether micro-batches share dense weights, the fastest first."""
     if together == 1 or request.policy.adapter_kernels == "peft" or not shapes.dense_layer:
         return (False,)
     return (True, False) if request.policy.share_dense is None else (request.policy.share_dense,)
 
 
 def fewer(number: int) -> Iterator[int]:
-    """``number``, half of it, and so on down to 1."""
+    """Yield ``number``, half of it, and so on down to 1."""
     while number > 1:
         yield number
         number = -(-number // 2)
@@ -374,10 +365,10 @@ class _Formula:
         )
 
     def _recordings(self, first_kept: int) -> int:
-        """What recorded visits hold at all times: the computation of one layer, workspaces.
+        """Count what recordings hold at all times: the computation of one layer, workspaces.
 
-        Those of layers that keep their graph have copies of their inputs as well; their graphs are
-        counted as graphs.
+        Recordings of layers that keep their graph also hold copies of their inputs; their graphs
+        are counted as kept graphs.
         """
         inputs = (self.num_layers - first_kept) * self.cost.boundary
         largest = max((layer.peak for layer in self.cost.layers), default=0)
@@ -393,8 +384,8 @@ class _Formula:
     def _boundaries(self, num_inputs: int, offload: bool) -> int:
         """Return the bytes of so many layers' inputs on the device.
 
-        Of micro-batches that go together, each waits with what it has in hand: the last layer's
-        result, or a gradient.
+        Each of the micro-batches that go together, but one, waits with one tensor more: the last
+        layer's result, or a gradient.
         """
         together = self.request.micro_batches
         num_waiting = together - 1

@@ -48,30 +48,30 @@ COUNTED_KINDS = frozenset(
         *("pvera", "road"),
     )
 )
-"""Kinds of adapters whose planned steps have been compared with counted ones. Others either need
-weights to be made or to be run, or do more outside of their layers than a plan knows."""
+"""Kinds of adapters whose plans were compared with counted steps. Other kinds need real weights, or
+do more outside of their layers than a plan counts."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a model on the meta device is built from."""
+    """Everything that a model on the meta device is built from."""
 
     config: "PreTrainedConfig"
     quantization: "BitsAndBytesConfig | None"
     dtype: torch.dtype
     adapters: Mapping[str, "PeftConfig"]
     active: Sequence[str] = ()
-    """The adapters in use, if not the first."""
+    """The active adapters; empty for the first one."""
     forms: Mapping[str, tuple[torch.dtype, bool]] = field(default_factory=dict)
-    """Dtype of a parameter, and whether it is trained, where that is not what PEFT gives it."""
+    """Dtype of each parameter, and whether it is trained; empty for PEFT's choices."""
     adapter_dtype: torch.dtype | None = None
-    """Of all that is trained, where that is not what PEFT gives it."""
+    """Dtype of everything that is trained; None for PEFT's choice."""
     vision: str = "keep"
     """As in ``poros.load``."""
     on_language_model: bool = False
-    """Whether the adapters leave out what is not for them (``poros.model.targets``)."""
+    """Whether adapters leave out towers and routers (``poros.model.targets``)."""
     model_class: Any = None
-    """Of the model; None is the one that the configuration chooses."""
+    """Class of the model; None takes the one that the configuration chooses."""
 
     @classmethod
     def of(
@@ -302,7 +302,7 @@ def shapes_of(model: nn.Module) -> Shapes:
             for key in parts.keys() - part_tensors(tensor_name, tensor).keys():
                 # Code books are there once; other constants are one number per tensor.
                 once = key.rpartition(".")[2] if parts[key].numel() > 1 else key
-                constants[once, parts[key].dtype] = _num_bytes([parts[key]])
+                constants[once, parts[key].dtype] = parts[key].nbytes
         elif id(tensor) in in_towers and id(tensor) not in trained:
             vision += _num_bytes(parts.values())
         elif id(tensor) not in trained.keys() | embedding.keys() | head.keys():
@@ -313,7 +313,7 @@ def shapes_of(model: nn.Module) -> Shapes:
             for block in blocks
         ],
         layer_adapters=layer_adapters,
-        adapter_sizes=[(tensor.numel(), _num_bytes([tensor])) for tensor in trained.values()],
+        adapter_sizes=[(tensor.numel(), tensor.nbytes) for tensor in trained.values()],
         embedding=_num_bytes(embedding.values()),
         head=_num_bytes(tensor for key, tensor in head.items() if key not in embedding),
         other=other + sum(constants.values()) + sum(layout.num_bytes for layout in buffers),
@@ -355,4 +355,4 @@ def _dense_num_bytes(block: Iterable[FrozenTensor]) -> int:
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

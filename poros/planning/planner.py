@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 LEAST_TOKENS = 64
-"""Of a row that is advised; what fits in less is no training."""
+"""The shortest rows that are advised; shorter ones are of no use in training."""
 
 
 class Remedy(NamedTuple):
-    """A field of a request, or of its policy, at a value that takes less memory."""
+    """A field of a request or its policy, with a value that needs less memory."""
 
     knob: str
     value: int | bool
     saved_num_bytes: int
-    """How much less the step needs then."""
+    """Memory that the change saves."""
     fits: bool
 
 
@@ -107,11 +107,11 @@ def plan(
 
 
 class Planner:
-    """Plans steps of one model. What does not depend on the batch is worked out once.
+    """Plans steps of one model. Results that do not depend on the batch are computed once.
 
     Args:
         source: As for ``plan``. A model is not kept alive; if its adapters have changed since the
-            last plan (others, other dtypes, others trained), the next one starts anew.
+            last plan (others, other dtypes, others trained), they are computed again.
         **of_model: ``rank``, ``lora``, ``quantization``, ``dtype``, ``adapter_dtype`` and
             ``vision`` of ``plan``.
     """
@@ -222,8 +222,8 @@ class Planner:
 def _remedies(cost_model: CostModel, request: PlanRequest) -> list[Remedy]:
     """Find for each setting the least change that fits, or the largest saving."""
     budget = request.budget or 0
-    # With as few slots, kept layers and recordings as there may be, and boundaries where a budget
-    # that is too small would have them.
+    # With the fewest slots, no kept layers or recordings, and boundaries where they would be with a
+    # budget that is too small.
     offload = request.policy.offload_boundaries is not False
     request = request.override(
         vram_budget=None, offload_boundaries=offload, without_recordings=True

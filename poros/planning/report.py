@@ -5,14 +5,14 @@ and data loading out.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import quoted
 from poros.host.limits import RESERVE_NUM_BYTES
 from poros.planning.formula import MemoryPlan
-from poros.planning.planner import Planner, Remedy, format_remedies
+from poros.planning.planner import Planner, format_remedies
 from poros.planning.request import PlanRequest, Speeds
 from poros.utils.formatting import size, two_digits
 
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 LENGTH_STEP = 256
 """The longest rows that fit are reported in multiples of this many tokens."""
 MOST_TOKENS = 2**20
-"""The longest rows to try for a model whose configuration has no number of positions."""
+"""The longest rows that are tried for a model whose configuration has no number of positions."""
 TOGETHER = (8, 4, 2)
-"""Micro-batches that are tried, in case the link is what a step waits for."""
+"""Numbers of micro-batches that are tried, in case PCIe copies limit the step."""
 WORTH_SAYING = 1.15
-_EVERYTHING = 10**6  # slots and kept layers: more than there are means all
+"""The least speed-up for which they are advised."""
+_EVERYTHING = 10**6  # a number of slots and kept layers that means all of them
 
 _FIGURES = {
     "total_num_bytes": "memory on the card",
@@ -39,7 +40,7 @@ _FIGURES = {
     "copy_gb_per_s": "PCIe copies, in GB/s",
     "tflop_per_s": "matrix products, in TFLOP/s",
 }
-"""What values of ``as_dict`` are called."""
+"""Titles of values of ``as_dict`` in the printed table."""
 
 
 @dataclass(frozen=True)
@@ -47,73 +48,86 @@ class Device:
     """The device that a step is planned for."""
 
     title: str
-    """As a sentence has it: "an RTX 4090 (24 GB)"."""
+    """Its name with an article, for sentences: "an RTX 4090 (24 GB)"."""
     rates: Callable[[int], Speeds] | None = None
-    """For a micro-batch of so many tokens; None forecasts no time."""
+    """Returns the rates for a micro-batch of so many tokens; None forecasts no time."""
     rates_from: str = ""
-    """Where those come from, for the label of the forecast."""
+    """Source of the rates, for the label of the forecast."""
 
 
-@dataclass(frozen=True)
 class FitReport:
-    """The result of ``poros plan`` for one request.
+    """The result of ``poros plan`` for one request: plans of it and of other runs.
+
+    Making it plans the step and searches the longest rows, which takes some seconds for 72B.
+
+    Args:
+        request: The step; without a budget it is planned with as little as there may be, and
+            nothing is said about what fits.
+        ram: Host memory in bytes that the plan is compared with; None compares nothing.
 
     Attributes:
-        request: What was asked for, with the budget.
-        device: On what.
-        ram: Host memory, in bytes; None is not known.
-        plan: The step's plan; if it does not fit, the least that there may be.
+        plan: The step's plan; if the step does not fit, the plan that needs the least memory.
         fits_device: Whether the step fits the budget.
-        remedies: What would make it fit, if it does not, or save something at least.
-        resident: A run with everything on the device and every graph kept, whether that would fit
-            or not.
-        checkpointed: The same where that run recomputes every layer.
-        longest: The longest rows that fit, in tokens; None without a budget, 0 if none does. The
-            host counts too, unless the base alone is too much for it.
+        remedies: Changes that would make it fit, or at least save memory; none if it fits.
+        resident: Plan of a run with everything on the device and every graph kept, whether that
+            would fit or not.
+        checkpointed: Plan of such a run with gradient checkpointing of every layer.
+        longest: The longest rows that fit, in tokens; None without a budget, 0 if no rows fit. They
+            have to fit host memory too, unless the base alone does not.
         max_seq_len: Positions of the model, if its configuration has them.
-        together: The step with several micro-batches going together, where that is worth it.
-        record: Of the family, in the registry: its outcome, and the reason of that.
+        together: Plan of several micro-batches that share each block, if that is much faster.
+        record: The family's outcome in the registry, and the reason for it.
         model_type: The family.
+
+    Raises:
+        PolicyError: If the request makes no sense for the model.
+        UnsupportedModelError: If the model cannot be streamed.
     """
 
-    request: PlanRequest
-    device: Device
-    ram: int | None
-    plan: MemoryPlan
-    fits_device: bool
-    remedies: Sequence[Remedy]
-    resident: MemoryPlan
-    checkpointed: MemoryPlan
-    longest: int | None
-    max_seq_len: int | None
-    together: MemoryPlan | None
-    record: tuple[str, str]
-    model_type: str
+    def __init__(
+        self, planner: Planner, request: PlanRequest, device: Device, ram: int | None = None
+    ) -> None:
+        from poros.gates.registry import OUTCOMES, read_registry
+
+        if device.rates is not None:
+            request = request.override(speeds=device.rates(request.seq_len * request.batch_size))
+        self.request, self.device, self.ram = request, device, ram
+        found = planner.find(request)
+        self.plan = found or _least(planner, request)
+        self.fits_device = found is not None
+        self.remedies = () if found else planner.remedies(request)
+        self.resident = _resident(planner, request, keep_last=_EVERYTHING)
+        self.checkpointed = _resident(planner, request, keep_last=0)
+        self.longest = None if request.budget is None else _longest(planner, request, ram)
+        self.max_seq_len = planner.max_seq_len
+        self.together = _together(planner, request, found)
+        record = read_registry().family(planner.model_type)
+        self.record = record.outcome, record.reason or OUTCOMES[record.outcome]
+        self.model_type = planner.model_type
 
     @property
     def fits_host(self) -> bool:
-        """Whether the base and what else waits there fit the host memory, as far as it is known."""
+        """Whether the base and offloaded inputs fit the host memory, as far as it is known."""
         return _holds(self.ram, self.plan)
 
     @property
     def fits(self) -> bool:
-        """Whether both do."""
         return self.fits_device and self.fits_host
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate of a step that fits."""
+        """The rate of a step that fits the device; None if it does not, or time is unknown."""
         return _tokens_per_s(self.plan) if self.fits_device else None
 
     def times(self, other: MemoryPlan) -> float | None:
-        """How long the step takes beside another."""
+        """Ratio of the step's time to that of another plan; None if either is unknown."""
         if self.tokens_per_s is None or not self.plan.step_ms or not other.step_ms:
             return None
         return self.plan.step_ms / other.step_ms
 
     @property
     def verdict(self) -> str:
-        """One sentence: whether it fits, with what on the card and the host, and how fast it is."""
+        """One sentence: whether the step fits, what lies on the card and the host, and its rate."""
         plan, title, budget = self.plan, self.device.title, self.request.budget
         needed = f"at least {size(plan.total_num_bytes)}"
         if budget is None:
@@ -171,7 +185,7 @@ class FitReport:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as ``poros plan --json`` prints them: the plan's, and what is beside it."""
+        """Plain values, as ``poros plan --json`` prints them: of the plan and of the report."""
         return {
             **self.plan.as_dict(),
             "verdict": self.verdict,
@@ -190,45 +204,6 @@ class FitReport:
             "model_type": self.model_type,
             "registry": dict(zip(("outcome", "reason"), self.record, strict=True)),
         }
-
-
-def report_fit(
-    planner: Planner, request: PlanRequest, device: Device, ram: int | None = None
-) -> FitReport:
-    """Plan the requested step, and search the longest rows: some seconds for 72B.
-
-    Args:
-        planner: Of the model.
-        request: The step; without a budget it is planned with as little as there may be, and
-            nothing is said about what fits.
-        device: On what, and at which rates.
-        ram: Host memory in bytes, to be compared with; None compares nothing.
-
-    Raises:
-        PolicyError: If the request makes no sense for the model.
-        UnsupportedModelError: If the model cannot be streamed.
-    """
-    from poros.gates.registry import OUTCOMES, read_registry
-
-    if device.rates is not None:
-        request = request.override(speeds=device.rates(request.seq_len * request.batch_size))
-    found = planner.find(request)
-    record = read_registry().family(planner.model_type)
-    return FitReport(
-        request=request,
-        device=device,
-        ram=ram,
-        plan=found or _least(planner, request),
-        fits_device=found is not None,
-        remedies=() if found else planner.remedies(request),
-        resident=_resident(planner, request, keep_last=_EVERYTHING),
-        checkpointed=_resident(planner, request, keep_last=0),
-        longest=None if request.budget is None else _longest(planner, request, ram),
-        max_seq_len=planner.max_seq_len,
-        together=_together(planner, request, found),
-        record=(record.outcome, record.reason or OUTCOMES[record.outcome]),
-        model_type=planner.model_type,
-    )
 
 
 def _holds(ram: int | None, plan: MemoryPlan) -> bool:
@@ -286,7 +261,7 @@ def _together(
 
 def _longest(planner: Planner, request: PlanRequest, ram: int | None) -> int:
     """Find the longest rows that fit: a multiple of ``LENGTH_STEP``, or all positions; or 0."""
-    # If the base alone is too much for the host, what is on a disk is nobody's limit here.
+    # If the base alone does not fit the host, part of it is on a disk, and the host is no limit.
     if not _holds(ram, _least(planner, request, offload_boundaries=False)):
         ram = None
 
@@ -305,8 +280,7 @@ def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
     """Format a report for ``rich``: verdict, advice, and the figures that are known.
 
     Args:
-        report: What is said of a step.
-        with_terms: Show the plan's memory term by term too.
+        with_terms: Also show the plan's memory term by term.
     """
     from rich.console import Group
     from rich.table import Table

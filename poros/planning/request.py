@@ -12,7 +12,7 @@ _MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256
 """bitsandbytes keeps smaller states in float32, and one float32 scale per block of others."""
 _8BIT = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit")
 COUNTED = ("adamw_torch_fused", "adamw_torch", *_8BIT, "sgd")
-"""Optimizers whose states are counted as they are."""
+"""Optimizers whose states the plan counts exactly."""
 
 
 @dataclass(frozen=True)
@@ -20,23 +20,23 @@ class Speeds:
     """Measured or given rates, for the forecast of time."""
 
     copy_gb_per_s: float
-    """From page-locked host memory to the device, and as fast the other way at the same time."""
+    """Rate of copies from page-locked host memory to the device, and of copies back meanwhile."""
     tflop_per_s: float
-    """Of the model's linear layers as they run, with dequantization; taken for all products."""
+    """Rate of the model's linear layers, dequantization included; taken for all products."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """One training step to plan. Which model trains is another question: see ``Planner``.
+    """One training step to plan. The model belongs to ``Planner``.
 
     Args:
-        seq_len: Tokens per row; rows are planned full.
+        seq_len: Tokens per row; the plan assumes full rows.
         batch_size: Rows per micro-batch.
-        accumulation: Micro-batches per optimizer step: with several, all gradients are there while
-            the layers' inputs are.
-        micro_batches: Of these, how many are to go through the blocks together; as many do as fit,
-            all of them, half of them, and so on. With a budget that lets most layers keep their
-            graph they are planned one after the other, which is quicker then.
+        accumulation: Micro-batches per optimizer step; with several, all gradients and the layers'
+            inputs are in memory at the same time.
+        micro_batches: How many of these are to go through the blocks together. The plan takes as
+            many as fit: all of them, half of them, and so on. With a budget that lets most layers
+            keep their graph it takes them one after the other, which is faster then.
         policy: How the base moves. ``vram_budget=None`` plans two slots and reports what that
             needs; other fields that are None are chosen for the budget. With ``loss="reference"``
             the head counts as if it were resident; what an order of ``lora_paths`` needs for
@@ -47,12 +47,12 @@ class PlanRequest:
         self_check: Plan for the first step too, in which every layer is checked.
         optimizer: As in ``TrainingArguments.optim``.
         optimizer_num_bytes: The state, in bytes, of an optimizer that is not known by name.
-        library_num_bytes: What matrix libraries keep on the device for themselves; None is what
-            they keep on the GPU at hand, and nothing without one.
-        speeds: For a forecast of the step's time.
+        library_num_bytes: Workspaces of matrix libraries on the device; None measures those of the
+            current GPU, and takes 0 without one.
+        speeds: Rates for a forecast of the step's time.
 
     Raises:
-        PolicyError: If a value makes no sense.
+        PolicyError: If a value is invalid.
     """
 
     seq_len: int
@@ -132,18 +132,17 @@ class OptimizerCost(NamedTuple):
 
     state: int
     temporaries: int = 0
-    """During its step."""
+    """Bytes that its step allocates beside the state."""
 
 
 def optimizer_cost(request: PlanRequest, adapter_sizes: Sequence[tuple[int, int]]) -> OptimizerCost:
-    """Count what an optimizer keeps for a model's adapters, and needs during its step.
+    """Count the bytes of an optimizer's state for a model's adapters, and of its step.
 
     Args:
-        request: Names it.
         adapter_sizes: Elements and bytes of every trainable parameter.
 
     Raises:
-        PolicyError: If it is not one of ``COUNTED``.
+        PolicyError: If the optimizer is not one of ``COUNTED``.
     """
     name = request.optimizer
     if request.optimizer_num_bytes is not None:

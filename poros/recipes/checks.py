@@ -242,10 +242,10 @@ def _check_folders(draft: Draft, recipe: Recipe) -> None:
 
 
 def require_packages() -> None:
-    """Refuse to go on without the packages that training needs.
+    """Check that the packages for training are installed.
 
     Raises:
-        MissingPackageError: Naming the line that installs them.
+        MissingPackageError: If one is missing; the message has the line that installs them.
     """
     missing = [name for name in ("trl", "datasets") if find_spec(name) is None]
     if missing:

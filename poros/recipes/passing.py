@@ -1,4 +1,4 @@
-"""Which fields of TRL and PEFT a recipe passes on, and why it does not pass on the others.
+"""Decides which fields of TRL and PEFT a recipe passes on, with reasons for the others.
 
 Names, types and choices are those of the dataclasses: ``trl.SFTConfig``, ``DPOConfig``,
 ``KTOConfig`` and ``RewardConfig`` for ``training``, ``peft.LoraConfig`` for ``adapter``. Reading
@@ -89,13 +89,13 @@ _LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
     *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
-"""Of DPO, which TRL looks up at the first step only."""
+"""Losses of DPO, which TRL checks only at the first step."""
 _DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 _OTHER_INITS = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica", "orthogonal")
 
 
 def refused(section: str, name: str, method: str) -> str | None:
-    """The reason that a field is not passed on; None if it is, or is none."""
+    """Return why a field is not passed on; None if it is passed on, or there is no such field."""
     table: Mapping[str, str] = {"training": _TRAINING, "adapter": _ADAPTER}.get(section, {})
     own = _BY_METHOD.get((method, name)) if section == "training" else None
     return own or next((why for why, names in table.items() if name in names.split()), None)
@@ -134,7 +134,7 @@ def refusals(section: str, library: str) -> Iterator[None]:
 
 
 def remedy(section: str, name: str, method: str) -> str | None:
-    """What an unknown name may have meant: a field of it, or of another method."""
+    """Suggest what an unknown name may mean: a field of this method, or of another one."""
     others = [
         each
         for each in METHODS
@@ -162,7 +162,7 @@ def _config(section: str, method: str) -> Any:
 
 
 def _particular(name: str, method: str) -> Any:
-    """The type of a field whose own says less than the library takes."""
+    """Return the type of a field for which the library's own annotation is too wide."""
     if name == "optim":
         from transformers.training_args import OptimizerNames
 

@@ -43,10 +43,10 @@ class Draft:
     """A recipe that is being read: its values, their places, and the problems.
 
     Attributes:
-        written: What was written, by dotted key: texts, and lists and mappings of them.
-        values: By dotted key.
+        written: Texts, and lists and mappings of texts, by dotted key.
+        values: Values by dotted key.
         origins: ``recipe.yaml:12`` or a flag, by dotted key.
-        problems: One line each.
+        problems: Problems, one line each.
         file: The recipe's file, if there is one.
     """
 
@@ -117,7 +117,7 @@ def _flag(key: str) -> str:
 
 
 def _tree(node: "Node | None", seen: set[int] | None = None) -> Any:
-    """What a node says: a text, None, a list, or a mapping.
+    """Convert a node to a text, None, a list, or a mapping.
 
     Raises:
         _MarkedError: If an alias stands for a list or a mapping, since a few lines of them are as
@@ -148,7 +148,7 @@ def _tree(node: "Node | None", seen: set[int] | None = None) -> Any:
 
 
 def _from_flag(text: str) -> Any:
-    """What a flag says of a setting that takes lists: a list or a mapping of YAML, or names."""
+    """Read a flag whose setting takes lists: a list or a mapping of YAML, or names with commas."""
     import yaml
 
     if text.startswith(("[", "{")):
@@ -186,7 +186,7 @@ def _read_values(draft: Draft) -> None:
 
 
 def _passed_on(draft: Draft, key: str, method: str) -> Any:
-    """The type of a library's field; None, and a problem noted, if a recipe does not take it."""
+    """Return the type of a library's field; None, with a problem noted, if recipes refuse it."""
     section, name = key.split(".", 1)
     why = None if key in settings() else passing.refused(section, name, method)
     if why is not None:
@@ -206,7 +206,6 @@ def _passed_on(draft: Draft, key: str, method: str) -> Any:
 
 
 def _example(before: str, default: Any) -> str:
-    """Return an example of how the setting is written."""
     if default is None or default == "":
         return "write one, or leave it out" if default is None else "write one"
     shown = str(default).lower() if isinstance(default, bool) else default

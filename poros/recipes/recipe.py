@@ -35,7 +35,7 @@ def _setting(default: Any, flag: str, about: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPart:
-    """The base that stays as it is."""
+    """The frozen base."""
 
     source: Text = _setting(
         "", "MODEL", "Checkpoint folder, store written by `poros load`, or name on the hub."
@@ -70,7 +70,7 @@ class ModelPart:
 
 @dataclass(frozen=True, kw_only=True)
 class DataPart:
-    """What it is trained on."""
+    """The rows to train on."""
 
     source: Text | tuple[Text, ...] = _setting(
         "",
@@ -78,7 +78,7 @@ class DataPart:
         "File or folder of rows (JSON, CSV, Parquet), or name of a data set on the hub; or a list.",
     )
     weights: tuple[Weight, ...] | None = _setting(None, "", "")
-    """How often each epoch takes the rows of each source: 2 twice, 0.5 half of them."""
+    """How often each epoch takes the rows of each source: 2 takes them twice, 0.5 half of them."""
     config: Text | None = _setting(None, "--config", "Configuration of a data set on the hub.")
     split: Text | None = _setting(
         None, "--split", "Split of a data set on the hub; default: train."
@@ -97,13 +97,12 @@ class DataPart:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All sources of rows, in order."""
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterPart:
-    """What is trained: fields of ``peft.LoraConfig``."""
+    """The adapter: fields of ``peft.LoraConfig``."""
 
     r: Count = _setting(16, "--rank", "Rank of the adapter's matrices.")
     lora_alpha: Positive | None = _setting(
@@ -124,7 +123,7 @@ class AdapterPart:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPart:
-    """How it is trained: fields of TRL's configuration of the method, and four of ours."""
+    """The training: fields of TRL's configuration of the method, and four of ours."""
 
     method: Method = _setting(
         "sft",
@@ -199,7 +198,7 @@ class TrainingPart:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPart:
-    """Where the base lies meanwhile."""
+    """The memory for the base during training."""
 
     vram: Size | None = _setting(
         None, "--vram", "GPU memory budget, such as 8GiB; default: the free memory."
@@ -217,7 +216,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPart:
-    """What is written."""
+    """The files that a run writes."""
 
     folder: Text | None = _setting(
         None, "--out", "Folder of the run; default: runs/MODEL-DATA-METHOD."

@@ -10,7 +10,7 @@ from poros.loaders.names import is_local
 
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 SUFFIXES = (*_TEXTS, ".parquet", *(f"{each}.gz" for each in _TEXTS))
-"""Of files of rows."""
+"""Suffixes of files of rows."""
 
 
 class Kind(Enum):
@@ -22,7 +22,7 @@ class Kind(Enum):
 
 
 def suffix_of(file: Path) -> str:
-    """Return which of ``SUFFIXES`` a file is of; "" if of none."""
+    """Return the suffix of a file that is one of ``SUFFIXES``; "" if it has none of them."""
     return next((each for each in SUFFIXES if file.name.endswith(each)), "")
 
 

@@ -1,6 +1,6 @@
 """Types of a recipe's values, read by pydantic.
 
-What was written is a text, or a list or a mapping of such: no type that YAML has guessed.
+Values are read from texts, or lists and mappings of texts, and not from types that YAML guesses.
 """
 
 import enum
@@ -47,7 +47,7 @@ def value_of(hint: Any, written: Any) -> Any:
 
 
 def _wanted(message: str) -> str:
-    """What pydantic expects, in its words, or in those of a check of ours."""
+    """Return what pydantic or a check of ours expected."""
     for before in ("Input should be ", "Value error, "):
         message = message.removeprefix(before)
     message = message.partition(", unable")[0]
@@ -57,7 +57,7 @@ def _wanted(message: str) -> str:
 
 
 def described(written: Any) -> str:
-    """What was written, for a message."""
+    """Describe a written value, for a message."""
     if isinstance(written, list):
         return "a list" if written else "an empty list"
     if isinstance(written, dict):
@@ -71,7 +71,6 @@ def readable(hint: Any, choices: Iterable[str] = ()) -> Any:
     Numbers are not negative, texts not empty; one value may stand for a list of one.
 
     Args:
-        hint: The field's type.
         choices: The only values there are, if the field's metadata lists them.
     """
     if choices:
@@ -107,7 +106,7 @@ def takes_list(hint: Any) -> bool:
 
 
 def shown(hint: Any) -> str:
-    """What the help of the command line says of a type."""
+    """Describe a type in the help of the command line."""
     if _origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
     if _origin(hint) is Annotated:
@@ -127,7 +126,7 @@ def _several(written: Any) -> Any:
 
 
 def _plain(written: Any) -> Any:
-    """Numbers and truth values of texts within a mapping."""
+    """Convert texts within a mapping to numbers and truth values."""
     if isinstance(written, list):
         return [_plain(each) for each in written]
     if isinstance(written, dict):
@@ -139,7 +138,7 @@ def _plain(written: Any) -> Any:
 
 
 def refusing(names: Iterable[str], why: str) -> BeforeValidator:
-    """Say of some names, which others would take, why they are refused."""
+    """Refuse some names that the type would accept, with a reason."""
 
     def check(written: Any) -> Any:
         if written in names:

@@ -18,15 +18,15 @@ class Run:
     """The events of a run.
 
     Attributes:
-        name: Of its folder.
-        starts: One for each time it was started.
-        logs: Of steps, in order; of a step that ran twice, the later.
-        evaluations: Likewise.
-        end: The last one's counters, if it has ended in order.
+        name: Name of its folder.
+        starts: One event for each time it was started.
+        logs: Logs of steps, in order; if a step ran twice, the later log.
+        evaluations: Evaluations, in the same way.
+        end: Counters at the end of the last start, if it ended in order.
         step: The recorded step and its times (``step_times``), if one was recorded.
-        damaged: Numbers of the lines that were no events, which are left out.
-        is_cut: Whether the last line was one of them: a process was killed as it wrote.
-        recipe: As it was written, if there is one.
+        damaged: Numbers of the skipped lines, which are no events.
+        is_cut: Whether the last line is one of them, because a process was killed while it wrote.
+        recipe: Text of the recipe's file, if there is one.
     """
 
     name: str
@@ -41,7 +41,6 @@ class Run:
 
     @property
     def plan(self) -> Event | None:
-        """The run's latest plan."""
         plans = (each["plan"] for each in reversed(self.logs) if each.get("plan"))
         return next(plans, None)
 

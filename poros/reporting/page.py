@@ -140,7 +140,7 @@ def verdict(run: Run) -> str:
 
 
 def _sections(run: Run) -> list[tuple[str, Any, str]]:
-    """List titles, what is below them (a chart, a table or a list), and what stands for nothing."""
+    """List for each section its title, its chart, table or list, and the text if that is empty."""
     curves = {"training": run.values("loss"), "validation": finite(run.evaluations, "eval_loss")}
     budget = _budget(run)
     peaks = run.values("poros/peak_gb")
@@ -181,7 +181,7 @@ def _sections(run: Run) -> list[tuple[str, Any, str]]:
 
 
 def _memory(run: Run, peaks: list[tuple[float, float]], budget: float | None) -> dict[str, str]:
-    """Say what the plan has counted, the largest first, and what was measured."""
+    """List the terms of the plan, the largest first, and the measured peak."""
     terms: Mapping[str, float] = (run.plan or {}).get("terms", {})
     if not terms:
         return {}

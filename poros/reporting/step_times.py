@@ -1,4 +1,4 @@
-"""Where the time of a recorded step went, from the trace that ``torch.profiler`` writes of it."""
+"""Sums up where the time of a recorded step went, from a trace of ``torch.profiler``."""
 
 import json
 from collections import defaultdict
@@ -10,7 +10,7 @@ _KINDS = {
     "matrix products": ("gemm", "gemv", "nvjet", "cutlass", "splitk", "cublas"),
     "weights from 4 bit": ("dequantize",),
 }
-"""Words in the names of kernels of these kinds; the first kind that fits."""
+"""Parts of kernel names by kind; the first kind that fits counts."""
 OTHERS = "element-wise and other kernels"
 
 
@@ -18,7 +18,7 @@ def step_times(trace: Path) -> dict[str, float]:
     """Sum up a step: what the GPU computed and copied, how long it was idle, and the launches.
 
     Args:
-        trace: As ``torch.profiler`` writes it.
+        trace: A trace that ``torch.profiler`` wrote.
 
     Returns:
         In ms: ``wall``, from the first event to the last; the kernels of each kind that there are;
@@ -54,7 +54,7 @@ def _kind_of(name: str) -> str:
 
 
 def _num_us_with_any(events: list[dict[str, Any]]) -> float:
-    """For how long at least one of them ran."""
+    """Return the time in which at least one of the events ran, in microseconds."""
     total, until = 0.0, float("-inf")
     for begin, length in sorted((float(each["ts"]), float(each["dur"])) for each in events):
         total += max(0.0, begin + length - max(begin, until))

@@ -57,7 +57,7 @@ def log_streaming(
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     callback = _Telemetry(runtime(model), None if events is None else Path(events), trace_step)
-    # Before the callbacks that hand the values on.
+    # Before the callbacks that pass the values on.
     trainer.callback_handler.callbacks.insert(0, callback)
 
 

@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,12 +74,9 @@ class SelfCheck:
     """The check of one prepared model.
 
     Args:
-        runtime: What streams the model.
-        layers: Its decoder layers.
         mode: ``"strict"`` raises on a mismatch, ``"warn"`` logs it.
 
     Attributes:
-        mode: See above.
         unchecked: Layers whose next call is to be checked, by their places.
         status: ``"pending"``, ``"passed"``, ``"failed"``, or ``"unproven"``: complete, nothing
             differs, but there is a layer in ``not_provable``.
@@ -244,10 +241,8 @@ class SelfCheck:
         """Check the first rows of each matrix in host memory, and once all of its bytes.
 
         Args:
-            name: Of the matrix.
-            matrix: On the host.
-            places: Which rows these are; each slice is checked once.
-            rows: What came.
+            matrix: The matrix, on the host.
+            places: Indices of the rows; each slice is checked once.
 
         Streams:
             Copies the rows back behind what the compute stream waits for, and blocks the host.
@@ -365,7 +360,7 @@ class SelfCheck:
         if self._device.type == "cpu" and not resident.may_vary:
             return _UNSTEADY.format(unsteady)
         try:
-            return self._prove(index, evidence, incoming, Unsteady(resident, again, streamed))
+            return self._prove(index, evidence, incoming, resident, again, streamed)
         except torch.OutOfMemoryError:
             self._give_up(evidence, "the device has no memory for the proof")
             return None
@@ -375,15 +370,17 @@ class SelfCheck:
         index: int,
         evidence: CallSnapshot,
         incoming: Incoming,
-        runs: "Unsteady",
+        resident: Outcome,
+        again: Outcome,
+        streamed: dict[str, Any],
     ) -> str | None:
         """Prove a layer whose kernels may not repeat themselves; return the mismatch, if any.
 
-        The outputs of such a layer mostly do repeat themselves, in the forward as well as in the
+        Two resident runs and the streamed one have run with the kernels of the user. The outputs
+        of such a layer mostly do repeat themselves, in the forward as well as in the
         recomputation, so they are compared as they were. For the gradients both sides run once
         more, with attention that repeats itself.
         """
-        resident, again, streamed = runs
         difference = (
             first_difference(
                 resident.forward, {n: value for n, value in streamed.items() if not is_gradient(n)}
@@ -429,7 +426,6 @@ class SelfCheck:
         )
 
     def _report_proofs(self) -> None:
-        """Log what was proved, and how."""
         names = list(self.proved_otherwise)
         logger.warning(
             "poros: the attention kernels in use do not repeat themselves in backward: in %d of %d "
@@ -442,14 +438,6 @@ class SelfCheck:
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
             sum(self.proved_otherwise.values()),
         )
-
-
-class Unsteady(NamedTuple):
-    """Two resident runs of a layer, and its streamed run, with the kernels that the user chose."""
-
-    resident: Outcome
-    again: Outcome
-    streamed: dict[str, Any]
 
 
 def _without_saved_tensors_hooks() -> AbstractContextManager[object]:

@@ -7,8 +7,8 @@ elements are equal exactly when those integers are.
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -22,7 +22,6 @@ class Difference:
     """One tensor that is not bit for bit what it should be.
 
     Attributes:
-        name: Name of the tensor, as the caller gave it.
         kind: ``value`` when bits differ; ``dtype`` or ``shape`` when the two cannot be compared
             element by element; ``missing`` or ``extra`` when one side has no tensor of this name.
         num_elements: Elements of the expected tensor (of the found one when ``extra``).
@@ -57,12 +56,6 @@ class Difference:
             f"first at {index}: expected {self.expected}, found {self.found}"
         )
 
-    def record(self) -> dict[str, Any]:
-        """Return the fields as plain values that JSON can hold."""
-        fields = asdict(self)
-        fields["first_index"] = None if self.first_index is None else list(self.first_index)
-        return fields
-
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return an integer view of ``tensor`` with the same width per element and the same bytes.
@@ -86,15 +79,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differing(expected: torch.Tensor, found: torch.Tensor, name: str) -> Difference | None:
-    """Compare two tensors bit for bit.
+    """Compare two tensors bit for bit; return the first difference, or None.
 
     Args:
         expected: The reference, any dtype, shape, stride and device.
         found: The tensor under test. When it lies on another device, both are compared on the CPU.
-        name: Name to carry in the result.
-
-    Returns:
-        None when shape, dtype and every bit agree, else the difference.
 
     Streams:
         Work is queued on the current stream and the host waits for the result.

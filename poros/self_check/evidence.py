@@ -43,13 +43,13 @@ class CallSnapshot:
     """Mappings among them are copies from before the call."""
     inputs: list[torch.Tensor]
     are_leaves: list[bool]
-    """Of the inputs: whether autocast, where it keeps casts, keeps theirs."""
+    """Whether each input is a leaf, since autocast caches only casts of leaves."""
     input_versions: list[int]
-    """How often each was edited in place, as PyTorch counts."""
+    """PyTorch's version counter of each input."""
     trained: dict[str, nn.Parameter]
-    """All that was trained in the layer, whatever the recomputation saw of it."""
+    """All trained parameters of the layer, whatever the recomputation saw of them."""
     recorded: list[str]
-    """What transformers recorded inside layers at the time, what layers return aside."""
+    """Keys of the values that transformers recorded inside layers, without their results."""
     rng: list[torch.Tensor]
     other_rng: tuple[Any, Any]
     """The states of Python's generator and of NumPy's."""
@@ -63,11 +63,11 @@ class CallSnapshot:
     output_versions: list[int] = field(default_factory=list)
     rng_end: list[torch.Tensor] = field(default_factory=list)
     rng_backward: list[torch.Tensor] = field(default_factory=list)
-    """When its backward began."""
+    """The random states when its backward began."""
     is_late: bool = False
     """Whether the check runs as its backward begins."""
     again: dict[str, Any] = field(default_factory=dict)
-    """What its forward gave when it was streamed once more, without a call."""
+    """Results of its forward when it was streamed once more."""
 
     @classmethod
     def collect(
@@ -78,7 +78,7 @@ class CallSnapshot:
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         device: torch.device,
     ) -> tuple["CallSnapshot", Any]:
-        """Run the streamed forward ``run`` and write down all around it; also its result."""
+        """Run the streamed forward ``run``; return a snapshot of the call, and its result."""
         args, kwargs = arguments
         before = mappings_in(kwargs)
         collector: Mapping[str, list[Any]] = _active_collector.get() or {}
@@ -117,7 +117,7 @@ class CallSnapshot:
         return evidence, result
 
     def is_intact(self) -> bool:
-        """Whether inputs and trained parameters are the forward's; else its backward refuses."""
+        """Whether inputs and trained parameters are unchanged; else its backward raises."""
         are_trained = all(each.requires_grad for each in self.trained.values())
         return are_trained and self.input_versions == _versions(self.inputs)
 
@@ -129,7 +129,7 @@ class CallSnapshot:
         return forward_values(left, self.rng_end)
 
     def state(self, device: torch.device) -> AbstractContextManager[object]:
-        """What surrounded the forward, with gradients enabled; all as it was afterwards."""
+        """Restore the state around the forward inside the body, with gradients enabled."""
 
         def fill(stack: ExitStack) -> None:
             stack.callback(_set_random_states, random_states(device), device)
@@ -151,10 +151,10 @@ class CallSnapshot:
         return Within(fill)
 
     def backward_state(self, device: torch.device) -> AbstractContextManager[object]:
-        """The random states when its backward began; afterwards as they were before the body.
+        """Restore the random states of the start of its backward inside the body.
 
-        A check within the forward takes gradients outside of its autocast region, as is usual; one
-        as the backward begins takes them in the region that this backward is in, if any.
+        A check within the forward takes gradients outside of its autocast region, as is usual. A
+        check as the backward begins takes them in the region of this backward, if any.
         """
 
         def fill(stack: ExitStack) -> None:
@@ -177,7 +177,6 @@ class CallSnapshot:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the layer had a KV cache."""
         return any(isinstance(value, Cache) for value in (*self.args, *self.kwargs.values()))
 
     def recomputed_difference(self) -> str | None:
@@ -296,7 +295,7 @@ def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, UserDict) or type(value) is dict:
         return type(value)({key: replace(entry, leaves) for key, entry in value.items()})
     if isinstance(value, Cache):
-        return _copied(value)  # what the layer adds to it is nobody's
+        return _copied(value)  # so that what the layer adds to it is dropped
     if isinstance(value, tuple | list):
         parts = [replace(part, leaves) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -304,7 +303,7 @@ def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _copied(cache: Cache) -> Cache:
-    """A cache of its own over the same tensors; those of a layer that is resident have a graph."""
+    """Copy a cache over the same tensors, which have a graph in a resident layer."""
     caches = [cache]
     if isinstance(cache, EncoderDecoderCache):
         caches = [cache.self_attention_cache, cache.cross_attention_cache]

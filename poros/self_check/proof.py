@@ -47,14 +47,14 @@ Gradients = Sequence[torch.Tensor | None]
 Incoming = Mapping[str, torch.Tensor]
 """The gradients that arrive at the outputs of a layer, under their names."""
 Proxies = dict[int, torch.Tensor]
-"""What stands for adapters, by the ids of their parameters."""
+"""Proxies of adapters, by the ids of their parameters."""
 
 _POISON = 0xFF
 """NaN for floats, the largest code for packed 4-bit weights."""
 
 
 class Kernels(Enum):
-    """Which kernels of a run have to repeat themselves."""
+    """The kernels of a run that have to be deterministic."""
 
     DETERMINISTIC_ATTENTION = "attention's"
     DETERMINISTIC = "all that have a deterministic form"
@@ -66,9 +66,9 @@ class Outcome(NamedTuple):
     values: dict[str, Any]
     """Outputs, whether they need a gradient, random states at the end, gradients."""
     rng_backward: Sequence[torch.Tensor]
-    """The random states behind its backward."""
+    """The random states after its backward."""
     may_vary: bool = False
-    """Whether its gradients need not repeat themselves (``AttentionKernels``)."""
+    """Whether its gradients may differ between runs (``AttentionKernels``)."""
 
     @property
     def forward(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
 
 def is_gradient(name: str) -> bool:
-    """Whether a value of this name is of the backward."""
+    """Whether a value of this name comes from the backward."""
     return name.startswith("gradient of ")
 
 
@@ -111,10 +111,7 @@ class LayerRerunner:
         """Run layer ``index`` in an ordinary graph.
 
         Args:
-            index: The layer's place.
-            evidence: Its arguments and the state around it.
-            incoming: The gradients that arrive at its outputs.
-            kernels: What has to repeat itself; None leaves it to the user's settings.
+            kernels: Kernels that have to repeat themselves; None leaves it to the user's settings.
             takes_ours: Whether modules run our operators, as they do in a step.
         """
         attention = AttentionKernels(deterministic=kernels is not None)
@@ -136,8 +133,6 @@ class LayerRerunner:
         """Run a layer as it is streamed.
 
         Args:
-            evidence: Its arguments and the state around it.
-            incoming: The gradients that arrive at its outputs.
             is_steady: Whether its attention has to repeat itself.
 
         Streams:
@@ -155,7 +150,7 @@ class LayerRerunner:
         run = partial(_recomputed, _Deterministic(layer) if is_steady else layer)
         self._forget(block)
         with uncounted, unchanged_flags():
-            # In between: whoever reads the slot has to ask for the block.
+            # Between forward and backward: code that reads the slot has to acquire the block.
             between = partial(self._forget, block)
             outcome = self._run(evidence, incoming, run, between, with_caches=False)
         self._visits.end_all()
@@ -198,7 +193,7 @@ class LayerRerunner:
     ) -> Iterator[tuple[Callable[..., Any], dict[int, torch.Tensor]]]:
         """The layer's own forward over freshly loaded frozen tensors, and proxies of its adapters.
 
-        These come by the ids of the parameters: gradients of the proxies run nobody's hooks.
+        The proxies are keyed by the ids of the parameters; no hook of a parameter runs for them.
         """
         layer = evidence.layer
         trained = set(map(id, evidence.trained.values()))
@@ -290,7 +285,10 @@ class _Deterministic:
 
 
 def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:
-    """Warn only, and not even that: cuBLAS repeats itself here without the variable it wants."""
+    """Make kernels deterministic inside the body; warnings are suppressed.
+
+    cuBLAS is deterministic here without the environment variable that its warning asks for.
+    """
 
     def fill(stack: ExitStack) -> None:
         if kernels is Kernels.DETERMINISTIC:
@@ -312,7 +310,7 @@ def _recomputed(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 def _leaves(
     evidence: CallSnapshot,
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """Leaves in the places of its inputs, and what a layer is given of them."""
+    """Make leaves in place of the inputs, and the tensors that the layer gets for them."""
     leaves = {
         id(tensor): tensor.detach().requires_grad_() if tensor.requires_grad else tensor
         for tensor in evidence.inputs

@@ -32,10 +32,10 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def free_budget(device: torch.device | None = None) -> int:
-    """What training may have of a GPU that this process holds nothing on yet, in bytes.
+    """Return the bytes that training may use on a GPU where this process holds nothing yet.
 
     Args:
-        device: None is the current one.
+        device: The GPU; None is the current one.
     """
     return budget_of(*torch.cuda.mem_get_info(device))
 
@@ -49,7 +49,7 @@ def library_workspace(device: torch.device) -> int:
     the others as PyTorch documents, is assumed.
 
     Args:
-        device: 0 bytes on a CPU.
+        device: The device; a CPU needs 0 bytes.
     """
     if device.type != "cuda":
         return 0
@@ -62,11 +62,8 @@ def library_workspace(device: torch.device) -> int:
 def usable_device(device: torch.device | str) -> torch.device:
     """The device, with its index.
 
-    Args:
-        device: The device, or its name.
-
     Raises:
-        PolicyError: If there is none such, or it is neither a CPU nor a CUDA device.
+        PolicyError: If there is no such device, or it is neither a CPU nor a CUDA device.
     """
     why = "only CPUs and CUDA devices are supported"
     cause: Exception | None = None

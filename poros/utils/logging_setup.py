@@ -48,10 +48,8 @@ class ProgressLog:
     Unlike a progress bar, it is never closed, so a loop may be abandoned half way.
 
     Args:
-        logger: Receives the lines at INFO.
-        message: With places for the values of ``step``, as in ``logging``.
-        seconds: Between two lines, and before the first.
-        clock: Returns the current time in seconds.
+        message: Has placeholders for the values of ``step``, as in ``logging``.
+        seconds: Seconds between two lines, and before the first.
     """
 
     def __init__(

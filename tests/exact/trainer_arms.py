@@ -72,7 +72,7 @@ class Arms:
     ) -> Trajectory:
         """Train resident, or as ``prepare`` makes it; checkpoints go to a folder of this name."""
         base = tiny.load_base(self.folder / "base", dtype=self.dtype, device=self.device)
-        model = tiny.attach_lora(base, dropout=0.05)
+        model = tiny.attach(base, dropout=0.05)
         self.model = model if prepare is None else prepare(model, device=self.device)
         options = {
             "use_cpu": self.device == "cpu",

@@ -129,7 +129,7 @@ class Arms:
             extra["peft_config"] = self.adapter()
         else:
             if self.auto_class is None:
-                model = tiny.attach_lora(self.base(), dropout=0.05)
+                model = tiny.attach(self.base(), dropout=0.05)
             else:
                 torch.manual_seed(1)
                 model = get_peft_model(self.base(), self.adapter())

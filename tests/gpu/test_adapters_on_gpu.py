@@ -92,7 +92,7 @@ def test_lora_trains_as_with_peft(
     config = tiny.small_config(architecture, num_layers=3, hidden_size=128)
     tiny.write_checkpoint(config, tmp_path / "checkpoint", dtype=dtype)
     base = tiny.load_base(tmp_path / "checkpoint", dtype=dtype, quantize=quantize, device="cuda")
-    model = tiny.attach_lora(base, dropout=dropout).train()
+    model = tiny.attach(base, dropout=dropout).train()
     expected = gradients(model, autocast)
     poros.use_adapter_kernels(model)
     assert differing(gradients(model, autocast), expected) == []

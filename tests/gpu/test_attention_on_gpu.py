@@ -51,7 +51,7 @@ def make_layers(size: str, dtype: torch.dtype, folder: Path) -> Any:
     )
     tiny.write_checkpoint(config, folder, dtype=dtype)
     base = tiny.load_base(folder, dtype=dtype, device="cuda")
-    return tiny.attach_lora(base, rank=16, dropout=0.05)
+    return tiny.attach(base, rank=16, dropout=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(checkpoint: Path) -> Any:
     base = tiny.load_base(checkpoint, dtype=torch.bfloat16, device=str(DEVICE))
-    return tiny.attach_lora(base, rank=16, dropout=0.05)
+    return tiny.attach(base, rank=16, dropout=0.05)
 
 
 def hostile(model: Any, late: Mapping[str, Any] | None = None, **options: Any) -> Any:

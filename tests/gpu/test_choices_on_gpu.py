@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(checkpoint: Path, dtype: torch.dtype) -> Any:
     base = tiny.load_base(checkpoint, dtype=torch.bfloat16, device="cuda")
-    model = tiny.attach_lora(base, rank=16, dropout=0.05)
+    model = tiny.attach(base, rank=16, dropout=0.05)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

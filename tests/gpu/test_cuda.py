@@ -88,7 +88,7 @@ def deterministic_kernels() -> Iterator[None]:
 
 def load(checkpoint: Path, device: str = str(DEVICE)) -> Any:
     base = tiny.load_base(checkpoint, dtype=torch.bfloat16, device=device)
-    return tiny.attach_lora(base, rank=16, dropout=0.05)
+    return tiny.attach(base, rank=16, dropout=0.05)
 
 
 def hostile(

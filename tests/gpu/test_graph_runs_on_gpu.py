@@ -54,7 +54,7 @@ def half_a_billion(folder: Path) -> Model:
         tiny.write_checkpoint(HALF_A_BILLION, folder, dtype=BF16)
     base = tiny.load_base(folder, dtype=BF16, device="cuda")
     torch.manual_seed(0)
-    return tiny.attach_lora(base, rank=16, dropout=0.05).train()
+    return tiny.attach(base, rank=16, dropout=0.05).train()
 
 
 def test_two_hundred_steps_of_half_a_billion_parameters(tmp_path: Path) -> None:

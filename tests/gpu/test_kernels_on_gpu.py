@@ -146,7 +146,7 @@ def test_the_self_check_covers_the_product(tmp_path: Path, monkeypatch: pytest.M
 
     def first_step() -> str:
         base = tiny.load_base(tmp_path / "checkpoint", dtype=torch.bfloat16, device="cuda")
-        model = tiny.attach_lora(base)
+        model = tiny.attach(base)
         poros.prepare(model, slots=2)
         batch = torch.randint(0, 100, (4, 512), device="cuda")
         with sdpa_kernel(SDPBackend.MATH):

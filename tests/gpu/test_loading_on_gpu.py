@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_lora(model: Any) -> Any:
-    return tiny.attach_lora(model, rank=16, dropout=0.05)
+    return tiny.attach(model, rank=16, dropout=0.05)
 
 
 def resident(checkpoint: Path) -> Trajectory:

@@ -293,7 +293,7 @@ FILES = [
     # The header as JSON.
     shard("nested deeply", header(DEEP), "nested too deeply"),
     shard("number of 5000 digits", header(b'{"t":' + b"9" * 5000 + b"}"), "4300 digits"),
-    shard("tensor twice", header(b'{"t":{},"t":{}}'), "found 't' more than once"),
+    shard("tensor twice", header(b'{"t":{},"t":{}}'), "key 't' twice"),
     # One tensor of a header.
     shard("unknown key", header({"t": {**entry(), "order": "F"}}), "'order': 'F'", "t"),
     shard("negative size", one(shape=[-2]), r"sizes, .*found .*\[-2\]", "t"),
@@ -313,7 +313,7 @@ FILES = [
     index("has a tensor that is absent", {"a.b": SECOND}, f"in '{SECOND}', found it nowh", "a.b"),
     replace(index("leaves one out", {LAST: None}, "found it only in the shard", LAST), file=SECOND),
     index("has it elsewhere", {LAST: FIRST}, f"in '{FIRST}', found it in {SECOND}", LAST),
-    index("has a tensor twice", put(INDEX, SAME), "found 'a' more than once"),
+    index("has a tensor twice", put(INDEX, SAME), "key 'a' twice"),
     index("names a parent", {"a": "../x.safetensors"}, "found '../x.safetensors'"),
     index("hides a parent", {"a": "a/../../x.safetensors"}, "found 'a/../.."),
     index("is absolute", {"a": "/tmp/x.safetensors"}, "found '/tmp/x.safetensors'"),

@@ -231,10 +231,10 @@ def test_where_direct_reads_are_refused_the_page_cache_serves(
 
 def test_a_file_that_was_cut_off_is_not_opened(tmp_path: Path) -> None:
     host = DiskSlots(tmp_path, 6, 2, EAGER).host
-    os.truncate(host.file, host.behind.offset + PAGE_NUM_BYTES)
+    os.truncate(host.behind.path, host.behind.offset + PAGE_NUM_BYTES)
     layouts, identity = [slab.layout for slab in host.slabs], host.behind.identity
     with pytest.raises(CheckpointFormatError, match="another file"):
-        DiskStore.over_file(HostStore([]), host.file, host.behind.offset, layouts, identity)
+        DiskStore.over_file(HostStore([]), host.behind.path, host.behind.offset, layouts, identity)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -244,7 +244,7 @@ def test_a_file_that_was_replaced_is_read_on_only_by_a_reader_that_has_it_open(
     slots = DiskSlots(tmp_path, 6, 2, AdversarialStreams())
     if is_open:
         slots.train(2)
-    file = slots.host.file
+    file = slots.host.behind.path
     (tmp_path / "other").write_bytes(file.read_bytes()[:-1] + b"x")
     os.replace(tmp_path / "other", file)
     another = pytest.raises(CheckpointFormatError, match="another file")
@@ -270,7 +270,7 @@ def half(store: Path, num_layers: int = 2) -> Any:
 
 
 def prepared(base: Any, **options: Any) -> Any:
-    model = tiny.attach_lora(tiny.without_repacking(base))
+    model = tiny.attach(tiny.without_repacking(base))
     return prepare_plain(model, device="cpu", **options)
 
 

@@ -54,7 +54,7 @@ def kind(kinds: Kinds, architecture: str = "qwen2", num_layers: int = 5) -> Path
 
 
 def adapted(base: Any) -> Any:
-    return tiny.attach_lora(tiny.without_repacking(base), rank=8, dropout=0.05, seed=1)
+    return tiny.attach(tiny.without_repacking(base), rank=8, dropout=0.05, seed=1)
 
 
 def resident(kinds: Kinds, path: Path, is_quantized: bool = True) -> Trajectory:

@@ -350,7 +350,7 @@ def test_a_host_budget(kinds: Kinds) -> None:
         assert differences(model, expected) == [] and unplaced(model) == []
         host = attached_store(model)
         assert isinstance(host, DiskStore)
-        on_disk = [slab.arena is host.mapped for slab in host.slabs]
+        on_disk = [slab.arena is host.behind.arena for slab in host.slabs]
         assert on_disk == [index >= num_layers for index in range(4)]
         assert all(host.is_untouched(slab) for slab in host.slabs)
     assert not isinstance(attached_store(load(path, store=store, host_budget="1 GiB")), DiskStore)

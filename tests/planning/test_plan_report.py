@@ -12,7 +12,7 @@ from poros.gates import registry, tiny
 from poros.gates.registry import OUTCOMES, Record, Registry
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner, format_remedies
-from poros.planning.report import LENGTH_STEP, Device, FitReport, format_report, report_fit
+from poros.planning.report import LENGTH_STEP, Device, FitReport, format_report
 from poros.planning.request import PlanRequest, Speeds
 from tests.planning.cells import lora
 
@@ -34,7 +34,7 @@ def ask(
     asked = {"seq_len": 256, "cuda_graphs": False, **options}
     device = Device("your card", None if speeds is None else lambda _: speeds, "rates given")
     request = PlanRequest.of(vram_budget=budget, **asked)
-    return report_fit(planner, request, device, ram)
+    return FitReport(planner, request, device, ram)
 
 
 def needed(planner: Planner, seq_len: int, **options: Any) -> MemoryPlan:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_largest_distance_and_first_index_are_of_different_elements() -> None:
     for other in (math.nan, math.inf):  # where there is no largest distance
         away = differing(torch.tensor([1.0, 2.0]), torch.tensor([1.5, other]), "n")
         assert away is not None and away.largest is None
-        assert json.loads(json.dumps(away.record(), allow_nan=False))["num_differing"] == 2
+        assert json.loads(json.dumps(asdict(away), allow_nan=False))["num_differing"] == 2
 
 
 def test_dtype_and_shape_mismatches_are_differences_of_their_own_kind() -> None:

@@ -24,7 +24,7 @@ for logger in (logging.getLogger(), logging.getLogger("poros")):
 {setup}
 import poros
 from poros.gates import tiny
-model = tiny.attach_lora(tiny.load_base({folder!r}, dtype=torch.bfloat16))
+model = tiny.attach(tiny.load_base({folder!r}, dtype=torch.bfloat16))
 poros.prepare(model, slots=2).train()
 tokens = torch.arange(8)[None]
 model(input_ids=tokens, labels=tokens).loss.backward()

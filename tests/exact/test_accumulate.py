@@ -368,36 +368,6 @@ def test_control_a_fault_of_dense_weights_shows(
     assert not same(train_threes(model, sizes=THREE_EACH), expected)
 
 
-class Counting(torch.Tensor):
-    """How often somebody waits for its value."""
-
-    num_waits = 0
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.num_waits += func is torch.Tensor.item
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.mark.parametrize("stream_embedding", [False, True])
-def test_code_of_a_model_runs_once_a_micro_batch(stream_embedding: bool, bases: Bases) -> None:
-    """It may wait for the device there: for whether rows are packed."""
-    resident = dense(bases, dropout=0.0)
-    policy = {"slots": 2, "stream_embedding": stream_embedding}
-    model = prepare_plain(dense(bases, dropout=0.0), **policy)
-    asked = torch.ones(1).as_subclass(Counting)
-    model.get_input_embeddings().register_forward_pre_hook(lambda *_: [None, asked.item()][0])
-    pairs = together.batches(6, torch.Generator().manual_seed(0))
-    before, num_waits = Counting.num_waits, []
-    for part in (pairs[:3], pairs[3:]):
-        for each in part:
-            (resident(**each).loss / 3).backward()
-        poros.accumulate(model, part)
-        num_waits.append(Counting.num_waits - before)
-    assert same([p.grad for p in trained(model)], [p.grad for p in trained(resident)])
-    assert num_waits == [3, 6]
-
-
 # Faults of groups: each one shows, or is made good.
 
 FAULTY = program(sizes=(4, 3))

@@ -23,6 +23,7 @@ from tests.exact.together import (
     ends,
     layers,
     of,
+    override,
     own_loss,
     program,
     trained,
@@ -42,23 +43,21 @@ def skipping(model: Model, batch: Batch) -> torch.Tensor:
 def raising(place: int) -> Any:
     """A layer raises for some; the loss goes on without the model then."""
 
+    def forward(mlp: Any, own: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.shape[1] == 5:
+            raise ValueError
+        found: torch.Tensor = own(hidden)
+        return found
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        try:
+            return own_loss(model, batch)
+        except ValueError:
+            torch.rand(3)
+            return torch.zeros((), requires_grad=True)
+
     def make(model: Model) -> Loss:
-        class Raising(type(layers(model)[place].mlp)):  # type: ignore[misc]
-            def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-                if hidden.shape[1] == 5:
-                    raise ValueError
-                found: torch.Tensor = super().forward(hidden)
-                return found
-
-        layers(model)[place].mlp.__class__ = Raising
-
-        def loss(model: Model, batch: Batch) -> torch.Tensor:
-            try:
-                return own_loss(model, batch)
-            except ValueError:
-                torch.rand(3)
-                return torch.zeros((), requires_grad=True)
-
+        override([layers(model)[place].mlp], forward)
         return loss
 
     return make
@@ -67,15 +66,14 @@ def raising(place: int) -> Any:
 SCALE = ContextVar("SCALE", default=1.0)
 
 
+def scaled(mlp: Any, own: Any, hidden: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = own(hidden) * SCALE.get()
+    return found
+
+
 def with_a_context(model: Model) -> Loss:
     """Layers read a context variable that the loss has set."""
-
-    class Scaled(type(layers(model)[1].mlp)):  # type: ignore[misc]
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = super().forward(hidden) * SCALE.get()
-            return found
-
-    layers(model)[1].mlp.__class__ = Scaled
+    override([layers(model)[1].mlp], scaled)
 
     def loss(model: Model, batch: Batch) -> torch.Tensor:
         token = SCALE.set(1 + batch["input_ids"].shape[1] / 16)

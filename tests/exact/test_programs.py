@@ -14,7 +14,6 @@ import torch
 
 import poros
 from poros.replay.remat import RematerializeLayer
-from poros.replay.routing import Terms
 from poros.stream.body import LayerBody
 from tests.exact import programs as P
 from tests.exact import subjects as S
@@ -31,6 +30,7 @@ from tests.exact.arms import (
     poisoned,
     streamed,
 )
+from tests.replaced import in_place_of
 from tests.snapshots import bf16, changes, digest, layers_of
 
 Patch = pytest.MonkeyPatch
@@ -194,57 +194,30 @@ def test_control_programs_differ(name: str, residents: Residents) -> None:
     assert changes(residents.facts(subject, program), residents.facts(other_subject, other))
 
 
-# Controls: faults of the runtime that have to show, with the self-check off. Of casts and of order:
-# ``test_written_programs``.
+# Controls: faults of the runtime that have to show, with the self-check off. Of casts, of order and
+# of sums: ``test_written_programs``.
 
 
-def in_one_sum(patch: Patch) -> None:
-    """The terms of an input's gradient are added before they are handed on."""
-    genuine = Terms.take
-
-    def take(self: Terms) -> Any:
-        first, *others = genuine(self)
-        return [sum(others, first), *[None] * len(others)]
-
-    patch.setattr(Terms, "take", take)
+@in_place_of(RematerializeLayer, "backward")
+def off_by_a_unit(genuine: Any, ctx: Any, *gradients: Any) -> Any:
+    """Each gradient, in the last place of bf16."""
+    return tuple(each if each is None else each * 1.0078125 for each in genuine(ctx, *gradients))
 
 
-def spoiled(patch: Patch) -> None:
-    """Each gradient is off by one unit in the last place of bf16."""
-    genuine = RematerializeLayer.backward
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        given = genuine(ctx, *gradients)
-        return tuple(None if each is None else each * 1.0078125 for each in given)
-
-    patch.setattr(RematerializeLayer, "backward", staticmethod(backward))
+@in_place_of(LayerBody, "run")
+def without_gradients_of_other_inputs(genuine: Any, self: LayerBody, args: Any, named: Any) -> Any:
+    return genuine(self, (args[0], *(each.detach() for each in args[1:])), named)
 
 
-@pytest.mark.parametrize(
-    ("fault", "subject", "program"),
-    [(spoiled, S.PLAIN, P.STEP), (in_one_sum, S.decoder, P.read_an_encoder)],
-    ids=["spoiled", "in one sum"],
-)
-def test_control_a_fault_differs(
-    fault: Callable[[Patch], None],
-    subject: Subject,
-    program: Program,
-    residents: Residents,
-    monkeypatch: Patch,
-) -> None:
-    fault(monkeypatch)
-    assert residents.compare(subject, often(in_order(program)), on_tapes) != {}
+def test_control_gradients_that_are_off_differ(residents: Residents, monkeypatch: Patch) -> None:
+    off_by_a_unit(monkeypatch)
+    assert residents.compare(S.PLAIN, often(in_order(P.STEP)), on_tapes) != {}
 
 
 def test_control_per_layer_inputs_without_a_gradient_differ(
     residents: Residents, monkeypatch: Patch
 ) -> None:
-    genuine = LayerBody.run
-
-    def run(self: LayerBody, args: Any, kwargs: Any) -> Any:
-        return genuine(self, (args[0], *(each.detach() for each in args[1:])), kwargs)
-
-    monkeypatch.setattr(LayerBody, "run", run)
+    without_gradients_of_other_inputs(monkeypatch)
     found = observe(streamed(S.adapter_below_the_layers(residents.bases), self_check="off"), P.STEP)
     gone = residents.facts(S.adapter_below_the_layers, P.STEP).keys() - found.keys()
     assert len(gone) == 2 and not any("layers." in name for name in gone)

@@ -6,7 +6,7 @@ right. A row of ``written`` says its end. It runs once with the self-check and s
 poisoned, and several times with visits that are recorded on tapes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import pytest
 
 from poros.replay.routing import Terms
 from poros.replay.uses import Uses
+from tests.replaced import Plant, in_place_of
 from tests.support import same_bits
 from tools.fuzz import campaign
 from tools.fuzz.arm import Record, run_arm
@@ -488,25 +489,17 @@ def no_shared_casts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("poros.replay.routing.cached_cast", lambda *_: None)
 
 
-def as_they_are_used(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Uses, "__init__")
+def as_they_are_used(genuine: Any, self: Uses, sources: Any, order: Any) -> None:
     """Gradients arrive in the order in which the graph was walked."""
-    genuine = Uses.__init__
-
-    def init(self: Uses, sources: Any, order: Any) -> None:
-        genuine(self, sources, tuple(range(len(sources))))
-
-    patch.setattr(Uses, "__init__", init)
+    genuine(self, sources, tuple(range(len(sources))))
 
 
-def in_one_sum(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Terms, "take")
+def in_one_sum(genuine: Any, self: Terms) -> Any:
     """The terms of an input's gradient are added before they are handed on."""
-    genuine = Terms.take
-
-    def take(self: Terms) -> Any:
-        first, *others = genuine(self)
-        return [sum(others, first), *[None] * len(others)]
-
-    patch.setattr(Terms, "take", take)
+    first, *others = genuine(self)
+    return [sum(others, first), *[None] * len(others)]
 
 
 DORA = replace(DENSE, kind="dora")
@@ -522,10 +515,7 @@ DORA = replace(DENSE, kind="dora")
     ],
 )
 def test_control_a_fault_differs(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    name: str,
-    judge: campaign.Judge,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: Plant, name: str, judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
     monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)

@@ -23,6 +23,7 @@ from poros.gates import tiny
 from poros.replay.call import LayerCall
 from poros.stream.general import RecomputedCall
 from tests.covers import with_slow
+from tests.replaced import in_place_of
 from tests.snapshots import (
     assert_same_run,
     batches,
@@ -328,14 +329,14 @@ def test_as_much_is_held_after_six_steps_as_after_three(architecture: str) -> No
         assert not [each for each in calls() if each not in earlier]
 
 
+@in_place_of(RecomputedCall, "forward")
+def keep_the_result(genuine: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    self.result = genuine(self, args, kwargs)
+    return self.result
+
+
 def test_a_cycle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = RecomputedCall.forward
-
-    def forward(self: RecomputedCall, args: Any, kwargs: Any) -> Any:
-        self.result = genuine(self, args, kwargs)  # type: ignore[attr-defined]
-        return self.result  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(RecomputedCall, "forward", forward)
+    keep_the_result(monkeypatch)
     model = prepare_plain(build())
     with without_collector():
         before = living()

@@ -190,6 +190,8 @@ def _replace(
     return calls
 
 
+EVERYTHING: dict[str, Any] = {"loss": "chunked", "stream_head": True, "stream_embedding": True}
+"""So that head and embedding are moved too."""
 FAILURES = {
     "host store": ("poros.host.store.HostStore.allocate", 1, HostMemoryError("none left")),
     "second slab": ("poros.host.slab.HostSlab.__init__", 2, HostMemoryError("none left")),
@@ -203,6 +205,9 @@ FAILURES = {
     "layer 3": ("poros.stream.boundary.StreamedLayer.__init__", 3, RuntimeError("layer 3")),
     "guards": ("poros.model.attach.guards_of", 1, RuntimeError("no guards")),
     "guards half-way": ("poros.model.guards._refuse_merging", 4, RuntimeError("no guards")),
+    "loss in slices": ("poros.head.takeover._Loss.__init__", 1, RuntimeError("no loss")),
+    "slices of the head": ("poros.head.slices.SliceReader.__init__", 1, RuntimeError("no slices")),
+    "move": ("poros.model.attach.Attachment.move_to_device", 1, RuntimeError("no device")),
     "interrupted check": ("poros.self_check.check.SelfCheck.__init__", 1, KeyboardInterrupt()),
     "interrupt": ("poros.stream.visit.LayerBindings.__init__", 2, KeyboardInterrupt()),
 }
@@ -225,7 +230,7 @@ def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
         unpinned = _replace(patch, "poros.host.store.HostStore.unpin")
         _replace(patch, target, error, call)
         try:
-            prepare_plain(model)
+            prepare_plain(model, **EVERYTHING)
         except BaseException as caught:
             assert caught is error
             caught.__traceback__ = None  # whose frames would keep everything alive
@@ -241,7 +246,7 @@ def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
             module.support_avx512bf16_for_cpu = False
     model.zero_grad()
     model.get_base_model().gradient_checkpointing_disable()
-    prepare_plain(model)(**batches()[0]).loss.backward()
+    prepare_plain(model, **EVERYTHING)(**batches()[0]).loss.backward()
 
 
 def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +254,7 @@ def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.Mon
     places = {target for target, _, _ in FAILURES.values()}
     with monkeypatch.context() as patch:
         calls = {target: _replace(patch, target) for target in places}
-        prepare_plain(build())
+        prepare_plain(build(), **EVERYTHING)
     for target, call, _ in FAILURES.values():
         assert len(calls[target]) >= call, target
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from poros.accumulation import foreign, observed
-from poros.accumulation.foreign import LIBRARIES
+from poros.accumulation import observed
 from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode
 from poros.errors import UnsupportedModelError
@@ -30,6 +29,7 @@ from tests.exact.together import (
 )
 
 Model = Any
+pytestmark = pytest.mark.usefixtures("known")
 
 
 def skipping(model: Model, batch: Batch) -> torch.Tensor:
@@ -137,12 +137,6 @@ PROGRAMS = {
     ),
     "a prompt of its own": program(prompted, "not the model's"),
 }
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code of these tests counts as a library's."""
-    monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES | {"tests", __name__.partition(".")[0]})
 
 
 @pytest.mark.parametrize("which", PROGRAMS)

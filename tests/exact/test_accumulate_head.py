@@ -18,6 +18,7 @@ from tests.exact.together import (
     Batch,
     Loss,
     dense,
+    in_autocast,
     num_groups,
     of,
     own_loss,
@@ -96,11 +97,6 @@ def changing(model: Model) -> Loss:
         return found
 
     return loss
-
-
-def in_autocast(model: Model, batch: Batch) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return own_loss(model, batch)
 
 
 def evaluating(model: Model, step: int) -> None:

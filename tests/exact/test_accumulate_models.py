@@ -36,6 +36,7 @@ from tests.exact.together import (
 from tests.support import prepare_plain
 
 Model = Any
+pytestmark = pytest.mark.usefixtures("known")
 
 # In layers.
 
@@ -457,12 +458,6 @@ BETWEEN = {
     ),
 }
 PROGRAMS = {**AROUND, **BETWEEN}
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code of these tests counts as a library's, as what layers and models do is looked at."""
-    monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES | {"tests", __name__.partition(".")[0]})
 
 
 def carrying(model: Model) -> None:

@@ -30,6 +30,7 @@ from tests.exact.together import (
     build,
     clamp,
     ends,
+    in_autocast,
     layers,
     of,
     own_loss,
@@ -409,11 +410,6 @@ def reference(is_first: bool) -> Callable[[Model], Loss]:
 def frozen_again(model: Model, step: int) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name and "layers.1." not in name)
-
-
-def in_autocast(model: Model, batch: Batch) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return own_loss(model, batch)
 
 
 def in_autocast_at_times(model: Model, batch: Batch) -> torch.Tensor:

@@ -89,6 +89,11 @@ def own_loss(model: Model, batch: Batch) -> torch.Tensor:
     return loss / 4
 
 
+def in_autocast(model: Model, batch: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return own_loss(model, batch)
+
+
 def train(
     model: Model,
     together: bool = True,

@@ -1,4 +1,7 @@
-"""What code of the model does in, around and between its layers: equal bits, or a typed error."""
+"""What code of the model does in, around and between its layers: equal bits, or a typed error.
+
+Hooks and tied adapters: ``test_written_programs``.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -41,16 +44,6 @@ pytestmark = pytest.mark.usefixtures("known")
 # In layers.
 
 
-class Noise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient + 1e-3 * torch.randn_like(gradient)
-
-
 def in_layers(forward: Callable[..., torch.Tensor]) -> Any:
     """With this forward of each layer's MLP: of the module, its own forward, and its input."""
 
@@ -58,10 +51,6 @@ def in_layers(forward: Callable[..., torch.Tensor]) -> Any:
         override((layer.mlp for layer in layers(model)), forward)
 
     return make
-
-
-def noisy_backward(mlp: Any, own: Any, given: torch.Tensor) -> torch.Tensor:
-    return Noise.apply(own(given))  # type: ignore[no-any-return]
 
 
 def drawing_by_data(mlp: Any, own: Any, given: torch.Tensor) -> torch.Tensor:
@@ -81,14 +70,6 @@ def other_rates(model: Model) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and ".1." in name:
             module.p = 0.0
-
-
-def hooked(model: Model) -> None:
-    layers(model)[1].register_forward_hook(lambda module, args, output: output * 1.5)
-
-
-def hooked_before(model: Model) -> None:
-    layers(model)[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
 
 
 # Around layers.
@@ -162,11 +143,6 @@ def writing(change: float) -> Any:
     return make
 
 
-def tied(model: Model) -> None:
-    first, second = (layer.self_attn.q_proj.lora_A for layer in layers(model)[:2])
-    second.default.weight = first.default.weight
-
-
 def vocabulary(bases: Bases, is_tied: bool) -> Model:
     base = bases.base("qwen2", quantize=False)
     if is_tied:
@@ -178,23 +154,16 @@ def vocabulary(bases: Bases, is_tied: bool) -> Model:
     return model
 
 
-SEVERAL = "a trained parameter with several places"
 AROUND = {
-    "draws in the backwards of layers": program(
-        in_layers(noisy_backward), "in the backwards of layers"
-    ),
     "draws that depend on data": program(
         in_layers(drawing_by_data), "does not depend on shapes", lengths=(8,), sizes=(3,) * 4
     ),
     "a normal number at a time": program(in_layers(drawing_one), "does not depend on shapes"),
     "layers that draw differently": program(other_rates, lengths=(8,)),
-    "hooks on a layer": program(hooked, "hooks on whole layers", is_late=True),
-    "hooks before a layer": program(hooked_before, "hooks on whole layers", is_late=True),
     "dropout outside the layers": program(dropout_outside, lengths=(8,), sizes=(3, 3)),
     "rotary embeddings that grow": program(growing, "changes the model", lengths=(20, 60, 40)),
     "a buffer that is written to": program(writing(0.01), "changes the model"),
     "a buffer that is written to, the same": program(writing(0.0)),
-    "tied adapters": program(tied, SEVERAL),
     "another scaling for some": program(
         *(scaling(1), (UnsupportedModelError, "while it runs")), lengths=(12, 9, 12, 12)
     ),
@@ -209,7 +178,9 @@ AROUND = {
         leaving(lambda found: [found.detach()], lambda left: left[0]), "leave left in their modules"
     ),
     "a trained vocabulary": program(base=partial(vocabulary, is_tied=False)),
-    "a trained vocabulary, tied": program(end=SEVERAL, base=partial(vocabulary, is_tied=True)),
+    "a trained vocabulary, tied": program(
+        end="a trained parameter with several places", base=partial(vocabulary, is_tied=True)
+    ),
     "frozen lower layers": program(
         base=lambda b: adapted(b, lora_dropout=0.1, layers_to_transform=[1]), lengths=(8,)
     ),

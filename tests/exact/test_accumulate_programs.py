@@ -1,6 +1,7 @@
 """What the code of a loss does besides: equal bits, grouped or not, or a typed error.
 
-Each program runs resident, one micro-batch after the other, and prepared, in groups.
+Each program runs resident, one micro-batch after the other, and prepared, in groups. What the
+fuzzer's language has is in ``test_written_programs``.
 """
 
 import itertools
@@ -291,15 +292,6 @@ def put_before(model: Model, number: int) -> None:
         each.grad = torch.full_like(each, 0.1)
 
 
-def halve(parameter: Any) -> None:
-    parameter.grad.mul_(0.5)
-
-
-def hooked(model: Model) -> None:
-    trained(model)[0].register_hook(lambda gradient: gradient * 0.5)
-    trained(model)[1].register_post_accumulate_grad_hook(halve)
-
-
 WHILE = "gradients are used while"
 GRADIENTS = {
     "read": program(of(reading), WHILE),
@@ -312,7 +304,6 @@ GRADIENTS = {
     "backward into some": program(of(backward_into), "takes gradients"),
     "two backwards": program(of(backward_twice), "a second backward"),
     "there before": program(between=put_before),
-    "hooks on adapters": program(hooked, "hooks on parameters"),
 }
 
 

@@ -185,6 +185,7 @@ def written() -> Iterator[tuple[str, Row]]:
     yield from adapters()
     yield from regions()
     yield from hooks()
+    yield from together()
     yield from exchanges()
     yield from edits()
     yield from later()
@@ -338,6 +339,20 @@ def hooks() -> Iterator[tuple[str, Row]]:
         yield f"a tensor that is trained from step {since} on, {kind} of {layer}", Row(program)
     notes = [Hook(kind, layer=1, part="mlp", tag=tag) for tag, kind in enumerate(KINDS)]
     yield "notes of hooks and older forwards", row(*notes, forwards=TWO, backward="reverse")
+
+
+def together() -> Iterator[tuple[str, Row]]:
+    """Micro-batches that go through the blocks together, or would without what is done."""
+    three = {"forwards": (*TWO, Forward(batch=2)), "backward": "together"}
+    for name, action in {
+        "a hook behind a layer": Hook("forward", "scale", layer=1),
+        "a hook before a layer": Hook("forward_pre", "scale"),
+        "noise in the backwards of layers": Hook("backward", "add_noise", layer=1, part="mlp"),
+        "hooks on parameters": Hook("parameter", "scale", layer=-1),
+        "hooks behind the accumulation": Hook("post_accumulate", "scale", layer=-1),
+        "tied adapters": Tie("across"),
+    }.items():
+        yield f"together: {name}", row(action, subject=DROPOUT, **three)
 
 
 def exchanges() -> Iterator[tuple[str, Row]]:

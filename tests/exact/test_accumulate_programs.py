@@ -24,7 +24,6 @@ from tests.exact.arms import Bases
 from tests.exact.together import (
     Batch,
     Control,
-    End,
     Loss,
     Program,
     add_noise,
@@ -32,6 +31,7 @@ from tests.exact.together import (
     clamp,
     ends,
     in_autocast,
+    later,
     layers,
     of,
     own_loss,
@@ -447,39 +447,17 @@ LOSSES = {
 # What only later ones do, when others of their kind have gone together.
 
 
-class Later:
-    """A loss from the second step on."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.step, self._loss = 0, loss
-
-    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
-        return (self._loss if self.step else own_loss)(model, batch)
-
-    def note(self, model: Model, step: int) -> None:
-        self.step = step
-
-
-def later(loss: Loss, end: End = None, says: str = "") -> Program:
-    """``says``: of an error, as which it ends."""
-    found = Later(loss)
-    # The first of a kind goes alone, and the two behind it together.
-    run: Any = {"between": found.note, "sizes": (3, 3)}
-    return program(of(found), (UnsupportedModelError, says) if says else end, **run)
-
-
+UNSUPPORTED = UnsupportedModelError
 LATER = {
-    "read": later(reading, says="used while"),
+    "read": later(reading, (UNSUPPORTED, "used while")),
     "read before": later(reading_before, "gradients are used before"),
     "clamped behind its backward": later(then(clamp, True)(None)),  # type: ignore[arg-type]
-    "taken by autograd.grad": later(taking, says="takes gradients of single parameters"),
-    "two backwards": later(backward_twice, says="one backward for each"),
-    "two forwards": later(two_forwards, says="more than once"),
+    "taken by autograd.grad": later(taking, (UNSUPPORTED, "takes gradients of single parameters")),
+    "two backwards": later(backward_twice, (UNSUPPORTED, "one backward for each")),
+    "two forwards": later(two_forwards, (UNSUPPORTED, "more than once")),
     "hidden states": later(hidden_states, "recorded"),
-    "a penalty on adapters": later(
-        lambda model, batch: own_loss(model, batch) + penalty(model), says="uses parameters"
-    ),
-    "saved tensors that are packed": later(packed, says="saved-tensor hooks"),
+    "a penalty on adapters": later(penalized(own_loss)(None), (UNSUPPORTED, "uses parameters")),  # type: ignore[arg-type]
+    "saved tensors that are packed": later(packed, (UNSUPPORTED, "saved-tensor hooks")),
     "evaluation mode while it runs": later(in_evaluation_mode),
 }
 PROGRAMS = {

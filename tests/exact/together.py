@@ -194,6 +194,25 @@ def program(make: Any = unchanged, end: End = None, **options: Any) -> Program:
     return Program(make, end, **fields, run=tuple({"sizes": SIZES, **options}.items()))
 
 
+class Later:
+    """A loss from the second step on."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.step, self._loss = 0, loss
+
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
+        return (self._loss if self.step else own_loss)(model, batch)
+
+    def note(self, model: Model, step: int) -> None:
+        self.step = step
+
+
+def later(loss: Loss, end: End = None, **options: Any) -> Program:
+    """The first of a kind goes alone, and the two behind it together, until the loss is another."""
+    found = Later(loss)
+    return program(of(found), end, **{"between": found.note, "sizes": (3, 3), **options})
+
+
 def of(loss: Loss) -> Callable[[Model], Loss]:
     """A program with this loss, and the model as it is."""
     return lambda model: loss
@@ -218,12 +237,16 @@ def _resident(each: Program, bases: Bases) -> list[torch.Tensor]:
     return found
 
 
+def resident(each: Program, bases: Bases) -> list[torch.Tensor]:
+    """What it computes resident, one micro-batch after the other."""
+    policy = tuple(pair for pair in each.policy if pair[0] == "loss")
+    return _resident(each._replace(end=None, is_late=False, policy=policy), bases)
+
+
 def ends(each: Program, bases: Bases) -> bool:
     """Whether it ends as it says, with the bits of a resident run of one after the other."""
     model, run = made(each, bases, True)
-    policy = tuple(pair for pair in each.policy if pair[0] == "loss")
-    plain = each._replace(end=None, is_late=False, policy=policy)
-    return ends_so(model, run, each.end, partial(_resident, plain, bases))
+    return ends_so(model, run, each.end, partial(resident, each, bases))
 
 
 def ends_so(model: Model, run: Callable[[], Any], end: End, resident: Callable[[], Any]) -> bool:

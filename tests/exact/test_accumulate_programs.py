@@ -7,7 +7,6 @@ fuzzer's language has is in ``test_written_programs``.
 import itertools
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,9 +49,6 @@ def masking(model: Model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.T
     return own_loss(model, {"input_ids": tokens, "labels": labels})
 
 
-EDITS = of(lambda model, batch: masking(model, batch.input_ids, batch.labels))
-
-
 def popping(model: Model, batch: Any) -> torch.Tensor:
     labels = batch["targets"].pop()
     return own_loss(model, {**batch["model"], "labels": labels})
@@ -68,11 +64,6 @@ def editing_a_view(model: Model, batch: Any) -> torch.Tensor:
     return own_loss(model, {"input_ids": batch["input_ids"], "labels": batch["labels"]})
 
 
-def by_number(model: Model, batch: Any) -> torch.Tensor:
-    batch["state"].calls += 1
-    return masked(model, batch, batch["state"].calls)
-
-
 def taking_the_next(model: Model, batch: Any) -> torch.Tensor:
     return own_loss(model, {"input_ids": batch["input_ids"], "labels": next(batch["rows"])})
 
@@ -85,11 +76,6 @@ def apart(batch: Batch) -> dict[str, torch.Tensor]:
     return {key: each.clone() for key, each in batch.items()}
 
 
-def taking_out(model: Model, batch: Batch) -> torch.Tensor:
-    labels = batch.pop("labels")
-    return own_loss(model, {**batch, "labels": labels})
-
-
 def editing(model: Model, batch: Batch) -> torch.Tensor:
     batch["input_ids"].add_(1)
     return own_loss(model, batch)
@@ -99,15 +85,12 @@ FORMS = {
     "tuple": program(
         of(lambda model, batch: masking(model, *batch)), form=lambda b: tuple(apart(b).values())
     ),
-    "object": program(EDITS, form=lambda batch: SimpleNamespace(**apart(batch))),
     "nested": program(
         of(popping),
         form=lambda b: {"model": {"input_ids": b["input_ids"]}, "targets": [b["labels"].clone()]},
     ),
     "a view": program(of(editing_a_view), form=viewed),
-    "a state": program(of(by_number), form=lambda b: {**b, "state": SimpleNamespace(calls=0)}),
     "an iterator": program(of(taking_the_next), form=lambda b: {**b, "rows": iter(rows_of(b))}),
-    "taken apart": program(of(taking_out)),
     "edited": program(of(editing)),
 }
 
@@ -158,11 +141,6 @@ class Counting:
         found = own_loss(model, batch) * (1 if self.last > 1 else 0.5)
         self.last = float(found)
         return found
-
-    def tokens(self, model: Model, batch: Batch) -> torch.Tensor:
-        self.calls += 1
-        tokens = (batch["input_ids"] + self.calls) % 100
-        return own_loss(model, {**batch, "input_ids": tokens})
 
     def late_tokens(self, model: Model, batch: Batch) -> torch.Tensor:
         tokens = (batch["input_ids"] + self.calls) % 100
@@ -222,7 +200,6 @@ STATES = {
     "global": program(total, "changes TOTAL"),
     "object": program(lambda model: Counting()),
     "last loss": program(lambda model: Counting().scaled),
-    "tokens by number": program(lambda model: Counting().tokens),
     "tokens by number, late": program(lambda model: Counting().late_tokens, "changes calls"),
     "number of the model": on_model(int, lambda value: value + 1),
     "list of the model": on_model(list, lambda value: value.append(1) or value),

@@ -55,7 +55,6 @@ PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
 UNCHECKED: dict[str, Any] = {"self_check": "off"}
 """The self-check itself runs hooks, restores PyTorch's random states alone, and takes gradients as
 reentrant checkpoints refuse."""
-OTHERS = S.adapters_on("q_proj", "v_proj", quantize=False)
 
 
 def backwards() -> Iterator[tuple[str, Row]]:
@@ -130,9 +129,8 @@ def inside() -> Iterator[tuple[str, Row]]:
     for gradients in (False, True):
         name = f"a {'step' if gradients else 'forward'} inside a backward"
         yield name, Row(P.in_backward(gradients=gradients))
-    for is_within, how in ((True, "attribute"), (False, "closure")):
-        name = f"a function of others, {how}, {'within' if is_within else 'beside'}"
-        yield name, Row(P.function_of_others(how, is_within=is_within), OTHERS)
+    others = S.adapters_on("q_proj", "v_proj", quantize=False)
+    yield "a function of others that keeps a weight", Row(P.function_of_others, others)
     beside = S.adapters_on("q_proj", "v_proj")
     yield "bitsandbytes beside a layer", Row(P.bitsandbytes_beside, beside)
 

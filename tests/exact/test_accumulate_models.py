@@ -31,12 +31,11 @@ from tests.exact.together import (
     dense,
     ends,
     layers,
+    of,
     override,
     own_loss,
     program,
-    train,
 )
-from tests.support import prepare_plain
 
 Model = Any
 pytestmark = pytest.mark.usefixtures("known")
@@ -118,6 +117,14 @@ def scaling(place: int) -> Any:
     return make
 
 
+def using_what_goes_in(model: Model, batch: Any) -> torch.Tensor:
+    """Whoever listens there would see two gradients for their sum."""
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    output = model(inputs_embeds=embedded, labels=batch["labels"], use_cache=False)
+    found: torch.Tensor = output.loss / 4 + embedded.float().square().mean()
+    return found
+
+
 def growing(model: Model) -> None:
     """Rotary embeddings: what a forward leaves in the model for the next one."""
     base = model.get_base_model().model
@@ -185,6 +192,10 @@ AROUND = {
         base=lambda b: adapted(b, lora_dropout=0.1, layers_to_transform=[1]), lengths=(8,)
     ),
     "inputs that require gradients": program(lambda model: model.enable_input_require_grads()),
+    "what goes into the layers, in the loss too": program(
+        *(of(using_what_goes_in), (UnsupportedModelError, "what goes into them")),
+        base=S.inputs_require_gradients,
+    ),
     "autocast around all, without a cache": program(
         base=lambda bases: dense(bases, dtype=torch.float32),
         around=partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False),
@@ -504,17 +515,3 @@ CONTROLS = {
 @pytest.mark.parametrize("which", CONTROLS)
 def test_controls(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CONTROLS[which].is_seen(bases, monkeypatch)
-
-
-def test_what_goes_into_the_layers_and_into_the_loss(bases: Bases) -> None:
-    """It is refused: whoever listens there would see two gradients for their sum."""
-
-    def loss(model: Model, batch: Any) -> torch.Tensor:
-        embedded = model.get_input_embeddings()(batch["input_ids"])
-        output = model(inputs_embeds=embedded, labels=batch["labels"], use_cache=False)
-        found: torch.Tensor = output.loss / 4 + embedded.float().square().mean()
-        return found
-
-    model = prepare_plain(S.inputs_require_gradients(bases).train(), slots=2)
-    with pytest.raises(UnsupportedModelError, match="what goes into them"):
-        train(model, True, sizes=(3, 2), loss=loss)

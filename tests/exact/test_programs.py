@@ -18,7 +18,6 @@ from poros.stream.body import LayerBody
 from tests.exact import programs as P
 from tests.exact import subjects as S
 from tests.exact.arms import (
-    Bases,
     Program,
     Residents,
     Subject,
@@ -260,16 +259,3 @@ def test_a_loss_kept_after_backward_keeps_no_activations(
     del model
     gc.collect()
     assert [each() for each in seen if each() is not None] == []
-
-
-def test_a_deleted_model_takes_its_slots_with_it_at_once(bases: Bases) -> None:
-    model = streamed(S.NO_DROPOUT(bases))
-    P.STEP(model)
-    slot = weakref.ref(poros.runtime(model).ring.slots[0].buffer)
-    gc.collect()
-    gc.disable()
-    try:
-        del model
-        assert slot() is None
-    finally:
-        gc.enable()

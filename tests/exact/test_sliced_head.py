@@ -38,15 +38,7 @@ from tests.exact.heads import (
 )
 from tests.operators import Operators
 from tests.replaced import in_place_of
-from tests.snapshots import (
-    NUM_LAYERS,
-    assert_same_run,
-    batches,
-    build,
-    changes,
-    picture,
-    run,
-)
+from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
 from tests.support import prepare_plain
 
 SHAPE = {"seq_len": 16, "batch_size": 2}

@@ -32,15 +32,7 @@ from poros.slots.schedule import count, training_visits, walk
 from poros.streams import EagerStreams
 from tests.covers import with_slow
 from tests.loading.loaded import Kinds, budget_for, standard, tensors, wanted
-from tests.snapshots import (
-    assert_same_run,
-    bits_of,
-    build,
-    changes,
-    picture,
-    resident_run,
-    run,
-)
+from tests.snapshots import assert_same_run, bits_of, build, changes, picture, resident_run, run
 from tests.support import AdversarialPrepare, prepare_plain
 from tests.unit.driver import FakeDriver, install
 

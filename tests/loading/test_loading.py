@@ -18,10 +18,7 @@ from bitsandbytes.nn import Params4bit
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import poros.loaders.load
-from poros.errors import (
-    HostMemoryError,
-    UnsupportedModelError,
-)
+from poros.errors import HostMemoryError, UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.multimodal import MULTIMODAL
 from poros.gates.registry import read_registry

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from poros.accumulation import observed
 from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode
 from poros.errors import UnsupportedModelError
@@ -156,9 +155,6 @@ def without_states(group: Any, genuine: Any = Group.finish_behind) -> Any:
 CONTROLS = {
     "layers outside the context of the code": Control(
         ParkedCode, "run_in_context", lambda self, run: run(), PROGRAMS["a context variable"]
-    ),
-    "hooks that nobody looks for": Control(
-        observed, "has_hooks", lambda parameter: False, PROGRAMS["a hook around its own backward"]
     ),
     "random states of code that is over": Control(
         *(Group, "finish_behind", without_states), PROGRAMS["no model for some"]

@@ -13,13 +13,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from poros.accumulation import foreign, observed
-from poros.accumulation.calls import Calls, HiddenStates
+from poros.accumulation import foreign
 from poros.accumulation.foreign import LIBRARIES
 from poros.accumulation.group import Group
-from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.stream.condition import Condition
 from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
@@ -481,37 +478,10 @@ def test_programs(which: str, bases: Bases) -> None:
     assert ends(PROGRAMS[which], bases)
 
 
-def blank(batch: Any) -> torch.Tensor:
-    """Hidden states that are zeros, and may be used."""
-    shape, dtype = batch._form
-    found = torch.zeros(shape, dtype=dtype).as_subclass(HiddenStates)
-    found.used = lambda: None
-    return found
-
-
-CONTROLS = {
-    "states that are not planned": Control(
-        Group, "_plan_behind", lambda self, batch: True, AROUND["frozen lower layers"]
-    ),
-    "hidden states that nobody watches": Control(
-        *(MicroBatch, "_hand_on", blank, BETWEEN["a mask of hidden states, later"])
-    ),
-    "arguments that nobody compares": Control(
-        *(Calls, "require_unedited", lambda self: None, BETWEEN["a mask that is refilled, later"])
-    ),
-    "draws that nobody sees": Control(
-        *(MicroBatch, "_has_drawn", lambda self, of_all: False, BETWEEN["a seed, later"])
-    ),
-    "what layers leave that nobody looks at": Control(
-        observed, "contents_of", lambda table: {}, AROUND["layers that leave a number"]
-    ),
-    "conditions that nobody compares": Control(
-        *(Condition, "still_reads_so", lambda self: True),
-        BETWEEN["other adapters for some, later"],
-    ),
-}
-
-
-@pytest.mark.parametrize("which", CONTROLS)
-def test_controls(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CONTROLS[which].is_seen(bases, monkeypatch)
+def test_control_states_that_are_not_planned_show(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with an error or a reason say themselves that what they do is found."""
+    program = AROUND["frozen lower layers"]
+    control = Control(Group, "_plan_behind", lambda self, batch: True, program)
+    assert control.is_seen(bases, monkeypatch)

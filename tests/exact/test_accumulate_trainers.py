@@ -11,7 +11,6 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import poros
-from poros.accumulation.observed import Names
 from poros.errors import UnsupportedModelError
 from tests.comparing import compare_trajectories
 from tests.exact.arms import Bases
@@ -176,14 +175,6 @@ def test_trainers_that_act(which: str, bases: Bases, tmp_path: Path) -> None:
         return [each.detach().clone() for each in adapters]
 
     assert ends_so(model, partial(run, model, True), end, lambda: run(dense(bases), False))
-
-
-def test_control_names_that_nobody_compares_between(
-    bases: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Names, "changed_since", lambda self: None)
-    with pytest.raises(AssertionError):
-        test_trainers_that_act("counts before the mixin", bases, tmp_path)
 
 
 # The trainer as it is, with its logs and checkpoints.

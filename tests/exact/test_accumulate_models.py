@@ -122,19 +122,6 @@ def using_what_goes_in(model: Model, batch: Any) -> torch.Tensor:
     return found
 
 
-def growing(model: Model) -> None:
-    """Rotary embeddings: what a forward leaves in the model for the next one."""
-    base = model.get_base_model().model
-    base.norm.register_buffer("longest", torch.zeros(()))
-    base.rotary_emb.longest = 0
-
-    def grow(module: Any, args: Any, output: Any) -> Any:
-        module.longest = max(module.longest, args[0].shape[1])
-        return tuple(each * (1 + module.longest / 100) for each in output)
-
-    base.rotary_emb.register_forward_hook(grow)
-
-
 def writing(change: float) -> Any:
     """A forward writes to a buffer; with 0 what was in it, as DDP does before a forward."""
 
@@ -165,7 +152,6 @@ AROUND = {
     "a normal number at a time": program(in_layers(drawing_one), "does not depend on shapes"),
     "layers that draw differently": program(other_rates, lengths=(8,)),
     "dropout outside the layers": program(dropout_outside, lengths=(8,), sizes=(3, 3)),
-    "rotary embeddings that grow": program(growing, "changes the model", lengths=(20, 60, 40)),
     "a buffer that is written to": program(writing(0.01), "changes the model"),
     "a buffer that is written to, the same": program(writing(0.0)),
     "another scaling for some": program(
@@ -178,9 +164,6 @@ AROUND = {
         leaving(lambda found: found, lambda left: left), "leave left in their modules"
     ),
     "layers that leave a number": program(leaving(float), "leave left in their modules"),
-    "layers that leave a list": program(
-        leaving(lambda found: [found.detach()], lambda left: left[0]), "leave left in their modules"
-    ),
     "a trained vocabulary": program(base=partial(vocabulary, is_tied=False)),
     "a trained vocabulary, tied": program(
         end="a trained parameter with several places", base=partial(vocabulary, is_tied=True)
@@ -239,11 +222,6 @@ def hidden_states_of_the_call_before() -> Call:
     return handing(exchange)
 
 
-def drawing(layer: Any, hidden: torch.Tensor, given: Arguments) -> Doing:
-    torch.rand(3)
-    yield
-
-
 def drawing_of_python(layer: Any, hidden: torch.Tensor, given: Arguments) -> Doing:
     random.random()
     yield
@@ -274,37 +252,11 @@ def other_adapters_for_some(layer: Any, hidden: torch.Tensor, given: Arguments) 
     scaling["default"] = usual
 
 
-def another_norm(layer: Any, hidden: torch.Tensor, given: Arguments) -> Doing:
-    """A frozen one."""
-    held = layer.input_layernorm._parameters
-    before = held["weight"]
-    held["weight"] = torch.nn.Parameter(before.detach() * 1.5, requires_grad=False)
-    yield
-    held["weight"] = before
-
-
-def frozen_adapters(layer: Any, hidden: torch.Tensor, given: Arguments) -> Doing:
-    trained = [each for each in layer.parameters() if each.requires_grad]
-    for each in trained:
-        each.requires_grad_(False)
-    yield
-    for each in trained:
-        each.requires_grad_(True)
-
-
 def halved_gradients(layer: Any, hidden: torch.Tensor, given: Arguments) -> Doing:
     for each in layer.parameters():
         if each.requires_grad and each.grad is not None:
             each.grad.mul_(0.5)
     yield
-
-
-def mask_edited_and_put_back(layer: Any, hidden: torch.Tensor, given: Arguments) -> Doing:
-    mask = given["attention_mask"]
-    before = mask.clone()
-    mask.mul_(0.0)
-    yield
-    mask.copy_(before)
 
 
 def mask_refilled_behind(layer: Any, hidden: torch.Tensor, given: Arguments) -> Doing:
@@ -337,22 +289,6 @@ def frozen_below(bases: Bases) -> Model:
     for parameter in layers(model)[0].parameters():
         parameter.requires_grad_(False)
     return model
-
-
-def summed(model: Model) -> None:
-    """Reads what layers return."""
-    seen: list[torch.Tensor] = []
-
-    def keeping(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
-        if number == 0:
-            seen.clear()
-        seen.append(layer(hidden, *args, **kwargs))
-        return seen[-1]
-
-    Loop(model, keeping)
-    model.get_base_model().model.norm.register_forward_hook(
-        lambda module, args, output: output + sum(seen[:-1])
-    )
 
 
 def with_a_state(bases: Bases) -> Model:
@@ -397,17 +333,12 @@ THREE: Any = {"base": partial(dense, num_layers=3)}
 # what the error says if it is done from the second on, when they have gone together.
 WAYS: dict[str, tuple[Call, str | None, str, dict[str, Any]]] = {
     "other hidden states": (handing(lambda hidden: hidden * 1.5), COMPUTES, COMPUTES, {}),
-    "edited hidden states": (handing(lambda hidden: hidden.mul_(1.5)), COMPUTES, COMPUTES, {}),
-    "draws": (doing(drawing), DRAWN, DRAWN, {}),
     "evaluation mode": (doing(in_evaluation_mode), "change", RUNS, {}),
     "autocast": (doing(in_autocast), "changes autocast", "changes autocast", {}),
     "a seed": (doing(with_a_seed), DRAWN, DRAWN, {}),
     "a mask of hidden states": (doing(mask_of_hidden_states), COMPUTES, COMPUTES, EAGER),
-    "an edited mask": (doing(mask_edited_and_put_back), None, EDITED, EAGER),
     "a mask that is refilled": (doing(mask_refilled_behind), None, EDITED, EAGER),
     "a mask by compiled code": (doing(mask_by_compiled_code), None, COMPUTES, EAGER),
-    "another norm": (doing(another_norm), None, RUNS, THREE),
-    "frozen adapters": (doing(frozen_adapters), None, RUNS, THREE),
     "draws of Python": (doing(drawing_of_python), None, DRAWN, THREE),
     "halved gradients": (doing(halved_gradients), None, "gradients are used", THREE),
     "other adapters for some": (
@@ -430,7 +361,6 @@ BETWEEN = {
         (UnsupportedModelError, COMPUTES),
         **{"base": frozen_below, "lengths": (12,)},
     ),
-    "hidden states that are kept": program(summed, COMPUTES, is_late=True, lengths=(12,)),
     "an object that changes": between(
         *(Scaling(), "objects that may change", 1),
         **{"base": with_a_state, "policy": {"keep_last": 3}, "is_late": False},

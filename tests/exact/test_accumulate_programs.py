@@ -4,7 +4,6 @@ Each program runs resident, one micro-batch after the other, and prepared, in gr
 fuzzer's language has is in ``test_written_programs``.
 """
 
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +20,12 @@ from tests.exact.together import (
     Batch,
     Control,
     Loss,
-    Program,
     add_noise,
     build,
     clamp,
     ends,
     in_autocast,
     later,
-    layers,
     of,
     own_loss,
     program,
@@ -146,20 +143,16 @@ class Counting:
         return found
 
 
-def on_model(kind: Any, change: Callable[[Any], Any]) -> Program:
-    """An attribute of the model's."""
+def on_model(model: Model) -> Loss:
+    """In an attribute of the model."""
+    holder = model.get_base_model()
+    holder.seen = 0
 
-    def make(model: Model) -> Loss:
-        holder = model.get_base_model()
-        holder.seen = kind()
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        holder.seen += 1
+        return masked(model, batch, holder.seen)
 
-        def loss(model: Model, batch: Batch) -> torch.Tensor:
-            value = holder.seen = change(holder.seen)
-            return masked(model, batch, value if isinstance(value, int) else len(value))
-
-        return loss
-
-    return program(make, "changes the model")
+    return loss
 
 
 def of_python(model: Model, batch: Batch) -> torch.Tensor:
@@ -182,28 +175,16 @@ def next_batch(model: Model) -> Loss:
     return loss
 
 
-def once(model: Model) -> Loss:
-    """Does not call the model any more."""
-    calls = itertools.count(1)
-
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        return own_loss(model, batch) if next(calls) < 7 else torch.zeros((), requires_grad=True)
-
-    return loss
-
-
 STATES = {
     "variable": program(variable, "changes calls"),
     "global": program(total, "changes TOTAL"),
     "object": program(lambda model: Counting()),
     "last loss": program(lambda model: Counting().scaled),
     "tokens by number, late": program(lambda model: Counting().late_tokens, "changes calls"),
-    "number of the model": on_model(int, lambda value: value + 1),
-    "list of the model": on_model(list, lambda value: value.append(1) or value),
+    "number of the model": program(on_model, "changes the model"),
     "random numbers of Python": program(of(of_python)),
     "random numbers of NumPy": program(of(of_numpy)),
     "batches of its own": program(next_batch),
-    "no call of the model": program(once, sizes=(3, 3, 3)),
 }
 
 
@@ -223,35 +204,19 @@ def reading_before(model: Model, batch: Batch) -> torch.Tensor:
     return own_loss(model, batch) * (1 + found)
 
 
-def put(model: Model) -> None:
-    for each in trained(model)[:3]:
-        each.grad = torch.full_like(each, 0.01)
-
-
-def step(model: Model) -> None:
-    torch.optim.SGD(trained(model), lr=1e-3).step()
-
-
-def then(act: Callable[[Model], None], has_backward: bool = False) -> Callable[[Model], Loss]:
+def behind_its_backward(act: Callable[[Model], None]) -> Loss:
     def loss(model: Model, batch: Batch) -> torch.Tensor:
-        found = own_loss(model, batch)
-        if has_backward:
-            found.backward()
+        own_loss(model, batch).backward()
         act(model)
-        return torch.zeros((), requires_grad=True) if has_backward else found
+        return torch.zeros((), requires_grad=True)
 
-    return of(loss)
+    return loss
 
 
 def taking(model: Model, batch: Batch) -> torch.Tensor:
     found = own_loss(model, batch)
     gradients = torch.autograd.grad(found, trained(model), retain_graph=True, allow_unused=True)
     return found * (1 + size(gradients))
-
-
-def backward_into(model: Model, batch: Batch) -> torch.Tensor:
-    own_loss(model, batch).backward(inputs=trained(model)[:4])
-    return torch.zeros((), requires_grad=True)
 
 
 def backward_twice(model: Model, batch: Batch) -> torch.Tensor:
@@ -270,12 +235,9 @@ WHILE = "gradients are used while"
 GRADIENTS = {
     "read": program(of(reading), WHILE),
     "read before": program(of(reading_before), "gradients are used before"),
-    "set": program(then(put), WHILE),
-    "clamped behind its backward": program(then(clamp, True)),
-    "noise behind its backward": program(then(add_noise, True), lengths=(8,)),
-    "a step behind its backward": program(then(step, True), "edits parameters"),
+    "clamped behind its backward": program(of(behind_its_backward(clamp))),
+    "noise behind its backward": program(of(behind_its_backward(add_noise)), lengths=(8,)),
     "taken by autograd.grad": program(of(taking), WHILE),
-    "backward into some": program(of(backward_into), "takes gradients"),
     "two backwards": program(of(backward_twice), "a second backward"),
     "there before": program(between=put_before),
 }
@@ -302,16 +264,6 @@ def hidden_states(model: Model, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def the_last_ones(model: Model, batch: Batch) -> torch.Tensor:
-    kept: list[torch.Tensor] = []
-    norm = model.get_base_model().model.norm
-    handle = norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
-    try:
-        return own_loss(model, batch) + 0.1 * sum(each.float().square().mean() for each in kept)
-    finally:
-        handle.remove()
-
-
 def packed(model: Model, batch: Batch) -> torch.Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
         return own_loss(model, batch)
@@ -326,15 +278,6 @@ def penalty(model: Model) -> torch.Tensor:
 def penalized(loss: Loss) -> Callable[[Model], Loss]:
     """What has to begin anew finds its batch as it was."""
     return of(lambda model, batch: loss(model, batch) + penalty(model))
-
-
-def cast_outside(model: Model, batch: Batch) -> torch.Tensor:
-    """One cast of an adapter, in the region of the layers."""
-    weight = layers(model)[0].self_attn.q_proj.lora_A.default.weight
-    with torch.autocast("cpu", torch.bfloat16):
-        found = own_loss(model, batch)
-        ones = torch.ones(1, weight.shape[1])
-        return found + torch.nn.functional.linear(ones, weight).float().square().sum()
 
 
 def in_evaluation_mode(model: Model, batch: Batch) -> torch.Tensor:
@@ -392,14 +335,12 @@ LOSSES = {
     "two forwards": program(of(two_forwards), "more than once"),
     "errors that are caught": program(of(catching), "more than once"),
     "hidden states": program(of(hidden_states), "recorded"),
-    "the last hidden states": program(of(the_last_ones), "changes the model"),
     "saved tensors that are packed": program(
         of(packed), (UnsupportedModelError, "saved-tensor hooks")
     ),
     "a penalty on adapters": program(penalized(own_loss), ITSELF),
     "a penalty, edited": program(penalized(editing), ITSELF),
     "a penalty of AdaLoRA": program(end=ITSELF, base=lambda b: build(b, adapter="adalora")),
-    "a cast outside the layers": program(of(cast_outside), ITSELF),
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
     "settings that change": program(of(setting), (UnsupportedModelError, "settings of PyTorch")),
     "edited adapters": program(of(scaling), "edits parameters"),
@@ -425,7 +366,7 @@ UNSUPPORTED = UnsupportedModelError
 LATER = {
     "read": later(reading, (UNSUPPORTED, "used while")),
     "read before": later(reading_before, "gradients are used before"),
-    "clamped behind its backward": later(then(clamp, True)(None)),  # type: ignore[arg-type]
+    "clamped behind its backward": later(behind_its_backward(clamp)),
     "taken by autograd.grad": later(taking, (UNSUPPORTED, "takes gradients of single parameters")),
     "two backwards": later(backward_twice, (UNSUPPORTED, "one backward for each")),
     "two forwards": later(two_forwards, (UNSUPPORTED, "more than once")),

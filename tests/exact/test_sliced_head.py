@@ -38,7 +38,7 @@ from tests.exact.heads import (
 )
 from tests.operators import Operators
 from tests.replaced import in_place_of
-from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
+from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, run
 from tests.support import prepare_plain
 
 SHAPE = {"seq_len": 16, "batch_size": 2}
@@ -46,27 +46,7 @@ ROWS: dict[str, Any] = {"slots": 2, "stream_embedding": True}
 pytestmark = pytest.mark.usefixtures("narrow")
 
 
-# What is taken over, and how it comes back.
-
-POLICIES: list[dict[str, Any]] = [ON_HOST, {"loss": "chunked"}, {"stream_head": True, **ROWS}]
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
-def test_restore_gives_everything_back(architecture: str, policy: dict[str, Any]) -> None:
-    """Gemma's head is its embedding's matrix; its own object, at both places, with its bytes."""
-    model = build(architecture)
-    before = picture(model)
-    poros.prepare(model, **{"slots": 2, **policy})
-    assert isinstance(head_of(model), HostMatrix) == ("stream_head" in policy)
-    if architecture == "gemma3":
-        assert head_of(model) is model.get_input_embeddings().weight
-    saved = model.state_dict()
-    poros.restore(model)
-    assert changes(before, picture(model)) == {}
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, saved[name]), name
-
+# What is taken over; how it comes back: ``tests/faults/test_restore``.
 
 FAMILIES = ["qwen2", "gemma2", "cohere", "granite", "falcon_h1", "mixtral", "gpt2", "phi"]
 
@@ -280,6 +260,7 @@ def test_tied_matrices_are_on_the_host_once(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, logger="poros"):
         model = with_sliced_loss(build("gemma3"), stream_embedding=True)
     assert "embedding" not in caplog.text, "nothing was asked for in vain"
+    assert head_of(model) is model.get_input_embeddings().weight
     runtime = poros.runtime(model)
     expected = runtime.host.num_bytes + head_of(model).nbytes
     assert runtime.stats()["host_num_bytes"] == expected

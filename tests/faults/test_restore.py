@@ -37,14 +37,27 @@ from tests.snapshots import (
 )
 from tests.support import num_arenas, prepare_plain, same_bits
 
+ON_HOST = {"stream_head": True, "stream_embedding": True}
+EVERYTHING: dict[str, Any] = {"loss": "chunked", **ON_HOST}
+"""So that head and embedding are moved too, and the loss is another one."""
+POLICIES: list[dict[str, Any]] = [{"block_size": 2}, {"loss": "chunked"}, ON_HOST, EVERYTHING]
+
 
 @pytest.mark.cover("values")
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("quantize", [True, False])
-def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> None:
+def test_restore_leaves_nothing_behind(
+    architecture: str, quantize: bool, policy: dict[str, Any]
+) -> None:
+    """Hooks of the user survive. The head of some is their embedding's matrix."""
     model = build(architecture, quantize=quantize, num_layers=4)
+    layer = layers_of(model)[1]
+    layer.register_forward_hook(lambda *_: None)
+    layer.register_full_backward_hook(lambda *_: None)
+    layer.register_state_dict_post_hook(lambda *_: None)
     before = picture(model)
-    assert poros.restore(prepare_plain(model, block_size=2)) is model
+    assert poros.restore(prepare_plain(model, **policy)) is model
     assert changes(before, picture(model)) == {}
     with pytest.raises(PreparedModelError):
         poros.runtime(model)
@@ -96,25 +109,6 @@ def test_everything_works_on_the_restored_model() -> None:
     merged = [use(each) for each in (twin, model)]
     assert changes(*(picture(each, identity=False) for each in merged)) == {}
     assert not any("lora" in name for name, _ in merged[1].named_modules())
-
-
-def test_hooks_of_the_user_survive() -> None:
-    model = build()
-    seen: list[str] = []
-    layer = layers_of(model)[1]
-    layer.register_forward_hook(lambda *_: seen.append("forward"))
-    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
-    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
-    layer.register_state_dict_post_hook(lambda *_: None)
-    before = picture(model)
-    prepare_plain(model)
-    model(**batches()[0]).loss.backward()
-    assert seen == ["before", "forward", "backward"]
-    model.zero_grad()
-    poros.restore(model)
-    assert changes(before, picture(model)) == {}
-    model(**batches()[0]).loss.backward()
-    assert seen == ["before", "forward", "backward"] * 2
 
 
 def test_restore_with_a_graph_alive_never_gives_another_gradient() -> None:
@@ -194,8 +188,6 @@ def _replace(
     return calls
 
 
-EVERYTHING: dict[str, Any] = {"loss": "chunked", "stream_head": True, "stream_embedding": True}
-"""So that head and embedding are moved too."""
 FAILURES = {
     "host store": ("poros.host.store.HostStore.allocate", 1, HostMemoryError("none left")),
     "second slab": ("poros.host.slab.HostSlab.__init__", 2, HostMemoryError("none left")),

@@ -264,12 +264,6 @@ def accelerated(model: Model) -> Iterator[None]:
         del model.forward
 
 
-def own_region(model: Model) -> None:
-    with accelerated(model):
-        loss_of(model).backward()
-        loss_of(model, 1).backward()
-
-
 def penalty(model: Model) -> torch.Tensor:
     """In reverse, so that the casts of a region are not made in the order of the layers."""
     matrices = [each for name, each in model.named_parameters() if "lora_A" in name]

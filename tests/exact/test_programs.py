@@ -100,11 +100,9 @@ def surroundings() -> Iterator[tuple[str, Row]]:
     # Where casts are there before the layers are, it is not seen when gradients arrive.
     for program, replays in {
         P.without_a_cache: True,
-        P.own_region: True,
         P.with_penalty: True,
         P.behind_a_penalty: False,
         P.behind_an_evaluation: False,
-        P.penalty_by_accelerate: True,
         P.retained: True,
     }.items():
         name = f"an adapter under autocast: {program.__name__}"
@@ -221,14 +219,6 @@ def test_control_per_layer_inputs_without_a_gradient_differ(
 
 
 # What is left behind.
-
-
-def test_nothing_is_left_on_the_parameters_and_settings_are_put_back(residents: Residents) -> None:
-    model = on_tapes(S.FP32_NO_DROPOUT(residents.bases))
-    often(P.STEP_UNDER_AUTOCAST)(model)
-    assert all(not each._backward_hooks for each in model.parameters())
-    P.MATH_STEP(model)
-    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_backward_works_after_the_model_was_deleted(residents: Residents) -> None:

@@ -11,8 +11,8 @@ from tools.fuzz import campaign
 
 
 @pytest.fixture(scope="session")
-def residents(tmp_path_factory: pytest.TempPathFactory) -> Residents:
-    return Residents(tmp_path_factory.mktemp("checkpoints"))
+def residents() -> Residents:
+    return Residents()
 
 
 @pytest.fixture(scope="session")

@@ -194,7 +194,7 @@ class InterruptedTogether(poros.BlockMajorMixin, Interrupted):  # type: ignore[m
 @pytest.mark.parametrize("at", ["loss", "between"])
 def test_one_that_ends_a_trainer(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Interrupted, "at", at)
-    arms = Arms.make(tmp_path, torch.float32)
+    arms = Arms(tmp_path, torch.float32)
     found = []
     prepare: Callable[..., Any] = lambda model, **given: prepare_plain(model, slots=2, **given)  # noqa: E731
     for kind, way in ((Interrupted, None), (InterruptedTogether, prepare)):

@@ -195,7 +195,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("which", OPTIONS)
 def test_the_trainer(which: str, tmp_path: Path) -> None:
-    arms = Arms.make(tmp_path, torch.float32)
+    arms = Arms(tmp_path, torch.float32)
     options = {**SHORT, **OPTIONS[which]}
     expected = arms.run("resident", **options)
     found = arms.run("grouped", TWO_SLOTS, trainer_class=poros.PorosTrainer, **options)
@@ -217,7 +217,7 @@ def test_the_trainer(which: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_prepared(tmp_path: Path) -> None:
-    arms = Arms.make(tmp_path, torch.float32)
+    arms = Arms(tmp_path, torch.float32)
     expected = arms.run("resident", max_steps=2)
     found = arms.run("plain", trainer_class=poros.PorosTrainer, max_steps=2)
     assert compare_trajectories(expected, found) == []

@@ -31,7 +31,7 @@ STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 @pytest.fixture(scope="module")
 def arms(tmp_path_factory: pytest.TempPathFactory) -> Arms:
-    return Arms.make(tmp_path_factory.mktemp("trainer"), torch.float32)
+    return Arms(tmp_path_factory.mktemp("trainer"), torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -92,11 +92,15 @@ def make_base(
     dtype: torch.dtype = torch.bfloat16,
     dropout: float = 0.0,
     seed: int = 0,
+    auto_class: str | None = None,
     **loading: Any,
 ) -> Any:
-    """The model of ``make_model``, without adapters."""
-    folder = _checkpoint(architecture, num_layers, hidden_size, dtype, dropout, seed)
-    return loaded(folder, dtype, **loading)
+    """The model of ``make_model``, without adapters: NF4, unless ``loading`` says otherwise.
+
+    ``auto_class``: as in ``poros.load``; with a head for one class.
+    """
+    folder = _checkpoint(architecture, num_layers, hidden_size, dtype, dropout, seed, auto_class)
+    return loaded(folder, dtype, auto_class=auto_class, **loading)
 
 
 Adapter = tuple[str, int, float, int]
@@ -197,12 +201,15 @@ def _checkpoint(
     dtype: torch.dtype,
     dropout: float,
     seed: int,
+    auto_class: str | None,
 ) -> str:
     sizes = {"num_layers": num_layers, "hidden_size": hidden_size}
     config = tiny.small_config(architecture, **sizes, dropout=dropout)
+    if auto_class is not None:
+        config.num_labels = 1
     folder = TemporaryDirectory(prefix="poros-tiny-")
     _FOLDERS.append(folder)
-    tiny.write_checkpoint(config, Path(folder.name), dtype=dtype, seed=seed)
+    tiny.write_checkpoint(config, Path(folder.name), dtype=dtype, seed=seed, auto_class=auto_class)
     return folder.name
 
 

@@ -93,6 +93,16 @@ def nothing(model: Model) -> None:
     pass
 
 
+def halve(module: Any, given: Any) -> Any:
+    """A hook on what a module is given."""
+    return (given[0] * 0.5,)
+
+
+def halve_in_place(module: Any, given: Any) -> None:
+    """In a way that no version counts."""
+    given[0].data.mul_(0.5)
+
+
 def several(model: Model) -> None:
     """A second adapter, which acts beside the first."""
     model.add_adapter("other", LoraConfig(r=4, target_modules=SEVEN))

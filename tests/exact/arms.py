@@ -6,7 +6,6 @@ What a resident arm computes is computed once a session: many streamed arms are 
 import random
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,11 @@ import torch
 
 import poros
 from poros.api import prepare_with
-from poros.gates import tiny
 from poros.gates.reference import Trajectory
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
-from tests.support import AS_PLAIN, copied, loaded
+from tests.support import AS_PLAIN, copied, make_base, make_model
 from tools.adversary import POISON, AdversarialStreams
 from tools.tape import TapeRecorder
 
@@ -32,11 +30,13 @@ NUM_TIMES = 3
 ON_HOST = {"loss": "chunked", "stream_head": True}
 
 
+SMALL: dict[str, Any] = {"num_layers": 3, "hidden_size": 64, "dropout": 0.05}
+
+
 class Bases:
     """Small models; equal arguments give equal bytes."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._made: dict[str, Model] = {}
 
     def once(self, key: str, make: Callable[[], Model]) -> Model:
@@ -48,34 +48,13 @@ class Bases:
                 self._made[key] = make()
         return copied(self._made[key])
 
-    def base(
-        self,
-        architecture: str = "qwen2",
-        *,
-        num_layers: int = 3,
-        hidden_size: int = 64,
-        dropout: float = 0.05,
-        dtype: torch.dtype = torch.bfloat16,
-        auto_class: str | None = None,
-        **loading: Any,
-    ) -> Model:
-        """Without adapters; NF4 unless ``quantize=False``. A head for classes has one."""
-        key = f"{architecture}-{num_layers}-{hidden_size}-{dropout}-{dtype}-{auto_class}"
-        where = self._folder / key
-        if not where.exists():
-            sizes = {"num_layers": num_layers, "hidden_size": hidden_size}
-            config = tiny.small_config(architecture, **sizes, dropout=dropout)
-            if auto_class is not None:
-                config.num_labels = 1
-            tiny.write_checkpoint(config, where, dtype=dtype, auto_class=auto_class)
-        return loaded(str(where), dtype, auto_class=auto_class, **loading)
+    def base(self, architecture: str = "qwen2", **options: Any) -> Model:
+        """Without adapters; ``options`` as for ``make_base``."""
+        return make_base(architecture, **{**SMALL, **options})
 
-    def build(
-        self, architecture: str = "qwen2", *, adapter: str = "lora", rank: int = 8, **of_base: Any
-    ) -> Model:
-        """With adapters that are not zero; ``of_base`` as for ``base``."""
-        attached = adapter, rank, of_base.get("dropout", 0.05), 1
-        return self.base(architecture, adapter=attached, **of_base)
+    def build(self, architecture: str = "qwen2", **options: Any) -> Model:
+        """With adapters that are not zero; ``options`` as for ``make_model``."""
+        return make_model(architecture, **{**SMALL, **options})
 
 
 Subject = Callable[[Bases], Model]
@@ -84,8 +63,8 @@ Subject = Callable[[Bases], Model]
 class Residents:
     """What programs compute with resident models, and the models for both arms."""
 
-    def __init__(self, folder: Path) -> None:
-        self.bases = Bases(folder)
+    def __init__(self) -> None:
+        self.bases = Bases()
         self._facts: dict[tuple[Subject, Program], Facts] = {}
 
     def facts(self, subject: Subject, program: Program) -> Facts:

@@ -4,14 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from poros.accumulation import foreign
 from tests.exact.arms import Bases, Residents, narrow_slices
 from tests.support import copied
 from tools.fuzz import campaign
 
 
 @pytest.fixture(scope="session")
-def residents(tmp_path_factory: pytest.TempPathFactory) -> Residents:
-    return Residents(tmp_path_factory.mktemp("checkpoints"))
+def residents() -> Residents:
+    return Residents()
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,9 @@ def judge() -> Iterator[campaign.Judge]:
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses in several slices of the small vocabulary."""
     narrow_slices(monkeypatch)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of the tests counts as a library's, as what layers and models do is looked at."""
+    monkeypatch.setattr(foreign, "LIBRARIES", foreign.LIBRARIES | {"tests"})

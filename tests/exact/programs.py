@@ -264,12 +264,6 @@ def accelerated(model: Model) -> Iterator[None]:
         del model.forward
 
 
-def own_region(model: Model) -> None:
-    with accelerated(model):
-        loss_of(model).backward()
-        loss_of(model, 1).backward()
-
-
 def penalty(model: Model) -> torch.Tensor:
     """In reverse, so that the casts of a region are not made in the order of the layers."""
     matrices = [each for name, each in model.named_parameters() if "lora_A" in name]
@@ -545,35 +539,21 @@ class KeepsAsItLikes(torch.autograd.Function):
     """A product that keeps its weight, and what it was given, in attributes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: str) -> torch.Tensor:
-        kept = {"attribute": weight, "closure": lambda: weight}[how]
-        ctx.kept = kept
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.kept = weight
         ctx.scale = x.abs().mean(-1, keepdim=True)
         return (x @ weight.T) * 1e-2 + x * ctx.scale.sign()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        weight = ctx.kept() if callable(ctx.kept) else ctx.kept
-        return (gradient @ weight) * 1e-2 + gradient * ctx.scale.sign(), None, None
+        return (gradient @ ctx.kept) * 1e-2 + gradient * ctx.scale.sign(), None
 
 
-def function_of_others(how: str, *, is_within: bool) -> Program:
-    """Within a layer; or beside it, with a loss on its own result alone."""
+def function_of_others(model: Model) -> object:
+    def hook(module: Any, args: Any, output: torch.Tensor) -> Any:
+        return KeepsAsItLikes.apply(output, layers_of(model)[1].self_attn.o_proj.weight)
 
-    def program(model: Model) -> object:
-        kept: list[torch.Tensor] = []
-
-        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-            weight = layers_of(model)[1].self_attn.o_proj.weight
-            kept.append(KeepsAsItLikes.apply(output, weight, how))
-            return kept[-1] if is_within else None
-
-        with hooked(model, "mlp", hook):
-            loss = loss_of(model)
-            (loss if is_within else kept[0].float().square().mean()).backward()
-        return loss
-
-    return program
+    return with_hook(hook)(model)
 
 
 def bitsandbytes_beside(model: Model) -> None:

@@ -41,6 +41,7 @@ from tests.exact.together import (
     train,
     trained,
 )
+from tests.replaced import Plant, in_place_of
 from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
 from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
@@ -325,37 +326,30 @@ def test_no_memory_for_dense_weights(
 # ------------------------------------------------------------------------------------ faults
 
 
-def never_filled_again(patch: Patch) -> None:
+@in_place_of(DenseLayer, "fill")
+def never_filled_again(genuine: Any, self: DenseLayer, layer: int, weights: Any) -> None:
     """Another layer's weights are taken for this one's."""
-    genuine = DenseLayer.fill
-
-    def fill(self: DenseLayer, layer: int, weights: Any) -> None:
-        if self._filled is not None:
-            self._reader = layer
-        else:
-            genuine(self, layer, weights)
-
-    patch.setattr(DenseLayer, "fill", fill)
+    if self._filled is not None:
+        self._reader = layer
+    else:
+        genuine(self, layer, weights)
 
 
-def before_the_block_is_there(patch: Patch) -> None:
+@in_place_of(LayerBody, "sharing_dense")
+def before_the_block_is_there(genuine: Any, self: LayerBody) -> Any:
     """The weights are made dense ahead of the visit, from what its slot held before."""
-
-    def sharing(self: LayerBody) -> Any:
-        dense = self.context.dense
-        if dense is None:
-            return nullcontext()
-        found = dense.use(self.index)
-        dense.served = self.index
-        dense.fill(self.index, self.weights.bindings.dense_weights)
-        return found
-
-    patch.setattr(LayerBody, "sharing_dense", sharing)
+    dense = self.context.dense
+    if dense is None:
+        return nullcontext()
+    found = dense.use(self.index)
+    dense.served = self.index
+    dense.fill(self.index, self.weights.bindings.dense_weights)
+    return found
 
 
 @pytest.mark.parametrize("fault", [never_filled_again, before_the_block_is_there])
 def test_control_a_fault_of_dense_weights_shows(
-    fault: Any, bases: Bases, monkeypatch: Patch
+    fault: Plant, bases: Bases, monkeypatch: Patch
 ) -> None:
     """Where a recomputation makes a graph: on a CPU that of a forward is bitsandbytes' own."""
     expected = train_threes(build(bases), together=False, sizes=THREE_EACH)
@@ -366,36 +360,6 @@ def test_control_a_fault_of_dense_weights_shows(
     model, streams = build(bases), AdversarialStreams()
     prepare_with(model, policy, streams=streams, recorder=TapeRecorder())
     assert not same(train_threes(model, sizes=THREE_EACH), expected)
-
-
-class Counting(torch.Tensor):
-    """How often somebody waits for its value."""
-
-    num_waits = 0
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.num_waits += func is torch.Tensor.item
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.mark.parametrize("stream_embedding", [False, True])
-def test_code_of_a_model_runs_once_a_micro_batch(stream_embedding: bool, bases: Bases) -> None:
-    """It may wait for the device there: for whether rows are packed."""
-    resident = dense(bases, dropout=0.0)
-    policy = {"slots": 2, "stream_embedding": stream_embedding}
-    model = prepare_plain(dense(bases, dropout=0.0), **policy)
-    asked = torch.ones(1).as_subclass(Counting)
-    model.get_input_embeddings().register_forward_pre_hook(lambda *_: [None, asked.item()][0])
-    pairs = together.batches(6, torch.Generator().manual_seed(0))
-    before, num_waits = Counting.num_waits, []
-    for part in (pairs[:3], pairs[3:]):
-        for each in part:
-            (resident(**each).loss / 3).backward()
-        poros.accumulate(model, part)
-        num_waits.append(Counting.num_waits - before)
-    assert same([p.grad for p in trained(model)], [p.grad for p in trained(resident)])
-    assert num_waits == [3, 6]
 
 
 # Faults of groups: each one shows, or is made good.

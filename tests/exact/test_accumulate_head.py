@@ -17,14 +17,16 @@ from tests.exact.together import (
     SIZES,
     Batch,
     Loss,
+    Program,
     dense,
-    num_groups,
+    ends_so,
+    in_autocast,
+    later,
+    made,
     of,
     own_loss,
-    reasons,
-    same,
-    train,
-    unchanged,
+    program,
+    resident,
 )
 
 Model = Any
@@ -59,17 +61,6 @@ def counted(model: Model) -> Loss:
     return loss
 
 
-SEEN = SimpleNamespace(step=0)
-
-
-def note(model: Model, step: int) -> None:
-    SEEN.step = step
-
-
-def stopping(model: Model, batch: Batch) -> torch.Tensor:
-    return (read_logits if SEEN.step else own_loss)(model, batch)
-
-
 def numbered(model: Model) -> Loss:
     """Counts its calls where nobody sees it, and masks other labels each time."""
     numbers = itertools.count(1)
@@ -98,11 +89,6 @@ def changing(model: Model) -> Loss:
     return loss
 
 
-def in_autocast(model: Model, batch: Batch) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return own_loss(model, batch)
-
-
 def evaluating(model: Model, step: int) -> None:
     with torch.no_grad():
         tokens = torch.arange(9)[None]
@@ -110,65 +96,46 @@ def evaluating(model: Model, step: int) -> None:
     model.train()
 
 
-FP32 = partial(dense, dtype=torch.float32)
-# Name, loss, model, how often all of the head is brought, more of ``train``.
-PROGRAMS: dict[str, tuple[Any, Any, int | None, dict[str, Any]]] = {
-    "once for a group": (unchanged, dense, AHEAD, {"padded": True}),
-    "autocast": (of(in_autocast), FP32, AHEAD, {}),
-    "evaluation between": (unchanged, dense, AHEAD + len(SIZES), {"between": evaluating}),
-    "read logits": (counted, dense, None, {}),
-    "by number": (numbered, dense, AHEAD, {}),
-    "adapters of the embedding": (unchanged, "embed_tokens", None, {}),
+on_host = partial(program, base=dense, policy=POLICY)
+UNSUPPORTED = UnsupportedModelError
+# How often all of the head is brought, if nothing else reads it.
+PROGRAMS: dict[str, tuple[Program, int | None]] = {
+    "once for a group": (on_host(padded=True), AHEAD),
+    "autocast": (on_host(of(in_autocast), base=partial(dense, dtype=torch.float32)), AHEAD),
+    "evaluation between": (on_host(between=evaluating), AHEAD + len(SIZES)),
+    "read logits": (on_host(counted), None),
+    "by number": (on_host(numbered), AHEAD),
+    "adapters of the embedding": (
+        on_host(
+            base=partial(
+                adapted, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "embed_tokens"]
+            )
+        ),
+        None,
+    ),
+    # Slices of other widths come for themselves.
+    "two widths": (on_host(lengths=(12, 20)), AHEAD + len(SIZES)),
+    "it stops coming to the head": (
+        later(read_logits, (UNSUPPORTED, "one backward for each"), base=dense, policy=POLICY),
+        None,
+    ),
+    # The part of it before the head would count too little, where others are at the head.
+    "it counts behind its layers": (on_host(changing, "changes done"), None),
 }
 
 
-def pair(which: str, bases: Bases) -> Model:
-    """A prepared model that was trained in groups, to the bits of one after the other."""
-    make, base, _, run = PROGRAMS[which]
-    if isinstance(base, str):
-        base = partial(adapted, lora_dropout=0.1, target_modules=["q_proj", "v_proj", base])
-    found = []
-    for is_grouped in (False, True):
-        model = poros.prepare(base(bases), **POLICY)
-        loss = make(model) or own_loss
-        found.append(train(model, is_grouped, loss=loss, **{"sizes": SIZES, **run}))
-    assert same(*found) and num_groups(model) >= len(SIZES) and reasons(model) == []
-    return model
-
-
-def num_heads(model: Model) -> float:
-    runtime = poros.runtime(model)
-    return float(runtime.stats()["head_num_bytes"] / runtime.head.sliced_num_bytes)
-
-
 @pytest.mark.parametrize("which", PROGRAMS)
-def test_programs(which: str, bases: Bases) -> None:
-    model, expected = pair(which, bases), PROGRAMS[which][2]
-    assert expected is None or num_heads(model) == expected
+def test_programs(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+    if which == "two widths":
+        # 24 tokens or fewer take slices of 256 rows, 40 tokens slices of 128.
+        monkeypatch.setattr(sliced_loss, "_MOST_WEIGHTS", 64 * 256)
+        monkeypatch.setattr(sliced_loss, "_MOST_LOGITS", 24 * 256)
+    each, num_heads = PROGRAMS[which]
+    model, run = made(each, bases, True)
+    assert ends_so(model, run, each.end, partial(resident, each, bases))
+    runtime = poros.runtime(model)
+    if num_heads is not None:
+        head: Any = runtime.head
+        assert runtime.stats()["head_num_bytes"] == num_heads * head.sliced_num_bytes
     if which == "read logits":
         assert (model.calls.begun, model.calls.ended) == (sum(SIZES), sum(SIZES))
-
-
-def test_slices_of_other_widths_come_for_themselves(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # 24 tokens or fewer take slices of 256 rows, 40 tokens slices of 128.
-    monkeypatch.setattr(sliced_loss, "_MOST_WEIGHTS", 64 * 256)
-    monkeypatch.setattr(sliced_loss, "_MOST_LOGITS", 24 * 256)
-    monkeypatch.setitem(PROGRAMS, "two widths", (unchanged, dense, None, {"lengths": (12, 20)}))
-    assert num_heads(pair("two widths", bases)) == AHEAD + len(SIZES)
-
-
-def test_a_loss_that_stops_coming_to_the_head_is_refused(bases: Bases) -> None:
-    model = poros.prepare(dense(bases), **POLICY)
-    with pytest.raises(UnsupportedModelError, match="one backward for each micro-batch"):
-        train(model, sizes=SIZES, loss=stopping, between=note)
-
-
-def test_a_loss_that_counts_behind_its_layers_runs_alone(bases: Bases) -> None:
-    """The part of it before the head would count too little, where others are at the head."""
-    found = []
-    for is_grouped in (False, True):
-        model = poros.prepare(dense(bases), **POLICY)
-        found.append(train(model, is_grouped, loss=changing(model), sizes=SIZES))
-    assert same(*found) and "changes done" in reasons(model)[0]

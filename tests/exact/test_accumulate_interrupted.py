@@ -8,14 +8,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import Trainer
 
 import poros
-from poros.accumulation import micro_batch as micro_batch_module
 from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode
 from poros.api import prepare_with
@@ -46,14 +45,28 @@ TOKENS = torch.arange(4, 52).view(4, 12)
 BATCHES = [{"input_ids": row[None], "labels": row[None], "use_cache": False} for row in TOKENS]
 
 
+class Warm(NamedTuple):
+    """A model whose visits are replayed, what it computes, and gradients of a step."""
+
+    model: Model
+    output: torch.Tensor
+    gradients: list[torch.Tensor]
+
+
 @pytest.fixture(scope="module")
-def warm(bases: Bases) -> tuple[Model, torch.Tensor]:
-    """A model whose visits are replayed, and what it computes."""
+def warm(bases: Bases) -> Warm:
     model = adapted(bases, lora_dropout=0.1)
     prepare_with(model, poros.StreamingPolicy(**POLICY), recorder=TapeRecorder())
     for _ in range(4):
         poros.accumulate(model, BATCHES)
-    return model, look(model)
+    return Warm(model, look(model), step(model))
+
+
+def step(model: Model) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(2)
+    poros.accumulate(model, BATCHES)
+    return gradients(model)
 
 
 def look(model: Model) -> torch.Tensor:
@@ -89,10 +102,10 @@ def striking(owner: Any, name: str, at: int, kept: list[Any]) -> Any:
 @pytest.mark.parametrize("share", (0.0, 0.7))
 @pytest.mark.parametrize("which", CONTEXTS)
 def test_nothing_is_left_behind(
-    which: str, share: float, warm: tuple[Model, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    which: str, share: float, warm: Warm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, expected = warm
-    calls: list[Any] = []
+    """Gradients that are there are to be thrown away, as after any backward that is interrupted."""
+    model, calls = warm.model, list[Any]()
     with monkeypatch.context() as patch:
         patch.setattr(*CONTEXTS[which], striking(*CONTEXTS[which], 0, calls))
         poros.accumulate(model, BATCHES)
@@ -105,9 +118,10 @@ def test_nothing_is_left_behind(
             poros.accumulate(model, BATCHES)
     assert len(calls) >= at
     calls.clear()
-    assert same_bits(look(model), expected)
+    assert same_bits(look(model), warm.output)
     assert all(each.state.value != "in use" for each in poros.runtime(model).ring.slots)
-    model.zero_grad()
+    assert not any(hasattr(each, "is_watched") for each in trained(model))
+    assert same(step(model), warm.gradients) and warm.gradients[0].numel()
 
 
 def gradients(model: Model) -> list[torch.Tensor]:
@@ -154,32 +168,6 @@ def test_micro_batches_before_it_have_their_gradients(
     assert same(*after) and (is_early or same(*struck))
 
 
-@pytest.mark.parametrize("number", [1, 3, 8])
-def test_one_in_the_backwards_of_layers(
-    number: int, bases: Bases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in any backward, the gradients that are there are to be thrown away."""
-    count, genuine, found = itertools.count(1), micro_batch_module.MicroBatch.backward, []
-
-    def strike(*args: Any) -> None:
-        if next(count) == number:
-            raise KeyboardInterrupt
-        genuine(*args)
-
-    for is_struck in (False, True):
-        model = prepare_plain(dense(bases), slots=2)
-        if is_struck:
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(micro_batch_module.MicroBatch, "backward", strike)
-                poros.accumulate(model, BATCHES)
-            assert not any(hasattr(each, "is_watched") for each in trained(model))
-            model.zero_grad()
-        torch.manual_seed(2)
-        poros.accumulate(model, BATCHES)
-        found.append(gradients(model))
-    assert same(*found) and found[0][0].numel()
-
-
 class Interrupted(Trainer):  # type: ignore[misc]
     """In the loss of the third micro-batch, or between that and the second."""
 
@@ -206,7 +194,7 @@ class InterruptedTogether(poros.BlockMajorMixin, Interrupted):  # type: ignore[m
 @pytest.mark.parametrize("at", ["loss", "between"])
 def test_one_that_ends_a_trainer(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Interrupted, "at", at)
-    arms = Arms.make(tmp_path, torch.float32)
+    arms = Arms(tmp_path, torch.float32)
     found = []
     prepare: Callable[..., Any] = lambda model, **given: prepare_plain(model, slots=2, **given)  # noqa: E731
     for kind, way in ((Interrupted, None), (InterruptedTogether, prepare)):

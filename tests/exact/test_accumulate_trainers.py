@@ -11,7 +11,6 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import poros
-from poros.accumulation.observed import Names
 from poros.errors import UnsupportedModelError
 from tests.comparing import compare_trajectories
 from tests.exact.arms import Bases
@@ -178,14 +177,6 @@ def test_trainers_that_act(which: str, bases: Bases, tmp_path: Path) -> None:
     assert ends_so(model, partial(run, model, True), end, lambda: run(dense(bases), False))
 
 
-def test_control_names_that_nobody_compares_between(
-    bases: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Names, "changed_since", lambda self: None)
-    with pytest.raises(AssertionError):
-        test_trainers_that_act("counts before the mixin", bases, tmp_path)
-
-
 # The trainer as it is, with its logs and checkpoints.
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -204,7 +195,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("which", OPTIONS)
 def test_the_trainer(which: str, tmp_path: Path) -> None:
-    arms = Arms.make(tmp_path, torch.float32)
+    arms = Arms(tmp_path, torch.float32)
     options = {**SHORT, **OPTIONS[which]}
     expected = arms.run("resident", **options)
     found = arms.run("grouped", TWO_SLOTS, trainer_class=poros.PorosTrainer, **options)
@@ -226,7 +217,7 @@ def test_the_trainer(which: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_prepared(tmp_path: Path) -> None:
-    arms = Arms.make(tmp_path, torch.float32)
+    arms = Arms(tmp_path, torch.float32)
     expected = arms.run("resident", max_steps=2)
     found = arms.run("plain", trainer_class=poros.PorosTrainer, max_steps=2)
     assert compare_trajectories(expected, found) == []

@@ -25,6 +25,7 @@ from tests.exact.adapter_arms import (
     before,
     behind,
     differences,
+    halve_in_place,
     several,
     step,
     with_kernels,
@@ -129,15 +130,6 @@ class Lost(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> None:
         return None
-
-
-def halve_in_place(module: nn.Module, given: Any) -> None:
-    """In a way that no version counts."""
-    given[0].data.mul_(0.5)
-
-
-def halve(module: nn.Module, given: Any) -> Any:
-    return (given[0] * 0.5,)
 
 
 def broadcast(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:

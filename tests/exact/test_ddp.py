@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -102,68 +102,39 @@ def at_the_end(taking: Any) -> Any:
     return take
 
 
-def taken(taking: Any, reason: str) -> Cell:
-    return Cell(
-        no_sync=True, together=True, accumulation=3, taking=taking, reason=reason, num_steps=2
-    )
-
-
+grouped = partial(Cell, no_sync=True, together=True, accumulation=3)
+SMALL_BUCKETS, FIND_UNUSED = {"bucket_cap_mb": 0.02}, {"find_unused_parameters": True}
+VIEWS = {"gradient_as_bucket_view": True, **SMALL_BUCKETS}
+ON_HOST = {"loss": "chunked", "stream_head": True, "stream_embedding": True}
 CELLS = {
     # Not a multiple of the ranks: a ring sums equal parts, and their ends have to cut layers.
     "default": Cell(accumulation=1, num_layers=5, num_ranks=3),
-    "no_sync": Cell(no_sync=True, options={"bucket_cap_mb": 0.02}),
+    "no_sync": Cell(no_sync=True, options=SMALL_BUCKETS),
     # Finding unused parameters, DDP sends the logits through a function of its own.
-    "unused": Cell(
-        has_unused=True,
-        options={"find_unused_parameters": True},
-        policy={"loss": "chunked", "stream_head": True, "stream_embedding": True},
-    ),
-    "every_backward": Cell(options={"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True}),
-    "autocast": Cell(autocast=True, quantize=False, options={"find_unused_parameters": True}),
+    "unused": Cell(has_unused=True, options=FIND_UNUSED, policy=ON_HOST),
+    "every_backward": Cell(options=VIEWS),
+    "autocast": Cell(autocast=True, quantize=False, options=FIND_UNUSED),
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
-    "together": Cell(
-        no_sync=True,
-        together=True,
-        accumulation=3,
-        num_layers=5,
-        num_ranks=3,
-        options={"bucket_cap_mb": 0.02},
-    ),
-    "together, bucket views": Cell(
-        no_sync=True,
-        together=True,
-        accumulation=3,
-        trains_embedding=True,
-        options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02},
-    ),
-    # Finding unused parameters: these run one after the other.
-    "together, unused": Cell(
-        no_sync=True,
-        together=True,
-        accumulation=3,
-        has_unused=True,
-        options={"find_unused_parameters": True},
-        reason="find_unused_parameters",
+    "together": grouped(num_layers=5, num_ranks=3, options=SMALL_BUCKETS),
+    "together, bucket views": grouped(trains_embedding=True, options=VIEWS),
+    # These run one after the other.
+    "together, unused": grouped(
+        has_unused=True, options=FIND_UNUSED, reason="find_unused_parameters"
     ),
     # A trainer takes all ranks there are.
-    "together, trainer": Cell(trainer=True, together=True, accumulation=3, num_ranks=3),
-    "together, synced": Cell(
-        trainer=True,
-        together=True,
-        accumulation=3,
-        num_ranks=3,
-        reason="exchanged for each",
-        sync_each=True,
+    "together, trainer": grouped(trainer=True, num_ranks=3),
+    "together, synced": grouped(
+        trainer=True, num_ranks=3, sync_each=True, reason="exchanged for each"
     ),
     # Gradients that the code of the user takes for itself.
-    "taken": taken(by_grad, "gradients are used while"),
-    "taken at the end": replace(
-        taken(at_the_end(by_grad), ""), error="gradients are used while a loss is computed"
+    "taken": grouped(taking=by_grad, reason="gradients are used while"),
+    "taken at the end": grouped(
+        taking=at_the_end(by_grad), error="gradients are used while a loss is computed"
     ),
-    "taken into at the end": replace(taken(at_the_end(by_inputs), ""), error="reach the layers"),
+    "taken into at the end": grouped(taking=at_the_end(by_inputs), error="reach the layers"),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(
-        num_steps=8, options={"bucket_cap_mb": 0.02}, policy={"cuda_graphs": True}, no_sync=True
+        num_steps=8, options=SMALL_BUCKETS, policy={"cuda_graphs": True}, no_sync=True
     ),
 }
 
@@ -228,31 +199,33 @@ def run_loop(
     torch.manual_seed(100 + rank)
     ddp.train()
     found: Bits = {}
+
+    def note_gradients(where: str) -> None:
+        for name, parameter in adapters.items():
+            if parameter.grad is not None:
+                found[f"{where}: gradient of {name}"] = parameter.grad.clone()
+
+    last = cell.accumulation - 1
     for step in range(cell.num_steps):
         parts = batches[step * cell.accumulation : (step + 1) * cell.accumulation]
         if is_together:
-            taking = cell.taking and partial(loss_of, cell)
-            losses = poros.accumulate(ddp, parts, loss=taking)
-            for micro, loss in enumerate(losses):
-                found[f"step {step}, micro-batch {micro}: loss"] = loss * cell.accumulation
+            losses = poros.accumulate(ddp, parts, loss=cell.taking and partial(loss_of, cell))
             parts = []
+        else:
+            losses = []
         for micro, batch in enumerate(parts):
-            where = f"step {step}, micro-batch {micro}"
-            is_last = micro == cell.accumulation - 1
-            hold_back = cell.no_sync and not is_last and is_wrapped
+            hold_back = cell.no_sync and micro != last and is_wrapped
             with ddp.no_sync() if hold_back else nullcontext():
                 with torch.autocast(device.type, torch.bfloat16, enabled=cell.autocast):
                     loss = loss_of(cell, ddp, batch)
                 loss.backward()
-            found[f"{where}: loss"] = loss.detach() * cell.accumulation
-            for name, parameter in adapters.items():
-                if parameter.grad is not None and not (cell.together and not is_last):
-                    found[f"{where}: gradient of {name}"] = parameter.grad.clone()
-        if is_together:
-            where = f"step {step}, micro-batch {cell.accumulation - 1}"
-            for name, parameter in adapters.items():
-                if parameter.grad is not None:
-                    found[f"{where}: gradient of {name}"] = parameter.grad.clone()
+            losses.append(loss.detach())
+            if not cell.together:
+                note_gradients(f"step {step}, micro-batch {micro}")
+        if cell.together:
+            note_gradients(f"step {step}, micro-batch {last}")
+        for micro, loss in enumerate(losses):
+            found[f"step {step}, micro-batch {micro}: loss"] = loss * cell.accumulation
         optimizer.step()
         optimizer.zero_grad()
         for name, parameter in adapters.items():
@@ -434,8 +407,7 @@ def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
     return resident
 
 
-REST = ("every_backward", "autocast", "static_graph", "together, unused")
-REST += ("together, bucket views",)
+REST = ("every_backward", "autocast", "static_graph", "together, unused", "together, bucket views")
 REFUSED = [name for name, cell in CELLS.items() if cell.error]
 TOGETHER = [name for name, cell in CELLS.items() if cell.together and name not in (*REST, *REFUSED)]
 """Grouped; or one after the other, where gradients are taken or exchanged in between."""
@@ -478,14 +450,12 @@ def test_without_ddp_the_gradients_are_others(essential: Path) -> None:
     assert sum("micro-batch 1: gradient" in each.name for each in differences) >= 3 * 7 * NUM_STEPS
 
 
-def test_three_ranks_sum_in_the_order_of_a_resident_run(essential: Path) -> None:
-    """Buckets are filled in the order of arrival, and more than two sum by place in the bucket."""
-    assert len(assert_exact(essential, "default")) == 3
+@pytest.mark.parametrize("cell", ["default", *TOGETHER])
+def test_sums_are_in_the_order_of_a_resident_run(essential: Path, cell: str) -> None:
+    """Buckets are filled in the order of arrival, and more than two sum by place in the bucket.
 
-
-@pytest.mark.parametrize("cell", TOGETHER)
-def test_micro_batches_that_go_together(essential: Path, cell: str) -> None:
-    """One exchange of gradients a step, in the order of a resident run, on two and three ranks."""
+    Of micro-batches that go together there is one exchange of gradients a step.
+    """
     assert len(assert_exact(essential, cell)) == CELLS[cell].num_ranks
 
 

@@ -7,7 +7,7 @@ Every control breaks the runtime, or the run, on purpose and for certain. What i
 import json
 import os
 import sys
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from poros import api
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.self_check.check import SelfCheck
+from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
+from tests.replaced import Plant, in_place_of
 from tools.fuzz import campaign
+from tools.fuzz import judge as judging
 from tools.fuzz import program as language
 from tools.fuzz.__main__ import main
 from tools.fuzz.arm import Arm
@@ -70,55 +72,44 @@ def equal(program: Program) -> Verdict:
 
 
 def no_replay(patch: pytest.MonkeyPatch) -> None:
-    from contextlib import nullcontext
-
     patch.setattr(RngStash, "replay", lambda self: nullcontext())
     patch.setattr(RngStash, "equals", lambda self, other: True)
 
 
-def foreign(patch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise KeyError("an error that says nothing")
-
-    patch.setattr("poros.stream.condition.Condition.require_as", fail)
+@in_place_of(Condition, "require_as")
+def foreign(genuine: Any, *_: Any) -> None:
+    raise KeyError("an error that says nothing")
 
 
-def too_late(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Condition, "require_as")
+def too_late(genuine: Any, layer: Any, condition: Any, staying: Any) -> None:
     """An error of the right type, behind a wrong update."""
-
-    def fail(layer: Any, condition: Any, staying: Any) -> None:
-        with torch.no_grad():
-            for each in condition.parameters:
-                each.zero_()
-        raise UnsupportedModelError("a refusal")
-
-    patch.setattr("poros.stream.condition.Condition.require_as", fail)
+    with torch.no_grad():
+        for each in condition.parameters:
+            each.zero_()
+    raise UnsupportedModelError("a refusal")
 
 
-def keeps_calls(patch: pytest.MonkeyPatch) -> None:
-    own, kept = RecomputedCall.forward, []
-
-    def forward(self: RecomputedCall, *given: Any) -> Any:
-        kept.append(self)
-        return own(self, *given)
-
-    patch.setattr(RecomputedCall, "forward", forward)
+KEPT: list[RecomputedCall] = []
 
 
-def bad_restore(patch: pytest.MonkeyPatch) -> None:
-    own = api.restore
-
-    def restore(model: Any) -> Any:
-        own(model)
-        with torch.no_grad():
-            next(p for p in model.parameters() if p.dim() == 1 and not p.requires_grad).add_(1)
-        return model
-
-    patch.setattr("tools.fuzz.judge.restore", restore)
+@in_place_of(RecomputedCall, "forward")
+def keeps_calls(genuine: Any, self: RecomputedCall, *given: Any) -> Any:
+    KEPT.append(self)
+    return genuine(self, *given)
 
 
-def accuses(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SelfCheck, "_mismatch", lambda *values: "a gradient that is as it should be")
+@in_place_of(judging, "restore")
+def bad_restore(genuine: Any, model: Any) -> Any:
+    genuine(model)
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.dim() == 1 and not p.requires_grad).add_(1)
+    return model
+
+
+@in_place_of(SelfCheck, "_mismatch")
+def accuses(genuine: Any, *values: Any) -> str:
+    return "a gradient that is as it should be"
 
 
 def test_control_without_a_failure_it_is_equal(judge: campaign.Judge) -> None:
@@ -138,14 +129,12 @@ def test_control_without_a_failure_it_is_equal(judge: campaign.Judge) -> None:
     ],
 )
 def test_each_sort_of_failure_is_reported(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    kind: str,
-    judge: campaign.Judge,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: Plant, kind: str, judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = PLAIN if fault is not accuses else replace(PLAIN, policy=Policy())
     fault(monkeypatch)
     verdict = judge(program)
+    KEPT.clear()
     assert verdict.end == "failed" and verdict.kind.startswith(kind), verdict
 
 

@@ -56,15 +56,8 @@ def test_gate_accepts_an_equal_run_and_writes_its_record(tmp_path: Path) -> None
     record = json.loads((tmp_path / "deep" / "record.json").read_text())
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["record.json"]
     assert record["exact"] is True and record["environment"]["num_threads"] == 1
-    assert {
-        "torch",
-        "transformers",
-        "peft",
-        "bitsandbytes",
-        "accelerate",
-        "poros",
-        "python",
-    } == set(record["environment"]["versions"])
+    versions = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "poros", "python"}
+    assert versions == set(record["environment"]["versions"])
     assert record["settings"]["training"]["num_steps"] == 2
     text = text_of(report)
     assert "EXACT: two resident runs: 0 differing bits" in text

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import poros
-from poros.slots.schedule import Phase, count, walk
 from poros.stream.boundary import is_streamed
 from tests.exact import programs as P
 from tests.exact import subjects as S
@@ -109,21 +108,3 @@ def test_control_generation_uses_the_adapters(bases: Bases) -> None:
     with torch.no_grad():
         layers_of(model)[1].mlp.up_proj.lora_B["default"].weight.mul_(2)
     assert changes(expected, facts_of(generated(model)))
-
-
-@pytest.mark.parametrize(("block_size", "slots"), [(1, 3), (2, 2), (3, 2)])
-def test_loads_of_an_evaluation_follow_the_walk(block_size: int, slots: int, bases: Bases) -> None:
-    model = streamed(bases.build(num_layers=5), block_size=block_size, slots=slots).eval()
-    runtime, num_forwards = poros.runtime(model), 3
-    with torch.no_grad():
-        for _ in range(num_forwards):
-            model(**batches()[0])
-    num_blocks = runtime.num_blocks
-    visits = [(block, Phase.INFERENCE) for block in range(num_blocks)] * num_forwards
-    expected = count(walk(visits, num_blocks, runtime.num_slots), "prefetch")
-    assert runtime.stats()["num_loads"] == expected
-    if runtime.num_slots < num_blocks:
-        # A forward-only pass loads K blocks at most, and what is loaded ahead for the next one.
-        assert expected <= num_forwards * num_blocks + slots
-    else:
-        assert expected == num_blocks

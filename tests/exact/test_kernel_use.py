@@ -286,18 +286,6 @@ def test_dora_outside_of_layers_is_pefts_in_both(loss: str, bases: Bases) -> Non
     assert differences(plain, expected), "control: the layers run ours"
 
 
-def test_peft_modules_are_a_choice_with_the_bits_of_plain_peft(bases: Bases) -> None:
-    model = dora(bases)
-    expected = step(model)
-    for kernels in ("exact", "peft"):
-        streamed(model, adapter_kernels=kernels)
-        assert differences(step(model), expected) == []
-        assert poros.runtime(model).stats()["num_fused_adapters"] == 0
-        poros.restore(model)
-    poros.use_adapter_kernels(model, kernels="exact")
-    assert differences(step(model), expected) == []
-
-
 def test_the_self_check_sees_a_norm_that_is_not_the_weights(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:

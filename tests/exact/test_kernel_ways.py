@@ -26,6 +26,8 @@ from tests.exact.adapter_arms import (
     before,
     behind,
     differences,
+    halve,
+    halve_in_place,
     nothing,
     step,
 )
@@ -121,15 +123,6 @@ def beside_lora(model: Model) -> None:
     """Each module as its adapter says; those of LoRA are checked against PEFT's own."""
     model.add_adapter("plain", LoraConfig(r=4, target_modules=["k_proj", "o_proj"]))
     model.base_model.set_adapter(["default", "plain"])
-
-
-def halve_in_place(module: nn.Module, given: Any) -> None:
-    """In a way that no version counts."""
-    given[0].data.mul_(0.5)
-
-
-def halve(module: nn.Module, given: Any) -> Any:
-    return (given[0] * 0.5,)
 
 
 class Row(NamedTuple):

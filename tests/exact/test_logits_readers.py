@@ -112,7 +112,7 @@ class WithMetrics(Trainer):  # type: ignore[misc]
 )
 def test_trainer(kind: type[Trainer], options: dict[str, Any], tmp_path: Path) -> None:
     """Losses, evaluations and metrics: those of a resident model with the same loss."""
-    arms = Arms.make(tmp_path, torch.bfloat16)
+    arms = Arms(tmp_path, torch.bfloat16)
     given = {"trainer_class": kind, "max_steps": 2, "eval_steps": 1, **options}
     given |= {"save_strategy": "steps", "save_steps": 2}
     prepares = (lambda model, **_: slice_resident_loss(model)), with_sliced_loss

@@ -14,12 +14,10 @@ import torch
 
 import poros
 from poros.replay.remat import RematerializeLayer
-from poros.replay.routing import Terms
 from poros.stream.body import LayerBody
 from tests.exact import programs as P
 from tests.exact import subjects as S
 from tests.exact.arms import (
-    Bases,
     Program,
     Residents,
     Subject,
@@ -31,6 +29,7 @@ from tests.exact.arms import (
     poisoned,
     streamed,
 )
+from tests.replaced import in_place_of
 from tests.snapshots import bf16, changes, digest, layers_of
 
 Patch = pytest.MonkeyPatch
@@ -55,7 +54,6 @@ PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
 UNCHECKED: dict[str, Any] = {"self_check": "off"}
 """The self-check itself runs hooks, restores PyTorch's random states alone, and takes gradients as
 reentrant checkpoints refuse."""
-OTHERS = S.adapters_on("q_proj", "v_proj", quantize=False)
 
 
 def backwards() -> Iterator[tuple[str, Row]]:
@@ -102,11 +100,9 @@ def surroundings() -> Iterator[tuple[str, Row]]:
     # Where casts are there before the layers are, it is not seen when gradients arrive.
     for program, replays in {
         P.without_a_cache: True,
-        P.own_region: True,
         P.with_penalty: True,
         P.behind_a_penalty: False,
         P.behind_an_evaluation: False,
-        P.penalty_by_accelerate: True,
         P.retained: True,
     }.items():
         name = f"an adapter under autocast: {program.__name__}"
@@ -130,9 +126,8 @@ def inside() -> Iterator[tuple[str, Row]]:
     for gradients in (False, True):
         name = f"a {'step' if gradients else 'forward'} inside a backward"
         yield name, Row(P.in_backward(gradients=gradients))
-    for is_within, how in ((True, "attribute"), (False, "closure")):
-        name = f"a function of others, {how}, {'within' if is_within else 'beside'}"
-        yield name, Row(P.function_of_others(how, is_within=is_within), OTHERS)
+    others = S.adapters_on("q_proj", "v_proj", quantize=False)
+    yield "a function of others that keeps a weight", Row(P.function_of_others, others)
     beside = S.adapters_on("q_proj", "v_proj")
     yield "bitsandbytes beside a layer", Row(P.bitsandbytes_beside, beside)
 
@@ -194,71 +189,36 @@ def test_control_programs_differ(name: str, residents: Residents) -> None:
     assert changes(residents.facts(subject, program), residents.facts(other_subject, other))
 
 
-# Controls: faults of the runtime that have to show, with the self-check off. Of casts and of order:
-# ``test_written_programs``.
+# Controls: faults of the runtime that have to show, with the self-check off. Of casts, of order and
+# of sums: ``test_written_programs``.
 
 
-def in_one_sum(patch: Patch) -> None:
-    """The terms of an input's gradient are added before they are handed on."""
-    genuine = Terms.take
-
-    def take(self: Terms) -> Any:
-        first, *others = genuine(self)
-        return [sum(others, first), *[None] * len(others)]
-
-    patch.setattr(Terms, "take", take)
+@in_place_of(RematerializeLayer, "backward")
+def off_by_a_unit(genuine: Any, ctx: Any, *gradients: Any) -> Any:
+    """Each gradient, in the last place of bf16."""
+    return tuple(each if each is None else each * 1.0078125 for each in genuine(ctx, *gradients))
 
 
-def spoiled(patch: Patch) -> None:
-    """Each gradient is off by one unit in the last place of bf16."""
-    genuine = RematerializeLayer.backward
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        given = genuine(ctx, *gradients)
-        return tuple(None if each is None else each * 1.0078125 for each in given)
-
-    patch.setattr(RematerializeLayer, "backward", staticmethod(backward))
+@in_place_of(LayerBody, "run")
+def without_gradients_of_other_inputs(genuine: Any, self: LayerBody, args: Any, named: Any) -> Any:
+    return genuine(self, (args[0], *(each.detach() for each in args[1:])), named)
 
 
-@pytest.mark.parametrize(
-    ("fault", "subject", "program"),
-    [(spoiled, S.PLAIN, P.STEP), (in_one_sum, S.decoder, P.read_an_encoder)],
-    ids=["spoiled", "in one sum"],
-)
-def test_control_a_fault_differs(
-    fault: Callable[[Patch], None],
-    subject: Subject,
-    program: Program,
-    residents: Residents,
-    monkeypatch: Patch,
-) -> None:
-    fault(monkeypatch)
-    assert residents.compare(subject, often(in_order(program)), on_tapes) != {}
+def test_control_gradients_that_are_off_differ(residents: Residents, monkeypatch: Patch) -> None:
+    off_by_a_unit(monkeypatch)
+    assert residents.compare(S.PLAIN, often(in_order(P.STEP)), on_tapes) != {}
 
 
 def test_control_per_layer_inputs_without_a_gradient_differ(
     residents: Residents, monkeypatch: Patch
 ) -> None:
-    genuine = LayerBody.run
-
-    def run(self: LayerBody, args: Any, kwargs: Any) -> Any:
-        return genuine(self, (args[0], *(each.detach() for each in args[1:])), kwargs)
-
-    monkeypatch.setattr(LayerBody, "run", run)
+    without_gradients_of_other_inputs(monkeypatch)
     found = observe(streamed(S.adapter_below_the_layers(residents.bases), self_check="off"), P.STEP)
     gone = residents.facts(S.adapter_below_the_layers, P.STEP).keys() - found.keys()
     assert len(gone) == 2 and not any("layers." in name for name in gone)
 
 
 # What is left behind.
-
-
-def test_nothing_is_left_on_the_parameters_and_settings_are_put_back(residents: Residents) -> None:
-    model = on_tapes(S.FP32_NO_DROPOUT(residents.bases))
-    often(P.STEP_UNDER_AUTOCAST)(model)
-    assert all(not each._backward_hooks for each in model.parameters())
-    P.MATH_STEP(model)
-    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_backward_works_after_the_model_was_deleted(residents: Residents) -> None:
@@ -289,16 +249,3 @@ def test_a_loss_kept_after_backward_keeps_no_activations(
     del model
     gc.collect()
     assert [each() for each in seen if each() is not None] == []
-
-
-def test_a_deleted_model_takes_its_slots_with_it_at_once(bases: Bases) -> None:
-    model = streamed(S.NO_DROPOUT(bases))
-    P.STEP(model)
-    slot = weakref.ref(poros.runtime(model).ring.slots[0].buffer)
-    gc.collect()
-    gc.disable()
-    try:
-        del model
-        assert slot() is None
-    finally:
-        gc.enable()

@@ -15,12 +15,10 @@ import pytest
 import torch
 
 import poros
-from poros.errors import RematerializationError
 from poros.replay.call import CHECK
 from poros.replay.captures import ARGUMENTS, NEW
-from poros.replay.forms import Form, HeldGraphs
+from poros.replay.forms import HeldGraphs
 from poros.replay.graphs import Fixed
-from poros.stream.rng import RngStash
 from tests.exact.adapter_arms import autocast, differences, mlps, step, with_kernels
 from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, train
@@ -72,11 +70,11 @@ CHANGES: dict[str, Callable[[Model, int], None]] = {
 # What a step does.
 
 
-def two_losses(model: Model, num_forwards: int = 2) -> Facts:
+def two_losses(model: Model) -> Facts:
     """Forwards whose backwards come later, in the order of the forwards and in reverse."""
     facts = []
     for number in range(8):
-        parts = range(num_forwards if number % 3 else 1)
+        parts = range(2 if number % 3 else 1)
         losses = [loss_of(model, shift=part) for part in parts]
         for loss in losses if number % 2 else losses[::-1]:
             loss.backward()
@@ -338,42 +336,6 @@ def test_control_gradients_that_are_not_copied_out_are_overwritten(
     monkeypatch.setattr(Fixed, "copies", lambda self: self.tensors)
     torch.manual_seed(3)
     assert not same(train(model), resident("nothing", bases)) and captures.num_replays > 0
-
-
-def test_control_a_random_state_that_is_not_replayed_differs(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Were it not set, the recomputation would draw other masks; it is an error."""
-    model = few(bases, lora_dropout=0.1)
-    recorded(model)
-    train(model)
-    monkeypatch.setattr(RngStash, "restore", lambda self: None)
-    with pytest.raises(RematerializationError, match="other random numbers"):
-        train(model)
-
-
-def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = two_losses(few(bases))
-    model = few(bases)
-    recorded(model, **KEPT)
-    two_losses(model, 1)
-    for each in trained(model):
-        each.grad = None
-
-    class Unseen:
-        """A form whose graph in flight nobody sees."""
-
-        def __get__(self, form: Form, kind: Any = None) -> Any:
-            return lambda: None
-
-        def __set__(self, form: Form, value: Any) -> None:
-            pass
-
-    monkeypatch.setattr(Form, "in_flight", Unseen(), raising=False)
-    monkeypatch.setattr(Form, "is_there", lambda self, call: True)
-    assert not same(two_losses(model), expected)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])

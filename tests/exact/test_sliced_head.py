@@ -18,7 +18,7 @@ from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits
 from poros.head.slices import SliceReader
 from poros.model.sizing import ResidencyPlan
-from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
+from tests.exact.arms import ON_HOST, slice_resident_loss, with_sliced_loss
 from tests.exact.heads import (
     Change,
     Model,
@@ -37,16 +37,8 @@ from tests.exact.heads import (
     with_lora,
 )
 from tests.operators import Operators
-from tests.snapshots import (
-    NUM_LAYERS,
-    assert_same_run,
-    batches,
-    build,
-    changes,
-    picture,
-    resident_run,
-    run,
-)
+from tests.replaced import in_place_of
+from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, run
 from tests.support import prepare_plain
 
 SHAPE = {"seq_len": 16, "batch_size": 2}
@@ -54,27 +46,7 @@ ROWS: dict[str, Any] = {"slots": 2, "stream_embedding": True}
 pytestmark = pytest.mark.usefixtures("narrow")
 
 
-# What is taken over, and how it comes back.
-
-POLICIES: list[dict[str, Any]] = [ON_HOST, {"loss": "chunked"}, {"stream_head": True, **ROWS}]
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
-def test_restore_gives_everything_back(architecture: str, policy: dict[str, Any]) -> None:
-    """Gemma's head is its embedding's matrix; its own object, at both places, with its bytes."""
-    model = build(architecture)
-    before = picture(model)
-    poros.prepare(model, **{"slots": 2, **policy})
-    assert isinstance(head_of(model), HostMatrix) == ("stream_head" in policy)
-    if architecture == "gemma3":
-        assert head_of(model) is model.get_input_embeddings().weight
-    saved = model.state_dict()
-    poros.restore(model)
-    assert changes(before, picture(model)) == {}
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, saved[name]), name
-
+# What is taken over; how it comes back: ``tests/faults/test_restore``.
 
 FAMILIES = ["qwen2", "gemma2", "cohere", "granite", "falcon_h1", "mixtral", "gpt2", "phi"]
 
@@ -185,26 +157,6 @@ def test_what_was_tied_while_it_was_prepared_stays_tied() -> None:
     assert torch.equal(outputs(model).loss, outputs(tied(build())).loss)
 
 
-@pytest.mark.parametrize(
-    "part",
-    ["head.takeover._Loss", "head.slices.SliceReader", "model.attach.Attachment.move_to_device"],
-)
-def test_a_failed_prepare_leaves_head_and_embedding_as_they_were(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build()
-    before = picture(model)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("not today")
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not today"):
-        patch.setattr(f"poros.{part}", fail)
-        with_sliced_loss(model, stream_embedding=True)
-    assert changes(before, picture(model)) == {}
-    run(with_sliced_loss(model))
-
-
 def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head only if its loss is sliced."""
 
@@ -308,6 +260,7 @@ def test_tied_matrices_are_on_the_host_once(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, logger="poros"):
         model = with_sliced_loss(build("gemma3"), stream_embedding=True)
     assert "embedding" not in caplog.text, "nothing was asked for in vain"
+    assert head_of(model) is model.get_input_embeddings().weight
     runtime = poros.runtime(model)
     expected = runtime.host.num_bytes + head_of(model).nbytes
     assert runtime.stats()["host_num_bytes"] == expected
@@ -329,88 +282,79 @@ def test_rows_of_an_embedding_in_host_memory_come_as_they_are_asked_for() -> Non
 
 # What notices damage.
 
+Damage = Callable[[Model, pytest.MonkeyPatch], object]
 
-def flipped_row(model: Model, patch: pytest.MonkeyPatch) -> None:
-    """One that no batch asks for."""
+
+def flip_a_row_that_no_batch_asks_for(model: Model, patch: pytest.MonkeyPatch) -> None:
     matrix = model.get_input_embeddings().weight
     asked = {int(token) for batch in batches() for token in batch["input_ids"].flatten()}
     row = next(row for row in range(matrix.shape[0]) if row not in asked)
     matrix.host[row].view(torch.uint8)[3] ^= 1
 
 
-def other_rows(model: Model, patch: pytest.MonkeyPatch) -> None:
-    streams = poros.runtime(model).rows._streams
-    genuine = streams.copy
+def copies_of_rows(copy: Callable[..., Any]) -> Damage:
+    """``copy(genuine, target, source, after)`` copies them."""
 
-    def copy(target: torch.Tensor, source: torch.Tensor, *, after: Any) -> Any:
-        return genuine(target, source.roll(1, 0), after=after)
+    def damage(model: Model, patch: pytest.MonkeyPatch) -> None:
+        in_place_of(poros.runtime(model).rows._streams, "copy")(copy)(patch)
 
-    patch.setattr(streams, "copy", copy)
-
-
-def late_rows(model: Model, patch: pytest.MonkeyPatch) -> None:
-    streams = poros.runtime(model).rows._streams
-    patch.setattr(streams, "copy", lambda target, source, *, after: None)
+    return damage
 
 
-@pytest.mark.parametrize("damage", [flipped_row, other_rows, late_rows])
-def test_the_first_step_notices_damage_of_an_embedding(
-    damage: Callable[[Model, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = prepare_plain(build(), **ROWS)
-    damage(model, monkeypatch)
-    said = "bytes in host memory" if damage is flipped_row else "rows on the device"
-    with pytest.raises(ParityError, match=rf"embed_tokens\.weight: .*{said} are not"):
-        run(model)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    if damage is other_rows:  # control: it would have trained on
-        unchecked = prepare_plain(build(), **ROWS, self_check="off")
-        damage(unchecked, monkeypatch)
-        with pytest.raises(AssertionError):
-            assert_same_run(resident_run(), run(unchecked))
+def rolled(genuine: Any, target: torch.Tensor, source: torch.Tensor, *, after: Any) -> Any:
+    return genuine(target, source.roll(1, 0), after=after)
 
 
-def flipped_byte(model: Model, patch: pytest.MonkeyPatch) -> None:
+def flip_a_byte_of_the_head(model: Model, patch: pytest.MonkeyPatch) -> None:
     head_of(model).host.view(torch.uint8)[-1, 3] ^= 1  # type: ignore[attr-defined]
 
 
-def swapped_slices(model: Model, patch: pytest.MonkeyPatch) -> None:
-    genuine = SliceReader._bring
-
-    def bring(self: SliceReader, first: int, width: int, released: Any) -> Any:
-        _, event = genuine(self, first, width, released)
-        other, _ = genuine(self, 96 if first == 192 else first, width, released)
-        return other, event
-
-    patch.setattr(SliceReader, "_bring", bring)
+@in_place_of(SliceReader, "_bring")
+def swapped(genuine: Any, self: SliceReader, first: int, *given: Any) -> Any:
+    _, event = genuine(self, first, *given)
+    return genuine(self, 96 if first == 192 else first, *given)[0], event
 
 
-def late_slice(model: Model, patch: pytest.MonkeyPatch) -> None:
-    genuine = SliceReader._bring
-
-    def bring(self: SliceReader, first: int, width: int, released: Any) -> Any:
-        rows, event = genuine(self, first, width, released)
-        if first == 96:
-            rows.view(torch.uint8).fill_(0xFF)  # what was there before
-        return rows, event
-
-    patch.setattr(SliceReader, "_bring", bring)
+@in_place_of(SliceReader, "_bring")
+def late(genuine: Any, self: SliceReader, first: int, *given: Any) -> Any:
+    rows, event = genuine(self, first, *given)
+    if first == 96:
+        rows.view(torch.uint8).fill_(0xFF)  # what was there before
+    return rows, event
 
 
-@pytest.mark.parametrize("damage", [flipped_byte, swapped_slices, late_slice])
-def test_the_first_step_notices(
-    damage: Callable[[Model, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = with_sliced_loss(build()).train()
+OF_ROWS = r"embed_tokens\.weight: .*rows on the device are not"
+OF_BYTES = r"embed_tokens\.weight: .*bytes in host memory are not"
+# How it was prepared, what is done before its first step, and what the self-check says.
+DAMAGE: dict[str, tuple[dict[str, Any], Damage, str]] = {
+    "a flipped row": (EMBEDDING, flip_a_row_that_no_batch_asks_for, OF_BYTES),
+    "other rows": (EMBEDDING, copies_of_rows(rolled), OF_ROWS),
+    "rows that do not come": (EMBEDDING, copies_of_rows(lambda *_, after: None), OF_ROWS),
+    "a flipped byte of the head": (ON_HOST, flip_a_byte_of_the_head, r"lm_head\.weight"),
+    "slices in another order": (ON_HOST, lambda model, patch: swapped(patch), r"lm_head\.weight"),
+    "a slice that comes late": (ON_HOST, lambda model, patch: late(patch), r"lm_head\.weight"),
+}
+
+
+@pytest.mark.parametrize("which", DAMAGE)
+def test_the_first_step_notices_damage(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, damage, said = DAMAGE[which]
+    model = with_sliced_loss(build(), **policy)
     damage(model, monkeypatch)
-    with pytest.raises(ParityError, match=r"lm_head\.weight"):
-        model(**batches()[0])
-    monkeypatch.undo()
-    narrow_slices(monkeypatch)
-    expected = outputs(with_sliced_loss(build(), self_check="off").train()).loss
-    unchecked = with_sliced_loss(build(), self_check="off").train()
-    damage(unchecked, monkeypatch)
-    assert not torch.equal(outputs(unchecked).loss, expected), "control: it would have trained on"
+    with pytest.raises(ParityError, match=said):
+        run(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("which", ["other rows", "a slice that comes late"])
+def test_control_without_the_check_it_would_have_trained_on(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, damage, _ = DAMAGE[which]
+    expected, model = (with_sliced_loss(build(), **policy, self_check="off") for _ in "ab")
+    loss = outputs(expected.train()).loss
+    damage(model, monkeypatch)
+    assert not torch.equal(outputs(model.train()).loss, loss)
 
 
 def another_weight() -> torch.nn.Parameter:

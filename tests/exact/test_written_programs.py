@@ -6,7 +6,7 @@ right. A row of ``written`` says its end. It runs once with the self-check and s
 poisoned, and several times with visits that are recorded on tapes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import pytest
 
 from poros.replay.routing import Terms
 from poros.replay.uses import Uses
+from tests.replaced import Plant, in_place_of
 from tests.support import same_bits
 from tools.fuzz import campaign
 from tools.fuzz.arm import Record, run_arm
@@ -184,6 +185,7 @@ def written() -> Iterator[tuple[str, Row]]:
     yield from adapters()
     yield from regions()
     yield from hooks()
+    yield from together()
     yield from exchanges()
     yield from edits()
     yield from later()
@@ -339,6 +341,20 @@ def hooks() -> Iterator[tuple[str, Row]]:
     yield "notes of hooks and older forwards", row(*notes, forwards=TWO, backward="reverse")
 
 
+def together() -> Iterator[tuple[str, Row]]:
+    """Micro-batches that go through the blocks together, or would without what is done."""
+    three = {"forwards": (*TWO, Forward(batch=2)), "backward": "together"}
+    for name, action in {
+        "a hook behind a layer": Hook("forward", "scale", layer=1),
+        "a hook before a layer": Hook("forward_pre", "scale"),
+        "noise in the backwards of layers": Hook("backward", "add_noise", layer=1, part="mlp"),
+        "hooks on parameters": Hook("parameter", "scale", layer=-1),
+        "hooks behind the accumulation": Hook("post_accumulate", "scale", layer=-1),
+        "tied adapters": Tie("across"),
+    }.items():
+        yield f"together: {name}", row(action, subject=DROPOUT, **three)
+
+
 def exchanges() -> Iterator[tuple[str, Row]]:
     """Frozen adapters that act: exchanged between steps, or edited between forward and backward."""
     hows = ("inplace", "data", "numpy", "assign", "cast", "replace")
@@ -488,25 +504,17 @@ def no_shared_casts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("poros.replay.routing.cached_cast", lambda *_: None)
 
 
-def as_they_are_used(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Uses, "__init__")
+def as_they_are_used(genuine: Any, self: Uses, sources: Any, order: Any) -> None:
     """Gradients arrive in the order in which the graph was walked."""
-    genuine = Uses.__init__
-
-    def init(self: Uses, sources: Any, order: Any) -> None:
-        genuine(self, sources, tuple(range(len(sources))))
-
-    patch.setattr(Uses, "__init__", init)
+    genuine(self, sources, tuple(range(len(sources))))
 
 
-def in_one_sum(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Terms, "take")
+def in_one_sum(genuine: Any, self: Terms) -> Any:
     """The terms of an input's gradient are added before they are handed on."""
-    genuine = Terms.take
-
-    def take(self: Terms) -> Any:
-        first, *others = genuine(self)
-        return [sum(others, first), *[None] * len(others)]
-
-    patch.setattr(Terms, "take", take)
+    first, *others = genuine(self)
+    return [sum(others, first), *[None] * len(others)]
 
 
 DORA = replace(DENSE, kind="dora")
@@ -522,10 +530,7 @@ DORA = replace(DENSE, kind="dora")
     ],
 )
 def test_control_a_fault_differs(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    name: str,
-    judge: campaign.Judge,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: Plant, name: str, judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
     monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)

@@ -1,7 +1,7 @@
 """The same micro-batches, one after the other and grouped; programs that are run both ways."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -87,6 +87,11 @@ class Rows(Dataset[Batch]):
 def own_loss(model: Model, batch: Batch) -> torch.Tensor:
     loss: torch.Tensor = model(**batch, use_cache=False).loss
     return loss / 4
+
+
+def in_autocast(model: Model, batch: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return own_loss(model, batch)
 
 
 def train(
@@ -189,6 +194,25 @@ def program(make: Any = unchanged, end: End = None, **options: Any) -> Program:
     return Program(make, end, **fields, run=tuple({"sizes": SIZES, **options}.items()))
 
 
+class Later:
+    """A loss from the second step on."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.step, self._loss = 0, loss
+
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
+        return (self._loss if self.step else own_loss)(model, batch)
+
+    def note(self, model: Model, step: int) -> None:
+        self.step = step
+
+
+def later(loss: Loss, end: End = None, **options: Any) -> Program:
+    """The first of a kind goes alone, and the two behind it together, until the loss is another."""
+    found = Later(loss)
+    return program(of(found), end, **{"between": found.note, "sizes": (3, 3), **options})
+
+
 def of(loss: Loss) -> Callable[[Model], Loss]:
     """A program with this loss, and the model as it is."""
     return lambda model: loss
@@ -213,12 +237,16 @@ def _resident(each: Program, bases: Bases) -> list[torch.Tensor]:
     return found
 
 
+def resident(each: Program, bases: Bases) -> list[torch.Tensor]:
+    """What it computes resident, one micro-batch after the other."""
+    policy = tuple(pair for pair in each.policy if pair[0] == "loss")
+    return _resident(each._replace(end=None, is_late=False, policy=policy), bases)
+
+
 def ends(each: Program, bases: Bases) -> bool:
     """Whether it ends as it says, with the bits of a resident run of one after the other."""
     model, run = made(each, bases, True)
-    policy = tuple(pair for pair in each.policy if pair[0] == "loss")
-    plain = each._replace(end=None, is_late=False, policy=policy)
-    return ends_so(model, run, each.end, partial(_resident, plain, bases))
+    return ends_so(model, run, each.end, partial(resident, each, bases))
 
 
 def ends_so(model: Model, run: Callable[[], Any], end: End, resident: Callable[[], Any]) -> bool:
@@ -249,6 +277,21 @@ class Control(NamedTuple):
             return not ends(unchecked, bases)
         except (PorosError, AssertionError, pytest.fail.Exception):
             return True  # it ends otherwise than it should
+
+
+def override(modules: Iterable[Any], forward: Callable[..., Any]) -> None:
+    """Have modules run ``forward(module, own, *given)``, where ``own`` is the forward they had."""
+    modules = list(modules)
+    kind: Any = type(modules[0])
+
+    class Overridden(kind):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, super().forward, *args, **kwargs)
+
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Overridden, name, getattr(kind, name))
+    for module in modules:
+        module.__class__ = Overridden
 
 
 Call = Callable[[int, Any, torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]

@@ -1,4 +1,4 @@
-"""Two arms under the HF Trainer, from the checkpoint in one folder, with their files to compare."""
+"""Two arms under the HF Trainer, with their files to compare."""
 
 import json
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from poros.gates import tiny
 from poros.gates.reference import Trajectory
+from tests.support import make_model
 from tests.trainer_parity import train_with_trainer, trainer_arguments
 
 NUM_LAYERS = 3
@@ -44,7 +45,7 @@ def rows(num_rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 @dataclass
 class Arms:
-    """Builds and runs both arms. Equal folders make even the paths in the saved adapters agree.
+    """Builds and runs both arms.
 
     The resident arm trains without activation checkpointing; the streamed arm is asked for it, as
     trainers ask by default, and has to ignore it.
@@ -56,12 +57,6 @@ class Arms:
     model: Any = None
     """The model of the latest run."""
 
-    @classmethod
-    def make(cls, folder: Path, dtype: torch.dtype, device: str = "cpu") -> "Arms":
-        config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
-        tiny.write_checkpoint(config, folder / "base", dtype=dtype)
-        return cls(folder, dtype, device)
-
     def run(
         self,
         name: str,
@@ -71,8 +66,8 @@ class Arms:
         **changes: Any,
     ) -> Trajectory:
         """Train resident, or as ``prepare`` makes it; checkpoints go to a folder of this name."""
-        base = tiny.load_base(self.folder / "base", dtype=self.dtype, device=self.device)
-        model = tiny.attach(base, dropout=0.05)
+        sizes = {"num_layers": NUM_LAYERS, "hidden_size": 64}
+        model = make_model(**sizes, dropout=0.05, dtype=self.dtype, device=self.device)
         self.model = model if prepare is None else prepare(model, device=self.device)
         options = {
             "use_cpu": self.device == "cpu",

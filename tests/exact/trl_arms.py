@@ -17,7 +17,7 @@ from poros.accumulation.trainer import on_one_gpu
 from poros.gates import tiny
 from poros.gates.reference import Entry, Trajectory
 from tests.comparing import compare_trajectories
-from tests.support import prepare_plain
+from tests.support import make_base, prepare_plain
 from tests.trainer_parity import ADAPTER_FILES, train_with_trainer
 
 trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
@@ -72,7 +72,7 @@ class Arms:
     """Runs a trainer on a resident and on a prepared model, made from equal bytes.
 
     Attributes:
-        folder: Where the checkpoint and the outputs go.
+        folder: Where the outputs go.
         trainer_class: Of TRL.
         arguments_class: Its arguments.
         rows: The training rows.
@@ -98,16 +98,11 @@ class Arms:
     eval_rows: list[dict[str, str]] | None = None
     trainer: Any = None
 
-    def __post_init__(self) -> None:
-        config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
-        if self.auto_class is not None:
-            config.num_labels = 1
-        where = self.folder / "base"
-        tiny.write_checkpoint(config, where, dtype=self.dtype, auto_class=self.auto_class)
-
     def base(self) -> Any:
-        return tiny.load_base(
-            self.folder / "base",
+        return make_base(
+            num_layers=NUM_LAYERS,
+            hidden_size=64,
+            dropout=0.05,
             dtype=self.dtype,
             quantize=self.quantize,
             device=self.device,

@@ -26,11 +26,11 @@ from poros.stream.settings import Settings
 from poros.stream.state import AmbientState, Surroundings
 from poros.stream.visit import BlockVisit
 from tests import mutants
+from tests.replaced import Plant, in_place_of
 from tests.snapshots import build, layers_of
 from tools.adversary import AdversarialStreams
 
 Patch = pytest.MonkeyPatch
-Plant = Callable[[Patch], None]
 Spoil = Callable[[Any, AdversarialStreams], None]
 
 NUM_LAYERS = 4
@@ -49,23 +49,17 @@ def unguarded(plant: Plant | None = None) -> Plant:
     return blind
 
 
-def restore_no_random_state(patch: Patch) -> None:
-    patch.setattr(RngStash, "replay", lambda self: nullcontext())
+replaying_by = in_place_of(RngStash, "replay")
+restore_no_random_state = replaying_by(lambda genuine, self: nullcontext())
+set_no_random_state = replaying_by(lambda genuine, self: torch.random.fork_rng(devices=[]))
 
 
-def set_no_random_state(patch: Patch) -> None:
-    patch.setattr(RngStash, "replay", lambda self: torch.random.fork_rng(devices=[]))
-
-
-def leave_the_random_state(patch: Patch) -> None:
+@replaying_by
+@contextmanager
+def leave_the_random_state(genuine: Any, self: RngStash) -> Iterator[None]:
     """It is set for the recomputation, and nobody puts the caller's back."""
-
-    @contextmanager
-    def replay(self: RngStash) -> Iterator[None]:
-        torch.set_rng_state(self.cpu)
-        yield
-
-    patch.setattr(RngStash, "replay", replay)
+    torch.set_rng_state(self.cpu)
+    yield
 
 
 def replaying(**lost: Any) -> Plant:
@@ -149,9 +143,10 @@ def poison_what_is_released(model: Any, _: AdversarialStreams) -> None:
     manager.release = release  # type: ignore[method-assign]
 
 
-def ask_for_no_block(patch: Patch) -> None:
+@in_place_of(BlockVisit, "lease")
+def ask_for_no_block(genuine: Any, self: BlockVisit, *_: Any) -> Any:
     """What a backward reads of a slot it reads whatever lies there by then."""
-    patch.setattr(BlockVisit, "lease", lambda self, *_: self._manager._ring.slot(self.block).buffer)
+    return self._manager._ring.slot(self.block).buffer
 
 
 def exchange_slabs(model: Any, _: AdversarialStreams) -> None:
@@ -179,41 +174,34 @@ def remove_the_wait(patch: Patch) -> None:
 # Gradients and what layers hand on.
 
 
-def exchange_saved_values(patch: Patch) -> None:
+@in_place_of(RecomputedCall, "_recompute")
+def exchange_saved_values(genuine: Any, self: RecomputedCall) -> Any:
     """What the recomputation saves goes to the wrong operators; its outputs are right."""
-    genuine = RecomputedCall._recompute
-
-    def recompute(self: RecomputedCall) -> Any:
-        values, alike = genuine(self), defaultdict(list)
-        for number in values:
-            alike[self._forms[number]].append(number)
-        return {
-            number: values[other]
-            for numbers in alike.values()
-            for number, other in zip(numbers, numbers[1:] + numbers[:1], strict=True)
-        }
-
-    patch.setattr(RecomputedCall, "_recompute", recompute)
+    values, alike = genuine(self), defaultdict(list)
+    for number in values:
+        alike[self._forms[number]].append(number)
+    return {
+        number: values[other]
+        for numbers in alike.values()
+        for number, other in zip(numbers, numbers[1:] + numbers[:1], strict=True)
+    }
 
 
-def detach_what_is_beside(patch: Patch) -> None:
+def detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return tuple(map(detached, value)) if isinstance(value, tuple) else value
+
+
+@in_place_of(RecomputedCall, "forward")
+def detach_what_is_beside(genuine: Any, self: RecomputedCall, args: Any, kwargs: Any) -> Any:
     """What layers hand on by the side, in mappings and records, carries no gradient."""
-    genuine = RecomputedCall.forward
-
-    def detached(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.detach()
-        return tuple(map(detached, value)) if isinstance(value, tuple) else value
-
-    def forward(self: RecomputedCall, args: Any, kwargs: Any) -> Any:
-        result = genuine(self, args, kwargs)
-        for mapping in filter(is_shared_mapping, kwargs.values()):
-            mapping.update({key: detached(value) for key, value in mapping.items()})
-        for record in (_active_collector.get() or {}).values():
-            record[:] = map(detached, record)
-        return result
-
-    patch.setattr(RecomputedCall, "forward", forward)
+    result = genuine(self, args, kwargs)
+    for mapping in filter(is_shared_mapping, kwargs.values()):
+        mapping.update({key: detached(value) for key, value in mapping.items()})
+    for record in (_active_collector.get() or {}).values():
+        record[:] = map(detached, record)
+    return result
 
 
 # What a user's own code does.

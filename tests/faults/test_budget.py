@@ -24,8 +24,6 @@ from poros.errors import (
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, start_digests, train
 from poros.host import limits
-from poros.host.layout import BlockLayout
-from poros.host.slab import HostSlab
 from poros.model.sizing import ResidencyPlan
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
@@ -387,13 +385,6 @@ def test_a_graph_that_is_dropped_gives_everything_back(resident: Trajectory) -> 
     model.zero_grad()
     assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
     assert offloader.num_bytes == most > 0
-
-
-def test_control_another_inputs_buffer_is_seen(resident: Trajectory, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(ActivationOffloader, "_take", lambda self, tensor: buffer)
-    buffer = HostSlab(BlockLayout((), 1 << 20))
-    model = AdversarialPrepare()(build(), offload_boundaries=True)
-    assert compare_trajectories(resident, train(model, BATCHES, SPEC))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import (
-    LoraConfig,
-    get_peft_model,
-    prepare_model_for_kbit_training,
-)
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 
 import poros

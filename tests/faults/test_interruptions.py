@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import poros
-from poros.errors import SlotStateError
 from poros.self_check.evidence import CallSnapshot, random_states
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
@@ -297,17 +296,4 @@ def test_a_visit_that_was_never_left_is_undone_by_what_comes_next(then: str) -> 
             for name, value in (*model.named_parameters(), *model.named_buffers())
             if name in before
         )
-    assert_same_run(resident_run(), run(model))
-
-
-def test_a_visit_within_a_visit_is_refused() -> None:
-    model = AdversarialPrepare()(build(), slots=3)
-    runtimes = [streamed_layer(layer) for layer in layers_of(model)]
-    before = state_of(model)
-    with (
-        pytest.raises(SlotStateError, match=r"layers\.0: expected one layer to run at a time"),
-        runtimes[0].visit(Phase.FORWARD, ()),
-    ):
-        visit_once(runtimes[1], Phase.FORWARD)
-    assert state_of(model) == before
     assert_same_run(resident_run(), run(model))

@@ -95,8 +95,10 @@ def test_names_objects_class_names_and_counts_stay(architecture: str) -> None:
 
 @pytest.mark.parametrize("quantize", [True, False])
 def test_files_saved_while_prepared_are_the_resident_ones(tmp_path: Path, quantize: bool) -> None:
+    """With head and embedding in host memory, too."""
     models = {name: build(quantize=quantize) for name in ("resident", "prepared")}
-    prepare_plain(models["prepared"], block_size=2)
+    policy = {"stream_head": quantize, "stream_embedding": quantize}
+    prepare_plain(models["prepared"], block_size=2, **policy)
     assert_same_run(*map(run, models.values()))
     for name, model in models.items():
         model.save_pretrained(tmp_path / name / "adapter")

@@ -23,6 +23,7 @@ from poros.gates import tiny
 from poros.replay.call import LayerCall
 from poros.stream.general import RecomputedCall
 from tests.covers import with_slow
+from tests.replaced import in_place_of
 from tests.snapshots import (
     assert_same_run,
     batches,
@@ -36,14 +37,27 @@ from tests.snapshots import (
 )
 from tests.support import num_arenas, prepare_plain, same_bits
 
+ON_HOST = {"stream_head": True, "stream_embedding": True}
+EVERYTHING: dict[str, Any] = {"loss": "chunked", **ON_HOST}
+"""So that head and embedding are moved too, and the loss is another one."""
+POLICIES: list[dict[str, Any]] = [{"block_size": 2}, {"loss": "chunked"}, ON_HOST, EVERYTHING]
+
 
 @pytest.mark.cover("values")
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("quantize", [True, False])
-def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> None:
+def test_restore_leaves_nothing_behind(
+    architecture: str, quantize: bool, policy: dict[str, Any]
+) -> None:
+    """Hooks of the user survive. The head of some is their embedding's matrix."""
     model = build(architecture, quantize=quantize, num_layers=4)
+    layer = layers_of(model)[1]
+    layer.register_forward_hook(lambda *_: None)
+    layer.register_full_backward_hook(lambda *_: None)
+    layer.register_state_dict_post_hook(lambda *_: None)
     before = picture(model)
-    assert poros.restore(prepare_plain(model, block_size=2)) is model
+    assert poros.restore(prepare_plain(model, **policy)) is model
     assert changes(before, picture(model)) == {}
     with pytest.raises(PreparedModelError):
         poros.runtime(model)
@@ -97,25 +111,6 @@ def test_everything_works_on_the_restored_model() -> None:
     assert not any("lora" in name for name, _ in merged[1].named_modules())
 
 
-def test_hooks_of_the_user_survive() -> None:
-    model = build()
-    seen: list[str] = []
-    layer = layers_of(model)[1]
-    layer.register_forward_hook(lambda *_: seen.append("forward"))
-    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
-    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
-    layer.register_state_dict_post_hook(lambda *_: None)
-    before = picture(model)
-    prepare_plain(model)
-    model(**batches()[0]).loss.backward()
-    assert seen == ["before", "forward", "backward"]
-    model.zero_grad()
-    poros.restore(model)
-    assert changes(before, picture(model)) == {}
-    model(**batches()[0]).loss.backward()
-    assert seen == ["before", "forward", "backward"] * 2
-
-
 def test_restore_with_a_graph_alive_never_gives_another_gradient() -> None:
     def gradients(model: Any) -> dict[str, torch.Tensor]:
         named = model.named_parameters()
@@ -153,19 +148,23 @@ def test_restore_takes_what_stands_in_the_place_of_a_frozen_tensor_out(quantize:
 
 @pytest.mark.parametrize("how", ["restored", "deleted"])
 def test_what_streamed_is_freed(how: str) -> None:
+    """The slots at once: on a GPU the next step needs their memory."""
     model = prepare_plain(build())
     model(**batches()[0]).loss.backward()
     runtime = poros.runtime(model)
-    parts = [runtime.ring, runtime.manager, *(slot.buffer for slot in runtime.ring.slots)]
-    parts += runtime.small._buffers
-    if how == "restored":
-        poros.restore(model)
-    else:
+    parts = [runtime.ring, runtime.manager, *runtime.small._buffers]
+    if how == "deleted":
         parts += [model, runtime, runtime.host, runtime.constants]
         parts += [*layers_of(model), *runtime.host.slabs]
-        del model
     references = [weakref.ref(each) for each in parts]
+    slots = [weakref.ref(slot.buffer) for slot in runtime.ring.slots]
     del runtime, parts
+    with without_collector():
+        if how == "restored":
+            poros.restore(model)
+        else:
+            del model
+        assert [reference() for reference in slots if reference() is not None] == []
     gc.collect()
     assert [reference() for reference in references if reference() is not None] == []
 
@@ -202,6 +201,9 @@ FAILURES = {
     "layer 3": ("poros.stream.boundary.StreamedLayer.__init__", 3, RuntimeError("layer 3")),
     "guards": ("poros.model.attach.guards_of", 1, RuntimeError("no guards")),
     "guards half-way": ("poros.model.guards._always", 4, RuntimeError("no guards")),
+    "loss in slices": ("poros.head.takeover._Loss.__init__", 1, RuntimeError("no loss")),
+    "slices of the head": ("poros.head.slices.SliceReader.__init__", 1, RuntimeError("no slices")),
+    "move": ("poros.model.attach.Attachment.move_to_device", 1, RuntimeError("no device")),
     "interrupted check": ("poros.self_check.check.SelfCheck.__init__", 1, KeyboardInterrupt()),
     "interrupt": ("poros.stream.visit.LayerBindings.__init__", 2, KeyboardInterrupt()),
 }
@@ -224,7 +226,7 @@ def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
         unpinned = _replace(patch, "poros.host.store.HostStore.unpin")
         _replace(patch, target, error, call)
         try:
-            prepare_plain(model)
+            prepare_plain(model, **EVERYTHING)
         except BaseException as caught:
             assert caught is error
             caught.__traceback__ = None  # whose frames would keep everything alive
@@ -240,7 +242,7 @@ def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
             module.support_avx512bf16_for_cpu = False
     model.zero_grad()
     model.get_base_model().gradient_checkpointing_disable()
-    prepare_plain(model)(**batches()[0]).loss.backward()
+    prepare_plain(model, **EVERYTHING)(**batches()[0]).loss.backward()
 
 
 def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,7 @@ def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.Mon
     places = {target for target, _, _ in FAILURES.values()}
     with monkeypatch.context() as patch:
         calls = {target: _replace(patch, target) for target in places}
-        prepare_plain(build())
+        prepare_plain(build(), **EVERYTHING)
     for target, call, _ in FAILURES.values():
         assert len(calls[target]) >= call, target
 
@@ -328,14 +330,14 @@ def test_as_much_is_held_after_six_steps_as_after_three(architecture: str) -> No
         assert not [each for each in calls() if each not in earlier]
 
 
+@in_place_of(RecomputedCall, "forward")
+def keep_the_result(genuine: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    self.result = genuine(self, args, kwargs)
+    return self.result
+
+
 def test_a_cycle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = RecomputedCall.forward
-
-    def forward(self: RecomputedCall, args: Any, kwargs: Any) -> Any:
-        self.result = genuine(self, args, kwargs)  # type: ignore[attr-defined]
-        return self.result  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(RecomputedCall, "forward", forward)
+    keep_the_result(monkeypatch)
     model = prepare_plain(build())
     with without_collector():
         before = living()

@@ -227,19 +227,6 @@ def test_off_is_logged_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
     assert (found["mode"], found["status"], found["message"]) == ("off", "off", None)
 
 
-def test_adapters_that_are_frozen_at_the_forward_only_are_not_asked_for_gradients() -> None:
-    model = prepared(build())
-    model.train()
-    frozen = [each for name, each in model.named_parameters() if "lora_B" in name]
-    for each in frozen:
-        each.requires_grad_(False)
-    loss = model(**batches()[1]).loss
-    for each in frozen:
-        each.requires_grad_(True)
-    loss.backward()
-    assert status(model) == "passed" and all(each.grad is None for each in frozen)
-
-
 # With which adapter kernels it compares, and what it finds of ours.
 
 TOKENS: Any = {"seq_len": 512, "batch_size": 2, "cuda_graphs": False}

@@ -14,14 +14,7 @@ from transformers import AutoTokenizer
 
 from poros.errors import DataFormatError, UnsupportedModelError
 from tests.command import poros_command, text
-from tests.finetune.subjects import (
-    TEMPLATE,
-    announced,
-    recipe_of,
-    rows,
-    write_model,
-    write_rows,
-)
+from tests.finetune.subjects import TEMPLATE, announced, recipe_of, rows, write_model, write_rows
 from tests.finetune.trl_runs import by_poros, by_trl
 from tests.support import same_bits
 

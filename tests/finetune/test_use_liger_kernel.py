@@ -1,33 +1,27 @@
 """``training.use_liger_kernel``: what it replaces and for whom, and where it is refused.
 
-What trains with Liger's kernels does so in Triton's interpreter, and so in float32.
+That it trains with the bits of a resident model: ``tests/exact/test_liger``.
 """
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
-from transformers import set_seed
 from transformers.integrations import liger as integration
 from transformers.models.qwen2 import modeling_qwen2
 
-import poros
 from poros.errors import RecipeError
 from poros.finetune import run as runs
-from poros.finetune.adapters import adapter_config
 from poros.finetune.liger import choose_liger, use_liger
 from poros.finetune.trainers import make_arguments
 from poros.gates import tiny
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
-from tests.finetune.subjects import SHORT, announced, break_at, recipe_of, run, write_model
-from tests.liger import liger_alone, liger_interpreted, names_of_liger
-from tests.support import AS_PLAIN
+from tests.finetune.subjects import SHORT, announced, break_at, recipe_of, write_model
+from tests.liger import names_of_liger
 
 pytest.importorskip("liger_kernel")
 
@@ -47,50 +41,13 @@ COMMON: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two layers: each launch of a kernel takes its time."""
+    """A checkpoint of two layers."""
     return write_model(tmp_path_factory.mktemp("checkpoint") / "tiny", layers=2)
-
-
-@pytest.fixture
-def interpreted() -> Iterator[None]:
-    with liger_interpreted():
-        yield
 
 
 def recipe(model: Path, data: Path, out: Path, **more: Any) -> Recipe:
     source = {"model__source": model, "data__source": data / "text.jsonl"}
     return recipe_of(**{**source, **COMMON, "output__folder": out, **more})
-
-
-def adapted(base: Any, recipe: Recipe) -> Any:
-    base.config.use_cache = False
-    set_seed(recipe.training.seed)
-    return get_peft_model(base, adapter_config(recipe))
-
-
-@pytest.mark.slow  # in make test: tests/exact/test_liger.py
-def test_streamed_equals_ligers_own(
-    small: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: None
-) -> None:
-    """The same trainer with a model without Poros, whose code Liger has replaced."""
-
-    def loaded(recipe: Recipe) -> Any:
-        return poros.load(recipe.model.source, quantization=None, dtype=torch.float32)
-
-    def streamed(recipe: Recipe, *args: Any) -> Any:
-        base = loaded(recipe)
-        use_liger(base)
-        return poros.prepare(adapted(base, recipe), slots=2, **AS_PLAIN)
-
-    # The plain model has nothing that could be logged of streaming.
-    monkeypatch.setattr(runs, "log_streaming", lambda *args, **options: None)
-    with liger_alone(modeling_qwen2) as applied, monkeypatch.context() as patch:
-        patch.setattr(runs, "_model", lambda recipe, *_: applied(adapted(loaded(recipe), recipe)))
-        expected = run(recipe(small, data, tmp_path / "resident"))
-    monkeypatch.setattr(runs, "_model", streamed)
-    found = run(recipe(small, data, tmp_path / "streamed"))
-    assert found.losses == expected.losses and len(set(found.losses)) == 2
-    assert found.adapter == expected.adapter
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)

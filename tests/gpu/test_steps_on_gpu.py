@@ -310,7 +310,7 @@ def test_a_trainer_that_evaluates_and_resumes(how: str, tmp_path: Path, settings
     policy, options = TRAINERS[how]
     options = {**FULL, **options}
     prepare = partial(prepare_plain, **policy)
-    arms = Arms.make(tmp_path, FP32, "cuda")
+    arms = Arms(tmp_path, FP32, "cuda")
     expected = arms.run("resident", **options)
     if how != "together":  # of the usual number of micro-batches
         check_not_vacuous(expected)

@@ -33,12 +33,7 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import DTYPES, Header
 from poros.loaders.manifest import REST, read_manifest
 from poros.loaders.store import open_store
-from tests.loading.checkpoints import (
-    file_bytes,
-    header_of,
-    open_files,
-    write,
-)
+from tests.loading.checkpoints import file_bytes, header_of, open_files, write
 from tests.loading.damage import said_in, write_sealed
 
 FACTOR = int(os.environ.get("POROS_FUZZ", "1"))

@@ -32,17 +32,8 @@ from poros.slots.schedule import count, training_visits, walk
 from poros.streams import EagerStreams
 from tests.covers import with_slow
 from tests.loading.loaded import Kinds, budget_for, standard, tensors, wanted
-from tests.snapshots import (
-    assert_same_run,
-    bits_of,
-    build,
-    changes,
-    picture,
-    resident_run,
-    run,
-)
+from tests.snapshots import assert_same_run, bits_of, changes, picture, run
 from tests.support import AdversarialPrepare, prepare_plain
-from tests.unit.driver import FakeDriver, install
 
 ON_DISK = 7
 """Layers of models on a disk: more than the reader has buffers."""
@@ -356,26 +347,3 @@ def test_memory_is_the_budget_and_the_staging(kinds: Kinds) -> None:
     assert stats["host_num_bytes"] == sum(sizes[:2]) + staging
     assert stats["disk_num_bytes"] == sum(sizes[2:])
     poros.restore(model)
-
-
-# Page locks, and what else ``prepare`` leaves behind.
-
-
-def test_pageable_memory_shows_in_stats_and_training_stays_exact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = install(FakeDriver(refuse_at=1), monkeypatch)
-    model = prepare_plain(build())
-    assert poros.runtime(model).stats()["fallbacks"] == []
-    assert driver.calls == []  # a CPU needs no page-locks
-    poros.restore(model)
-    # As on a GPU, once.
-    pin = lambda self, _: self.pinned_num_bytes or self.pin(torch.device("cpu"))  # noqa: E731
-    monkeypatch.setattr(HostStore, "start", pin)
-    runtime = poros.runtime(prepare_plain(model))
-    stats = runtime.stats()
-    assert stats["fallbacks"] == ["pageable host memory for blocks 1 to 2"]
-    assert stats["pinned_num_bytes"] == runtime.host_slab(0).numel()
-    assert_same_run(resident_run(), run(model))
-    poros.restore(model)
-    assert driver.locked == {} and driver.calls.count("unregister") == 1

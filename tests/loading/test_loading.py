@@ -18,10 +18,7 @@ from bitsandbytes.nn import Params4bit
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import poros.loaders.load
-from poros.errors import (
-    HostMemoryError,
-    UnsupportedModelError,
-)
+from poros.errors import HostMemoryError, UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.multimodal import MULTIMODAL
 from poros.gates.registry import read_registry
@@ -199,6 +196,7 @@ def pretrained(path: Path, **options: Any) -> Any:
 @STORED
 def test_fields_of_the_configuration(kinds: Kinds, tmp_path: Path, is_stored: bool) -> None:
     fields: dict[str, Any] = {"rms_norm_eps": 0.25, "attn_implementation": "eager"}
+    fields["use_cache"] = False
     model = load(kinds.dense(), store=tmp_path / "store" if is_stored else None, **fields)
     assert model.config.rms_norm_eps == 0.25 and model.model.norm.variance_epsilon == 0.25
     assert model.config._attn_implementation == "eager"
@@ -226,24 +224,14 @@ def test_dtype_auto(
 
 
 def test_options_of_from_pretrained(kinds: Kinds) -> None:
-    """Those of the configuration and of the model class pass through."""
-    model = load(kinds.dense(), attn_implementation="eager", use_cache=False)
-    assert model.config._attn_implementation == "eager" and model.config.use_cache is False
+    """Those of the model class pass through."""
     config = quantization(bnb_4bit_use_double_quant=False)
     model = load(kinds.dense(), quantization_config=config)
     assert differences(model, kinds.expected(kinds.dense(), config)) == []
     assert config.to_dict() == quantization(bnb_4bit_use_double_quant=False).to_dict()
-    model = load(
-        kinds.dense(),
-        dtype="float16",
-        output_attentions=True,
-        use_safetensors=True,
-        low_cpu_mem_usage=True,
-        revision="main",
-        local_files_only=True,
-    )
-    assert model.dtype == FP16
-    assert model.config.output_attentions is True
+    options = {"use_safetensors": True, "low_cpu_mem_usage": True, "local_files_only": True}
+    model = load(kinds.dense(), dtype="float16", output_attentions=True, revision="main", **options)
+    assert model.dtype == FP16 and model.config.output_attentions is True
 
 
 @pytest.mark.parametrize("how", ["memory", "store"])

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from poros.kernels import compose as module
-from poros.kernels.compose import (
-    compose,
-    compose_backward,
-    compose_backward_ref,
-    compose_ref,
-)
+from poros.kernels.compose import compose, compose_backward, compose_backward_ref, compose_ref
 from tests.covers import cover, with_slow
 from tests.gpu.models import same
 from tests.support import interpreted

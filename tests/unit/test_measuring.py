@@ -15,13 +15,7 @@ from peft import LoraConfig, get_peft_model
 import poros
 from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
-from poros.model.measuring import (
-    MAX_ROUNDS,
-    RESERVE,
-    SPARE_SHARE,
-    DeviceMemory,
-    MeasuredSizer,
-)
+from poros.model.measuring import MAX_ROUNDS, RESERVE, SPARE_SHARE, DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
 from poros.model.sizing import ResidencyPlan, Wanted
 from tests.snapshots import layers_of

@@ -24,6 +24,7 @@ from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
 from poros.streams import EagerStreams, Event
+from tests.replaced import Plant, in_place_of
 from tests.snapshots import batches, build
 from tests.support import prepare_plain
 
@@ -166,50 +167,34 @@ def test_a_visit_copies_once_and_neither_waits_nor_allocates(num_slots: int) -> 
     assert problems(num_slots) == []
 
 
-def wait_at_release(patch: pytest.MonkeyPatch) -> None:
-    genuine = BlockManager.release
-
-    def release(self: BlockManager, block: int) -> None:
-        genuine(self, block)
-        self._streams.synchronize(self._ring.slot(block).released)
-
-    patch.setattr(BlockManager, "release", release)
+@in_place_of(BlockManager, "release")
+def wait_at_release(genuine: Any, self: BlockManager, block: int) -> None:
+    genuine(self, block)
+    self._streams.synchronize(self._ring.slot(block).released)
 
 
-def read_a_value(patch: pytest.MonkeyPatch) -> None:
-    genuine = StreamedLayer.condition
-
-    def condition(self: StreamedLayer) -> Condition:
-        found = genuine(self)
-        assert found.parameters[0].view(-1)[0].item() < float("inf")
-        return found
-
-    patch.setattr(StreamedLayer, "condition", condition)
+@in_place_of(StreamedLayer, "condition")
+def read_a_value(genuine: Any, self: StreamedLayer) -> Condition:
+    found: Condition = genuine(self)
+    assert found.parameters[0].view(-1)[0].item() < float("inf")
+    return found
 
 
-def copy_inputs(patch: pytest.MonkeyPatch) -> None:
-    clone = torch.enable_grad()(torch.clone)
-    patch.setattr(general, "copied", lambda value, _: tree_map_only(torch.Tensor, clone, value))
+@in_place_of(general, "copied")
+def copy_inputs(genuine: Any, value: Any, _: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.enable_grad()(torch.clone), value)
 
 
-def copy_twice(patch: pytest.MonkeyPatch) -> None:
-    genuine = CountingStreams.copy
-
-    def copy(self: CountingStreams, target: Any, source: Any, *, after: Event) -> Event:
-        target.copy_(source)
-        return genuine(self, target, source, after=after)
-
-    patch.setattr(CountingStreams, "copy", copy)
+@in_place_of(CountingStreams, "copy")
+def copy_twice(genuine: Any, self: CountingStreams, target: Any, source: Any, **given: Any) -> Any:
+    target.copy_(source)
+    return genuine(self, target, source, **given)
 
 
-def capture_twice(patch: pytest.MonkeyPatch) -> None:
-    genuine = RngStash.capture
-
-    def capture(device: torch.device) -> RngStash:
-        genuine(device)
-        return genuine(device)
-
-    patch.setattr(RngStash, "capture", staticmethod(capture))
+@in_place_of(RngStash, "capture")
+def capture_twice(genuine: Any, device: torch.device) -> Any:
+    genuine(device)
+    return genuine(device)
 
 
 CONTROLS = {
@@ -222,9 +207,7 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize("spoil", CONTROLS, ids=lambda each: each.__name__)
-def test_control_a_costly_visit_is_noticed(
-    spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_a_costly_visit_is_noticed(spoil: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch)
     assert CONTROLS[spoil] in " ".join(problems(2))
 

@@ -1,0 +1,30 @@
+"""Functions of the code that a test replaces, by others that are given the genuine one."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+"""Makes a change of the code, until the patch is undone."""
+
+
+def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Make of ``instead(genuine, *given)`` a change of ``owner``: it is called for ``name``."""
+
+    def decorate(instead: Callable[..., Any]) -> Plant:
+        @wraps(instead)
+        def plant(patch: pytest.MonkeyPatch) -> None:
+            genuine = getattr(owner, name)
+
+            def called(*args: Any, **kwargs: Any) -> Any:
+                return instead(genuine, *args, **kwargs)
+
+            # What is called through the class is given no instance, and a class knows itself.
+            is_bound = isinstance(vars(owner).get(name), classmethod | staticmethod)
+            patch.setattr(owner, name, staticmethod(called) if is_bound else called)
+
+        return plant
+
+    return decorate

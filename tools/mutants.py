@@ -42,6 +42,8 @@ STEP = tuple(
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
         "offload rng settings state staying visit within",
         "replay": "call captures forms recording remat routing uses",
+        "accumulation": "calls distributed draws foreign gradients group head loop micro_batch "
+        "modules observed parked trainer",
         "model": "measuring runtime sizing",
     }.items()
     for name in names.split()

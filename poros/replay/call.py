@@ -219,10 +219,6 @@ class LayerCall(Call):
         found.start, found._end = rng, None
         return found
 
-    def release_tensors(self) -> None:
-        """Somebody else keeps what it was given, as long as the backward needs it."""
-        self.tensors = ()
-
     def conditions(self) -> Hashable:
         """What is fixed in what this call does, but for addresses; equal ones do the same."""
         return (

@@ -125,7 +125,7 @@ class ReplayedVisit:
         self.call, self.form, self.facts = call, form, facts
         self._kept, self._versions = kept, [each._version for each in kept]
         self._differentiate = differentiate
-        call.release_tensors()
+        call.tensors = ()
 
     def backward(self, gradient: torch.Tensor, sums: GradientSums) -> torch.Tensor | None:
         """Accumulate the gradients of parameters, as autograd does; that of the hidden states.
@@ -204,5 +204,5 @@ def rematerialize(
         *(call, form, facts, differentiate, terms, results, kept), *given
     )
     # Autograd keeps them from here on, and releases them after backward.
-    call.release_tensors()
+    call.tensors = ()
     return facts.result_of(outputs)

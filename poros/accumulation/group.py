@@ -138,8 +138,8 @@ class Group:
             with self._in_place():
                 self._begin(runs, has_last)
                 self._require_unedited()
-                if self._conditions is not None and not self._conditions.still_hold():
-                    raise self._batches[0].refuse("layers that the loss changes while it runs")
+                if self._batches:
+                    self._require_conditions(self._batches[0])
                 for index in range(1, len(self._layers)):
                     failed = self._run_layer(index, self._batches)
                     if failed is not None:
@@ -287,6 +287,11 @@ class Group:
             raise NotGrouped("layers that the loss changes while it runs")
         if self._conditions.has_hooks:
             raise NotGrouped("hooks inside of layers")
+
+    def _require_conditions(self, batch: MicroBatch) -> None:
+        """Raise if a layer is not as the code of ``batch`` has called it."""
+        if self._conditions is not None and not self._conditions.still_hold():
+            raise batch.refuse("layers that the loss changes while it runs")
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
         """The model's own code begins; whether this is a pass of its own."""

@@ -144,6 +144,7 @@ class Group:
                     failed = self._run_layer(index, self._batches)
                     if failed is not None:
                         self._end_at(failed)
+                        self._require_conditions(failed)
                 self._require_planned()
                 if self._head is not None:
                     self._head.read(self._batches, self._go_on)

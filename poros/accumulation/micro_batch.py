@@ -259,7 +259,11 @@ class MicroBatch:
         cut = self._cuts[index]
         self._require_unedited()
         if before is not None and known is not None and captures is not None and cut.is_awaited:
-            again = captures.call_again(before, known, cut.value, self._state.pytorch)
+            try:
+                again = captures.call_again(before, known, cut.value, self._state.pytorch)
+            except Exception as error:
+                self._error = error
+                raise
             if again is not None:
                 cut.release()
                 return self._note_run(index, *again, has_drawn=again[1].call.has_drawn)

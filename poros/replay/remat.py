@@ -153,7 +153,8 @@ class ReplayedVisit:
             for uses in facts.uses_of_tensors:
                 total = _sum([found[each] for each in uses])
                 if total is not None:
-                    hidden = total if replayed is None or len(uses) > 1 else total.clone()
+                    is_fixed = replayed is not None and any(total is found[each] for each in uses)
+                    hidden = total.clone() if is_fixed else total
             if not sums.add_all(replayed):
                 arrived = [
                     (call.parameters[number], total)

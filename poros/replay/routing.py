@@ -164,7 +164,9 @@ class GradientSums:
             return
         parameters, gradients = zip(*arrived, strict=True)
         sums = [each.grad for each in parameters]
-        if not all(map(_has_plain_sum, parameters, sums, gradients)):
+        places = [each.data_ptr() for each in sums if each is not None]
+        is_plain = all(map(_has_plain_sum, parameters, sums, gradients))
+        if not is_plain or len(set(places)) < len(places):
             # As torch.autograd.backward, without its comparison of each shape.
             torch.autograd.Variable._execution_engine.run_backward(
                 *(parameters, tuple(each.clone() for each in gradients), False, False, ()),

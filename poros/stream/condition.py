@@ -211,30 +211,22 @@ class StackConditions:
     def __init__(self, conditions: Sequence[Condition]) -> None:
         contents = [each.contents for each in conditions]
         self.has_hooks = any(each.has_hooks for each in conditions)
-        called = _joined([each.modules()[0], *each.called] for each in contents)
-        # Nobody uses what is put into an empty one of a module that computes, unless its code does.
-        left_out = {
-            id(table)
-            for each in called
-            for table in (each._modules, each._parameters, each._buffers)
-            if not table
-        }
-        self._child_tables, self._tensor_tables = (
-            [table for table in tables if id(table) not in left_out]
-            for tables in (
-                _joined(each.child_tables for each in contents),
-                _joined(each.tensor_tables for each in contents),
-            )
-        )
+        child_tables = _joined(each.child_tables for each in contents)
+        self._by_layer = [list(filter(None, each.tensor_tables)) for each in contents]
+        tensor_tables = _joined(each.tensor_tables for each in contents)
+        # Most are empty, and are only asked whether they still are.
+        self._child_tables = list(filter(None, child_tables))
+        self._tensor_tables = list(filter(None, tensor_tables))
+        self._empty = [table for table in (*child_tables, *tensor_tables) if not table]
         self._hook_tables = _joined(each.hook_tables for each in contents)
-        self._namespaces = list(map(vars, called))
+        self._namespaces = list(map(vars, _joined(each.modules() for each in contents)))
         self._adapter_modules = _joined(each.adapter_modules for each in contents)
         self._parameters = _joined(each.parameters for each in conditions)
         self._attributes = [(each.contents.attributes, each.attributes) for each in conditions]
         self._staying = Staying("the layers", _joined(each.staying_places for each in conditions))
         # Held, so that ids stay theirs.
         self._children, self._tensors = self._children_now(), values_of(self._tensor_tables)
-        self._ids = list(map(id, self._tensors))
+        self._ids, self._sets = list(map(id, self._tensors)), self._sets_now()
         self._staying_state = self._staying.state(_joined(each.frozen for each in conditions))
         self._rest = self._rest_now()
 
@@ -242,8 +234,9 @@ class StackConditions:
         """Whether all layers are now as they were then."""
         ids = list(map(id, values_of(self._tensor_tables)))
         return (
-            self._children == self._children_now()
-            and (ids == self._ids or set(ids) == set(self._ids))
+            not any(self._empty)
+            and self._children == self._children_now()
+            and (ids == self._ids or self._sets == self._sets_now())
             and self._rest == self._rest_now()
             and self._staying.changed(self._staying_state) is None
             and not any(each.differ(then, each.read()) for each, then in self._attributes)
@@ -252,6 +245,10 @@ class StackConditions:
     def _children_now(self) -> list[Any]:
         return values_of(self._child_tables)
 
+    def _sets_now(self) -> list[set[int]]:
+        """The tensors of each layer, in any order."""
+        return [set(map(id, values_of(each))) for each in self._by_layer]
+
     def _rest_now(self) -> tuple[Any, ...]:
         return (
             list(map(_version, self._parameters)),
@@ -259,6 +256,7 @@ class StackConditions:
             list(map(_requires_grad, self._parameters)),
             keys_of(self._hook_tables),
             list(map(dict.get, self._namespaces, repeat("training"))),
+            list(map(dict.get, self._namespaces, repeat("forward"))),
             _adapter_state(self._adapter_modules),
         )
 

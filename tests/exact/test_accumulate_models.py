@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -98,6 +99,19 @@ def leaving(leave: Callable[[torch.Tensor], Any], read: Callable[[Any], Any] = f
     return make
 
 
+def patching(model: Model) -> Any:
+    """A loss patches a norm before it calls the model, in the second step."""
+    norm, numbers = layers(model)[1].input_layernorm, count()
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        if next(numbers) == 4:
+            norm.forward = partial(lambda own, hidden: 2 * own(hidden), norm.forward)
+        found: torch.Tensor = model(**batch, use_cache=False).loss / 4
+        return found
+
+    return loss
+
+
 def scaling(place: int) -> Any:
     """The loss sets the scaling of one layer before it calls the model; of some another one."""
 
@@ -156,6 +170,9 @@ AROUND = {
     "a buffer that is written to, the same": program(writing(0.0)),
     "another scaling for some": program(
         *(scaling(1), (UnsupportedModelError, "while it runs")), lengths=(12, 9, 12, 12)
+    ),
+    "a forward of its own for some": program(
+        *(patching, (UnsupportedModelError, "while it runs")), lengths=(12,)
     ),
     "another scaling of the first layer": program(
         *(scaling(0), (UnsupportedModelError, "while it runs")), lengths=(12, 12, 9, 12)

@@ -6,6 +6,7 @@ are adversarial, slots and what recordings leave are poisoned.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import poros
+from poros.accumulation import foreign
+from poros.accumulation.foreign import LIBRARIES
 from poros.replay import routing
 from poros.replay.call import LayerCall
 from poros.replay.captures import Captures
 from poros.replay.routing import GradientSums
 from tests.exact.arms import Bases, on_tapes
-from tests.exact.together import batches, build, dense, own_loss, same, train, trained
+from tests.exact.together import batches, build, dense, layers, own_loss, same, train, trained
 
 Model = Any
 Facts = list[torch.Tensor]
@@ -101,6 +104,62 @@ def test_policies(policy: str, bases: Bases, monkeypatch: Patch) -> None:
     expected = train(build(bases).train(), together=False, **OFTEN)
     assert same(train(model, **OFTEN), expected)
     assert any(each is None for each in found) and any(each is not None for each in found)
+
+
+class Closed(torch.autograd.Function):
+    """Zeros, through which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+def with_a_closed_way(model: Model) -> Model:
+    """Layers use their hidden states twice, and one of the uses gives no gradient."""
+    for layer in layers(model):
+        genuine = type(layer)
+
+        class Layer(genuine):  # type: ignore[valid-type,misc]
+            def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                return super().forward(hidden * 1.0 + Closed.apply(hidden), *args, **kwargs)
+
+        layer.__class__ = Layer
+    return model
+
+
+def test_a_use_without_a_gradient(bases: Bases, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES | {"tests", __name__.partition(".")[0]})
+    assert ends_alike(RUNS["two forms"], lambda bases: with_a_closed_way(build(bases)), bases)
+
+
+def test_an_error_behind_the_first_reaches_the_loss(bases: Bases, monkeypatch: Patch) -> None:
+    model = on_tapes(build(bases).train(), slots=2)
+    train(model, **OFTEN)
+    caught, genuine, numbers = list[Exception](), Captures.call_again, count()
+
+    def call_again(*args: Any) -> Any:
+        if next(numbers) == 1:
+            raise torch.OutOfMemoryError("none left")
+        return genuine(*args)
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        try:
+            return own_loss(model, batch)
+        except torch.OutOfMemoryError as error:
+            caught.append(error)
+            raise
+
+    monkeypatch.setattr(Captures, "call_again", call_again)
+    step = batches(4, torch.Generator().manual_seed(2), (12,))
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        poros.accumulate(model, step, loss=loss)
+    assert len(caught) == 1
+    for value in poros.accumulate(model, step, loss=loss):
+        assert bool(value.isfinite())
 
 
 def left_out(self: GradientSums, recorded: Any) -> bool:

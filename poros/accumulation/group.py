@@ -221,8 +221,6 @@ class Group:
                     self._require_marks()
                     self.reason = None if batch.reason is None else str(batch.reason)
                     return
-                if self._batches and batch.code.regions == self._batches[-1].code.regions:
-                    batch.code.regions = self._batches[-1].code.regions  # one is compared faster
                 self._batches.append(batch)
                 self._coming = None
                 if len(self._batches) == self._most or not self._plan_behind(batch):

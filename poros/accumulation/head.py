@@ -8,8 +8,7 @@ Done only for a loss that was seen to come to the head once.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,12 +22,6 @@ class _Note(NamedTuple):
     micro_batch: MicroBatch
     asked: LossInputs
     online: SlicedLossState
-
-
-@contextmanager
-def _inside(micro_batch: MicroBatch) -> Iterator[None]:
-    with micro_batch.code.inside(), torch.no_grad():
-        yield
 
 
 class SharedHead:
@@ -65,13 +58,10 @@ class SharedHead:
         self._notes = []
         for width, notes in by_width.items():
             outer = notes[0].micro_batch.code
-            elsewhere = [each.micro_batch.code.regions != outer.regions for each in notes]
             with outer.inside(), torch.no_grad():
                 for first, rows in self._reader(width):
-                    for is_elsewhere, (micro_batch, asked, online) in zip(
-                        elsewhere, notes, strict=True
-                    ):
-                        with _inside(micro_batch) if is_elsewhere else nullcontext():
+                    for micro_batch, asked, online in notes:
+                        with micro_batch.code.inside_of(outer), torch.no_grad():
                             online.add(first, rows, asked.bias, asked.given.steps)
 
     def __call__(self, asked: LossInputs) -> SlicedLossState | None:

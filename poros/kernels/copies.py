@@ -1,9 +1,9 @@
 """Copies of many small tensors, with casts on the way, in few kernels.
 
-``torch._foreach_copy_`` gives 65,536 elements of a tensor to one block of threads: an adapter's
-matrix of 16 x 3584 keeps a single multiprocessor busy for longer than all matrices of a layer would
-take. A kernel of our own splits them further. It takes the host longer to start, so it is used
-while a CUDA graph is recorded, which starts it for nothing.
+``torch._foreach_copy_`` gives 65,536 elements of a tensor to one block of threads, and so most of
+an adapter's matrix to a single multiprocessor. A kernel of our own splits them further: in steps of
+7B on an H100 one took 2.6 us, where PyTorch's took 13.5. The host starts it through Triton, so it
+is used where a CUDA graph is recorded, which starts it for nothing.
 
 Source:
     pytorch: ``foreach_tensor_copy_list_kernel_cuda_`` in
@@ -19,7 +19,8 @@ from poros.utils.devices import runs_triton
 
 _DTYPES = (torch.float32, torch.bfloat16)
 """That the kernel copies, from each into each."""
-_MOST_ELEMENTS = 2**31
+_MOST_ELEMENTS = 2**30
+"""Of a tensor: the kernel counts in 32 bits."""
 
 
 def copy_all(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

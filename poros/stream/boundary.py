@@ -164,10 +164,8 @@ class StreamedLayer(LayerBody):
 class StreamedLayerMixin:
     """Placed before the layer's own class: see "Interception"."""
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The wrapper of ``torch.compiler.disable`` costs as much as all that a call comes to here.
-        if torch.compiler.is_compiling():
-            return _forward_uncompiled(self, args, kwargs)
         return streamed_layer(self).forward(args, kwargs)
 
     def train(self, mode: bool = True) -> Any:
@@ -203,11 +201,6 @@ class StreamedLayerMixin:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__reduce_ex__(2)
-
-
-@torch.compiler.disable
-def _forward_uncompiled(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return streamed_layer(layer).forward(args, kwargs)
 
 
 def streamed_class(base: type[nn.Module]) -> type[nn.Module]:

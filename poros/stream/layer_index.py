@@ -87,7 +87,6 @@ class LayerIndex:
 
     Attributes:
         child_tables, tensor_tables, hook_tables: Dictionaries that hold what they are named for.
-        called: The modules in it but for those without a forward, which hold others.
         adapter_modules: Those of PEFT.
         attributes: The plain ones of its modules.
     """
@@ -102,9 +101,9 @@ class LayerIndex:
             table for module in modules for table in (module._parameters, module._buffers)
         ]
         self.note_tensors()
-        no_forward = nn.Module.forward
-        self.called = [each for each in self._inner if type(each).forward is not no_forward]
-        self.hook_tables = [getattr(each, f"_{kind}") for each in self.called for kind in _HOOKS]
+        # Those without a forward hold others, and are not called.
+        called = [each for each in self._inner if type(each).forward is not nn.Module.forward]
+        self.hook_tables = [getattr(each, f"_{kind}") for each in called for kind in _HOOKS]
         # Those that run at every module: PyTorch counts them with those of modules.
         self.hook_tables += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
         self._dicts = [module.__dict__ for module in self._inner]

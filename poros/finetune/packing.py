@@ -7,12 +7,19 @@ other documents: those with recurrent states (Mamba), positions of their own (AL
 their own.
 """
 
-import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from poros.errors import RecipeError, quoted
+from poros.kernels.nf4 import DTYPES
+from poros.kernels.packed_attention import NAME as PACKED
+from poros.kernels.packed_attention import has_flash_kernel, takes_cu_seqlens
+from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedConfig
 
 _FAMILIES = (
@@ -21,6 +28,11 @@ _FAMILIES = (
 )
 """Model types that were tried: `tests/finetune/test_packing.py` edits one document and looks at the
 others."""
+_OF_PACKED = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "mixtral", "qwen3_moe")
+"""Of these, those whose layers give packed attention all that it needs, and have no towers."""
+_LEAST_LENGTH = 32
+"""Packed attention is chosen where rows have at most one document in so many tokens. Its backward
+holds a float32 query of 128 tokens more for each document."""
 _OF_A_MASK = (None, "eager", "sdpa", "flex_attention")
 """Attention that reads the mask which transformers makes from the positions."""
 
@@ -44,20 +56,6 @@ def require_attention(name: str) -> None:
         )
 
 
-def takes_cu_seqlens(name: str | None) -> bool:
-    """Whether an attention implementation takes the bounds of a packed row's documents.
-
-    Flash attention does, and so does a registered function with a parameter ``cu_seq_lens_q``.
-    Others read the mask that transformers makes from the position ids.
-    """
-    from transformers import AttentionInterface
-
-    function = AttentionInterface().get(name)
-    return "flash" in str(name) or (
-        function is not None and "cu_seq_lens_q" in inspect.signature(function).parameters
-    )
-
-
 def keeps_apart(config: "PreTrainedConfig", attention: str | None = None) -> bool:
     """Whether no document of a packed row has an influence on another.
 
@@ -65,4 +63,38 @@ def keeps_apart(config: "PreTrainedConfig", attention: str | None = None) -> boo
         attention: The implementation that the model trains with; None is transformers' choice.
     """
     reads_documents = attention in _OF_A_MASK or takes_cu_seqlens(attention)
-    return reads_documents and config.model_type in _FAMILIES
+    families = _OF_PACKED if attention == PACKED else _FAMILIES
+    return reads_documents and config.model_type in families
+
+
+def most_documents(*datasets: "Dataset | None") -> int:
+    """Return the number of documents in the fullest of packed rows."""
+    return max(len(row) for rows in datasets if rows for row in rows["seq_lengths"])
+
+
+def choose_attention(
+    recipe: Recipe,
+    config: "PreTrainedConfig",
+    device: torch.device,
+    num_documents: int,
+    row_length: int,
+) -> Recipe:
+    """Let a run over packed rows take packed attention, where it is faster than a mask.
+
+    That is on a GPU, for families and heads that its kernels take.
+
+    Args:
+        num_documents: Those of the fullest row.
+        row_length: Its tokens.
+
+    Returns:
+        The recipe; with an attention if it named none and should take this one.
+    """
+    is_known = recipe.model.attention is None and config.model_type in _OF_PACKED
+    if not is_known or num_documents * _LEAST_LENGTH > row_length:
+        return recipe
+    channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    query = torch.empty(channels, dtype=DTYPES[recipe.model.dtype], device="meta")
+    if not has_flash_kernel(query, device):
+        return recipe
+    return replace(recipe, model=replace(recipe.model, attention=PACKED))

@@ -16,7 +16,12 @@ from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
 from poros.finetune.images import image_dataset, load_processor, require_images
 from poros.finetune.liger import choose_liger, use_liger
-from poros.finetune.packing import keeps_apart, require_attention
+from poros.finetune.packing import (
+    choose_attention,
+    keeps_apart,
+    most_documents,
+    require_attention,
+)
 from poros.finetune.provenance import base_digest, machine, token_digest
 from poros.finetune.resuming import (
     HELD_OUT,
@@ -31,6 +36,7 @@ from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, image_collator, load_tokenizer, tokenize
 from poros.finetune.trainers import few_updates, make_arguments, make_trainer, num_steps
 from poros.io.writing import writing
+from poros.kernels import packed_attention
 from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import configuration, model_class_of
 from poros.loaders.source import find_config
@@ -129,6 +135,9 @@ def finetune(
     evaluated = None
     if others and held_out:
         evaluated = _dataset(recipe, held_out, row_length, others if has_images else None)
+    if recipe.is_packed:
+        most = most_documents(dataset, evaluated)
+        recipe = choose_attention(recipe, config, device, most, row_length)
     size = Size(
         row_length=row_length,
         num_rows=len(dataset),
@@ -176,6 +185,7 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
     """Read the model's configuration, and check that it has what the recipe names."""
     chosen = recipe.model
     options = {}
+    packed_attention.register()
     if chosen.attention is not None:
         require_attention(chosen.attention)
         options["attn_implementation"] = chosen.attention
@@ -223,6 +233,14 @@ def _fit_to_model(
             "that are known to keep the documents of a row apart"
         )
         training = replace(training, packing=False)
+    if recipe.model.attention == packed_attention.NAME and not (
+        training.packing and recipe.is_packed
+    ):
+        raise RecipeError(
+            "model.attention: expected rows that are packed, of a model whose layers "
+            f"{packed_attention.NAME!r} fits, found {'; '.join(notes) or training.method}; for the "
+            "default leave it out (--attention)"
+        )
     return replace(recipe, training=training), notes, getattr(text, "vocab_size", None)
 
 

@@ -29,7 +29,8 @@ from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
-from poros.finetune.packing import takes_cu_seqlens
+from poros.finetune.packing import most_documents
+from poros.kernels import packed_attention
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of, refusals
 from poros.recipes.recipe import Recipe
@@ -170,17 +171,31 @@ class _NoModel(nn.Module):
 
 @dataclass
 class _PackedRows:
-    """Collates packed rows: documents side by side, all rows of one length."""
+    """Collates packed rows: documents side by side, all rows of one length.
+
+    Attributes:
+        attention: The implementation that the model trains with.
+        num_documents: At most, in a batch. Packed attention gets as many boundaries for each batch,
+            so that shapes do not differ from batch to batch; padding is one document more.
+    """
 
     collate: DataCollatorForLanguageModeling
-    has_cu_seqlens: bool
+    attention: str | None
+    num_documents: int
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = self.collate(rows)
-        if not self.has_cu_seqlens:
+        is_packed = self.attention == packed_attention.NAME
+        if is_packed or not packed_attention.takes_cu_seqlens(self.attention):
             # Their shapes differ from batch to batch, and this attention does not read them.
             for name in _VARLEN:
                 found.pop(name, None)
+        if is_packed:
+            length = found["input_ids"].shape[1]
+            ends = torch.full((self.num_documents + 2,), length, dtype=torch.int32)
+            lengths = torch.tensor([0, *(each for row in rows for each in row["seq_lengths"])])
+            ends[: len(lengths)] = lengths.cumsum(0)
+            found |= {"cu_seq_lens_q": ends, "max_length_q": length}
         return found
 
 
@@ -219,7 +234,9 @@ def make_trainer(
             if images is not None:
                 collator: Any = images.padded
             else:
-                collator = _collator(recipe, model, tokenizer.pad_token_id, row_length)
+                collator = _collator(
+                    *(recipe, model, tokenizer.pad_token_id, row_length, train, validation)
+                )
             trainer: Any = Sft(model, data_collator=collator, **options)
         elif training.method == "reward":
             trainer = Reward(model, **options)
@@ -236,7 +253,9 @@ def make_trainer(
     return trainer
 
 
-def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
+def _collator(
+    recipe: Recipe, model: Any, pad: int, row_length: int, *datasets: "Dataset | None"
+) -> Any:
     if not recipe.is_packed:
         return DataCollatorForLanguageModeling(
             pad, pad_to_multiple_of=recipe.training.pad_to_multiple_of
@@ -244,7 +263,8 @@ def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
     # All rows of a micro-batch become one.
     length = row_length * recipe.training.per_device_train_batch_size
     collate = DataCollatorForLanguageModeling(pad, padding_free=True, pad_to_multiple_of=length)
-    return _PackedRows(collate, has_cu_seqlens=takes_cu_seqlens(attention_of(model)))
+    num_documents = most_documents(*datasets) * recipe.training.per_device_train_batch_size
+    return _PackedRows(collate, attention_of(model), num_documents)
 
 
 def make_arguments(

@@ -30,8 +30,10 @@ from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import is_of_liger, unpatch, use_others
+from poros.kernels.packed_attention import takes_cu_seqlens
 from poros.kernels.use import patch
 from poros.model.inspect import find_layers
+from poros.model.stats import attention_of
 from poros.model.vision import base_of
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
 from poros.planning.meta_model import Recipe, shapes_of
@@ -43,6 +45,9 @@ class CostModel:
 
     def __init__(self, recipe: Recipe) -> None:
         self.model = recipe.make()
+        base = base_of(self.model)
+        if takes_cu_seqlens(attention_of(base)):
+            base.set_attn_implementation("sdpa")  # whose memory is theirs, without documents
         self.shapes = shapes_of(self.model)
         _, self.layers = find_layers(self.model)
         _require_plain_kernels(self.layers[0])

@@ -51,7 +51,8 @@ class ModelPart:
     attention: Text | None = _setting(
         None,
         "--attention",
-        "Attention of transformers: sdpa, eager, flash_attention_2, ...; default: its choice.",
+        "Attention: sdpa, eager, flash_attention_2, ... of transformers; packed, of documents in "
+        "packed rows. Default: packed on a GPU, where it fits; else the choice of transformers.",
     )
     vision: Literal["keep", "drop"] = _setting(
         "keep",

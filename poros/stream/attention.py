@@ -20,15 +20,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from poros.kernels.nodes import nodes_from
+from poros.kernels.packed_attention import flash_attention
 from poros.stream.settings import deterministic_flags, set_deterministic_flags
 from poros.stream.within import Within
 
-_NODE = "ScaledDotProduct"
-"""How the names of attention's backward nodes begin."""
+_NODES = ("ScaledDotProduct", "varlen_attn")
+"""What names of attention's backward nodes contain."""
 
 
 class AttentionKernels(TorchFunctionMode):
-    """Watches the calls of ``scaled_dot_product_attention`` in its body.
+    """Watches the calls of fused attention (``is_attention``) in its body.
 
     Args:
         deterministic: Let them repeat themselves, bit for bit, in forward and in backward, wherever
@@ -55,19 +56,19 @@ class AttentionKernels(TorchFunctionMode):
         if not is_attention(func):
             return func(*args, **kwargs)
         if not self._is_deterministic:
-            self.may_vary |= varies(*args, **kwargs)
+            self.may_vary |= varies(func, *args, **kwargs)
             return func(*args, **kwargs)
         return _deterministically(func, args, kwargs)
 
 
 def is_attention(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` is PyTorch's fused attention."""
-    return func is torch.nn.functional.scaled_dot_product_attention
+    """Whether ``func`` is PyTorch's fused attention, by mask or by documents."""
+    return func in (torch.nn.functional.scaled_dot_product_attention, flash_attention)
 
 
-def varies(query: torch.Tensor, *others: Any, **options: Any) -> bool:
+def varies(func: Any, query: torch.Tensor, *others: Any, **options: Any) -> bool:
     """Whether the kernel that PyTorch takes for these may give other gradients each time."""
-    return query.is_cuda and _choice(query, *others, **options) is not SDPBackend.MATH
+    return query.is_cuda and _choice(func, query, *others, **options) is not SDPBackend.MATH
 
 
 def unchanged_flags() -> AbstractContextManager[object]:
@@ -91,7 +92,7 @@ def deterministic_flag(warn_only: bool = False) -> AbstractContextManager[object
 
 def _deterministically(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with deterministic_flag():
-        choice = _choice(*args, **kwargs)
+        choice = _choice(func, *args, **kwargs)
         output = func(*args, **kwargs) if choice is not SDPBackend.MATH else None
     if output is None:
         # Plain matrix products repeat themselves, and under the flag cuBLAS would refuse them.
@@ -106,14 +107,16 @@ def _deterministically(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return output
 
 
-def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
+def _choice(func: Any, *args: Any, **kwargs: Any) -> SDPBackend:
+    if func is flash_attention:
+        return SDPBackend.FLASH_ATTENTION
     return SDPBackend(torch._fused_sdp_choice(*args, **kwargs))
 
 
 def _nodes(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[Any]:
     """The backward nodes of attention between ``output`` and its inputs."""
     nodes = nodes_from([output.grad_fn], [tensor.grad_fn for tensor in inputs])
-    return [node for node in nodes if node.name().startswith(_NODE)]
+    return [node for node in nodes if any(each in node.name() for each in _NODES)]
 
 
 def _enter(held: list[tuple[bool, bool]]) -> None:

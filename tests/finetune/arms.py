@@ -39,6 +39,10 @@ RECIPES: dict[str, Row] = {
     # Forms of rows and methods.
     "text": training(),
     "sft, packed": training("messages", packing=True, bf16=True),
+    "packed attention": (
+        "messages",
+        {"training__packing": True, "training__bf16": True, "model__attention": "packed"},
+    ),
     "sft, padded": training("messages", packing=False),
     "dpo": training("preferences", bf16=True),
     "kto": training("labelled", bf16=True),

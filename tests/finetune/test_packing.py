@@ -12,9 +12,11 @@ from transformers import CONFIG_MAPPING, AttentionInterface
 import poros
 from poros.accumulation import foreign
 from poros.accumulation.foreign import LIBRARIES
+from poros.errors import RecipeError
 from poros.finetune import run as runs
-from poros.finetune.packing import _FAMILIES, keeps_apart
+from poros.finetune.packing import _FAMILIES, _OF_PACKED, choose_attention, keeps_apart
 from poros.gates import tiny
+from poros.kernels import packed_attention
 from poros.loaders.settings import model_class_of
 from tests.finetune.subjects import recipe_of, run
 
@@ -99,15 +101,89 @@ def by_documents(
     return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
 
 
-@pytest.fixture
-def attention() -> Iterator[str]:
-    AttentionInterface.register("by_documents", by_documents)
-    yield "by_documents"
-    del AttentionInterface._global_mapping["by_documents"]
+@pytest.fixture(params=["by_documents", packed_attention.NAME])
+def attention(request: pytest.FixtureRequest) -> Iterator[str]:
+    name: str = request.param
+    if name == packed_attention.NAME:
+        packed_attention.register()
+    else:
+        AttentionInterface.register(name, by_documents)
+    yield name
+    del AttentionInterface._global_mapping[name]
 
 
+@pytest.mark.parametrize("family", _OF_PACKED)
+def test_packed_attention_is_that_of_a_mask(family: str) -> None:
+    """The boundaries say what positions say, windows included; empty documents change nothing."""
+    packed_attention.register()
+    model = small(family).eval()
+    ids = torch.arange(3, 3 + sum(LENGTHS))[None] * 7 % 50 + 3
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    ends = torch.tensor([0, *accumulate(LENGTHS), sum(LENGTHS), sum(LENGTHS)], dtype=torch.int32)
+    given: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        masked = model(**given).logits
+        model.set_attn_implementation(packed_attention.NAME)
+        found = model(**given, cu_seq_lens_q=ends, max_length_q=sum(LENGTHS)).logits
+        torch.testing.assert_close(found, masked, atol=ROUNDING, rtol=0)
+        across = model(**given, cu_seq_lens_q=ends[[0, -1]], max_length_q=sum(LENGTHS)).logits
+        assert (across - masked).abs().max() > ROUNDING  # a control: one document for all
+        with pytest.raises(ValueError, match="packed documents"):
+            model(**given)
+        with pytest.raises(ValueError, match="packed documents"):
+            twice = {name: each.expand(2, -1) for name, each in list(given.items())[:2]}
+            model(**twice, cu_seq_lens_q=ends, max_length_q=sum(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    ("device", "attention", "documents", "chosen"),
+    [
+        ("cuda", None, 16, "packed"),
+        ("cuda", None, 17, None),  # its backward would hold more for documents than for tokens
+        ("cuda", "sdpa", 16, "sdpa"),
+        ("cpu", None, 16, None),
+    ],
+)
+def test_packed_attention_is_chosen_for_fast_rows(
+    device: str,
+    attention: str | None,
+    documents: int,
+    chosen: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    said = {"model__attention": attention} if attention else {}
+    recipe = recipe_of(model__source="m", data__source="d", **said)
+    for family in ("qwen2", "gemma3", "gemma4_text"):
+        config = CONFIG_MAPPING[family]()
+        found = choose_attention(recipe, config, torch.device(device), documents, 512)
+        expected = chosen if family == "qwen2" else attention
+        assert found.model.attention == expected
+
+
+def test_packed_attention_is_refused_for_rows_that_are_not(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(
+        model__source=model,
+        data__source=data / "text.jsonl",
+        model__attention=packed_attention.NAME,
+        training__packing=False,
+        output__folder=tmp_path / "run",
+    )
+    with pytest.raises(RecipeError, match="--attention"):
+        run(recipe)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("room", [{"memory__slots": 2}, {"memory__vram": "1GiB"}])
 def test_attention_that_takes_cu_seqlens_gets_them(
-    attention: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: dict[str, Any],
+    attention: str,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And no mask. Streamed equals resident; the losses are those of a mask, rounded apart."""
     names = LIBRARIES | {"tests", __name__.partition(".")[0]}
@@ -119,7 +195,7 @@ def test_attention_that_takes_cu_seqlens_gets_them(
     found, made, make = {}, [], runs._model
     monkeypatch.setattr(runs, "_model", lambda *given: made.append(make(*given)) or made[-1])
     for name, more in {
-        "streamed": {"model__attention": attention, "memory__slots": 2},
+        "streamed": {"model__attention": attention, **room},
         "resident": {"model__attention": attention, "memory__resident": True},
         "masked": {"memory__slots": 2},
     }.items():

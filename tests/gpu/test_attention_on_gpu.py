@@ -18,9 +18,11 @@ from transformers import Qwen2Config
 import poros
 from poros.errors import ParityError
 from poros.gates import tiny
+from poros.kernels.packed_attention import attend_packed
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
+from poros.stream.attention import AttentionKernels
 from tests.faults.planted import exchange_saved_values
 from tests.support import prepare_plain
 
@@ -191,3 +193,38 @@ def test_the_promised_architectures_start_at_2048_tokens(architecture: str) -> N
         found = start(model, 2048, seed)
         assert found["message"] is None and found["status"] in ("passed", "unproven")
         assert not found["not_provable"], found["not_provable"]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("num_tokens", [512, 4096])
+def test_packed_attention(num_tokens: int, window: int | None) -> None:
+    """It is that of a mask, rounded; deterministic kernels repeat themselves, and it is known that
+    others need not."""
+    torch.manual_seed(0)
+    ends = [0, 100, 101, num_tokens - 30, num_tokens, num_tokens, num_tokens]
+    module, bounds = torch.nn.Module(), torch.tensor(ends, dtype=torch.int32, device="cuda")
+    given = [
+        torch.randn(1, heads, num_tokens, 128, device="cuda", dtype=torch.bfloat16)
+        for heads in (8, 2, 2)
+    ]
+    upstream = torch.randn(1, num_tokens, 8, 128, device="cuda")
+
+    def run(dtype: torch.dtype, deterministic: bool = False) -> tuple[list[Any], bool]:
+        inputs = [each.to(dtype).requires_grad_() for each in given]
+        with AttentionKernels(deterministic) as kernels:
+            found, _ = attend_packed(
+                module, *inputs, None, bounds, num_tokens, sliding_window=window
+            )
+        return [found, *torch.autograd.grad(found, inputs, upstream.to(dtype))], kernels.may_vary
+
+    expected, _ = run(torch.float32)  # by a mask
+    found, varies = run(torch.bfloat16)
+    assert varies
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one - other).abs().max() < 2**-6 * other.abs().max()
+    first, _ = run(torch.bfloat16, deterministic=True)
+    for _ in range(10):
+        again, _ = run(torch.bfloat16, deterministic=True)
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert not torch.are_deterministic_algorithms_enabled()

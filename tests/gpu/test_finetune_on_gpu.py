@@ -17,7 +17,7 @@ from tests.liger import names_of_liger
 
 pytestmark = pytest.mark.gpu
 
-KINDS = ("sft, packed", "sft, padded", "dpo")
+KINDS = ("sft, packed", "packed attention", "sft, padded", "dpo")
 ADAPTERS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"adapter__use_dora": True}}
 
 

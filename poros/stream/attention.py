@@ -17,17 +17,16 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from poros.kernels.nodes import nodes_from
 from poros.stream.settings import deterministic_flags, set_deterministic_flags
-from poros.stream.within import Within
+from poros.stream.within import FunctionMode, Within
 
 _NODE = "ScaledDotProduct"
 """How the names of attention's backward nodes begin."""
 
 
-class AttentionKernels(TorchFunctionMode):
+class AttentionKernels(FunctionMode):
     """Watches the calls of ``scaled_dot_product_attention`` in its body.
 
     Args:
@@ -42,11 +41,6 @@ class AttentionKernels(TorchFunctionMode):
         super().__init__()
         self._is_deterministic = deterministic
         self.may_vary = False
-
-    def __exit__(self, *error: Any) -> None:
-        # An interruption inside PyTorch's own handling of modes may have taken it off already.
-        if self in _get_current_function_mode_stack():
-            super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -320,7 +320,7 @@ def _put_back(table: dict[int, Any], hooks: dict[int, Any]) -> None:
 
 
 def _do_nothing(*_: object) -> None:
-    """A hook."""
+    """A hook that leaves gradients as they are."""
 
 
 def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:

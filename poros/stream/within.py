@@ -63,9 +63,10 @@ class SavedTensorHooks:
 
 
 class FunctionMode(TorchFunctionMode):
-    """As PyTorch's, whose own handling an interruption may strike: then it is off already."""
+    """As PyTorch's, and left without an error if it is off already."""
 
     def __exit__(self, *error: Any) -> None:
+        # An interruption inside PyTorch's own handling of modes may have taken it off.
         if self in _get_current_function_mode_stack():
             super().__exit__(*error)
 

@@ -318,9 +318,9 @@ class SelfCheck:
     ) -> str | None:
         """Compare a layer with a second streamed run; one that is kept runs as it is kept.
 
-        Its forward is compared as it was. Its gradients are drawn, but for a layer in which hooks
-        of the user may run: these see the ``gradient`` that arrives, as they will behind the check
-        (``CallSnapshot.incoming``).
+        Its forward is compared as it was. Its gradients are drawn, but for a layer in which code of
+        the user may run: its autograd Functions see the ``gradient`` that arrives, as they will
+        behind the check (``CallSnapshot.incoming``). Backward hooks run in none of these runs.
         """
         incoming = evidence.incoming(self._device, gradient)
         again = self._runs.streamed(evidence, incoming, is_steady=False)

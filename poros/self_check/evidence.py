@@ -192,8 +192,8 @@ class CallSnapshot:
         """Draw normal gradients for the outputs that need one, from a separate generator.
 
         With a ``gradient``, it alone, for the only one of them. Where several need one, such as
-        the logits of a router, none: the others are not known yet, and hooks of the user would see
-        another sum in the check than in the backward itself. Then the forward alone is compared.
+        the logits of a router, none: the others are not known yet, and Functions of the user would
+        see another sum here than in the backward itself. Then the forward alone is compared.
         """
         if gradient is not None:
             wanted = [name for name, (_, needed) in self.outputs.items() if needed]

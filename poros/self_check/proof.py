@@ -8,7 +8,9 @@ the budget has no room for PEFT's modules, which keep more for backward).
 kernels; any other through slots, copies and recomputation, over a block that is copied anew into a
 slot that held something else before, and overwritten by another block as soon as nothing reads it
 any more. Both leave no trace: random states are put back, no gradient is
-accumulated, no hook of a parameter runs.
+accumulated, no backward hook of the user runs: not on parameters, modules or tensors. Such a hook
+would see the gradient of the layer's result alone, where the loss also reads a tensor that another
+hook has kept from inside the layer. So what hooks do to gradients is not compared.
 """
 
 import warnings
@@ -41,7 +43,7 @@ from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
 from poros.stream.visit import LayerBindings, proxy_leaves
-from poros.stream.within import Within
+from poros.stream.within import FunctionMode, Within
 
 Gradients = Sequence[torch.Tensor | None]
 Incoming = Mapping[str, torch.Tensor]
@@ -171,7 +173,7 @@ class LayerRerunner:
         args, kwargs = _arguments(evidence, tensors, with_caches)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
-        with evidence.state(self._device):
+        with evidence.state(self._device), _no_backward_hooks(evidence.layer), _NoTensorHooks():
             token = _active_collector.set(record)
             try:
                 result, proxies = run(args, kwargs)
@@ -282,6 +284,43 @@ class _Deterministic:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with AttentionKernels(deterministic=True):
             return self._layer.run(args, kwargs)
+
+
+class _NoTensorHooks(FunctionMode):
+    """Hooks that are registered on tensors in its body do nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.register_hook:
+            return func(args[0], _do_nothing)
+        return func(*args, **(kwargs or {}))
+
+
+def _no_backward_hooks(layer: nn.Module) -> AbstractContextManager[object]:
+    """Backward hooks on the modules of ``layer``, and on all modules, do nothing.
+
+    Their keys stay, by which a recomputation knows them.
+    """
+
+    def fill(stack: ExitStack) -> None:
+        for kind in ("backward_pre_hooks", "backward_hooks"):
+            tables = [getattr(module, f"_{kind}") for module in layer.modules()]
+            tables.append(getattr(nn.modules.module, f"_global_{kind}"))
+            for table in filter(None, tables):
+                stack.callback(_put_back, table, table.copy())
+                table.update(dict.fromkeys(table, _do_nothing))
+
+    return Within(fill)
+
+
+def _put_back(table: dict[int, Any], hooks: dict[int, Any]) -> None:
+    """The ``hooks`` of ``table`` as they were, but for those that were removed since."""
+    table.update((key, hooks[key]) for key in table.keys() & hooks.keys())
+
+
+def _do_nothing(*_: object) -> None:
+    """A hook that leaves gradients as they are."""
 
 
 def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:

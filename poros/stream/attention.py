@@ -17,18 +17,17 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from poros.kernels.nodes import nodes_from
 from poros.kernels.packed_attention import flash_attention
 from poros.stream.settings import deterministic_flags, set_deterministic_flags
-from poros.stream.within import Within
+from poros.stream.within import FunctionMode, Within
 
 _NODES = ("ScaledDotProduct", "varlen_attn")
 """What names of attention's backward nodes contain."""
 
 
-class AttentionKernels(TorchFunctionMode):
+class AttentionKernels(FunctionMode):
     """Watches the calls of fused attention (``is_attention``) in its body.
 
     Args:
@@ -43,11 +42,6 @@ class AttentionKernels(TorchFunctionMode):
         super().__init__()
         self._is_deterministic = deterministic
         self.may_vary = False
-
-    def __exit__(self, *error: Any) -> None:
-        # An interruption inside PyTorch's own handling of modes may have taken it off already.
-        if self in _get_current_function_mode_stack():
-            super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

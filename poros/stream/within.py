@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 
 class Within(ExitStack):
@@ -59,6 +60,15 @@ class SavedTensorHooks:
 
     def __del__(self) -> None:
         self.__exit__()
+
+
+class FunctionMode(TorchFunctionMode):
+    """As PyTorch's, and left without an error if it is off already."""
+
+    def __exit__(self, *error: Any) -> None:
+        # An interruption inside PyTorch's own handling of modes may have taken it off.
+        if self in _get_current_function_mode_stack():
+            super().__exit__(*error)
 
 
 def on_plain_tensors(function: Callable[..., Any], *args: Any) -> Any:

@@ -141,6 +141,22 @@ FOUND: dict[str, Program] = {
         subject=Subject(kind="vblora"),
         steps=(Step(forwards=(Forward(), Forward()), backward="together"),),
     ),
+    "hooks see a gradient that a loss on an activation behind them is part of": Program(
+        before=(Hook(does="capture", part="mlp.down_proj", tag=1),),
+        steps=(
+            Step(
+                before=(Hook(kind="global_backward_pre", part="mlp.act_fn"),),
+                forwards=(Forward(terms=(Term(tag=1),)),),
+            ),
+        ),
+    ),
+    "a hook on a tensor that such a loss is behind": Program(
+        before=(
+            Hook(does="capture", layer=1, part="self_attn"),
+            Hook(kind="tensor", layer=1, part="self_attn.q_proj.lora_B.default", tag=1),
+        ),
+        steps=(Step(forwards=PENALIZED),),
+    ),
     "a hook of all layers that edits what the layer before has given": Program(
         before=(Hook(kind="global_forward_pre", does="inplace"),)
     ),

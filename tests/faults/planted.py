@@ -225,6 +225,12 @@ def edit_an_input_afterwards(model: Any) -> None:
     layers_of(model)[1].register_forward_hook(edit)
 
 
+def hook_backwards(model: Any) -> None:
+    """No fault: hooks of the user see what passes inside each layer."""
+    for layer in layers_of(model):
+        layer.mlp.register_full_backward_hook(lambda *_: None)
+
+
 @dataclass(frozen=True)
 class Cell:
     """What is trained."""
@@ -357,6 +363,13 @@ FAULTS = {
     "wait removed": Fault(remove_the_wait, gate=FIRST_LOSS, self_check=OUTPUT, unsteady=OUTPUT),
     "saved values exchanged": Fault(
         exchange_saved_values,
+        gate=FIRST_GRADIENT,
+        self_check=GRADIENT,
+        unsteady=STEADY_GRADIENT,
+    ),
+    "saved values exchanged, beside hooks": Fault(
+        exchange_saved_values,
+        user=hook_backwards,
         gate=FIRST_GRADIENT,
         self_check=GRADIENT,
         unsteady=STEADY_GRADIENT,

@@ -19,7 +19,7 @@ from torch import nn
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.dora import Dora, SquaresOfRows, dora_linear
 from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
-from poros.kernels.grouped import Projection, Shared, SharingForward, project, sharing
+from poros.kernels.grouped import Casts, Projection, Shared, SharingForward, project, sharing
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_lora
 from poros.kernels.paths import PEFT, InOrder, LoraShape, merges, multiply_in_order, order_of
@@ -49,6 +49,7 @@ class KernelStats:
         num_left_out: Calls in recomputations whose result nobody needed.
         left_out: What the recomputation that runs has left out; None if it may leave out nothing.
         is_recording: Whether what runs is recorded, to be replayed: then it keeps nothing.
+        casts: Keeps casts of adapters meanwhile; None if each call makes its own.
         shared: The projections that may share an input in the call that runs; None outside of one.
     """
 
@@ -66,6 +67,7 @@ class KernelStats:
         self.orders: Counter[tuple[LoraShape | str, str]] = Counter()
         self.num_left_out = 0
         self.is_recording = False
+        self.casts: Casts | None = None
         self.left_out: list[tuple[_Forward, LazyTensor]] | None = None
 
     @contextmanager
@@ -88,6 +90,15 @@ class KernelStats:
                 yield
         finally:
             self.is_recording = False
+
+    @contextmanager
+    def casting(self, casts: Casts) -> Iterator[None]:
+        """Within it, ``casts`` keeps those of adapters."""
+        self.casts = casts
+        try:
+            yield
+        finally:
+            self.casts = None
 
     def leaves_out(self, forward: "_Forward") -> bool:
         """Whether the result of that module need not be computed now."""
@@ -242,7 +253,8 @@ class _Forward(PatchedForward):
                     group.append(one)
                     others.append((other, theirs))
             leaves_out = not others and tally.leaves_out(self)
-            found, *rest = project(group, given, None if others else self, leaves_out)
+            owner = None if others else self
+            found, *rest = project(group, given, owner, leaves_out, tally.casts)
             if shared is not None:
                 pairs = zip(others, rest, strict=True)
                 shared.keep(input, {each: (theirs, result) for (each, theirs), result in pairs})

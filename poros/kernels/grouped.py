@@ -85,11 +85,22 @@ class Projection(NamedTuple):
     scaling: float
 
 
+class Casts(Protocol):
+    """Keeps casts of adapters, for what is recorded: they are made before it is replayed."""
+
+    def places(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return fixed memory for the casts of the next node."""
+
+    def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Have the second of each pair copied into the first before each replay."""
+
+
 def project(
     projections: Sequence[Projection],
     input: torch.Tensor,
     owner: object = None,
     leaves_out: bool = False,
+    casts: Casts | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The results of projections of one input, as one autograd node.
 
@@ -99,6 +110,7 @@ def project(
             made for. Gets a gradient.
         owner: Whoever calls; the node has it as ``owner``.
         leaves_out: Whether the values of the only result are computed only if somebody reads them.
+        casts: Keeps A and B in the dtype of the input; by default the node casts them.
 
     Returns:
         For each a result of shape (..., rows), memory of its own, in the dtype of the input. A
@@ -117,6 +129,7 @@ def project(
         [each.a.shape[0] for each in projections],
         owner,
         leaves_out,
+        casts,
     )
     # Aliases have nodes of their own, and what was made last is differentiated first: B before A,
     # and the last projection first, as in PEFT. Without them chance would order the parameters.
@@ -134,6 +147,7 @@ class _Group(NamedTuple):
     ranks: list[int]
     owner: object
     leaves_out: bool
+    casts: Casts | None
 
     def cast(
         self, matrices: Sequence[torch.Tensor], dtype: torch.dtype
@@ -142,11 +156,22 @@ class _Group(NamedTuple):
         all_a, all_b = matrices[::2], [each.detach() for each in matrices[1::2]]
         if len(all_a) == 1 and all(each.dtype is dtype for each in matrices):
             return all_a[0].detach(), all_b
-        stacked = all_a[0].new_empty(sum(self.ranks), all_a[0].shape[1], dtype=dtype)
-        made, pairs = _cast_later(all_b, [dtype] * len(all_b))
+        shape = sum(self.ranks), all_a[0].shape[1]
+        others = [each for each in all_b if each.dtype is not dtype]
+        casts = self.casts if all(each.is_contiguous() for each in matrices) else None
+        if casts is None:
+            stacked = all_a[0].new_empty(shape, dtype=dtype)
+            places = [torch.empty_like(each, dtype=dtype) for each in others]
+        else:
+            stacked, *places = casts.places([shape, *(each.shape for each in others)], dtype)
+        pairs = list(zip(places, others, strict=True))
         pairs += zip(stacked.split(self.ranks), all_a, strict=True)
-        copy_all(*zip(*pairs, strict=True))
-        return stacked, made
+        if casts is None:
+            copy_all(*zip(*pairs, strict=True))
+        else:
+            casts.add(pairs)
+        made = iter(places)
+        return stacked, [each if each.dtype is dtype else next(made) for each in all_b]
 
     def results(
         self, input: torch.Tensor, hidden: torch.Tensor, all_b: Sequence[torch.Tensor]
@@ -173,7 +198,8 @@ class _Project(torch.autograd.Function):
         weights = [each.weight for each in group.products]
         ctx.save_for_backward(hidden, stacked, *all_b, *weights, *sources)
         # If weights stream, autograd alone keeps them.
-        ctx.group = group._replace(products=[each._replace(weight=None) for each in group.products])
+        products = [each._replace(weight=None) for each in group.products]
+        ctx.group = group._replace(products=products, casts=None)
         ctx.owner, ctx.shape = group.owner, input.shape
         ctx.dtypes = [each.dtype for each in matrices]
         ctx.set_materialize_grads(False)

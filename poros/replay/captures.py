@@ -264,7 +264,7 @@ class Captures:
             rng.restore()
         kept = call.offload_input()
         with call.layer.weights.occupy(Phase.FORWARD):
-            results = forward.run(call.tensors, self.memory)
+            results = forward.run(call.tensors, self.memory, is_again=True)
         if forward.has_drawn:
             call.note_end()
         else:
@@ -320,6 +320,7 @@ class Captures:
         gradients: Gradients,
         *,
         in_place: bool = False,
+        behind: Replayed | None = None,
     ) -> tuple[Gradients, Replayed | None]:
         """The gradients of a call, for each use of a source; not within a visit.
 
@@ -330,6 +331,8 @@ class Captures:
             tensors: What autograd has kept for it.
             gradients: Of its results.
             in_place: Whether they may lie in fixed memory, until the next replay.
+            behind: The recording of the layer that was replayed right before, for another
+                micro-batch; nobody's code has run since.
 
         Returns:
             These; and the recording that has given them, if it was one.
@@ -341,7 +344,10 @@ class Captures:
         if replayed is not None and replayed.is_proved:
             with call.layer.weights.occupy(Phase.BACKWARD):
                 visit = call, call.with_input(tensors), gradients
-                found = self._run_backward(replayed, *visit, form.kind == "kept", in_place)
+                found = self._run_backward(
+                    *(replayed, *visit, form.kind == "kept", in_place),
+                    is_again=behind is replayed,
+                )
             self.num_replays += 1
             return found, replayed
         with call.layer.visit(Phase.BACKWARD, facts.leaves):
@@ -411,14 +417,15 @@ class Captures:
         gradients: Gradients,
         is_kept: bool,
         in_place: bool = False,
+        is_again: bool = False,
     ) -> list[torch.Tensor | None]:
         arrived = [each for each in gradients if each is not None]
         if is_kept:
             return replayed.run(arrived, self.memory, in_place)
         if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
-            return replayed.run([*tensors, *arrived], self.memory, in_place)
+            return replayed.run([*tensors, *arrived], self.memory, in_place, is_again)
         with call.ambient.rng.replay():
-            found = replayed.run([*tensors, *arrived], self.memory, in_place)
+            found = replayed.run([*tensors, *arrived], self.memory, in_place, is_again)
             call.require_same_end()
         return found
 

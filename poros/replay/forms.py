@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from poros.replay.call import CallFacts, LayerCall
+from poros.replay.casts import AdapterCasts
 from poros.replay.graphs import Fixed, Recording, SharedMemory
 from poros.replay.uses import Around, Uses
 from poros.stream.body import Kind
@@ -28,6 +29,8 @@ class Replayed:
         places: For each result where it is: its number in ``gives``; -1 - n if it is the n-th of
             what was given; None if there is none.
         is_proved: Whether it has given what an eager visit gave.
+        casts: Makes the casts of adapters that it reads, in fixed memory that others share; None if
+            it makes its own.
         has_drawn: Whether the call that it was proved beside has drawn random numbers. A recording
             draws as many each time.
     """
@@ -38,15 +41,28 @@ class Replayed:
     places: Sequence[int | None]
     is_proved: bool = False
     has_drawn: bool = True
+    casts: AdapterCasts | None = None
 
     def run(
-        self, sources: Sequence[torch.Tensor], memory: SharedMemory, in_place: bool = False
+        self,
+        sources: Sequence[torch.Tensor],
+        memory: SharedMemory,
+        in_place: bool = False,
+        is_again: bool = False,
     ) -> list[torch.Tensor | None]:
         """Replay it on ``sources``; what it gives, in memory of its own.
 
-        ``in_place``: in fixed memory instead, until the next replay of any recording.
+        Args:
+            sources: What it reads.
+            memory: That recordings share.
+            in_place: Whether the results may lie in fixed memory, until the next replay of any
+                recording.
+            is_again: Whether the layer's last replay is right before it, and its adapters are as
+                they were.
         """
         memory.fill(self.given, sources)
+        if self.casts is not None and not is_again:
+            self.casts.replay()
         self.recording.replay()
         made = self.gives.tensors if in_place else self.gives.copies()
         return [

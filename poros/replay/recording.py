@@ -18,8 +18,9 @@ import torch
 
 from poros.kernels.copies import copy_all
 from poros.replay.call import CallFacts
+from poros.replay.casts import AdapterCasts
 from poros.replay.forms import Form, Replayed
-from poros.replay.graphs import Fixed, Recorder, SharedMemory, Spec
+from poros.replay.graphs import Fixed, Recorder, Recording, SharedMemory, Spec
 from poros.replay.routing import OF_ADAPTERS, Gradients, Tensors
 from poros.replay.uses import Around
 from poros.stream.attention import AttentionKernels, unchanged_flags
@@ -68,17 +69,18 @@ class Recordings:
         ):
             with AttentionKernels() as attention:
                 if form.forward is None:
-                    form.forward = self._forward(form, facts)
+                    form.forward = self._forward(layer, form, facts)
                 for around in wanted:
-                    form.backwards[around] = self._backward(form, facts, around)
+                    form.backwards[around] = self._backward(layer, form, facts, around)
             form.may_vary |= attention.may_vary
             if form.may_vary and self.varies:
                 form.deterministic |= dict.fromkeys(wanted)
             for around in [each for each, made in form.deterministic.items() if made is None]:
                 with unchanged_flags(), AttentionKernels(deterministic=True):
-                    form.deterministic[around] = self._backward(form, facts, around, afresh=True)
+                    steady = self._backward(layer, form, facts, around, afresh=True)
+                    form.deterministic[around] = steady
 
-    def _forward(self, form: Form, facts: CallFacts) -> Replayed:
+    def _forward(self, layer: LayerBody, form: Form, facts: CallFacts) -> Replayed:
         given = self._memory.of("inputs", facts.specs)
         gives: list[Fixed] = []
         is_kept = form.kind == "kept"
@@ -92,12 +94,17 @@ class Recordings:
                 self._num_held += 1
                 form.held, form.order = (inputs, results), self._num_held
 
-        recording = self._recorder.record(run, is_held=is_kept)
+        recording, casts = self._record(layer, run, is_held=is_kept)
         places = range(len(gives[0].tensors))
-        return Replayed(recording, given, gives[0], places)
+        return Replayed(recording, given, gives[0], places, casts=casts)
 
     def _backward(
-        self, form: Form, facts: CallFacts, around: Around, afresh: bool = False
+        self,
+        layer: LayerBody,
+        form: Form,
+        facts: CallFacts,
+        around: Around,
+        afresh: bool = False,
     ) -> Replayed:
         """The gradients of a call; ``afresh`` with its forward, whatever is kept."""
         arriving = [
@@ -106,7 +113,7 @@ class Recordings:
             if arrives
         ]
         if form.kind == "kept" and not afresh:
-            return self._of_kept(form, facts, around, arriving)
+            return self._of_kept(layer, form, facts, around, arriving)
         given = self._memory.of("arriving", (*facts.specs, *arriving))
 
         def values() -> list[torch.Tensor | None]:
@@ -116,10 +123,15 @@ class Recordings:
             gradients = _spread(given.tensors[number:], around)
             return facts.differentiate(results, inputs, gradients, around)
 
-        return self._gradients(given, values, facts)
+        return self._gradients(layer, given, values, facts)
 
     def _of_kept(
-        self, form: Form, facts: CallFacts, around: Around, arriving: Sequence[Spec]
+        self,
+        layer: LayerBody,
+        form: Form,
+        facts: CallFacts,
+        around: Around,
+        arriving: Sequence[Spec],
     ) -> Replayed:
         inputs, results = form.held
         given = self._memory.of("arriving", arriving)
@@ -128,10 +140,11 @@ class Recordings:
             gradients = _spread(given.tensors, around)
             return facts.differentiate(results, inputs, gradients, around, keeps_graph=True)
 
-        return self._gradients(given, values, facts)
+        return self._gradients(layer, given, values, facts)
 
     def _gradients(
         self,
+        layer: LayerBody,
         given: Fixed,
         values: Callable[[], list[torch.Tensor | None]],
         facts: CallFacts,
@@ -155,8 +168,19 @@ class Recordings:
             ]
             made.append((gives, places))
 
-        recording = self._recorder.record(run)
-        return Replayed(recording, given, *made[0])
+        recording, casts = self._record(layer, run)
+        return Replayed(recording, given, *made[0], casts=casts)
+
+    def _record(
+        self, layer: LayerBody, run: Callable[[], None], is_held: bool = False
+    ) -> tuple[Recording, AdapterCasts | None]:
+        """Record ``run``, and the casts of adapters that it reads, but where it holds them."""
+        tally, casts = layer.context.tally, AdapterCasts(self._memory)
+        if tally is None or is_held:
+            return self._recorder.record(run, is_held), None
+        with tally.casting(casts):
+            recording = self._recorder.record(run)
+        return recording, casts.record(self._recorder)
 
     def _give(self, values: Tensors, groups: Sequence[int] = ()) -> Fixed:
         """Fixed memory with ``values`` in it; the copy is part of what is recorded."""

@@ -31,7 +31,9 @@ from poros.replay.forms import Form, Replayed
 from poros.replay.routing import Gradients, GradientSums, Terms, hand_in
 from poros.replay.uses import Source, Uses
 
-Differentiate = Callable[[Sequence[torch.Tensor], Gradients], tuple[Gradients, Replayed | None]]
+Differentiate = Callable[..., tuple[Gradients, Replayed | None]]
+"""Takes what was kept of a call, the gradients of its results, and ``behind=``: the recording of
+the layer that was replayed right before, if any."""
 """Takes what autograd has kept for a call, and the gradients of its results; gives those of uses,
 and the recording that has given them, if it was one."""
 
@@ -146,7 +148,8 @@ class ReplayedVisit:
             raise RematerializationError(_written(call))
         with torch.no_grad():
             call.require_unchanged()
-            found, replayed = self._differentiate(self._kept, (gradient,))
+            found, replayed = self._differentiate(self._kept, (gradient,), behind=sums.behind)
+            sums.behind = replayed
             call.offloaded, self._kept = None, ()
             self.form.release(call)
             facts, hidden = self.facts, None

@@ -141,6 +141,9 @@ class GradientSums:
 
     To be used while nobody's code runs: who holds what is looked up once.
 
+    Attributes:
+        behind: The recording that gave the last ones; None if none did.
+
     Exactness:
         Equal bits: the same sums of two terms, in the gradient's dtype.
 
@@ -150,6 +153,7 @@ class GradientSums:
     """
 
     def __init__(self) -> None:
+        self.behind: Any = None
         self._recorded: Recorded | None = None
         self._total = self._piece = torch.empty(0)
 
@@ -167,6 +171,7 @@ class GradientSums:
         places = [each.data_ptr() for each in sums if each is not None]
         is_plain = all(map(_has_plain_sum, parameters, sums, gradients))
         if not is_plain or len(set(places)) < len(places):
+            self.behind = None  # hooks may run
             # As torch.autograd.backward, without its comparison of each shape.
             torch.autograd.Variable._execution_engine.run_backward(
                 *(parameters, tuple(each.clone() for each in gradients), False, False, ()),

@@ -19,9 +19,21 @@ from poros.accumulation.foreign import LIBRARIES
 from poros.replay import routing
 from poros.replay.call import LayerCall
 from poros.replay.captures import Captures
+from poros.replay.casts import AdapterCasts
+from poros.replay.forms import Replayed
 from poros.replay.routing import GradientSums
 from tests.exact.arms import Bases, on_tapes
-from tests.exact.together import batches, build, dense, layers, own_loss, same, train, trained
+from tests.exact.together import (
+    batches,
+    build,
+    dense,
+    in_autocast,
+    layers,
+    own_loss,
+    same,
+    train,
+    trained,
+)
 
 Model = Any
 Facts = list[torch.Tensor]
@@ -191,3 +203,56 @@ def test_controls(which: str, bases: Bases, monkeypatch: Patch) -> None:
         assert not ends_alike(RUNS[run], build, bases)
     except (RuntimeError, poros.PorosError):
         return  # it does not come to its end
+
+
+def grouped_ends_alike(bases: Bases, policy: dict[str, Any]) -> bool:
+    """Grouped products under autocast, of adapters that change between steps and within one."""
+
+    def edit(model: Model, number: int) -> None:
+        for each in trained(model)[number::3]:
+            # PyTorch counts neither; the first moves them.
+            each.data = each.data * 1.5 if number == 1 else each.data.mul_(0.5)
+
+    sizes = (*OFTEN["sizes"], 5, 5)
+    run = partial(train, loss=in_autocast, between=edit, **{**OFTEN, "sizes": sizes})
+    base = partial(build, dropout=0.0)
+    streamed = on_tapes(base(bases).train(), adapter_kernels="grouped", **policy)
+    resident = poros.use_adapter_kernels(base(bases).train(), "grouped")
+    return same(run(streamed), run(resident, together=False))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_casts_of_adapters(policy: str, bases: Bases, monkeypatch: Patch) -> None:
+    """A row of visits makes them once, where no layer keeps its graph."""
+    made, replayed = list[object](), list[bool]()
+    cast, run = AdapterCasts.replay, Replayed.run
+
+    def replay(self: AdapterCasts) -> None:
+        made.append(self)
+        cast(self)
+
+    def counted(self: Replayed, *args: Any, **kwargs: Any) -> Any:
+        replayed.append(self.casts is not None)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(AdapterCasts, "replay", replay)
+    monkeypatch.setattr(Replayed, "run", counted)
+    assert grouped_ends_alike(bases, POLICIES[policy])
+    assert 0 < len(made) < sum(replayed) or policy == "one kept"
+
+
+def of_others(
+    self: Replayed,
+    sources: Any,
+    memory: Any,
+    in_place: bool = False,
+    is_again: bool = False,
+    genuine: Any = Replayed.run,
+) -> Any:
+    """Casts are those of the layer before, or of the step before, once the recording is proved."""
+    return genuine(self, sources, memory, in_place, is_again or self.is_proved)
+
+
+def test_control_casts_of_others(bases: Bases, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Replayed, "run", of_others)
+    assert not grouped_ends_alike(bases, POLICIES["two slots"])

@@ -15,8 +15,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 NAME = "packed"
 """As an attention implementation of transformers."""
-MOST_CHANNELS = 256
-"""Per head, in FlashAttention-2's kernels; a multiple of 8."""
+_MOST_CHANNELS, _MOST_ON_OTHERS = 256, 192
+"""Per head, in FlashAttention-2's kernels: on GPUs of ``_LARGE``, where a multiprocessor has the
+shared memory for the backward of wider heads, and on others. A multiple of 8."""
+_LARGE = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities."""
 
 
 def register() -> None:
@@ -112,12 +115,15 @@ def attend_packed(
 
 def has_flash_kernel(query: torch.Tensor, device: torch.device) -> bool:
     """Whether FlashAttention-2's kernels take tensors like ``query`` on a device."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    most = _MOST_CHANNELS if capability in _LARGE else _MOST_ON_OTHERS
     return (
-        device.type == "cuda"
-        and query.dtype in (torch.bfloat16, torch.float16)
+        query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= MOST_CHANNELS
-        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and query.shape[-1] <= most
+        and capability >= (8, 0)
     )
 
 

@@ -135,30 +135,38 @@ def test_packed_attention_is_that_of_a_mask(family: str) -> None:
             model(**twice, cu_seq_lens_q=ends, max_length_q=sum(LENGTHS))
 
 
+CHOICES: list[tuple[str, str, tuple[int, int], str | None, int, str | None]] = [
+    ("qwen2", "cuda", (8, 6), None, 16, "packed"),
+    ("qwen2", "cuda", (8, 6), None, 17, None),  # more for documents than for tokens
+    ("qwen2", "cuda", (8, 6), "sdpa", 16, "sdpa"),
+    ("qwen2", "cuda", (7, 5), None, 16, None),
+    ("qwen2", "cpu", (9, 0), None, 16, None),
+    ("gemma3_text", "cuda", (9, 0), None, 16, "packed"),
+    ("gemma3_text", "cuda", (8, 9), None, 16, None),  # heads of 256 channels
+    ("gemma3", "cuda", (9, 0), None, 16, None),
+    ("gemma4_text", "cuda", (9, 0), None, 16, None),
+]
+
+
 @pytest.mark.parametrize(
-    ("device", "attention", "documents", "chosen"),
-    [
-        ("cuda", None, 16, "packed"),
-        ("cuda", None, 17, None),  # its backward would hold more for documents than for tokens
-        ("cuda", "sdpa", 16, "sdpa"),
-        ("cpu", None, 16, None),
-    ],
+    ("family", "device", "capability", "attention", "documents", "chosen"), CHOICES
 )
 def test_packed_attention_is_chosen_for_fast_rows(
+    family: str,
     device: str,
+    capability: tuple[int, int],
     attention: str | None,
     documents: int,
     chosen: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     said = {"model__attention": attention} if attention else {}
     recipe = recipe_of(model__source="m", data__source="d", **said)
-    for family in ("qwen2", "gemma3", "gemma4_text"):
-        config = CONFIG_MAPPING[family]()
-        found = choose_attention(recipe, config, torch.device(device), documents, 512)
-        expected = chosen if family == "qwen2" else attention
-        assert found.model.attention == expected
+    config = CONFIG_MAPPING[family]()
+    found = choose_attention(recipe, config, torch.device(device), documents, 512)
+    assert found.model.attention == chosen
 
 
 def test_packed_attention_is_refused_for_rows_that_are_not(

@@ -1,6 +1,9 @@
 """Trains the adapter of a checked recipe."""
 
+import gc
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -282,7 +285,7 @@ def _train(
         return run.adapter
     stopping = Stopping()
     trainer.add_callback(stopping)
-    with stopping.listening():
+    with stopping.listening(), _frozen_objects():
         trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     is_finished = trainer.state.global_step >= trainer.state.max_steps
     if stopping.signal is not None and not is_finished:
@@ -294,6 +297,20 @@ def _train(
         )
     _save(recipe, trainer, tokenizer, run)
     return run.adapter
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Python's collector leaves out the objects that are there now.
+
+    To look through those of the model and of libraries takes it 0.3 s, every twenty steps or so.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:

@@ -1,5 +1,6 @@
 """What the logs of a run say of each step."""
 
+import gc
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from transformers import Trainer
 from poros.finetune.trainers import Sft
 from tests.covers import with_slow
 from tests.finetune.arms import arm
-from tests.finetune.subjects import recipe_of, rows, run, write_rows
+from tests.finetune.subjects import at_step, recipe_of, rows, run, write_rows
 
 Model = Any
 
@@ -23,7 +24,12 @@ def logs(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["packed", "padded"])
-def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
+def test_tokens_are_counted(
+    form: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And Python's collector passes over what was there before, until the run has ended."""
+    frozen: list[int] = []
+    at_step(monkeypatch, 1, lambda: frozen.append(gc.get_freeze_count()))
     recipe = recipe_of(
         model__source=model,
         data__source=write_rows(tmp_path / "rows.jsonl", rows("completions", 40)),
@@ -36,6 +42,7 @@ def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
         output__folder=tmp_path / "run",
     )
     trained = run(recipe)
+    assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
     found = [each["num_tokens"] for each in logs(tmp_path / "run")]
     assert found == sorted(set(found))
     announced = re.search(r"([\d,]+) tokens", trained.said)

@@ -1,33 +1,25 @@
-"""Reads and checks the header of a safetensors file before any tensor is read.
+"""Reads the header of a safetensors file before any tensor is read.
 
-The format: eight bytes give the length N of the header (unsigned, little endian), N bytes of JSON
-name each tensor's dtype, shape and place, and the rest of the file is the data, which the tensors
-fill without a hole or an overlap. The checks here are those of the reference reader and a few more
-(keys that are given twice or are unknown, names that are no text), so what passes here is read by
-every other reader in the same way. Each defect is a ``CheckpointFormatError`` that names file,
-tensor and defect.
-
-No value is used before it is checked: no more than the smaller of ``MAX_HEADER_NUM_BYTES`` and
-the file is read, and no number from the file sizes an allocation.
+safetensors itself reads and checks it: the tensors fill the file without a hole or an overlap. Only
+their places are computed here, since it gives tensors through a mapping of the file alone, and
+``poros.loaders.shard`` says why none is used. Each defect is a ``CheckpointFormatError`` that names
+the file.
 """
 
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from poros.errors import CheckpointFormatError, quoted, reason_of
+from poros.errors import CheckpointFormatError, HostMemoryError, quoted, reason_of
 from poros.io import strict_json
 from poros.io.digests import as_bytes
 from poros.io.reading import open_descriptor, read_into
-
-MAX_HEADER_NUM_BYTES = 100_000_000
-"""The reference reader's own limit."""
 
 MAX_RANK = 64
 """Dimensions of a tensor that torch computes with."""
@@ -58,8 +50,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 """The other way round."""
 
-_LENGTH_NUM_BYTES = 8
-_MAX_INT = 2**63 - 1  # what torch and the system can address
 _MAX_PATH = 1000  # characters of a path in a message
 
 
@@ -164,7 +154,7 @@ def fill(descriptor: int, target: memoryview, offset: int, file: Path, **of_defe
 
 
 def read_header(descriptor: int, file: Path) -> Header:
-    """Read and check the header of an open safetensors file.
+    """Read the header of an open safetensors file.
 
     Args:
         descriptor: From ``open_regular``; it stays open.
@@ -172,49 +162,28 @@ def read_header(descriptor: int, file: Path) -> Header:
     Raises:
         CheckpointFormatError: If anything in the header breaks the format, or the file is not as
             long as the header requires.
+        HostMemoryError: If the process may not have so much address space.
     """
     size = os.fstat(descriptor).st_size
-    if size < _LENGTH_NUM_BYTES:
+    try:
+        metadata, entries = _described(file)
+    except MemoryError as error:
+        raise HostMemoryError(
+            f"expected {size} bytes of address space for {shown(file)}, found too few; raise the "
+            "limit of the process (ulimit -v)"
+        ) from error
+    except (SafetensorError, OSError) as error:
+        _refuse_other_formats(read_at(descriptor, min(size, 64), 0, file), file)
         raise defect(
-            file, f"expected a safetensors file of at least 8 bytes, found {size or 'an empty one'}"
-        )
-    start = read_at(descriptor, min(size, 64), 0, file)
-    length = int.from_bytes(start[:_LENGTH_NUM_BYTES], "little")
-    data_offset = _LENGTH_NUM_BYTES + length
-    if data_offset > size or length > MAX_HEADER_NUM_BYTES:
-        _refuse_other_formats(start, file)
-        raise defect(
-            file,
-            f"expected a header within the file's {size} bytes and of at most "
-            f"{MAX_HEADER_NUM_BYTES}, found a header length of {length}",
-        )
-    header = read_at(descriptor, length, _LENGTH_NUM_BYTES, file)
-    if not header.startswith(b"{"):
-        raise defect(file, f"expected a header that begins with '{{', found {quoted(header[:16])}")
-    document = parse_json(header, file)
-    metadata = document.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(each, str) for each in metadata.values()
-    ):
-        raise defect(file, f"expected __metadata__ to hold text by name, found {quoted(metadata)}")
-    entries = [(_entry(name, value, file, data_offset), name) for name, value in document.items()]
-    entries.sort(key=lambda each: (each[0].offset, each[0].num_bytes, each[1]))
-    end = data_offset
-    for entry, name in entries:
-        if entry.offset != end or end + entry.num_bytes > size:
-            raise defect(
-                file,
-                f"expected its bytes to begin at {end}, where those before it end, and within the "
-                f"file's {size}, found {entry.num_bytes} at {entry.offset}: a hole, an overlap, or "
-                "the file is cut off",
-                tensor=name,
-            )
-        end += entry.num_bytes
-    if end != size:
-        raise defect(
-            file, f"expected the file to end with its last tensor at {end}, found {size} bytes"
-        )
-    return Header(file, {name: entry for entry, name in entries}, metadata, size, data_offset)
+            file, f"expected a safetensors file, found {size} bytes: {quoted(str(error))}"
+        ) from error
+    lengths = {name: _num_bytes(name, *entry, file) for name, entry in entries.items()}
+    offset = data_offset = size - sum(lengths.values())
+    tensors = {}
+    for name, (kind, shape) in entries.items():
+        tensors[name] = TensorEntry(file, DTYPES[kind], shape, offset, lengths[name])
+        offset += lengths[name]
+    return Header(file, tensors, metadata, size, data_offset)
 
 
 def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any]:
@@ -255,23 +224,30 @@ def _refuse_other_formats(start: bytes, file: Path) -> None:
         )
 
 
-def _entry(name: str, value: Any, file: Path, data_offset: int) -> TensorEntry:
-    """Check one tensor's description."""
-    match value:
-        case {"dtype": str(kind), "shape": [*shape], "data_offsets": [begin, end], **others}:
-            # True and 1.0 are no sizes.
-            are_sizes = all(type(each) is int and each >= 0 for each in (*shape, begin, end))
-            if not others and kind in DTYPES and are_sizes and len(shape) <= MAX_RANK:
-                dtype = DTYPES[kind]
-                # Other readers multiply sizes in 64 bits, in any order.
-                is_small = dtype.itemsize * prod(filter(None, shape)) <= _MAX_INT
-                if is_small and end - begin == dtype.itemsize * prod(shape):
-                    return TensorEntry(file, dtype, tuple(shape), data_offset + begin, end - begin)
+def _described(file: Path) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Return the metadata of a file, and dtype and shape of each tensor in the order of bytes.
+
+    The mapping of the file ends with this function.
+    """
+    entries = {}
+    with safe_open(file, framework="np") as opened:
+        for name in opened.offset_keys():
+            described = opened.get_slice(name)
+            entries[name] = described.get_dtype(), tuple(described.get_shape())
+        return opened.metadata() or {}, entries
+
+
+def _num_bytes(name: str, kind: str, shape: tuple[int, ...], file: Path) -> int:
+    """Count the bytes of a tensor that torch can have."""
+    try:
+        if len(shape) <= MAX_RANK:
+            return torch.empty(shape, dtype=DTYPES[kind], device="meta").nbytes
+    except (KeyError, RuntimeError):  # no such dtype; an empty tensor with sizes beyond 2**63
+        pass
     raise defect(
         file,
-        f"expected a dtype that torch has, at most {MAX_RANK} sizes, and data_offsets as far apart "
-        "as these need bytes, fewer than 2**63, found "
-        f"{quoted(value)}",
+        f"expected a dtype that torch has and at most {MAX_RANK} sizes that it can address, found "
+        f"{quoted(kind)} {quoted(shape)}",
         tensor=name,
-        remedy="fetch it again or convert it",
+        remedy="convert it",
     )

@@ -310,7 +310,8 @@ def test_a_limit_on_address_space_is_an_error_of_memory(tmp_path: Path) -> None:
     os.truncate(file, file.stat().st_size + 2**30)
     ran = run_forked(LIMITED, str(tmp_path))
     assert ran.returncode == 0, ran.stderr
-    assert f"expected {2**30} bytes of host memory" in ran.stdout and "ulimit -v" in ran.stdout
+    assert f"{file.stat().st_size} bytes of address space" in ran.stdout
+    assert "ulimit -v" in ran.stdout
 
 
 # Fingerprints.

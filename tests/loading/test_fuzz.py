@@ -1,9 +1,8 @@
 """Random files: whatever they say, they are read as the library reads them, or refused.
 
-Properties: no exception but ``CheckpointFormatError``, no hang, memory bounded by the size of the
-file, nothing left open; and what is accepted here is accepted by safetensors, with the same form
-and bytes. The last is checked on inputs that are often right, and a count in the tests makes sure
-that both outcomes occur.
+Properties: no exception but ``CheckpointFormatError``, no hang, nothing left open; and what is
+accepted here is accepted by safetensors, with the same form and bytes. The last is checked on
+inputs that are often right, and a count in the tests makes sure that both outcomes occur.
 
 A few seconds and the same examples at every run by default. POROS_FUZZ=50 draws fifty times as
 many from a fresh seed, and prints the smallest one that fails:
@@ -15,14 +14,12 @@ import functools
 import json
 import operator
 import os
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -174,7 +171,7 @@ def test_what_is_accepted_is_what_the_library_reads() -> None:
                 dtypes.add(entry.dtype)
 
     check()
-    # The other direction does not hold: the library takes keys that it does not know.
+    # The other direction does not hold: the library takes shapes that torch does not.
     assert outcomes.count((True, True)) > 20 and outcomes.count((False, False)) > 100
     for name, dtype in DTYPES.items():
         num_bytes = 2 * dtype.itemsize
@@ -220,25 +217,3 @@ def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:
 
     check()
     assert accepted.count(True) > 5 and accepted.count(False) > 50
-
-
-@pytest.mark.parametrize(
-    ("start", "unit"),
-    [
-        (b"{", b'"a":{},'),
-        *((b'{"a":[', x + b",") for x in (b"[]", b"[[[[],[]],[]]]")),
-    ],
-    ids=str,
-)
-def test_memory_is_bounded_by_the_file(tmp_path: Path, start: bytes, unit: bytes) -> None:
-    """The JSON that takes the most memory takes less than 60 bytes for each of its own."""
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(file_bytes(start + unit * (10**6 // len(unit))))
-    tracemalloc.start()
-    try:
-        with pytest.raises(CheckpointFormatError, match="found text that is none"):
-            header_of(file)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert 10**6 < peak < 60 * 10**6

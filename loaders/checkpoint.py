@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,7 +242,7 @@ class CheckpointSlice:
 
 
 def _check_shards(source: Source, shards: list[Shard]) -> None:
-    """Compare the shards with one another and with the index."""
+    """Refuse a tensor that two shards have, and shards without any."""
     of: dict[str, Shard] = {}
     for shard in shards:
         for name in shard.header.tensors:
@@ -256,25 +255,6 @@ def _check_shards(source: Source, shards: list[Shard]) -> None:
             of[name] = shard
     if not of:
         raise defect(source.path, "expected tensors, found a checkpoint of none")
-    index = source.index
-    if index is None:
-        return
-    for name, file in source.weight_map.items():
-        if name not in of:
-            raise defect(index, f"expected it in {quoted(file)}, found it nowhere", tensor=name)
-        if of[name].file != source.path / file:
-            raise defect(
-                index,
-                f"expected it in {quoted(file)}, found it in {shown(Path(of[name].file.name))}",
-                tensor=name,
-            )
-    for name, shard in of.items():
-        if name not in source.weight_map:
-            raise defect(
-                shard.file,
-                f"expected it in {shown(Path(index.name))} too, found it only in the shard",
-                tensor=name,
-            )
 
 
 def _framed(text: bytes) -> bytes:

@@ -173,9 +173,12 @@ def read_header(descriptor: int, file: Path) -> Header:
             "limit of the process (ulimit -v)"
         ) from error
     except (SafetensorError, OSError) as error:
-        _refuse_other_formats(read_at(descriptor, min(size, 64), 0, file), file)
+        start = read_at(descriptor, min(size, 64), 0, file)
+        is_pointer = start.startswith(b"version https://git-lfs")
         raise defect(
-            file, f"expected a safetensors file, found {size} bytes: {quoted(str(error))}"
+            file,
+            f"expected a safetensors file, found {size} bytes: {quoted(str(error))}",
+            remedy="run git lfs pull" if is_pointer else "fetch it again",
         ) from error
     lengths = {name: _num_bytes(name, *entry, file) for name, entry in entries.items()}
     offset = data_offset = size - sum(lengths.values())
@@ -204,24 +207,6 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     if not isinstance(document, dict):
         raise defect(file, f"expected a JSON object, found a {type(document).__name__}")
     return document
-
-
-def _refuse_other_formats(start: bytes, file: Path) -> None:
-    """Name other formats, whose first bytes read as a header of absurd length."""
-    # Beginnings of a zip archive and of a bare pickle.
-    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        raise defect(
-            file,
-            "expected a safetensors file, found a pickle or an archive of one, which can run code "
-            "and is never opened",
-            remedy="convert it to safetensors",
-        )
-    if start.startswith(b"version https://git-lfs"):
-        raise defect(
-            file,
-            "expected a safetensors file, found the pointer that git leaves in its place",
-            remedy="run git lfs pull",
-        )
 
 
 def _described(file: Path) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...]]]]:

@@ -5,7 +5,7 @@ because a hub cache consists of them; what an index names must lie in its folder
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,7 +23,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _MAX_NAME = 1024  # characters of a file's name in an index
-_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,6 @@ class Source:
     """``config.json``, and ``generation_config.json`` if it is there: read once, for every use."""
     files: list[Path]
     """The shards, in the order of their names."""
-    index: Path | None
-    """The file of the index; None for a single file."""
-    weight_map: dict[str, str]
-    """The file that holds each tensor, according to the index."""
 
 
 def find_source(
@@ -54,7 +49,6 @@ def find_source(
     path = _existing(source)
     name = None
     if path is not None and not path.is_dir():
-        _refuse_other_formats([path], path)
         if path.suffix != ".safetensors":
             raise defect(
                 path,
@@ -67,18 +61,14 @@ def find_source(
         path = _from_hub(os.fspath(source), hub or {})
     if name is None:
         _refuse_adapter(path)
-    if name is None and not os.path.lexists(path / CONFIG) and path.is_dir():
-        _refuse_other_formats(_others(path), path)
     texts = {CONFIG: read_small(path / CONFIG)}
     if os.path.lexists(path / GENERATION):
         texts[GENERATION] = read_small(path / GENERATION)
     config = parse_json(texts[CONFIG], path / CONFIG, strict=False)
     name = name or _weights_name(path, config)
     if not name.endswith(".json"):
-        return Source(path, texts, [path / name], None, {})
-    weight_map = _read_index(path / name)
-    files = [path / shard for shard in sorted(set(weight_map.values()))]
-    return Source(path, texts, files, path / name, weight_map)
+        return Source(path, texts, [path / name])
+    return Source(path, texts, [path / shard for shard in _read_index(path / name)])
 
 
 def find_config(
@@ -180,48 +170,27 @@ def _weights_name(path: Path, config: dict[str, Any]) -> str:
     for name in (SINGLE, INDEX):
         if os.path.lexists(path / name):
             return name
-    others = _others(path)
-    _refuse_other_formats(others, path)
     raise defect(
         path,
-        f"expected {SINGLE} or {INDEX}, found {quoted([other.name for other in others])}",
-        remedy="pass the folder that holds them, or the one .safetensors file to read",
+        f"expected {SINGLE} or {INDEX}, found {quoted(_others(path))}",
+        remedy="pass the folder that holds them, or the one .safetensors file to read; pickles and "
+        "GGUF are never opened",
     )
 
 
-def _others(path: Path) -> list[Path]:
-    """List a folder without its JSON files."""
+def _others(path: Path) -> list[str]:
+    """List the names in a folder, without its JSON files."""
     try:
-        return sorted(entry for entry in path.iterdir() if entry.suffix != ".json")
+        return sorted(entry.name for entry in path.iterdir() if entry.suffix != ".json")
     except OSError as error:
         raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
 
 
-def _refuse_other_formats(files: Iterable[Path], path: Path) -> None:
-    """Name another format of weights if the folder holds nothing else."""
-    files = list(files)
-    if any(file.suffix == ".safetensors" for file in files):
-        return
-    pickles = [file.name for file in files if file.suffix.lower() in _PICKLES]
-    if pickles:
-        raise defect(
-            path,
-            f"expected safetensors, found only {quoted(pickles)}: a pickle can run code and is "
-            "never opened",
-            remedy="convert the checkpoint to safetensors",
-        )
-    ggufs = [file.name for file in files if file.suffix.lower() == ".gguf"]
-    if ggufs:
-        raise defect(
-            path,
-            f"expected safetensors, found another file format, GGUF: {quoted(ggufs)}",
-            remedy="load the safetensors checkpoint that it was made from; Poros quantizes it "
-            "itself",
-        )
+def _read_index(file: Path) -> list[str]:
+    """Return the names of the shards in an index, each of them checked, in order.
 
-
-def _read_index(file: Path) -> dict[str, str]:
-    """Read the ``weight_map`` of an index, and check every name in it."""
+    Which tensor is in which of them their headers say.
+    """
     text = read_small(file, MAX_INDEX_NUM_BYTES)
     weight_map = parse_json(text, file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -231,10 +200,10 @@ def _read_index(file: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise defect(file, f"expected a file name, found {quoted(shard)}", tensor=name)
-    for shard in set(weight_map.values()):
-        _refuse_other_formats([Path(shard)], file)
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
         _refuse_escape(shard, file)
-    return weight_map
+    return shards
 
 
 def _refuse_escape(name: str, file: Path) -> None:
@@ -264,7 +233,7 @@ def _from_hub(repository: str, hub: Mapping[str, Any]) -> Path:
     names = (CONFIG, GENERATION, ADAPTER, SINGLE, INDEX, *AUXILIARY_FILES)
     path = fetch(repository, names, **hub)
     if not (path / SINGLE).exists() and (path / INDEX).exists():
-        path = fetch(repository, sorted(set(_read_index(path / INDEX).values())), **hub)
+        path = fetch(repository, _read_index(path / INDEX), **hub)
     return path
 
 

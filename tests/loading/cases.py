@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +192,8 @@ ADAPTERS = [
     planned("an adapter alone", both(drop(CONFIG, WEIGHTS), IN_PLACE), ALONE, **UNSUPPORTED),
     dense("an adapter with a config", both(drop(WEIGHTS), IN_PLACE), ALONE, **UNSUPPORTED),
     dense("a broken adapter config", put(ADAPTER, b"{"), "adapter_config.json: expected a JSON"),
-    dense("only GGUF", both(drop(WEIGHTS), GGUF), "GGUF.*'m.gguf'"),
-    dense("only GGUF, no config", both(drop(WEIGHTS, CONFIG), GGUF), "GGUF"),
+    dense("only GGUF", both(drop(WEIGHTS), GGUF), "'m.gguf'.*GGUF are never opened"),
+    dense("only GGUF, no config", both(drop(WEIGHTS, CONFIG), GGUF), CONFIG),
     dense("only a pickle", both(drop(WEIGHTS), put("pytorch_model.bin", b"x")), "never opened"),
 ]
 
@@ -282,9 +281,8 @@ FILES = [
     shard("empty file", put(SECOND, b""), "found 0 bytes"),
     shard("length beyond the file", header({}, length=10**6), "invalid header length"),
     shard("cut in the data", cut(SECOND), "file not fully covered"),
-    shard("archive of a pickle", put(SECOND, b"PK\x03\x04" + bytes(90)), "found a pickle"),
-    shard("bare pickle", pickled(SECOND), "found a pickle"),
-    shard("pointer of git lfs", put(SECOND, LFS), "the pointer that git leaves"),
+    shard("bare pickle", pickled(SECOND), "header too large"),
+    shard("pointer of git lfs", put(SECOND, LFS), "run git lfs pull"),
     shard("nested deeply", header(DEEP), "recursion limit"),
     shard("too few bytes", one(offsets=[0, 4]), "invalid shape, data type, or offset"),
     # What torch does not have, or cannot address.
@@ -294,15 +292,12 @@ FILES = [
     # Shards and index.
     shard("shard missing", drop(SECOND), "No such file"),
     shard("tensor in two shards", copied, f"found it in .*{FIRST} too", NAMES[0]),
-    index("has a tensor that is absent", {"a.b": SECOND}, f"in '{SECOND}', found it nowh", "a.b"),
-    replace(index("leaves one out", {LAST: None}, "found it only in the shard", LAST), file=SECOND),
-    index("has it elsewhere", {LAST: FIRST}, f"in '{FIRST}', found it in {SECOND}", LAST),
     index("has a tensor twice", put(INDEX, SAME), "key 'a' twice"),
     index("names a parent", {"a": "../x.safetensors"}, "found '../x.safetensors'"),
     index("hides a parent", {"a": "a/../../x.safetensors"}, "found 'a/../.."),
     index("is absolute", {"a": "/tmp/x.safetensors"}, "found '/tmp/x.safetensors'"),
     index("with a null", {"a": "x\0.safetensors"}, r"found 'x\\x00"),
-    index("names a pickle", {"a": "x.bin"}, "a pickle can run code"),
+    index("names a pickle", {"a": "x.bin"}, "found 'x.bin'"),
     index("names a number", {"a": 3}, "expected a file name, found 3", "a"),
     index("with an empty map", dict.fromkeys(RIGHT_MAP), "expected a weight_m"),
     index("too large", sparse(INDEX, 10**9), "bytes of JSON, found 1000000000"),
@@ -317,7 +312,7 @@ FILES = [
     settings("names weights outside", named("../a.safetensors"), "found '../a.safetensors'"),
     source("no tensors", both(header({}, b""), called(ANOTHER)), "of none", ANOTHER, "."),
     source("only a pickle", pickled("pytorch_model.bin", *ALL_WEIGHTS), "never opened"),
-    source("a pickle as source", pickled("x.pt"), "never opened", "x.pt"),
+    source("a pickle as source", pickled("x.pt"), "another file", "x.pt"),
     source("another file as source", put("x.gguf", b"GGUF"), "another file", "x.gguf"),
     source("no weights", drop(*ALL_WEIGHTS), "expected model.safetensors or"),
     source("other weights only", both(drop(INDEX, FIRST), called(ANOTHER)), ANOTHER),

@@ -28,14 +28,12 @@ class RowReader:
         streams: Of the blocks; rows get a copy stream beside it.
 
     Attributes:
-        num_index_transfers: Tensors of indices that came to the host. Likewise ``h2d_num_bytes`` of
-            rows that went to the device, one by one or all of them.
+        h2d_num_bytes: Of rows that went to the device, one by one or all of them.
         check: Called with a matrix's name, the matrix, indices and the rows that came, if set.
         fallbacks: What could not be had, one line each; each was logged once.
     """
 
     def __init__(self, streams: StreamContext) -> None:
-        self.num_index_transfers = 0
         self.h2d_num_bytes = 0
         self.check: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
         self.fallbacks: list[str] = []
@@ -64,7 +62,7 @@ class RowReader:
         Raises:
             IndexError: If an index is out of range.
         """
-        wanted = self._on_host(indices).reshape(-1)
+        wanted = indices.cpu().reshape(-1)
         shape = (*indices.shape, matrix.shape[1])
         target = self._streams.borrow((wanted.numel(), matrix.shape[1]), matrix.dtype)
         if target.numel():
@@ -91,12 +89,6 @@ class RowReader:
         self.h2d_num_bytes += matrix.nbytes
         self._streams.wait(self._streams.copy(target, matrix, after=self._streams.record()))
         return target
-
-    def _on_host(self, indices: torch.Tensor) -> torch.Tensor:
-        if indices.device.type == "cpu":
-            return indices
-        self.num_index_transfers += 1
-        return indices.cpu()
 
     def _host_memory_like(self, target: torch.Tensor) -> torch.Tensor:
         """Return memory for rows on their way to ``target``.

@@ -292,10 +292,10 @@ class Runtime:
             ``offloaded_num_bytes`` (host memory for inputs of layers), ``num_resizes`` (changes of
             the number of blocks on the device).
 
-            Vocabulary: ``num_index_transfers`` (tensors of token ids that were copied to the host),
-            ``rows_num_bytes`` (bytes of rows of matrices in host memory that were copied to the
-            device, for these tokens or for code that needs a part or all of a matrix),
-            ``head_num_bytes`` (bytes of the slices of the head that were copied for the loss).
+            Vocabulary: ``rows_num_bytes`` (bytes of rows of matrices in host memory that were
+            copied to the device, for the tokens of a batch or for code that needs a part or all of
+            a matrix), ``head_num_bytes`` (bytes of the slices of the head that were copied for the
+            loss).
 
             Adapters: ``num_fused_adapters`` and ``num_unfused_adapters`` (calls of LoRA modules
             that ran ``poros.kernels.lora`` or ``.dora``, and calls that ran PEFT's modules),
@@ -335,7 +335,6 @@ class Runtime:
             "h2d_ms": timings.copy_ms,
             "h2d_gb_per_s": gb_per_s(timings.num_bytes, timings.copy_ms),
             "stall_ms": timings.stall_ms,
-            "num_index_transfers": rows.num_index_transfers,
             "rows_num_bytes": rows.h2d_num_bytes,
             "head_num_bytes": head.h2d_num_bytes,
             "num_resizes": self._num_resizes,

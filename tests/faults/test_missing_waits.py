@@ -371,18 +371,18 @@ def test_interrupted_as_a_copy_is_queued(where: str, monkeypatch: Patch) -> None
     cuda = fake_cuda(monkeypatch)
     slots = cuda_slots()
     slots.train()
-    genuine, calls = streams_module._set_current, [0]
+    calls = [0]
 
-    def struck(*key: int) -> None:
+    def struck(stream: FakeStream) -> None:
         calls[0] += 1
         if where == "behind" and calls[0] == 2:
             raise KeyboardInterrupt
-        genuine(*key)
+        cuda.set_stream(stream)
         if where == "before":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(streams_module, "_set_current", struck)
+        patch.setattr(cuda.torch.cuda, "set_stream", struck)
         slots.manager.prefetch(2)
     assert cuda.current_stream() is not cuda.compute, "as PyTorch's own context would leave it"
     slots.streams.record()

@@ -27,7 +27,7 @@ STATS = {
     *("num_loads", "num_hits", "h2d_num_bytes", "device_num_bytes", "host_num_bytes"),
     *("pinned_num_bytes", "disk_num_bytes", "disk_stall_ms", "fallbacks"),
     *("offloaded_num_bytes", "h2d_ms", "h2d_gb_per_s", "stall_ms", "num_resizes"),
-    *("num_index_transfers", "rows_num_bytes", "head_num_bytes"),
+    *("rows_num_bytes", "head_num_bytes"),
     *("num_fused_adapters", "num_grouped_adapters", "num_unfused_adapters"),
     *("num_left_out_adapters", "lora_paths"),
     *("num_replayed_visits", "num_eager_visits", "attention", "num_groups"),

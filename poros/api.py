@@ -20,7 +20,6 @@ from poros.model.sizing import Estimate, Shape, Wanted
 from poros.model.stats import adapter_counts
 from poros.model.targets import leave_out_dropped
 from poros.replay.graphs import Recorder
-from poros.slots.schedule import Action
 from poros.stream.adapters import is_adapter_module
 from poros.stream.settings import settle
 from poros.streams import StreamContext
@@ -87,11 +86,10 @@ def prepare_with(
     policy: StreamingPolicy,
     *,
     streams: StreamContext | None = None,
-    journal: list[Action] | None = None,
     recorder: Recorder | None = None,
     goes_by_records: bool = True,
 ) -> ModelT:
-    """``prepare`` with streams and recorder given, and a journal of every action if wanted.
+    """``prepare`` with streams and recorder given.
 
     ``goes_by_records`` is False for the gate, which writes the registry.
     """
@@ -119,7 +117,7 @@ def prepare_with(
         settle(device)
         estimate = _estimate(model, policy, device)
         runtime = Runtime(
-            model, inventory, policy, streams or streams_for(device), estimate, journal, recorder
+            model, inventory, policy, streams or streams_for(device), estimate, recorder
         )
         try:
             _watch(runtime, inventory)

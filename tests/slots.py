@@ -12,8 +12,9 @@ from poros.host.layout import BlockLayout
 from poros.host.store import HostStore
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing, Slot, SlotState
-from poros.slots.schedule import Action, Phase, training_visits
+from poros.slots.schedule import Phase
 from poros.streams import StreamContext
+from tests.journal import Action, keep_journal, training_visits
 
 
 def random_store(sizes: Sequence[int]) -> HostStore:
@@ -44,7 +45,8 @@ class Slots:
         self.host = random_store(sizes)
         layouts = [slab.layout for slab in self.host.slabs]
         self.ring = DeviceRing(layouts, self.num_slots, self.streams)
-        self.manager = BlockManager(self.host, self.ring, self.streams, self.journal)
+        self.manager = BlockManager(self.host, self.ring, self.streams)
+        keep_journal(self.manager, self.journal)
 
     def read(self, block: int) -> None:
         """What a kernel of this block would do: read its bytes from its slot."""

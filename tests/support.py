@@ -20,7 +20,7 @@ from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.gates import tiny
 from poros.gates.kinds import attach
-from poros.slots.schedule import Action
+from tests.journal import Action, keep_journal
 from tools.adversary import AdversarialStreams
 
 AS_PLAIN = {"loss": "reference", "adapter_kernels": "exact"}
@@ -45,13 +45,9 @@ class AdversarialPrepare:
         # Off: the faults that tests plant have to show in what is trained. It is compared with
         # plain transformers.
         policy = StreamingPolicy(self_check="off", **AS_PLAIN).override(**overrides)
-        return prepare_with(
-            model,
-            policy,
-            streams=self.streams,
-            journal=self.journal,
-            goes_by_records=False,
-        )
+        prepare_with(model, policy, streams=self.streams, goes_by_records=False)
+        keep_journal(poros.runtime(model).manager, self.journal)
+        return model
 
     @contextmanager
     def watching(self) -> Iterator["AdversarialPrepare"]:

@@ -24,7 +24,7 @@ from poros.replay.captures import EXPECTED
 from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
-from poros.slots.schedule import Action, divide
+from poros.slots.schedule import divide
 from poros.stream.body import LayerCheck, ModelContext
 from poros.stream.boundary import StreamedLayer, is_streamed, refuse_tracing, streamed_layer
 from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
@@ -58,7 +58,6 @@ class Runtime:
     Args:
         model: The model, checked by ``poros.model.inspect.take_inventory``; held weakly.
         estimate: Of a step of this model, for its budget.
-        journal: See ``BlockManager``.
 
     Attributes:
         policy: The policy the model was prepared with.
@@ -97,7 +96,6 @@ class Runtime:
         policy: StreamingPolicy,
         streams: StreamContext,
         estimate: Estimate,
-        journal: list[Action] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.policy = policy
@@ -150,7 +148,7 @@ class Runtime:
             self.ring = self._allocate_slots(self.room)
             self._sizes = self._block_sizes()
             self._hold_head(self.room)
-            self.manager = BlockManager(self.host, self.ring, streams, journal)
+            self.manager = BlockManager(self.host, self.ring, streams)
             self.offloader = ActivationOffloader(streams)
             self.sizer = self._make_sizer(estimate)
             self.context = self._make_context(model, inventory, recorder)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from poros.errors import SlotStateError
 from poros.host.store import HostStore
 from poros.slots.ring import DeviceRing, Slot, SlotState
-from poros.slots.schedule import Action, Phase, loads, missing, predict
+from poros.slots.schedule import Phase, loads, missing, predict
 from poros.streams import StreamContext
 from poros.utils.profiling import labelled
 
@@ -21,7 +21,6 @@ class BlockManager:
         host: The bytes of every block.
         ring: The slots, allocated with the same ``streams``.
         streams: Where copies and waits are queued.
-        journal: If given, every action is appended to it (for tests and plans).
 
     Attributes:
         num_blocks: Blocks that pass through the slots, from the first on; the others are pinned.
@@ -33,11 +32,9 @@ class BlockManager:
         host: HostStore,
         ring: DeviceRing,
         streams: StreamContext,
-        journal: list[Action] | None = None,
     ) -> None:
         self._host = host
         self._streams = streams
-        self._journal = journal
         self.num_loads = 0
         self.num_hits = 0
         self.h2d_num_bytes = 0
@@ -84,7 +81,6 @@ class BlockManager:
             raise _bad_state("prefetch", block, slot, "free, loading or ready")
         self.h2d_num_bytes += self._load(block, slot)
         self.num_loads += 1
-        self._note("prefetch", block)
 
     def _load(self, block: int, slot: Slot) -> int:
         """Queue the copy of ``block`` into ``slot``; its number of bytes."""
@@ -126,8 +122,6 @@ class BlockManager:
         if is_new_visit and slot.block == block and slot.state is SlotState.READY:
             self.num_hits += 1
         self.prefetch(block)
-        if self._journal is not None:
-            self._note("acquire", block)
         # Held before anything else is loaded, so that a wrong prediction cannot take the slot; and
         # not held if that fails, because the caller never gets to release what it did not get.
         before, slot.state = slot.state, SlotState.IN_USE
@@ -168,8 +162,6 @@ class BlockManager:
             raise _bad_state("release", block, slot, "in use by this block")
         slot.released = self._streams.record()
         slot.state = SlotState.READY
-        if self._journal is not None:
-            self._note("release", block)
 
     def evict(self, block: int) -> None:
         """Forget ``block``, held or not: the next access loads it anew.
@@ -187,9 +179,7 @@ class BlockManager:
             raise _bad_state("evict", block, slot, "in use or ready with this block")
         if slot.state is SlotState.IN_USE:
             slot.released = self._streams.record()
-            self._note("release", block)
         slot.state, slot.block = SlotState.FREE, None
-        self._note("evict", block)
 
     def replace(self, block: int) -> None:
         """Queue the copy of another block into the slot of ``block``, if there is another.
@@ -222,10 +212,6 @@ class BlockManager:
         # A generator, so that a store without a disk, which does not ask, costs nothing.
         contents = [slot.block for slot in self._ring.slots]
         yield from loads(contents, predict(block, phase, self.num_blocks))
-
-    def _note(self, kind: str, block: int) -> None:
-        if self._journal is not None:
-            self._journal.append(Action(kind, block))
 
 
 def _bad_state(verb: str, block: int, slot: Slot, expected: str) -> SlotStateError:

@@ -30,14 +30,6 @@ class Phase(Enum):
     """A forward without gradient: the walk starts again at block 0 after the last block."""
 
 
-class Action(NamedTuple):
-    """One step of a walk."""
-
-    kind: str
-    """``prefetch`` queues a copy; ``acquire`` waits for it; ``release`` ends the compute."""
-    block: int
-
-
 class Division(NamedTuple):
     """Which blocks pass through how many slots, and which stay on the device."""
 
@@ -126,36 +118,3 @@ def loads(contents: Sequence[int | None], expected: Iterable[int]) -> Iterator[i
         if held[block % len(held)] != block:
             held[block % len(held)] = block
             yield block
-
-
-def walk(visits: Iterable[tuple[int, Phase]], num_blocks: int, num_slots: int) -> Iterator[Action]:
-    """Everything that happens while ``visits`` take place one after the other, from empty slots.
-
-    The runtime takes its decisions with the same two functions, so its journal equals this walk.
-    """
-    contents: list[int | None] = [None] * num_slots
-
-    def load(blocks: Iterable[int]) -> Iterator[Action]:
-        for block in blocks:
-            contents[block % num_slots] = block
-            yield Action("prefetch", block)
-
-    for block, phase in visits:
-        slot = block % num_slots
-        if contents[slot] != block:
-            yield from load([block])
-        yield Action("acquire", block)
-        yield from load(list(missing(contents, slot, predict(block, phase, num_blocks))))
-        yield Action("release", block)
-
-
-def training_visits(num_blocks: int, num_steps: int) -> Iterator[tuple[int, Phase]]:
-    """The zigzag: one forward and one backward over all blocks per step."""
-    for _ in range(num_steps):
-        yield from ((block, Phase.FORWARD) for block in range(num_blocks))
-        yield from ((block, Phase.BACKWARD) for block in reversed(range(num_blocks)))
-
-
-def count(actions: Iterable[Action], kind: str) -> int:
-    """How often ``kind`` occurs."""
-    return sum(action.kind == kind for action in actions)

@@ -20,7 +20,7 @@ from poros.errors import RematerializationError
 from poros.gates import tiny
 from poros.kernels import dequantize
 from poros.kernels.dequantize import DenseLayer
-from poros.slots.schedule import Phase, count, walk
+from poros.slots.schedule import Phase
 from poros.stream.body import LayerBody
 from poros.stream.rng import RngStash
 from tests.exact import together
@@ -41,6 +41,7 @@ from tests.exact.together import (
     train,
     trained,
 )
+from tests.journal import count, walk
 from tests.replaced import Plant, in_place_of
 from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
 from tools.adversary import AdversarialStreams

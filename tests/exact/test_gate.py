@@ -102,7 +102,7 @@ SEEDS = iter((0, 1))
 WRONG: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
     "a second arm that is not streamed": (lambda model: model, build, "PreparedModelError"),
     "one layer that is not streamed": (all_but_one, build, "1 of 2 decoder layers"),
-    "other loads than the walk makes": (one_load_more, build, "loaded 3 blocks, the walk 2"),
+    "other loads than a zigzag makes": (one_load_more, build, "loaded 3 blocks, a zigzag loads 2"),
     "other bytes": (same, lambda: build(seed=next(SEEDS)), "start from different bytes"),
     # Equalities that could not have failed.
     "no gradients": (same, head_filled_with(0.0), "only have zero gradients"),

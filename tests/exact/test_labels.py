@@ -12,9 +12,9 @@ from poros import cuda_streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.cuda_streams import CudaStreams
-from poros.slots.schedule import Action
 from poros.streams import EagerStreams
 from tests.fake_cuda import FakeCuda, FakeEvent
+from tests.journal import Action, keep_journal
 from tests.snapshots import NUM_LAYERS, batches, bits_of, build, changes
 
 PREFIX = "poros::"
@@ -58,8 +58,8 @@ def streamed(dropout: float = 0.05, **policy: Any) -> tuple[Any, list[Action]]:
         build(dropout=dropout),
         StreamingPolicy(self_check="off", **policy),
         streams=EagerStreams(torch.device("cpu")),
-        journal=journal,
     )
+    keep_journal(poros.runtime(model).manager, journal)
     return model, journal
 
 

@@ -10,7 +10,7 @@ import torch
 import poros
 from poros.gates.reference import Trajectory
 from poros.self_check.compare import Difference
-from poros.slots.schedule import Phase, count, training_visits, walk
+from poros.slots.schedule import Phase
 from tests.comparing import compare_mappings, compare_trajectories
 from tests.exact.trainer_arms import (
     ACCUMULATION,
@@ -23,6 +23,7 @@ from tests.exact.trainer_arms import (
     Arms,
     check_not_vacuous,
 )
+from tests.journal import count, training_visits, walk
 from tests.support import prepare_plain
 
 NUM_SLOTS = 2

@@ -21,11 +21,12 @@ from poros.gates.reference import Trajectory
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
 from poros.slots.ring import SlotState
-from poros.slots.schedule import Phase, training_visits
+from poros.slots.schedule import Phase
 from poros.stream.offload import ActivationOffloader
 from tests import mutants
 from tests.comparing import compare_trajectories
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
+from tests.journal import training_visits
 from tests.slots import Slots
 from tests.snapshots import build, resident_run, run
 from tests.support import AdversarialPrepare, same_bits

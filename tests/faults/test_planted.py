@@ -19,7 +19,7 @@ from poros.errors import ParityError
 from poros.gates.arms import run_parity
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport
-from poros.slots.schedule import Phase, training_visits, walk
+from poros.slots.schedule import Phase
 from poros.stream import attention
 from tests.faults.planted import (
     AUTOCAST,
@@ -35,6 +35,7 @@ from tests.faults.planted import (
     poison_what_is_released,
     unguarded,
 )
+from tests.journal import training_visits, walk
 from tests.snapshots import batches, bits_of, changes, layers_of
 from tests.support import AdversarialPrepare, same_bits
 from tests.unsteady import Noise, always, make_unsteady

@@ -35,8 +35,9 @@ from poros.loaders.manifest import SLABS
 from poros.loaders.store import OpenStore, open_store
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
-from poros.slots.schedule import Phase, training_visits
+from poros.slots.schedule import Phase
 from poros.streams import EagerStreams, StreamContext
+from tests.journal import training_visits
 from tests.loading.checkpoints import write_store
 from tests.loading.loaded import Kinds, budget_for
 from tests.slots import Slots, random_store
@@ -65,7 +66,6 @@ class DiskSlots(Slots):
         self, folder: Path, num_blocks: int, num_slots: int, streams: StreamContext, first: int = 0
     ) -> None:
         self.num_blocks, self.num_slots, self.streams = num_blocks, num_slots, streams
-        self.journal = []
         source = random_store([256 * (1 + block % 3) for block in range(num_blocks)])
         for block, slab in enumerate(source.slabs):
             (spec,) = slab.layout.tensors
@@ -80,7 +80,7 @@ class DiskSlots(Slots):
             )
         layouts = [slab.layout for slab in self.host.slabs]
         self.ring = DeviceRing(layouts, num_slots, streams)
-        self.manager = BlockManager(self.host, self.ring, streams, self.journal)
+        self.manager = BlockManager(self.host, self.ring, streams)
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 5])

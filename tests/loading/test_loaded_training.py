@@ -28,9 +28,9 @@ from poros.host.disk import NUM_STAGING, DiskStore
 from poros.host.layout import PAGE_NUM_BYTES
 from poros.host.store import HostStore, attached_store
 from poros.loaders.load import load
-from poros.slots.schedule import count, training_visits, walk
 from poros.streams import EagerStreams
 from tests.covers import with_slow
+from tests.journal import count, training_visits, walk
 from tests.loading.loaded import Kinds, budget_for, standard, tensors, wanted
 from tests.snapshots import assert_same_run, bits_of, changes, picture, run
 from tests.support import AdversarialPrepare, prepare_plain

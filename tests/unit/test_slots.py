@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from poros.errors import PorosError, SlotStateError
 from poros.slots.ring import SlotState
-from poros.slots.schedule import Phase, count, divide, training_visits, walk
+from poros.slots.schedule import Phase, divide
 from poros.streams import Event
+from tests.journal import count, training_visits, walk
 from tests.slots import Slots
 from tools.adversary import AdversarialStreams
 

@@ -81,7 +81,7 @@ class Group:
         self._watch = Watch(self._trained, self._asked_for_gradients, sees_grad=ranks.is_ddp)
         self._table = table
         self._ranks = ranks
-        reader = runtime.head.slices if shares_head else None
+        reader = runtime.head if shares_head else None
         self._head = None if reader is None or reader.holds_all else SharedHead(reader)
         self._in_layers = {
             number for each in self._layers for number in each.contents().adapters().ids
@@ -264,7 +264,7 @@ class Group:
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         """What code of the user calls in the body comes here: layers, and the head."""
-        context, reader = self._layers[0].context, self._runtime.head.slices
+        context, reader = self._layers[0].context, self._runtime.head
         before, context.in_place = context.in_place, weakref.ref(self)
         if reader is not None and self._head is not None:
             reader.in_place = weakref.ref(self._head)

@@ -87,7 +87,7 @@ class Observer:
         self._draws_behind = False
         self._below: list[torch.Tensor] = []
         self._end: Start | None = None
-        self._reader = runtime.head.slices
+        self._reader = runtime.head
 
     def refuse(self, why: str, may_pass: bool = False) -> None:
         """Note why; the first reason stays."""

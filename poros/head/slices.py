@@ -10,7 +10,6 @@ Note: Slices
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -39,9 +38,10 @@ class SliceReader:
         matrix: In host memory, of shape (rows, columns), contiguous; page-locked, or its copies
             make the host wait.
         streams: Of the blocks; slices get a copy stream beside it.
+        slab: The memory of the matrix, if it may be page-locked.
 
     Attributes:
-        matrix_num_bytes: Of the matrix.
+        matrix: See above.
         h2d_num_bytes: Of the slices that went there so far.
         in_place: Gives what is asked before slices are read, if that is still there.
         check: Called with the name, the matrix, which rows these are, and the rows that came, if
@@ -51,17 +51,23 @@ class SliceReader:
         torch.OutOfMemoryError: If the buffers do not fit on the device.
     """
 
-    def __init__(self, name: str, matrix: torch.Tensor, streams: StreamContext) -> None:
+    def __init__(
+        self,
+        name: str,
+        matrix: torch.Tensor,
+        streams: StreamContext,
+        slab: HostSlab | None = None,
+    ) -> None:
         self.h2d_num_bytes = 0
         self.check: Callable[[str, torch.Tensor, slice, torch.Tensor], None] | None = None
         self.in_place: (
             Callable[[], Callable[[LossInputs], SlicedLossState | None] | None] | None
         ) = None
-        self._name, self._matrix = name, matrix
+        self._name, self._slab = name, slab
+        self.matrix = matrix
         self._streams = streams.beside()
         self._buffers = [self._streams.allocate(size) for size in buffer_sizes(matrix)]
         self._whole: torch.Tensor | None = None
-        self.matrix_num_bytes = matrix.nbytes
 
     @property
     def num_bytes(self) -> int:
@@ -74,6 +80,11 @@ class SliceReader:
         """Whether all of the matrix is on the device."""
         return self._whole is not None
 
+    @property
+    def pinned_num_bytes(self) -> int:
+        """Page-locked bytes of the matrix."""
+        return self.matrix.nbytes if self._slab is not None and self._slab.is_pinned else 0
+
     def load(self) -> None:
         """Copy all of the matrix to the device, and keep it there.
 
@@ -84,9 +95,9 @@ class SliceReader:
             The compute stream waits for the copy.
         """
         if self._whole is None:
-            memory = self._streams.allocate(self._matrix.nbytes)
-            whole = memory.view(self._matrix.dtype).view(self._matrix.shape)
-            copied = self._streams.copy(whole, self._matrix, after=self._streams.record())
+            memory = self._streams.allocate(self.matrix.nbytes)
+            whole = memory.view(self.matrix.dtype).view(self.matrix.shape)
+            copied = self._streams.copy(whole, self.matrix, after=self._streams.record())
             self.h2d_num_bytes += whole.nbytes
             self._streams.wait(copied)
             self._whole = whole
@@ -94,6 +105,11 @@ class SliceReader:
     def evict(self) -> None:
         """Undo ``load``."""
         self._whole = None
+
+    def unpin(self) -> None:
+        """Undo the page lock; no slices are brought any more."""
+        if self._slab is not None:
+            self._slab.unpin()
 
     def known(self, asked: LossInputs) -> SlicedLossState | None:
         """Return the state over all slices, if computed ahead: see ``poros.head.loss.Slices``."""
@@ -109,7 +125,7 @@ class SliceReader:
         Streams:
             The compute stream waits for each slice; the host for nothing.
         """
-        firsts = range(0, self._matrix.shape[0], width)
+        firsts = range(0, self.matrix.shape[0], width)
         if self._whole is not None:
             for first in firsts:
                 yield first, self._checked(first, self._whole[first : first + width])
@@ -119,7 +135,7 @@ class SliceReader:
         coming = self._bring(0, width, released)
         for first in firsts:
             rows, copied = coming
-            if first + width < self._matrix.shape[0]:
+            if first + width < self.matrix.shape[0]:
                 coming = self._bring(first + width, width, released)
             self._streams.wait(copied)
             yield first, self._checked(first, rows)
@@ -127,14 +143,14 @@ class SliceReader:
 
     def _checked(self, first: int, rows: torch.Tensor) -> torch.Tensor:
         if self.check is not None:
-            self.check(self._name, self._matrix, slice(first, first + len(rows)), rows)
+            self.check(self._name, self.matrix, slice(first, first + len(rows)), rows)
         return rows
 
     def _bring(self, first: int, width: int, released: list[Event]) -> tuple[torch.Tensor, Event]:
-        source = self._matrix[first : first + width]
+        source = self.matrix[first : first + width]
         number = first // width % len(self._buffers)
         # One buffer holds all of a small matrix: each slice has a place of its own in it.
-        start = self._matrix[:first].nbytes if len(self._buffers) == 1 else 0
+        start = self.matrix[:first].nbytes if len(self._buffers) == 1 else 0
         memory = self._buffers[number][start : start + source.nbytes]
         target = memory.view(source.dtype).view(source.shape)
         self.h2d_num_bytes += source.nbytes
@@ -142,83 +158,27 @@ class SliceReader:
             return target, self._streams.copy(target, source, after=released[number])
 
 
-class KeptHead:
-    """The matrix of a head in host memory; empty before ``keep``.
+def keep_head(head: Head, rows: RowReader, streams: StreamContext) -> SliceReader:
+    """Copy the matrix of a head to host memory of its own, page-locked for a GPU.
 
-    Attributes:
-        num_bytes: Of the matrix, in host memory.
-        slices: Brings slices of it.
+    Args:
+        head: Whose matrix it is.
+        rows: Says so if the memory cannot be page-locked.
+        streams: Of the blocks.
+
+    Returns:
+        The reader of slices of the copy.
+
+    Raises:
+        HostMemoryError: If there is no host memory for it.
+        torch.OutOfMemoryError: If the buffers for slices do not fit on the device.
     """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.slices: SliceReader | None = None
-        self._slab: HostSlab | None = None
-
-    def keep(self, head: Head, rows: RowReader, streams: StreamContext) -> torch.Tensor:
-        """Copy the matrix to host memory of its own, page-locked for a GPU.
-
-        Args:
-            head: Whose matrix it is.
-            rows: Says so if the memory cannot be page-locked.
-            streams: Of the blocks.
-
-        Returns:
-            The matrix there.
-
-        Raises:
-            HostMemoryError: If there is no host memory for it.
-            torch.OutOfMemoryError: If the buffers for slices do not fit on the device.
-        """
-        source = head.matrix.detach()
-        require_host_memory(source.nbytes, "the head")
-        slab = HostSlab(BlockLayout((), source.nbytes))
-        matrix = slab.bytes.view(source.dtype).view(source.shape)
-        matrix.copy_(source)
-        self.slices = SliceReader(head.name, matrix, streams)
-        if streams.device.type == "cuda" and not slab.pin(streams.device):
-            rows.note_pageable("the head")
-        self._slab, self.num_bytes = slab, source.nbytes
-        return matrix
-
-    @property
-    def device_num_bytes(self) -> int:
-        """Bytes of the buffers for slices, and of the matrix if it is on the device."""
-        return 0 if self.slices is None else self.slices.num_bytes
-
-    @property
-    def pinned_num_bytes(self) -> int:
-        """Page-locked bytes of the matrix."""
-        return self.num_bytes if self._slab is not None and self._slab.is_pinned else 0
-
-    @property
-    def h2d_num_bytes(self) -> int:
-        """Bytes of the slices copied to the device so far."""
-        return 0 if self.slices is None else self.slices.h2d_num_bytes
-
-    def check_with(self, check: Callable[[str, torch.Tensor, Any, torch.Tensor], None]) -> None:
-        """Set the check of slices: see ``SliceReader.check``."""
-        if self.slices is not None:
-            self.slices.check = check
-
-    @property
-    def sliced_num_bytes(self) -> int:
-        """Bytes of a matrix that is copied in slices."""
-        return 0 if self.slices is None else self.slices.matrix_num_bytes
-
-    def set_resident(self, is_wanted: bool) -> None:
-        """Load the matrix to the device and keep it there, or evict it.
-
-        Raises:
-            torch.OutOfMemoryError: If it does not fit; nothing has changed.
-        """
-        if self.slices is not None:
-            if is_wanted:
-                self.slices.load()
-            else:
-                self.slices.evict()
-
-    def unpin(self) -> None:
-        """Undo the page lock; no slices are brought any more."""
-        if self._slab is not None:
-            self._slab.unpin()
+    source = head.matrix.detach()
+    require_host_memory(source.nbytes, "the head")
+    slab = HostSlab(BlockLayout((), source.nbytes))
+    matrix = slab.bytes.view(source.dtype).view(source.shape)
+    matrix.copy_(source)
+    reader = SliceReader(head.name, matrix, streams, slab)
+    if streams.device.type == "cuda" and not slab.pin(streams.device):
+        rows.note_pageable("the head")
+    return reader

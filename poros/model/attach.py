@@ -18,7 +18,7 @@ from torch import nn
 
 from poros.head.embedding import keep_on_host
 from poros.head.rows import RowReader
-from poros.head.slices import KeptHead
+from poros.head.slices import SliceReader, keep_head
 from poros.head.takeover import slice_loss
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attached_store
@@ -156,24 +156,28 @@ class Attachment:
     def take_head(
         self,
         model: nn.Module,
-        kept: KeptHead,
         rows: RowReader,
         streams: StreamContext,
         digests: SourceDigests | None,
-    ) -> None:
-        """Move the head's matrix to host memory and slice the loss, as chosen."""
-        head = self._head
+    ) -> SliceReader | None:
+        """Move the head's matrix to host memory and slice the loss, as chosen.
+
+        Returns:
+            The reader of the matrix; None if that stays on the device.
+        """
+        head, reader = self._head, None
         if head is None:
-            return
+            return None
         if head.is_on_host:
             if digests is not None:
                 digests.add(head.name, head.matrix)
             (part,) = FrozenTensor(head.name, head.matrix).parts()
-            origin, matrix = part.get().device, kept.keep(head, rows, streams)
+            origin, reader = part.get().device, keep_head(head, rows, streams)
             self._moved.append((part, origin))
-            part.put(matrix)
+            part.put(reader.matrix)
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
-        self._undo.callback(slice_loss(base_of(model), head.module, kept.slices))
+        self._undo.callback(slice_loss(base_of(model), head.module, reader))
+        return reader
 
     def move_to_device(self, model: nn.Module) -> None:
         """Move everything that is not streamed: adapters, norms outside the layers, head."""

@@ -10,7 +10,6 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.head.rows import RowReader
-from poros.head.slices import KeptHead
 from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
@@ -70,7 +69,7 @@ class Runtime:
         constants: Small constants of 4-bit weights, on the device.
         small: Norms, biases and other small tensors of the layers, on the device.
         rows: Brings rows of embeddings that stay in host memory.
-        head: What the policy has made of the head.
+        head: Brings slices of the head's matrix if that is in host memory, else None.
         offloader: Inputs of layers that wait on the host.
         context: What the layers know of all this.
         sizer: Decides on the room that blocks get.
@@ -133,9 +132,9 @@ class Runtime:
             self._attachment.move_small(self.small)
             self.rows = RowReader(streams)
             self._attachment.keep_embeddings(model, self.rows, self.digests)
-            self.head = KeptHead()
-            undo.callback(self.head.unpin)
-            self._attachment.take_head(model, self.head, self.rows, streams, self.digests)
+            self.head = self._attachment.take_head(model, self.rows, streams, self.digests)
+            if self.head is not None:
+                undo.callback(self.head.unpin)
             self._attachment.move_to_device(model)
             if self.device.type == "cuda":
                 self.host.pin(self.device)
@@ -187,12 +186,18 @@ class Runtime:
     def _block_sizes(self) -> BlockSizes:
         layouts = [slab.layout for slab in self.host.slabs]
         # One that has been asked for stays in host memory.
-        head = 0 if self.policy.stream_head else self.head.sliced_num_bytes
-        return BlockSizes(layouts, len(self._layers), self.policy.block_size, head)
+        head = None if self.policy.stream_head else self.head
+        num_bytes = 0 if head is None else head.matrix.nbytes
+        return BlockSizes(layouts, len(self._layers), self.policy.block_size, num_bytes)
 
     def _hold_head(self, room: ResidencyPlan) -> None:
         """Keep the head on the device if every block is there."""
-        self.head.set_resident(bool(self._sizes.head) and self._sizes.holds_all(room))
+        if self.head is None:
+            return
+        if self._sizes.head and self._sizes.holds_all(room):
+            self.head.load()
+        else:
+            self.head.evict()
 
     def _make_context(
         self, model: nn.Module, inventory: Inventory, recorder: Recorder | None
@@ -253,8 +258,9 @@ class Runtime:
     def device_num_bytes(self) -> int:
         """Slots, small tensors, quantization constants, dense weights, and slices of the head."""
         dense = self._dense.num_bytes if self._dense else 0
+        head = self.head.num_bytes if self.head else 0
         own = self.ring.num_bytes + self.small.num_bytes + self.constants.num_bytes
-        return own + self.head.device_num_bytes + dense
+        return own + head + dense
 
     @property
     def plan(self) -> "MemoryPlan | None":
@@ -325,8 +331,10 @@ class Runtime:
             "num_hits": manager.num_hits,
             "h2d_num_bytes": manager.h2d_num_bytes,
             "device_num_bytes": self.device_num_bytes,
-            "host_num_bytes": host.num_bytes + self._matrices_num_bytes + head.num_bytes,
-            "pinned_num_bytes": host.pinned_num_bytes + head.pinned_num_bytes,
+            "host_num_bytes": host.num_bytes
+            + self._matrices_num_bytes
+            + (head.matrix.nbytes if head else 0),
+            "pinned_num_bytes": host.pinned_num_bytes + (head.pinned_num_bytes if head else 0),
             "disk_num_bytes": host.disk_num_bytes,
             "disk_stall_ms": host.disk_stall_ms,
             "offloaded_num_bytes": self.offloader.num_bytes,
@@ -334,7 +342,7 @@ class Runtime:
             "h2d_gb_per_s": gb_per_s(timings.num_bytes, timings.copy_ms),
             "stall_ms": timings.stall_ms,
             "rows_num_bytes": rows.h2d_num_bytes,
-            "head_num_bytes": head.h2d_num_bytes,
+            "head_num_bytes": head.h2d_num_bytes if head else 0,
             "num_resizes": self._num_resizes,
             **adapter_counts(tally),
             "num_replayed_visits": captures.num_replays if captures is not None else 0,
@@ -377,7 +385,8 @@ class Runtime:
         self._findings = check.findings
         self.context.check = check
         self.rows.check = check.watch_rows
-        self.head.check_with(check.watch_rows)
+        if self.head is not None:
+            self.head.check = check.watch_rows
 
     def begin_pass(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Check a call of the model, make room for the micro-batch, and record visits that are due.
@@ -482,8 +491,10 @@ class Runtime:
         self.context.visits.end_all()
         self._attachment.detach()
         self._release()
-        for each in (self.host, self.offloader, self.head):
-            each.unpin()
+        self.host.unpin()
+        self.offloader.unpin()
+        if self.head is not None:
+            self.head.unpin()
 
     def _release(self) -> None:
         for reference in self._layers:

@@ -136,6 +136,6 @@ def test_programs(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> 
     runtime = poros.runtime(model)
     if num_heads is not None:
         head: Any = runtime.head
-        assert runtime.stats()["head_num_bytes"] == num_heads * head.sliced_num_bytes
+        assert runtime.stats()["head_num_bytes"] == num_heads * head.matrix.nbytes
     if which == "read logits":
         assert (model.calls.begun, model.calls.ended) == (sum(SIZES), sum(SIZES))

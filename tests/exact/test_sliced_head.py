@@ -225,18 +225,18 @@ def test_the_head_has_a_place_once_every_block_has_one(
     runtime, matrix = poros.runtime(model), head_of(model)
     plan = poros.plan(model, **SHAPE, **policy, num_slots=NUM_LAYERS)
     assert_same_run(expected, run(model))
-    assert runtime.head.slices is not None and runtime.head.slices.holds_all
+    assert runtime.head is not None and runtime.head.holds_all
     assert runtime.stats()["head_num_bytes"] == matrix.nbytes
     assert plan.terms["head"] == matrix.nbytes + 2 * 96 * matrix[0].nbytes
     whole = runtime.stats()["device_num_bytes"]
     runtime.resize(ResidencyPlan(2, 0))
-    assert not runtime.head.slices.holds_all
+    assert not runtime.head.holds_all
     assert runtime.stats()["device_num_bytes"] <= whole - matrix.nbytes
     runtime.resize(ResidencyPlan(NUM_LAYERS, 0))
     assert runtime.stats()["device_num_bytes"] == whole
     # One that was asked for stays in host memory.
     asked = poros.runtime(with_sliced_loss(build(architecture), slots=NUM_LAYERS))
-    assert asked.head.slices is not None and not asked.head.slices.holds_all
+    assert asked.head is not None and not asked.head.holds_all
 
 
 def test_no_room_for_the_head_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_planned_sizes_are_those_of_the_prepared_model(
     assert expected.host_num_bytes == runtime.stats()["host_num_bytes"]
     assert expected.num_blocks == runtime.num_blocks
     assert expected.num_adapter_parameters == trained_in(model)[0]
-    assert runtime.head.device_num_bytes == (head.buffers if on_host else 0)
+    assert (runtime.head.num_bytes if runtime.head else 0) == (head.buffers if on_host else 0)
     blocks = [runtime.host_slab(block).numel() for block in range(runtime.num_blocks)]
     slots = [max(blocks[slot :: runtime.num_slots]) for slot in range(runtime.num_slots)]
     assert expected.terms["slots"] == sum(slots)

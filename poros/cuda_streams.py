@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ class CudaStreams(StreamContext):
         stream.wait_event(after)
         begin = _timed_event(stream)
         self._is_copying = True
-        with torch.cuda.stream(stream):
+        with _OnStream(stream):
             target.copy_(source, non_blocking=True)
         self._is_copying = False
         event = _timed_event(stream)
@@ -116,7 +117,7 @@ class CudaStreams(StreamContext):
             if self._is_copying and torch.cuda.current_stream(self.device) == self._copy_stream:
                 # A copy was interrupted before it had put the compute stream back.
                 self._is_copying = False
-                torch.cuda.set_stream(last[1])
+                _set_current(last[1].stream_id, last[1].device_index, last[1].device_type)
                 return last[1]
         stream = torch.cuda.current_stream(self.device)
         if last is not None and stream != last[1]:
@@ -126,6 +127,37 @@ class CudaStreams(StreamContext):
         # At last, and at once: an interruption, or another thread, finds either or neither.
         self._last = torch._C._cuda_getCurrentStream(stream.device_index), stream
         return stream
+
+
+class _OnStream:
+    """As ``torch.cuda.stream``, which looks everything up by way of Python, several times."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        if torch._C._cuda_getDevice() != stream.device_index:
+            self._before = torch.cuda.stream(stream)
+            self._before.__enter__()
+        else:
+            self._before = torch._C._cuda_getCurrentStream(stream.device_index)
+            _set_current(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *error: Any) -> None:
+        if isinstance(self._before, tuple):
+            _set_current(*self._before)
+        else:
+            self._before.__exit__(*error)
+
+
+def _set_current(stream_id: int, device_index: int, device_type: int) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
 
 
 def recording_stream(device: torch.device) -> torch.cuda.Stream:

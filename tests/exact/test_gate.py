@@ -21,7 +21,7 @@ from poros.gates.reference import TrainingSpec
 from poros.gates.report import ParityReport, render
 from poros.stream.boundary import detach_layer
 from tests.comparing import QUANTITIES
-from tests.exact.arms import flip_nibble
+from tests.loops import flip_nibble
 from tests.support import make_model, prepare_plain
 
 

@@ -14,8 +14,9 @@ from poros.config import StreamingPolicy
 from poros.cuda_streams import CudaStreams
 from poros.slots.schedule import Action
 from poros.streams import EagerStreams
+from tests.comparing import bits_of, changes
 from tests.fake_cuda import FakeCuda, FakeEvent
-from tests.snapshots import NUM_LAYERS, batches, bits_of, build, changes
+from tests.loops import NUM_LAYERS, batches, build
 
 PREFIX = "poros::"
 

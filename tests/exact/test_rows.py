@@ -20,8 +20,18 @@ from poros.replay import routing
 from poros.replay.call import LayerCall
 from poros.replay.captures import Captures
 from poros.replay.routing import GradientSums
-from tests.exact.arms import Bases, on_tapes
-from tests.exact.together import batches, build, dense, layers, own_loss, same, train, trained
+from tests.exact.recorded import on_tapes
+from tests.loops import (
+    Subject,
+    dense,
+    layers_of,
+    micro_batches,
+    own_loss,
+    same,
+    train,
+    trained,
+    training,
+)
 
 Model = Any
 Facts = list[torch.Tensor]
@@ -38,7 +48,7 @@ def in_two_groups(model: Model, together: bool = True) -> Facts:
     generator = torch.Generator().manual_seed(2)
     for _ in range(5):
         for _ in range(2):
-            step = batches(3, generator, (12,))
+            step = micro_batches(3, generator, (12,))
             if together:
                 facts += poros.accumulate(model, step, loss=own_loss)
             else:
@@ -68,10 +78,10 @@ RUNS: dict[str, Callable[..., Facts]] = {
     "two groups a step": in_two_groups,
     "a hook on the node of an adapter": with_a_hook_on_a_node,
 }
-BASES: dict[str, Callable[[Bases], Model]] = {
-    "dropout": build,
+BASES: dict[str, Subject] = {
+    "dropout": training,
     "nothing is drawn": partial(dense, dropout=0.0),
-    "DoRA": partial(build, adapter="dora"),
+    "DoRA": partial(training, adapter="dora"),
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "two slots": {"slots": 2},
@@ -80,19 +90,19 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def ends_alike(run: Callable[..., Facts], base: Callable[[Bases], Model], bases: Bases) -> bool:
-    model = on_tapes(base(bases).train(), slots=2)
-    return same(run(model), run(base(bases).train(), together=False))
+def ends_alike(run: Callable[..., Facts], base: Subject) -> bool:
+    model = on_tapes(base().train(), slots=2)
+    return same(run(model), run(base().train(), together=False))
 
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("run", RUNS)
-def test_runs(run: str, base: str, bases: Bases) -> None:
-    assert ends_alike(RUNS[run], BASES[base], bases)
+def test_runs(run: str, base: str) -> None:
+    assert ends_alike(RUNS[run], BASES[base])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies(policy: str, bases: Bases, monkeypatch: Patch) -> None:
+def test_policies(policy: str, monkeypatch: Patch) -> None:
     found, genuine = [], Captures.call_again
 
     def call_again(*args: Any) -> Any:
@@ -100,8 +110,8 @@ def test_policies(policy: str, bases: Bases, monkeypatch: Patch) -> None:
         return found[-1]
 
     monkeypatch.setattr(Captures, "call_again", call_again)
-    model = on_tapes(build(bases).train(), **POLICIES[policy])
-    expected = train(build(bases).train(), together=False, **OFTEN)
+    model = on_tapes(training().train(), **POLICIES[policy])
+    expected = train(training().train(), together=False, **OFTEN)
     assert same(train(model, **OFTEN), expected)
     assert any(each is None for each in found) and any(each is not None for each in found)
 
@@ -120,7 +130,7 @@ class Closed(torch.autograd.Function):
 
 def with_a_closed_way(model: Model) -> Model:
     """Layers use their hidden states twice, and one of the uses gives no gradient."""
-    for layer in layers(model):
+    for layer in layers_of(model):
         genuine = type(layer)
 
         class Layer(genuine):  # type: ignore[valid-type,misc]
@@ -131,13 +141,13 @@ def with_a_closed_way(model: Model) -> Model:
     return model
 
 
-def test_a_use_without_a_gradient(bases: Bases, monkeypatch: Patch) -> None:
+def test_a_use_without_a_gradient(monkeypatch: Patch) -> None:
     monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES | {"tests", __name__.partition(".")[0]})
-    assert ends_alike(RUNS["two forms"], lambda bases: with_a_closed_way(build(bases)), bases)
+    assert ends_alike(RUNS["two forms"], lambda: with_a_closed_way(training()))
 
 
-def test_an_error_behind_the_first_reaches_the_loss(bases: Bases, monkeypatch: Patch) -> None:
-    model = on_tapes(build(bases).train(), slots=2)
+def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
+    model = on_tapes(training().train(), slots=2)
     train(model, **OFTEN)
     caught, genuine, numbers = list[Exception](), Captures.call_again, count()
 
@@ -154,7 +164,7 @@ def test_an_error_behind_the_first_reaches_the_loss(bases: Bases, monkeypatch: P
             raise
 
     monkeypatch.setattr(Captures, "call_again", call_again)
-    step = batches(4, torch.Generator().manual_seed(2), (12,))
+    step = micro_batches(4, torch.Generator().manual_seed(2), (12,))
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
         poros.accumulate(model, step, loss=loss)
     assert len(caught) == 1
@@ -184,10 +194,10 @@ CONTROLS: dict[str, tuple[Any, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("which", CONTROLS)
-def test_controls(which: str, bases: Bases, monkeypatch: Patch) -> None:
+def test_controls(which: str, monkeypatch: Patch) -> None:
     owner, name, instead, run = CONTROLS[which]
     monkeypatch.setattr(owner, name, instead)
     try:
-        assert not ends_alike(RUNS[run], build, bases)
+        assert not ends_alike(RUNS[run], training)
     except (RuntimeError, poros.PorosError):
         return  # it does not come to its end

@@ -26,8 +26,8 @@ from poros.stream.offload import ActivationOffloader
 from tests import mutants
 from tests.comparing import compare_trajectories
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
+from tests.loops import build, resident_run, run
 from tests.slots import Slots
-from tests.snapshots import build, resident_run, run
 from tests.support import AdversarialPrepare, same_bits
 from tools.adversary import AdversarialStreams, SlotHazard
 

@@ -30,9 +30,10 @@ from poros.host.store import HostStore, attached_store
 from poros.loaders.load import load
 from poros.slots.schedule import count, training_visits, walk
 from poros.streams import EagerStreams
+from tests.comparing import assert_same_run, bits_of, changes, picture
 from tests.covers import with_slow
 from tests.loading.loaded import Kinds, budget_for, standard, tensors, wanted
-from tests.snapshots import assert_same_run, bits_of, changes, picture, run
+from tests.loops import run
 from tests.support import AdversarialPrepare, prepare_plain
 
 ON_DISK = 7

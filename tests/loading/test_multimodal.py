@@ -27,10 +27,10 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.merging.merge import merge
 from poros.model.targets import excluded_modules
 from tests.covers import with_slow
-from tests.exact.together import num_groups, own_loss, reasons, same, train
 from tests.loading.images import with_images
 from tests.loading.loaded import tensors
 from tests.loading.towers import FAMILIES, num_layers, write
+from tests.loops import num_groups, own_loss, reasons, same, train
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 from tools.tape import TapeRecorder
 

@@ -12,8 +12,9 @@ import torch
 import poros
 from poros.errors import RematerializationError
 from poros.stream.settings import Settings
+from tests.comparing import assert_same_run, bits_of, changes, digest
 from tests.covers import with_slow
-from tests.snapshots import assert_same_run, batches, bits_of, build, changes, digest, run
+from tests.loops import batches, build, run
 from tests.support import prepare_plain
 
 backends: Any = torch.backends

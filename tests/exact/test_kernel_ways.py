@@ -212,8 +212,10 @@ def test_streamed_equals_resident(name: str) -> None:
     plain, expected, stats = streamed_and_resident(make, kernels, row.around)
     count = "num_grouped_adapters" if kernels else "num_fused_adapters"
     assert row.num_ours in (None, stats[count])
-    if kernels and row.is_near:  # of DoRA in test_kernel_use, in full precision
-        require_near(plain, expected, 0.1)
+    # A forward and backward of two layers is some hundred roundings deep.
+    is_full = row.options.get("dtype") is FP32 and row.around is nullcontext
+    if row.is_near and (kernels or is_full):
+        require_near(plain, expected, 1e-4 if is_full else 0.1)
 
 
 @pytest.mark.cover("values")

@@ -1,7 +1,8 @@
 """Programs whose visits are recorded and replayed, by a stand-in that sees nothing of Python.
 
 They have the bits of a resident run, where layers are recomputed and where they keep their graph.
-How users compute within one step: ``test_programs``, all of which are replayed too.
+How users compute within steps: ``test_programs`` and ``test_written_programs``, which replay them
+too.
 """
 
 import gc
@@ -65,67 +66,9 @@ CHANGES: dict[str, Callable[[Model, int], None]] = {
 }
 
 
-# What a step does.
-
-
-def two_losses(model: Model) -> Facts:
-    """Forwards whose backwards come later, in the order of the forwards and in reverse."""
-    facts = []
-    for number in range(8):
-        parts = range(2 if number % 3 else 1)
-        losses = [loss_of(model, shift=part) for part in parts]
-        for loss in losses if number % 2 else losses[::-1]:
-            loss.backward()
-        facts += gradients(model)
-    return facts
-
-
-def second_backward(model: Model) -> Facts:
-    facts = []
-    for number in range(8):
-        loss = loss_of(model)
-        loss.backward(retain_graph=True)
-        loss_of(model, shift=1).backward()
-        if number != 5:
-            loss.backward()
-        facts += gradients(model)
-    return facts
-
-
-def inside_and_outside(model: Model) -> Facts:
-    """What a backward runs under is its own: each is recorded, and no other is replayed."""
-    facts = []
-    for number in range(12):
-        with bf16():
-            loss = loss_of(model, shift=number)
-            if number % 2:
-                loss.backward()
-        if not number % 2:
-            loss.backward()
-        facts += [loss.detach(), *gradients(model)]
-    return facts
-
-
-def reference_pass(model: Model) -> Facts:
-    """As DPO has it; dropout draws, as the model trains."""
-    facts = []
-    for number in range(8):
-        tokens = torch.arange(12)[None] + number
-        with torch.no_grad(), model.disable_adapter() if number % 2 else nullcontext():
-            facts.append(model(input_ids=tokens, use_cache=False).logits.clone())
-        loss = loss_of(model, shift=number)
-        loss.backward()
-        facts += [loss.detach(), *gradients(model)]
-    return facts
-
-
 PROGRAMS: dict[str, Callable[[Model], Facts]] = {
-    "two losses": two_losses,
     "nothing": train,
     **{name: partial(train, change=change) for name, change in CHANGES.items()},
-    "backwards inside and outside of a region": inside_and_outside,
-    "a second backward": second_backward,
-    "without gradients": reference_pass,
 }
 
 
@@ -134,13 +77,6 @@ def resident(which: str) -> Facts:
     model = few(lora_dropout=0.1)
     torch.manual_seed(3)
     return PROGRAMS[which](model)
-
-
-def kinds_of(captures: Any, is_replayed: bool = False) -> set[str]:
-    """Of the forms of visits; or of those whose recorded forward has been proved."""
-    forms = [form for of_layer in captures._forms.values() for form in of_layer.values()]
-    proved = [form for form in forms if form.forward is not None and form.forward.is_proved]
-    return {form.kind for form in (proved if is_replayed else forms)}
 
 
 @pytest.mark.cover("values")
@@ -156,12 +92,6 @@ def test_a_program(which: str, policy: dict[str, Any]) -> None:
     assert stats["num_eager_visits"] == sum(captures.eager.values())
     if which in CHANGES:  # a control
         assert not same(resident(which), resident("nothing"))
-    if which == "two losses":
-        # The second one's graph has no place in the recording: it is recomputed.
-        assert kinds_of(captures) == ({"kept", "recomputed"} if policy else {"recomputed"})
-    if which == "without gradients":
-        kinds = kinds_of(captures, is_replayed=True)
-        assert "inference" in kinds and len(kinds) == 2
 
 
 OPTIONS: list[dict[str, Any]] = [{"lora_dropout": 0.1}, {"use_dora": True, "quantize": False}]

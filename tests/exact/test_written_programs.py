@@ -189,6 +189,7 @@ def written() -> Iterator[tuple[str, Row]]:
     yield from exchanges()
     yield from edits()
     yield from later()
+    yield from in_turn()
     yield from managed()
     yield from heads()
     yield from crossed()
@@ -394,6 +395,24 @@ def later() -> Iterator[tuple[str, Row]]:
         policy = Policy(recorded=True, keep_last=2 * (place % 2))
         steps = (*[Step()] * 3, Step(before=(change,)), Step())
         yield f"{name} later", Row(Program(DROPOUT, policy, steps=steps))
+
+
+def in_turn() -> Iterator[tuple[str, Row]]:
+    """Steps of two kinds in turn, whose visits are replayed: of kept layers, or recomputed ones."""
+    later, reverse = (Step(forwards=TWO, backward=how) for how in ("in_turn", "reverse"))
+    references = [Step(before=(Evaluate(mode=mode),)) for mode in ("train", "disabled")]
+    kinds = {
+        "one loss, and two whose backwards come later": (Step(), later, reverse),
+        "a backward, and two of one graph": (Step(), Step(backward="twice")),
+        "backwards inside and outside of a region": (
+            *(Step(autocast="around"), Step(autocast="each")),
+        ),
+        "passes without gradients, with adapters and without": references,
+    }
+    subject = Subject(dtype="bfloat16", num_layers=2, dropout=0.1)
+    for keep_last, (name, steps) in product((0, 2), kinds.items()):
+        policy = Policy(recorded=True, keep_last=keep_last)
+        yield f"{name}, {keep_last} kept", Row(Program(subject, policy, steps=(*steps,) * 4))
 
 
 def managed() -> Iterator[tuple[str, Row]]:

@@ -37,7 +37,6 @@ from tests.loops import (
     reasons,
     same,
     train,
-    trained,
     training,
 )
 from tests.replaced import Plant, in_place_of
@@ -157,40 +156,14 @@ def test_replayed_visits_of_a_reference_between() -> None:
     assert same(train(model, **run), expected) and captures.num_replays > 10
 
 
-def test_a_model_that_is_not_prepared_and_no_micro_batches() -> None:
+def test_a_model_that_is_not_prepared_no_micro_batches_and_no_gradients() -> None:
+    """With the model's own loss; in a module around the prepared one: ``test_ddp``."""
     assert same(train(dense()), train(dense(), together=False))
     model = prepare_plain(dense(), slots=2)
     assert poros.accumulate(model, []) == [] and num_groups(model) == 0
-
-
-def test_within_another_module() -> None:
-    """A module of the user's own that holds the prepared model."""
-
-    class Outer(torch.nn.Module):
-        def __init__(self, model: Model) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, **batch: Any) -> Any:
-            return self.model(**batch)
-
-    expected = train(dense(), together=False)
-    model = prepare_plain(dense(), slots=2)
-    assert same(train(Outer(model)), expected) and num_groups(model) == 3
-
-
-def test_the_models_own_loss_by_default() -> None:
     tokens = torch.arange(12).view(2, 6)
-    batch = {"input_ids": tokens, "labels": tokens}
-    resident = dense(dropout=0.0)
-    for _ in range(3):
-        (resident(**batch).loss / 3).backward()
-    model = prepare_plain(dense(dropout=0.0), slots=2)
-    losses = poros.accumulate(model, [batch] * 3)
-    assert len(losses) == 3 and not any(each.requires_grad for each in losses)
-    assert same([p.grad for p in trained(model)], [p.grad for p in trained(resident)])
     with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
-        poros.accumulate(model, [batch] * 2)
+        poros.accumulate(model, [{"input_ids": tokens, "labels": tokens}] * 2)
 
 
 Patch = pytest.MonkeyPatch

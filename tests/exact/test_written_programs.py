@@ -451,10 +451,10 @@ def managed() -> Iterator[tuple[str, Row]]:
 
 
 def heads() -> Iterator[tuple[str, Row]]:
-    """With losses in slices, of a resident run too; Gemma's head is its embedding's matrix."""
+    """With losses in slices, of a resident run too. Gemma has one matrix for both ends; 2 caps."""
     evaluated = (Evaluate(), Evaluate(mode="generate"))
     forwards = forward(Term("logits"), Term("hidden", 1))
-    for name, loss in product(("qwen2", "gemma3"), ("chunked", "reference")):
+    for name, loss in product(("qwen2", "gemma3", "gemma2"), ("chunked", "reference")):
         policy = Policy(stream_head=True, stream_embedding=True, loss=loss)
         for place, is_trained in enumerate((False, True)):
             step = Step(before=evaluated, forwards=forwards, autocast=("off", "each")[place])

@@ -324,7 +324,6 @@ class TrlArms:
         trainer_class: Of TRL.
         arguments_class: Its arguments.
         rows: The training rows.
-        dtype: Of the base, and of its 4-bit computation.
         quantize: Whether the base is NF4.
         device: Where both arms run.
         num_steps: Of a run.
@@ -338,7 +337,6 @@ class TrlArms:
     arguments_class: type
     rows: list[dict[str, Any]]
     _: KW_ONLY
-    dtype: torch.dtype = torch.bfloat16
     quantize: bool = True
     device: str = "cpu"
     num_steps: int = 2
@@ -347,13 +345,8 @@ class TrlArms:
     trainer: Any = None
 
     def base(self) -> Any:
-        return make_base(
-            **SMALL,
-            dtype=self.dtype,
-            quantize=self.quantize,
-            device=self.device,
-            auto_class=self.auto_class,
-        )
+        options = {"quantize": self.quantize, "device": self.device, "auto_class": self.auto_class}
+        return make_base(**SMALL, **options)
 
     def adapter(self) -> LoraConfig:
         """As users attach it to a base; the head of a reward model is trained as a whole."""

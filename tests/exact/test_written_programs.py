@@ -199,8 +199,8 @@ def backwards() -> Iterator[tuple[str, Row]]:
     for how in ("in_turn", "reverse", "sum", "twice", "grad"):
         yield f"backwards: {how}", row(*NOISE, forwards=TWO, backward=how, subject=DROPOUT)
     yield "an evaluation in between", row(between=(Evaluate(),), subject=DROPOUT)
-    off = Setting("mkldnn", "off")
-    yield "mkldnn off in between", row(between=(off,))
+    for name in ("mkldnn", "flash"):
+        yield f"{name} off in between", row(between=(Setting(name, "off"),))
     yield "use_cache", row(forwards=forward(cache=True))
     for kind, part in (
         *((kind, "mlp") for kind in ("forward", "backward")),

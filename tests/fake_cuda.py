@@ -132,6 +132,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.compute = FakeStream(name="compute stream")
         self._current = self.compute
+        self._streams: dict[int, FakeStream] = {self.compute.stream_id: self.compute}
         self._free: list[Block] = []
         self.torch: Any = SimpleNamespace(
             uint8=torch.uint8,
@@ -140,35 +141,40 @@ class FakeCuda:
                 Stream=self.new_stream,
                 Event=FakeEvent,
                 current_stream=self.current_stream,
-                set_stream=self.set_stream,
                 stream=self.on,
             ),
-            _C=SimpleNamespace(_cuda_getCurrentStream=self.current_key),
+            _C=SimpleNamespace(
+                _cuda_getDevice=lambda: 0,
+                _cuda_getCurrentStream=self.current_key,
+                _cuda_setStream=self.set_current,
+            ),
         )
 
     def current_stream(self, device: object = None) -> FakeStream:
         return self._current
 
     def new_stream(self, device: object = None) -> FakeStream:
-        return FakeStream(device)
+        found = FakeStream(device)
+        self._streams[found.stream_id] = found
+        return found
 
     def current_key(self, device_index: int) -> tuple[int, int, int]:
         """``torch._C._cuda_getCurrentStream``."""
+        self._streams.setdefault(self._current.stream_id, self._current)
         return self._current.stream_id, self._current.device_index, self._current.device_type
 
-    def set_stream(self, stream: FakeStream) -> None:
-        """``torch.cuda.set_stream``."""
-        self._current = stream
+    def set_current(self, *, stream_id: int, device_index: int, device_type: int) -> None:
+        """``torch._C._cuda_setStream``."""
+        self._current = self._streams[stream_id]
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
         """``torch.cuda.stream``."""
-        before = self._current
-        self.torch.cuda.set_stream(stream)
+        before, self._current = self._current, stream
         try:
             yield
         finally:
-            self.torch.cuda.set_stream(before)
+            self._current = before
 
     def empty(self, num_bytes: int, *, dtype: torch.dtype, device: object) -> FakeTensor:
         assert dtype is torch.uint8

@@ -5,19 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from poros.accumulation import foreign
-from tests.exact.arms import Bases, Residents, narrow_slices
+from tests.loops import narrow_slices
 from tests.support import copied
 from tools.fuzz import campaign
-
-
-@pytest.fixture(scope="session")
-def residents() -> Residents:
-    return Residents()
-
-
-@pytest.fixture(scope="session")
-def bases(residents: Residents) -> Bases:
-    return residents.bases
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoHaConfig, LoraConfig, get_peft_model
 
-from tests.snapshots import batches
+from tests.loops import ON_HOST, batches, streamed
 
 Model = Any
 Change = Callable[[Model], Model]
@@ -95,3 +95,8 @@ def tied(model: Model) -> Model:
 def trained_embedding(model: Model) -> Model:
     model.get_input_embeddings().weight.requires_grad_(True)
     return model
+
+
+def with_sliced_loss(model: Model, **policy: Any) -> Model:
+    """Prepared, with its head in host memory."""
+    return streamed(model, **{"slots": 2, **ON_HOST, **policy})

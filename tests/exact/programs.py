@@ -16,9 +16,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from tests import snapshots
-from tests.exact.arms import Model, Program
-from tests.snapshots import batches, bf16, layers_of
+from tests import loops
+from tests.loops import Model, Program, batches, bf16, layers_of
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -33,7 +32,7 @@ def trained(model: Model) -> dict[str, torch.nn.Parameter]:
 
 def train(model: Model, **spec: Any) -> object:
     """Two steps of the reference loop, all that they compute."""
-    return snapshots.run(model, **spec)
+    return loops.run(model, **spec)
 
 
 train_once = partial(train, num_steps=1)
@@ -176,7 +175,7 @@ def read_an_encoder(model: Model) -> object:
 
 
 def train_below_the_layers(model: Model) -> object:
-    trajectory = snapshots.run(model, num_steps=3)
+    trajectory = loops.run(model, num_steps=3)
     below = {n: g for n, g in trajectory.steps[0].gradients.items() if "layers." not in n}
     assert len(below) == 2 and all(bool(each.any()) for each in below.values())
     return trajectory

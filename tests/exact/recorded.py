@@ -1,4 +1,4 @@
-"""Models whose visits are recorded on tapes."""
+"""Models whose visits are recorded on tapes, and whose slots are poisoned."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,9 +10,10 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.replay.captures import Captures
-from tests.exact import together
-from tests.exact.adapter_arms import adapted
-from tests.exact.together import trained
+from tests import loops
+from tests.loops import adapted, trained
+from tests.support import AS_PLAIN
+from tools.adversary import POISON, AdversarialStreams
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -53,7 +54,7 @@ def train(
     if change is not None:
         options["between"] = change
     sizes = (accumulation,) * num_steps
-    return together.train(model, False, sizes=sizes, lengths=(12, 20), **options)
+    return loops.train(model, False, sizes=sizes, lengths=(12, 20), **options)
 
 
 def gradients(model: Model) -> list[Any]:
@@ -78,3 +79,31 @@ def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Ca
     patch.setattr("poros.model.runtime.captures_for", captures_for)
     patch.setattr("poros.replay.captures._LEAST_VISITS", least_visits)
     return made
+
+
+def poisoned(model: Model, recorder: TapeRecorder | None = None, **policy: Any) -> Model:
+    """Streamed by adversarial streams on two slots, each poisoned as soon as it is released.
+
+    So whatever reads one without asking for its block shows.
+    """
+    usual = {"device": "cpu", "slots": 2, "self_check": "off", **AS_PLAIN}
+    chosen = poros.StreamingPolicy(**{**usual, **policy})
+    prepare_with(model, chosen, streams=AdversarialStreams(), recorder=recorder)
+    manager = poros.runtime(model).manager
+    genuine, evict = manager.release, manager.evict
+
+    def release(block: int) -> None:
+        genuine(block)
+        if not manager.is_pinned(block):
+            slot = manager._ring.slot(block)
+            evict(block)
+            slot.buffer.fill_(POISON)
+
+    manager.release = release  # type: ignore[method-assign]
+    manager.evict = lambda block: release(block) if manager.is_held(block) else None  # type: ignore[method-assign]
+    return model
+
+
+def on_tapes(model: Model, **policy: Any) -> Model:
+    """The same, with visits that are recorded on tapes, and then replayed."""
+    return poisoned(model, TapeRecorder(), **policy)

@@ -1,18 +1,19 @@
 """The small models that the tests of equal bits use, by what is special about them."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import BartConfig, BartForCausalLM
 
-from tests.exact.arms import Bases, Model, Subject
-from tests.snapshots import layers_of
+from tests.loops import Model, Subject, build, layers_of, small_base
 
 
 def small(architecture: str = "qwen2", **options: Any) -> Subject:
-    """A model with LoRA on all linear layers; ``options`` of ``Bases.build``."""
-    return lambda bases: bases.build(architecture, **options)
+    """A model with LoRA on all linear layers; ``options`` of ``build``."""
+    return lambda: build(architecture, **options)
 
 
 PLAIN = small()
@@ -30,26 +31,26 @@ def adapters_on(
 ) -> Subject:
     """Adapters of rank 4 on some projections."""
 
-    def make(bases: Bases) -> Model:
+    def make() -> Model:
         torch.manual_seed(2)
-        base = bases.base(quantize=quantize, dropout=dropout)
+        base = small_base(quantize=quantize, dropout=dropout)
         given = {"lora_dropout": dropout, "init_lora_weights": False, **options}
         return get_peft_model(base, LoraConfig(r=4, target_modules=list(targets), **given))
 
     return make
 
 
-def two_adapters(bases: Bases) -> Model:
+def two_adapters() -> Model:
     """The first of them is active."""
-    model = bases.build()
+    model = build()
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     model.add_adapter("second", config)
     return model
 
 
-def partly_frozen(bases: Bases) -> Model:
-    model = bases.build()
+def partly_frozen() -> Model:
+    model = build()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and "layers.1." not in name)
     layers_of(model)[2].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
@@ -60,8 +61,8 @@ def reading(auto_class: str, architecture: str = "qwen2", **options: Any) -> Sub
     """A model without the head of a language model: one for a score, which is trained, or none."""
     task_type = "SEQ_CLS" if "Sequence" in auto_class else "FEATURE_EXTRACTION"
 
-    def make(bases: Bases) -> Model:
-        base = bases.base(architecture, auto_class=auto_class, **options)
+    def make() -> Model:
+        base = small_base(architecture, auto_class=auto_class, **options)
         torch.manual_seed(2)
         settings: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.05}
         config = LoraConfig(**settings, init_lora_weights=False, task_type=task_type)
@@ -83,20 +84,20 @@ class Shift(torch.nn.Module):
         return self.inner(x) + (self.one + self.other)  # type: ignore[no-any-return]
 
 
-def shifted(bases: Bases) -> Model:
-    model = FP32_DENSE(bases)
+def shifted() -> Model:
+    model = FP32_DENSE()
     adapter = layers_of(model)[1].mlp.up_proj.lora_B
     adapter["default"] = Shift(adapter["default"])
     return model
 
 
-def inputs_require_gradients(bases: Bases) -> Model:
-    model = bases.build()
+def inputs_require_gradients() -> Model:
+    model = build()
     model.get_base_model().enable_input_require_grads()
     return model
 
 
-def decoder(bases: Bases) -> Model:
+def decoder() -> Model:
     """Its layers all read the states of an encoder, through two projections each."""
     torch.manual_seed(0)
     config = BartConfig(
@@ -113,14 +114,37 @@ def decoder(bases: Bases) -> Model:
     return get_peft_model(BartForCausalLM(config), options)
 
 
-def adapter_below_the_layers(bases: Bases) -> Model:
+def adapter_below_the_layers() -> Model:
     """Gemma 4 with an adapter on the projection that makes the per-layer inputs."""
     targets = ["per_layer_model_projection", "per_layer_projection", "q_proj", "down_proj"]
     config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
-    model = get_peft_model(bases.base("gemma4", dropout=0.0), config)
+    model = get_peft_model(small_base("gemma4", dropout=0.0), config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+Call = Callable[[int, Any, torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Loop:
+    """The model's loop over its layers, which calls them by ``call`` while ``is_on``."""
+
+    def __init__(self, model: Model, call: Call, is_on: bool = True) -> None:
+        self.is_on = is_on
+        stack = layers_of(model)
+        genuine: Callable[[Any], Iterator[Any]] = stack.__class__.__iter__
+
+        def called(number: int, layer: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_on:
+                return call(number, layer, hidden, args, kwargs)
+            return layer(hidden, *args, **kwargs)
+
+        class Calls(torch.nn.ModuleList):
+            def __getitem__(self, places: Any) -> Any:
+                return [partial(called, number, each) for number, each in enumerate(genuine(stack))]
+
+        stack.__class__ = Calls

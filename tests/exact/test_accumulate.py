@@ -23,15 +23,14 @@ from poros.kernels.dequantize import DenseLayer
 from poros.slots.schedule import Phase
 from poros.stream.body import LayerBody
 from poros.stream.rng import RngStash
-from tests.exact import together
-from tests.exact.adapter_arms import adapted
-from tests.exact.arms import Bases, on_tapes
-from tests.exact.recorded import KEPT, recorded
-from tests.exact.together import (
+from tests import loops
+from tests.exact.recorded import KEPT, on_tapes, recorded
+from tests.journal import count, walk
+from tests.loops import (
     Batch,
     Control,
-    Program,
-    build,
+    Training,
+    adapted,
     dense,
     ends,
     num_groups,
@@ -39,9 +38,8 @@ from tests.exact.together import (
     reasons,
     same,
     train,
-    trained,
+    training,
 )
-from tests.journal import count, walk
 from tests.replaced import Plant, in_place_of
 from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
 from tools.adversary import AdversarialStreams
@@ -70,8 +68,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 """Weights that are dense already are not shared: these have 4 bits."""
 
 
-def of_base(*architecture: str, **options: Any) -> Program:
-    return program(base=lambda bases: build(bases, *architecture, **options))
+def of_base(*architecture: str, **options: Any) -> Training:
+    return program(base=lambda: training(*architecture, **options))
 
 
 def evaluating(model: Model, number: int) -> None:
@@ -86,12 +84,12 @@ ALONE = {"gemma4": "layers share tensors", "mixtral": "outputs of layers are rec
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
 PROGRAMS = {
     # Of dtypes, dropout and forms of the base each comes, with others.
-    "nf4": program(base=build, **MIXED),
+    "nf4": program(base=training, **MIXED),
     "dense, no dropout": program(base=partial(dense, dropout=0.0), **MIXED),
     "dense, float32": program(base=partial(dense, dtype=FP32), **MIXED),
     **{
         name: program(
-            base=build if policy.get("share_dense") else dense, policy=policy, sizes=(3, 3)
+            base=training if policy.get("share_dense") else dense, policy=policy, sizes=(3, 3)
         )
         for name, policy in POLICIES.items()
     },
@@ -115,16 +113,16 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("which", PROGRAMS)
-def test_programs(which: str, bases: Bases) -> None:
-    assert ends(PROGRAMS[which], bases)
+def test_programs(which: str) -> None:
+    assert ends(PROGRAMS[which])
 
 
-def test_a_group_loads_each_block_once_a_pass(bases: Bases) -> None:
+def test_a_group_loads_each_block_once_a_pass() -> None:
     size, groups = 3, (1, 2, 3)  # the first of its kind goes alone
     with AdversarialPrepare().watching() as prepare:
-        model = prepare(build(bases), slots=2)
+        model = prepare(training(), slots=2)
         found = train(model, sizes=(size, size))
-    assert same(found, train(build(bases), together=False, sizes=(size, size)))
+    assert same(found, train(training(), together=False, sizes=(size, size)))
     visits = [
         (block, phase)
         for number in groups
@@ -141,7 +139,7 @@ def test_a_group_loads_each_block_once_a_pass(bases: Bases) -> None:
     assert count(prepare.journal, "prefetch") == len(groups) * 2 * (NUM_LAYERS - 2) + 2
 
 
-def test_replayed_visits_of_a_reference_between(bases: Bases) -> None:
+def test_replayed_visits_of_a_reference_between() -> None:
     """As DPO has it, of several lengths: kept graphs stay, whatever is replayed meanwhile."""
 
     def loss(model: Model, batch: Batch) -> torch.Tensor:
@@ -153,57 +151,31 @@ def test_replayed_visits_of_a_reference_between(bases: Bases) -> None:
         return value
 
     run: Any = {"sizes": (4,) * 6, "lengths": (12, 20, 12, 9), "loss": loss}
-    expected = train(adapted(bases), False, **run)
-    model = adapted(bases)
+    expected = train(adapted(), False, **run)
+    model = adapted()
     captures, _ = recorded(model, **KEPT)
     assert same(train(model, **run), expected) and captures.num_replays > 10
 
 
-def test_a_model_that_is_not_prepared_and_no_micro_batches(bases: Bases) -> None:
-    assert same(train(dense(bases)), train(dense(bases), together=False))
-    model = prepare_plain(dense(bases), slots=2)
+def test_a_model_that_is_not_prepared_no_micro_batches_and_no_gradients() -> None:
+    """With the model's own loss; in a module around the prepared one: ``test_ddp``."""
+    assert same(train(dense()), train(dense(), together=False))
+    model = prepare_plain(dense(), slots=2)
     assert poros.accumulate(model, []) == [] and num_groups(model) == 0
-
-
-def test_within_another_module(bases: Bases) -> None:
-    """A module of the user's own that holds the prepared model."""
-
-    class Outer(torch.nn.Module):
-        def __init__(self, model: Model) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, **batch: Any) -> Any:
-            return self.model(**batch)
-
-    expected = train(dense(bases), together=False)
-    model = prepare_plain(dense(bases), slots=2)
-    assert same(train(Outer(model)), expected) and num_groups(model) == 3
-
-
-def test_the_models_own_loss_by_default(bases: Bases) -> None:
     tokens = torch.arange(12).view(2, 6)
-    batch = {"input_ids": tokens, "labels": tokens}
-    resident = dense(bases, dropout=0.0)
-    for _ in range(3):
-        (resident(**batch).loss / 3).backward()
-    model = prepare_plain(dense(bases, dropout=0.0), slots=2)
-    losses = poros.accumulate(model, [batch] * 3)
-    assert len(losses) == 3 and not any(each.requires_grad for each in losses)
-    assert same([p.grad for p in trained(model)], [p.grad for p in trained(resident)])
     with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
-        poros.accumulate(model, [batch] * 2)
+        poros.accumulate(model, [{"input_ids": tokens, "labels": tokens}] * 2)
 
 
 Patch = pytest.MonkeyPatch
 THREE_EACH = (3,) * 4
 """So that visits are replayed."""
-train_threes = partial(together.train, sizes=THREE_EACH[:3])
+train_threes = partial(loops.train, sizes=THREE_EACH[:3])
 
 
 @pytest.fixture(scope="module")
-def expected(bases: Bases) -> list[torch.Tensor]:
-    return train_threes(build(bases), together=False)
+def expected() -> list[torch.Tensor]:
+    return train_threes(training(), together=False)
 
 
 class Counted:
@@ -226,10 +198,10 @@ class Counted:
 
 
 def test_each_weight_is_made_dense_once_a_group_and_pass(
-    bases: Bases, expected: list[torch.Tensor], monkeypatch: Patch
+    expected: list[torch.Tensor], monkeypatch: Patch
 ) -> None:
     counted = Counted(monkeypatch)
-    model = prepare_plain(build(bases), slots=2, share_dense=True, self_check="off")
+    model = prepare_plain(training(), slots=2, share_dense=True, self_check="off")
     assert same(train_threes(model), expected)
     assert num_groups(model) == 3 and reasons(model) == []
     # Seven matrices, forward and backward; the last layer's are still there at the turn.
@@ -238,7 +210,7 @@ def test_each_weight_is_made_dense_once_a_group_and_pass(
     assert counted.num_single == 0
     runtime = poros.runtime(model)
     largest = 2 * sum(p.numel() for p in projections(model, 0))
-    plain = prepare_plain(build(bases), slots=2, self_check="off")
+    plain = prepare_plain(training(), slots=2, self_check="off")
     train_threes(plain, sizes=(3,))
     assert runtime.device_num_bytes - poros.runtime(plain).device_num_bytes == largest
 
@@ -251,22 +223,20 @@ def projections(model: Model, layer: int) -> list[torch.Tensor]:
     return list(unique.values())
 
 
-def test_without_sharing_each_micro_batch_makes_weights_dense(
-    bases: Bases, monkeypatch: Patch
-) -> None:
+def test_without_sharing_each_micro_batch_makes_weights_dense(monkeypatch: Patch) -> None:
     counted = Counted(monkeypatch)
-    train_threes(on_tapes(build(bases), slots=2), sizes=THREE_EACH)
+    train_threes(on_tapes(training(), slots=2), sizes=THREE_EACH)
     assert counted.num_shared == 0
     # In what is recorded at least, whose gradient is ours on a CPU too.
     assert counted.num_single >= THREE_EACH[0] * NUM_LAYERS
 
 
 @pytest.mark.parametrize("keep_last", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_recorded_visits_that_share_dense_weights(keep_last: int, bases: Bases) -> None:
+def test_recorded_visits_that_share_dense_weights(keep_last: int) -> None:
     """Some micro-batches of a form share, and a single one of the same form does not."""
     run: Any = {"sizes": (3, 1, 2, 1, 2, 1, 2, 2, 1), "lengths": (12,)}
-    expected = train_threes(build(bases), together=False, **run)
-    model = build(bases)
+    expected = train_threes(training(), together=False, **run)
+    model = training()
     policy = poros.StreamingPolicy(
         **AS_PLAIN, slots=3, keep_last=keep_last, device="cpu", share_dense=True
     )
@@ -282,9 +252,9 @@ def test_recorded_visits_that_share_dense_weights(keep_last: int, bases: Bases) 
     assert kinds == {True, False}
 
 
-def test_a_recording_reads_dense_weights_where_its_calls_share_them(bases: Bases) -> None:
+def test_a_recording_reads_dense_weights_where_its_calls_share_them() -> None:
     """On a CPU bitsandbytes' own operators are recorded, which read none."""
-    model = prepare_plain(build(bases), slots=2, share_dense=True, self_check="off")
+    model = prepare_plain(training(), slots=2, share_dense=True, self_check="off")
     tokens = torch.arange(9)[None]
     poros.accumulate(model, [{"input_ids": tokens, "labels": tokens}] * 3)
     runtime = poros.runtime(model)
@@ -299,10 +269,8 @@ def test_a_recording_reads_dense_weights_where_its_calls_share_them(bases: Bases
         layer.assuming_dense(1)
 
 
-def test_a_smaller_budget_goes_without_dense_weights(
-    bases: Bases, expected: list[torch.Tensor]
-) -> None:
-    model = prepare_plain(build(bases), slots=2, share_dense=True)
+def test_a_smaller_budget_goes_without_dense_weights(expected: list[torch.Tensor]) -> None:
+    model = prepare_plain(training(), slots=2, share_dense=True)
     runtime, sizes = poros.runtime(model), list[int]()
 
     def switch_off(model: Model, number: int) -> None:
@@ -313,14 +281,12 @@ def test_a_smaller_budget_goes_without_dense_weights(
     assert sizes[0] == runtime.device_num_bytes < sizes[2]
 
 
-def test_no_memory_for_dense_weights(
-    bases: Bases, expected: list[torch.Tensor], monkeypatch: Patch
-) -> None:
+def test_no_memory_for_dense_weights(expected: list[torch.Tensor], monkeypatch: Patch) -> None:
     def out_of_memory(self: DenseLayer) -> None:
         raise torch.OutOfMemoryError("none")
 
     monkeypatch.setattr(DenseLayer, "allocate", out_of_memory)
-    model = prepare_plain(build(bases), slots=2, share_dense=True)
+    model = prepare_plain(training(), slots=2, share_dense=True)
     assert same(train_threes(model), expected) and num_groups(model) == 3
 
 
@@ -349,16 +315,14 @@ def before_the_block_is_there(genuine: Any, self: LayerBody) -> Any:
 
 
 @pytest.mark.parametrize("fault", [never_filled_again, before_the_block_is_there])
-def test_control_a_fault_of_dense_weights_shows(
-    fault: Plant, bases: Bases, monkeypatch: Patch
-) -> None:
+def test_control_a_fault_of_dense_weights_shows(fault: Plant, monkeypatch: Patch) -> None:
     """Where a recomputation makes a graph: on a CPU that of a forward is bitsandbytes' own."""
-    expected = train_threes(build(bases), together=False, sizes=THREE_EACH)
+    expected = train_threes(training(), together=False, sizes=THREE_EACH)
     fault(monkeypatch)
     policy = poros.StreamingPolicy(
         **AS_PLAIN, slots=2, device="cpu", share_dense=True, self_check="off"
     )
-    model, streams = build(bases), AdversarialStreams()
+    model, streams = training(), AdversarialStreams()
     prepare_with(model, policy, streams=streams, recorder=TapeRecorder())
     assert not same(train_threes(model, sizes=THREE_EACH), expected)
 
@@ -386,14 +350,12 @@ def last_group_first(
     return [*genuine(model, batches[:2], **options), *later_ones]
 
 
-def test_a_wrong_random_plan_is_seen_before_gradients_change(
-    bases: Bases, monkeypatch: Patch
-) -> None:
+def test_a_wrong_random_plan_is_seen_before_gradients_change(monkeypatch: Patch) -> None:
     monkeypatch.setattr(group, "later", one_too_many)
-    assert ends(FAULTY._replace(end=(RematerializationError, "random numbers")), bases)
+    assert ends(FAULTY._replace(end=(RematerializationError, "random numbers")))
     # And shows if nobody checks it.
     monkeypatch.setattr(MicroBatch, "begin_at", lambda self, now: None)
-    assert not ends(FAULTY._replace(policy=(("self_check", "off"),)), bases)
+    assert not ends(FAULTY._replace(policy=(("self_check", "off"),)))
 
 
 CONTROLS = {
@@ -406,5 +368,5 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize("which", CONTROLS)
-def test_controls(which: str, bases: Bases, monkeypatch: Patch) -> None:
-    assert CONTROLS[which].is_seen(bases, monkeypatch)
+def test_controls(which: str, monkeypatch: Patch) -> None:
+    assert CONTROLS[which].is_seen(monkeypatch)

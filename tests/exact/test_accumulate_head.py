@@ -11,13 +11,12 @@ import torch
 import poros
 import poros.head.loss as sliced_loss
 from poros.errors import UnsupportedModelError
-from tests.exact.adapter_arms import adapted
-from tests.exact.arms import Bases
-from tests.exact.together import (
+from tests.loops import (
     SIZES,
     Batch,
     Loss,
-    Program,
+    Training,
+    adapted,
     dense,
     ends_so,
     in_autocast,
@@ -99,7 +98,7 @@ def evaluating(model: Model, step: int) -> None:
 on_host = partial(program, base=dense, policy=POLICY)
 UNSUPPORTED = UnsupportedModelError
 # How often all of the head is brought, if nothing else reads it.
-PROGRAMS: dict[str, tuple[Program, int | None]] = {
+PROGRAMS: dict[str, tuple[Training, int | None]] = {
     "once for a group": (on_host(padded=True), AHEAD),
     "autocast": (on_host(of(in_autocast), base=partial(dense, dtype=torch.float32)), AHEAD),
     "evaluation between": (on_host(between=evaluating), AHEAD + len(SIZES)),
@@ -125,14 +124,14 @@ PROGRAMS: dict[str, tuple[Program, int | None]] = {
 
 
 @pytest.mark.parametrize("which", PROGRAMS)
-def test_programs(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if which == "two widths":
         # 24 tokens or fewer take slices of 256 rows, 40 tokens slices of 128.
         monkeypatch.setattr(sliced_loss, "_MOST_WEIGHTS", 64 * 256)
         monkeypatch.setattr(sliced_loss, "_MOST_LOGITS", 24 * 256)
     each, num_heads = PROGRAMS[which]
-    model, run = made(each, bases, True)
-    assert ends_so(model, run, each.end, partial(resident, each, bases))
+    model, run = made(each, True)
+    assert ends_so(model, run, each.end, partial(resident, each))
     runtime = poros.runtime(model)
     if num_heads is not None:
         head: Any = runtime.head

@@ -21,11 +21,9 @@ from poros.api import prepare_with
 from poros.kernels.dequantize import DenseLayer
 from poros.stream.body import LayerBody
 from poros.stream.visit import BlockVisit
-from tests.exact.adapter_arms import adapted
-from tests.exact.arms import Bases
-from tests.exact.together import Batch, dense, num_groups, own_loss, same, train, trained
-from tests.exact.trainer_arms import Arms
+from tests.loops import Batch, adapted, dense, num_groups, own_loss, same, train, trained
 from tests.support import prepare_plain, same_bits
+from tests.trainers import Arms
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -54,8 +52,8 @@ class Warm(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def warm(bases: Bases) -> Warm:
-    model = adapted(bases, lora_dropout=0.1)
+def warm() -> Warm:
+    model = adapted(lora_dropout=0.1)
     prepare_with(model, poros.StreamingPolicy(**POLICY), recorder=TapeRecorder())
     for _ in range(4):
         poros.accumulate(model, BATCHES)
@@ -133,7 +131,7 @@ def gradients(model: Model) -> list[torch.Tensor]:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("at, step", [(0, 0), (2, 0), (0, 1), (2, 1)])
 def test_micro_batches_before_it_have_their_gradients(
-    at: int, step: int, error: type[BaseException], where: str, bases: Bases
+    at: int, step: int, error: type[BaseException], where: str
 ) -> None:
     """The caller may catch the error and step; and begin again."""
 
@@ -148,7 +146,7 @@ def test_micro_batches_before_it_have_their_gradients(
 
     found: list[Any] = []
     for is_grouped in (False, True):
-        model, is_on = dense(bases), False
+        model, is_on = dense(), False
         if is_grouped:
             prepare_plain(model, slots=2)
         lengths = [12, 9, 7]

@@ -19,20 +19,19 @@ from poros.accumulation.foreign import LIBRARIES
 from poros.accumulation.group import Group
 from poros.errors import UnsupportedModelError
 from tests.exact import subjects as S
-from tests.exact.adapter_arms import adapted
-from tests.exact.arms import Bases
-from tests.exact.together import (
-    Call,
+from tests.exact.subjects import Call, Loop
+from tests.loops import (
     Control,
-    Loop,
-    Program,
+    Training,
+    adapted,
     dense,
     ends,
-    layers,
+    layers_of,
     of,
     override,
     own_loss,
     program,
+    small_base,
 )
 
 Model = Any
@@ -45,7 +44,7 @@ def in_layers(forward: Callable[..., torch.Tensor]) -> Any:
     """With this forward of each layer's MLP: of the module, its own forward, and its input."""
 
     def make(model: Model) -> None:
-        override((layer.mlp for layer in layers(model)), forward)
+        override((layer.mlp for layer in layers_of(model)), forward)
 
     return make
 
@@ -90,7 +89,7 @@ def leaving(leave: Callable[[torch.Tensor], Any], read: Callable[[Any], Any] = f
 
     def loss(model: Model, batch: Any) -> torch.Tensor:
         found = own_loss(model, batch)
-        return found + found * sum(read(each.mlp.left) for each in layers(model))
+        return found + found * sum(read(each.mlp.left) for each in layers_of(model))
 
     def make(model: Model) -> Any:
         in_layers(forward)(model)
@@ -101,7 +100,7 @@ def leaving(leave: Callable[[torch.Tensor], Any], read: Callable[[Any], Any] = f
 
 def patching(model: Model) -> Any:
     """A loss patches a norm before it calls the model, in the second step."""
-    norm, numbers = layers(model)[1].input_layernorm, count()
+    norm, numbers = layers_of(model)[1].input_layernorm, count()
 
     def loss(model: Model, batch: Any) -> torch.Tensor:
         if next(numbers) == 4:
@@ -116,7 +115,7 @@ def scaling(place: int) -> Any:
     """The loss sets the scaling of one layer before it calls the model; of some another one."""
 
     def make(model: Model) -> Any:
-        values = layers(model)[place].self_attn.q_proj.scaling
+        values = layers_of(model)[place].self_attn.q_proj.scaling
         usual = values["default"]
 
         def loss(model: Model, batch: Any) -> torch.Tensor:
@@ -148,8 +147,8 @@ def writing(change: float) -> Any:
     return make
 
 
-def vocabulary(bases: Bases, is_tied: bool) -> Model:
-    base = bases.base("qwen2", quantize=False)
+def vocabulary(is_tied: bool) -> Model:
+    base = small_base("qwen2", quantize=False)
     if is_tied:
         base.config.tie_word_embeddings = True
         base.tie_weights()
@@ -186,7 +185,7 @@ AROUND = {
         end="a trained parameter with several places", base=partial(vocabulary, is_tied=True)
     ),
     "frozen lower layers": program(
-        base=lambda b: adapted(b, lora_dropout=0.1, layers_to_transform=[1]), lengths=(8,)
+        base=lambda: adapted(lora_dropout=0.1, layers_to_transform=[1]), lengths=(8,)
     ),
     "inputs that require gradients": program(lambda model: model.enable_input_require_grads()),
     "what goes into the layers, in the loss too": program(
@@ -194,7 +193,7 @@ AROUND = {
         base=S.inputs_require_gradients,
     ),
     "autocast around all, without a cache": program(
-        base=lambda bases: dense(bases, dtype=torch.float32),
+        base=lambda: dense(dtype=torch.float32),
         around=partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False),
     ),
 }
@@ -293,22 +292,22 @@ def mask_by_compiled_code(layer: Any, hidden: torch.Tensor, given: Arguments) ->
     yield
 
 
-def frozen_below(bases: Bases) -> Model:
-    model = dense(bases)
-    for parameter in layers(model)[0].parameters():
+def frozen_below() -> Model:
+    model = dense()
+    for parameter in layers_of(model)[0].parameters():
         parameter.requires_grad_(False)
     return model
 
 
-def with_a_state(bases: Bases) -> Model:
+def with_a_state() -> Model:
     """Layers take an object that scales."""
 
     def forward(layer: Any, own: Any, *args: Any, state: Any = None, **kwargs: Any) -> Any:
         found = own(*args, **kwargs)
         return found if state is None else found * state.scale
 
-    model = dense(bases)
-    override(layers(model), forward)
+    model = dense()
+    override(layers_of(model), forward)
     return model
 
 
@@ -320,7 +319,7 @@ class Scaling:
         return layer(hidden, *args, state=self, **kwargs)
 
 
-def between(call: Call, end: Any, since: int = 0, **options: Any) -> Program:
+def between(call: Call, end: Any, since: int = 0, **options: Any) -> Training:
     """``since``: the step from which on the loop is another one."""
     loops: list[Loop] = []
 
@@ -381,7 +380,7 @@ def carrying(model: Model) -> None:
 
     def forward(mlp: Any, own: Any, given: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = own(given)
-        if mlp is layers(model)[0].mlp:
+        if mlp is layers_of(model)[0].mlp:
             held.scale = 1 + float(found.detach().float().mean())
         return found * held.scale
 
@@ -397,27 +396,25 @@ FOREIGN = {
 
 @pytest.mark.parametrize("which", FOREIGN)
 def test_code_of_others_in_layers_is_not_grouped(
-    which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
+    which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES)
-    assert ends(FOREIGN[which], bases)
+    assert ends(FOREIGN[which])
 
 
-def test_control_code_of_others_passes_values(bases: Bases) -> None:
+def test_control_code_of_others_passes_values() -> None:
     """As if it were a library's."""
     with pytest.raises(AssertionError):
-        assert ends(FOREIGN["a module"]._replace(end=None), bases)
+        assert ends(FOREIGN["a module"]._replace(end=None))
 
 
 @pytest.mark.parametrize("which", PROGRAMS)
-def test_programs(which: str, bases: Bases) -> None:
-    assert ends(PROGRAMS[which], bases)
+def test_programs(which: str) -> None:
+    assert ends(PROGRAMS[which])
 
 
-def test_control_states_that_are_not_planned_show(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_states_that_are_not_planned_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with an error or a reason say themselves that what they do is found."""
     program = AROUND["frozen lower layers"]
     control = Control(Group, "_plan_behind", lambda self, batch: True, program)
-    assert control.is_seen(bases, monkeypatch)
+    assert control.is_seen(monkeypatch)

@@ -17,23 +17,22 @@ from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode, Regions
 from poros.errors import UnsupportedModelError
 from tests.exact import subjects as S
-from tests.exact.arms import Bases
-from tests.exact.together import (
+from tests.loops import (
     Batch,
     Control,
     Loss,
     add_noise,
-    build,
     clamp,
     ends,
     in_autocast,
     later,
-    layers,
+    layers_of,
     of,
     override,
     own_loss,
     program,
     trained,
+    training,
 )
 
 Model = Any
@@ -345,7 +344,7 @@ LOSSES = {
     ),
     "a penalty on adapters": program(penalized(own_loss), ITSELF),
     "a penalty, edited": program(penalized(editing), ITSELF),
-    "a penalty of AdaLoRA": program(end=ITSELF, base=lambda b: build(b, adapter="adalora")),
+    "a penalty of AdaLoRA": program(end=ITSELF, base=lambda: training(adapter="adalora")),
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
     "settings that change": program(of(setting), (UnsupportedModelError, "settings of PyTorch")),
     "edited adapters": program(of(scaling), "edits parameters"),
@@ -354,9 +353,9 @@ LOSSES = {
         *(reference(True), THAWS),
         **{"base": S.partly_frozen, "between": frozen_again, "lengths": (8,)},
     ),
-    "autocast": program(of(in_autocast), base=lambda bases: build(bases)),
+    "autocast": program(of(in_autocast), base=lambda: training()),
     "autocast for some": program(
-        of(in_autocast_at_times), base=lambda bases: build(bases, dtype=torch.float32)
+        of(in_autocast_at_times), base=lambda: training(dtype=torch.float32)
     ),
     "gradients disabled around": program(
         of(with_gradients), "gradients are disabled", around=torch.no_grad
@@ -392,7 +391,7 @@ def raising(place: int) -> Any:
             return torch.zeros((), requires_grad=True)
 
     def make(model: Model) -> Loss:
-        override([layers(model)[place].mlp], forward)
+        override([layers_of(model)[place].mlp], forward)
         return loss
 
     return make
@@ -408,7 +407,7 @@ def scaled(mlp: Any, own: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 def with_a_context(model: Model) -> Loss:
     """Layers read a context variable that the loss has set."""
-    override([layers(model)[1].mlp], scaled)
+    override([layers_of(model)[1].mlp], scaled)
 
     def loss(model: Model, batch: Batch) -> torch.Tensor:
         token = SCALE.set(1 + batch["input_ids"].shape[1] / 16)
@@ -468,7 +467,7 @@ ENDS = {
     "its own backward in a region": program(
         of(backward_in_a_region),
         "a backward within an autocast region",
-        base=lambda bases: build(bases, quantize=False, dtype=torch.float32),
+        base=lambda: training(quantize=False, dtype=torch.float32),
     ),
     "a prompt of its own": program(prompted, "not the model's"),
 }
@@ -497,9 +496,9 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("which", PROGRAMS)
-def test_programs(which: str, bases: Bases) -> None:
+def test_programs(which: str) -> None:
     try:
-        assert ends(PROGRAMS[which], bases)
+        assert ends(PROGRAMS[which])
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -527,5 +526,5 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize("which", CONTROLS)
-def test_controls(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CONTROLS[which].is_seen(bases, monkeypatch)
+def test_controls(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CONTROLS[which].is_seen(monkeypatch)

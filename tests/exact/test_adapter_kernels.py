@@ -16,21 +16,20 @@ from torch import nn
 import poros
 from poros.kernels import lora
 from poros.kernels.adapters import tally_of
-from tests.exact.adapter_arms import (
+from tests.loops import (
     SEVEN,
     Model,
     adapted,
     at,
-    autocast,
     before,
     behind,
+    bf16,
     differences,
     halve_in_place,
     several,
     step,
     with_kernels,
 )
-from tests.exact.arms import Bases
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TARGETS = {
@@ -67,7 +66,7 @@ def of_fused(model: Model, around: Callable[[], Any]) -> tuple[int, dict[str, in
 
 @pytest.mark.cover("pairs")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
-@pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
+@pytest.mark.parametrize("around", [nullcontext, bf16], ids=["", "autocast"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "gemma3", "phi3"])
@@ -77,14 +76,13 @@ def test_fused_kernels_change_no_bit(
     dtype: torch.dtype,
     around: Any,
     quantize: bool,
-    bases: Bases,
 ) -> None:
     if "init_lora_weights" in options and quantize:
         options = {}  # it writes to the base
     targets = TARGETS[options.get("targets", "seven")][architecture == "phi3"]
     run = {"dtype": dtype, "quantize": quantize, **options, "target_modules": targets}
     run.pop("targets", None)
-    model = adapted(bases, architecture, **run)
+    model = adapted(architecture, **run)
     assert changed_by_fused(model, around) == []
     num_adapted = sum(hasattr(module, "lora_A") for module in model.modules())
     assert of_fused(model, around) == (num_adapted, {}) and num_adapted >= 2
@@ -162,7 +160,7 @@ PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     ),
     "transposed": (at(transpose, A), "tensors that are not contiguous", nullcontext),
     "a tensor": (scaled_by_a_tensor, "a scaling that is no number", nullcontext),
-    "dtypes": (at(nn.Module.bfloat16, A), "matrices of several dtypes", autocast),
+    "dtypes": (at(nn.Module.bfloat16, A), "matrices of several dtypes", bf16),
     "an output that is lost": (
         behind(lambda module, given, result: Lost.apply(result), "1.mlp"),
         "",
@@ -180,23 +178,23 @@ PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_what_programs_do_to_modules_has_the_bits_of_peft(case: str, bases: Bases) -> None:
+def test_what_programs_do_to_modules_has_the_bits_of_peft(case: str) -> None:
     """What the operator does not know runs as PEFT has it; hooks see and change the same."""
     change, reason, around = PROGRAMS[case]
-    model = adapted(bases)
+    model = adapted()
     change(model)
     assert changed_by_fused(model, around) == []
     assert not reason or of_fused(model, around) == (0, {reason: 14})
 
 
-def test_control_a_wrong_operator_is_seen(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_wrong_operator_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         lora, "add_scaled", lambda result, added, how: result + added.to(result.dtype) * how.scaling
     )
-    assert "loss" in changed_by_fused(adapted(bases, lora_alpha=5))
+    assert "loss" in changed_by_fused(adapted(lora_alpha=5))
 
 
-def test_control_another_order_is_seen(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nodes between that hand A its gradient before B."""
     genuine = lora._AddLora.apply
     monkeypatch.setattr(
@@ -204,4 +202,4 @@ def test_control_another_order_is_seen(bases: Bases, monkeypatch: pytest.MonkeyP
         "apply",
         lambda result, input, b, a, *rest: genuine(result, input, b[...], a[...], *rest),
     )
-    assert changed_by_fused(adapted(bases)) == ["order"]
+    assert changed_by_fused(adapted()) == ["order"]

@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 
 import poros
 from poros.gates.reference import Trajectory
+from tests.comparing import bits_of, changes, digest
 from tests.exact import subjects as S
-from tests.exact.arms import Bases, Model, Subject, facts_of, streamed
-from tests.snapshots import batches, bits_of, changes, digest, run
+from tests.loops import Model, Subject, batches, facts_of, run, small_base, streamed
 
 Call = Callable[[Model], object]
 
@@ -61,9 +61,9 @@ def combine(model: Model) -> None:
     model.add_weighted_adapter(["b", "c"], [0.7, 0.3], "sum", combination_type="cat")
 
 
-def saving_modules(bases: Bases) -> Model:
+def saving_modules() -> Model:
     # A norm in bf16 is too coarse to change in two steps.
-    base = bases.base(dtype=torch.float32)
+    base = small_base(dtype=torch.float32)
     torch.manual_seed(4)
     return get_peft_model(base, config(**SAVED))
 
@@ -82,10 +82,10 @@ SCENARIOS: dict[str, tuple[Subject, list[Call]]] = {
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before all calls", "half way"])
 @pytest.mark.parametrize("which", SCENARIOS)
-def test_a_scenario_is_exact(which: str, is_late: bool, bases: Bases) -> None:
+def test_a_scenario_is_exact(which: str, is_late: bool) -> None:
     subject, calls = SCENARIOS[which]
     place = len(calls) // 2 if is_late else 0
-    resident, model = subject(bases), subject(bases)
+    resident, model = subject(), subject()
     expected = [call(resident) for call in calls]
     looks = [str(each) for each in expected if isinstance(each, dict)]
     assert len(set(looks)) == len(looks), "it shows something only if what comes out changes"
@@ -97,8 +97,8 @@ def test_a_scenario_is_exact(which: str, is_late: bool, bases: Bases) -> None:
     assert changes(bits_of(resident), bits_of(model)) == {}
 
 
-def test_control_an_adapter_that_is_not_switched_shows(bases: Bases) -> None:
-    resident, model = S.PLAIN(bases), streamed(S.PLAIN(bases))
+def test_control_an_adapter_that_is_not_switched_shows() -> None:
+    resident, model = S.PLAIN(), streamed(S.PLAIN())
     for each in (resident, model):
         add("b")(each)
     use("b")(resident)

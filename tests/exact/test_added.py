@@ -15,16 +15,8 @@ import poros
 from poros.errors import PreparedModelError, RematerializationError, UnvalidatedArchitectureError
 from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
-from tests.snapshots import (
-    assert_same_run,
-    batches,
-    bits_of,
-    build,
-    changes,
-    layers_of,
-    picture,
-    run,
-)
+from tests.comparing import assert_same_run, bits_of, changes, picture
+from tests.loops import batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain
 
 

@@ -26,8 +26,7 @@ from poros.slots.ring import DeviceRing
 from poros.stream.boundary import is_streamed
 from poros.streams import EagerStreams
 from tests.comparing import compare_trajectories
-from tests.exact.arms import Model
-from tests.snapshots import batches, build, layers_of, resident_run, run
+from tests.loops import Model, batches, build, layers_of, resident_run, run
 from tests.support import AdversarialPrepare, prepare_plain
 from tools.adversary import SlotHazard
 from tools.fuzz.campaign import Judge

@@ -10,9 +10,7 @@ from torch._dynamo.utils import counters
 import poros
 from poros.errors import PreparedModelError
 from poros.gates import tiny
-from tests.exact.adapter_arms import adapted, differences, step
-from tests.exact.arms import Bases
-from tests.snapshots import layers_of
+from tests.loops import adapted, differences, layers_of, step
 from tests.support import make_model, prepare_plain
 
 
@@ -58,9 +56,9 @@ def test_a_graph_around_the_layers_is_refused() -> None:
     assert torch.equal(model(**batch).loss.detach(), expected)
 
 
-def test_adapter_kernels_do_not_make_a_compiled_layer_compile_anew(bases: Bases) -> None:
+def test_adapter_kernels_do_not_make_a_compiled_layer_compile_anew() -> None:
     """A counter that a graph looks at would: up to the limit, and from then on nothing is."""
-    model = adapted(bases, quantize=False, target_modules=["q_proj", "down_proj"])
+    model = adapted(quantize=False, target_modules=["q_proj", "down_proj"])
     plain = step(model)
     torch._dynamo.reset()
     counters.clear()

@@ -15,20 +15,9 @@ import torch
 
 import poros
 from poros.errors import RematerializationError
-from tests.exact.adapter_arms import (
-    Found,
-    Model,
-    adapted,
-    behind,
-    differences,
-    mlps,
-    nothing,
-    step,
-    with_kernels,
-)
-from tests.exact.arms import Bases
 from tests.exact.recorded import record_on_tapes
 from tests.exact.writing import DTYPES, PROGRAMS, within
+from tests.loops import Model, adapted, behind, differences, mlps, nothing, step, with_kernels
 
 
 @pytest.mark.cover("values")
@@ -39,14 +28,11 @@ def test_results_are_as_writable_as_those_of_peft(
     program: str,
     dtypes: tuple[torch.dtype, torch.dtype],
     quantize: bool,
-    bases: Bases,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (architecture, options, change, is_recorded), (dtype, adapters) = PROGRAMS[program], dtypes
     options = {"target_modules": "all-linear", "lora_dropout": 0.05, **options}
-    model = adapted(
-        bases, architecture, dtype=dtype, quantize=quantize, adapters=adapters, **options
-    )
+    model = adapted(architecture, dtype=dtype, quantize=quantize, adapters=adapters, **options)
     change(model)
     plain, captures, wrong = step(model), record_on_tapes(monkeypatch), {}
     # Of LoRA "exact" is "fused".
@@ -103,13 +89,13 @@ SPOILT: dict[str, tuple[Callable[[Model], None], bool]] = {
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("case", SPOILT)
 def test_what_backward_needs_is_not_written_to_unseen(
-    case: str, dtypes: tuple[torch.dtype, torch.dtype], use_dora: bool, bases: Bases
+    case: str, dtypes: tuple[torch.dtype, torch.dtype], use_dora: bool
 ) -> None:
     (change, is_copied), (dtype, adapters) = SPOILT[case], dtypes
-    model = adapted(bases, dtype=dtype, quantize=False, adapters=adapters, use_dora=use_dora)
+    model = adapted(dtype=dtype, quantize=False, adapters=adapters, use_dora=use_dora)
     change(model)
     if is_copied and dtype != adapters:
-        assert isinstance(step(model), Found)
+        assert step(model)
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             step(model)
@@ -148,12 +134,12 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Model], None], int]] = {
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_a_last_product_that_nobody_needs_is_left_out(
-    case: str, quantize: bool, kernels: str, bases: Bases
+    case: str, quantize: bool, kernels: str
 ) -> None:
     architecture, change, num_expected = LEFT_OUT[case]
     # Projections with dropout, or with adapters of another dtype, are not grouped.
     options = {"lora_dropout": 0.05} if kernels == "fused" else {"adapters": torch.bfloat16}
-    model = adapted(bases, architecture, quantize=quantize, **options)
+    model = adapted(architecture, quantize=quantize, **options)
     change(model)
     expected = step(model) if kernels == "fused" else with_kernels(model, kernels=kernels)
     poros.prepare(model, loss="reference", adapter_kernels=kernels)

@@ -12,10 +12,21 @@ import torch
 
 import poros
 from poros.stream.boundary import is_streamed
+from tests.comparing import changes
 from tests.exact import programs as P
 from tests.exact import subjects as S
-from tests.exact.arms import ON_HOST, Bases, Model, Program, Residents, Subject, facts_of, streamed
-from tests.snapshots import batches, bf16, changes, layers_of
+from tests.loops import (
+    ON_HOST,
+    Model,
+    Program,
+    Subject,
+    batches,
+    bf16,
+    differing_facts,
+    facts_of,
+    layers_of,
+    streamed,
+)
 
 NUM_NEW_TOKENS = 4
 MODES: dict[str, Callable[[], Any]] = {
@@ -76,19 +87,19 @@ GENERATION: dict[str, tuple[Program, Subject, dict[str, Any]]] = {
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("subject", [S.PLAIN, S.FP32], ids=["bf16", "fp32"])
-def test_evaluation_under_autocast_is_exact(subject: Any, mode: str, residents: Residents) -> None:
+def test_evaluation_under_autocast_is_exact(subject: Any, mode: str) -> None:
     program = with_training_under_autocast(MODES[mode])
-    assert residents.compare(subject, program) == {}
+    assert differing_facts(subject, program) == {}
 
 
 @pytest.mark.parametrize("name", GENERATION)
-def test_other_ways_to_generate_are_exact(name: str, residents: Residents) -> None:
+def test_other_ways_to_generate_are_exact(name: str) -> None:
     program, subject, policy = GENERATION[name]
-    assert residents.compare(subject, program, block_size=2, **policy) == {}
+    assert differing_facts(subject, program, block_size=2, **policy) == {}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_prepared_under_a_gradless_mode_is_exact(mode: str, residents: Residents) -> None:
+def test_a_model_prepared_under_a_gradless_mode_is_exact(mode: str) -> None:
     def train_and_restore(model: Model) -> object:
         first = P.train(model)
         if is_streamed(layers_of(model)[0]):
@@ -99,11 +110,11 @@ def test_a_model_prepared_under_a_gradless_mode_is_exact(mode: str, residents: R
         with MODES[mode]():
             return streamed(model)
 
-    assert residents.compare(S.PLAIN, train_and_restore, prepare) == {}
+    assert differing_facts(S.PLAIN, train_and_restore, prepare) == {}
 
 
-def test_control_generation_uses_the_adapters(bases: Bases) -> None:
-    model = streamed(S.PLAIN(bases))
+def test_control_generation_uses_the_adapters() -> None:
+    model = streamed(S.PLAIN())
     expected = facts_of(generated(model))
     with torch.no_grad():
         layers_of(model)[1].mlp.up_proj.lora_B["default"].weight.mul_(2)

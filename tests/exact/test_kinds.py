@@ -22,9 +22,9 @@ from poros.errors import UnsupportedModelError
 from poros.gates import kinds
 from poros.gates.registry import Record, Registry
 from poros.model.adapter_kinds import adapter_kinds
-from tests.exact.arms import Bases, Model, Residents
+from tests.comparing import assert_same_run
+from tests.loops import NUM_LAYERS, Model, batches, run, small_base
 from tests.lora_kinds import KINDS, REPEATED
-from tests.snapshots import NUM_LAYERS, assert_same_run, batches, run
 from tests.support import prepare_plain, same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -73,8 +73,8 @@ class Case:
     num_modules: int | None = None
     """That are adapted."""
 
-    def base(self, bases: Bases) -> Any:
-        return bases.base(**{"dtype": FP32, **self.of_base})
+    def base(self) -> Any:
+        return small_base(**{"dtype": FP32, **self.of_base})
 
     def logits(self, model: Model) -> torch.Tensor:
         dtype = self.spec.get("autocast_dtype")
@@ -120,8 +120,8 @@ def canonical(name: str) -> str:
 
 
 @pytest.mark.parametrize("case", [as_parameter(case) for case in cases()])
-def test_a_kind_is_trained_saved_and_read_back(case: Case, bases: Bases, tmp_path: Path) -> None:
-    resident, streamed = (case.attach(case.base(bases)) for _ in range(2))
+def test_a_kind_is_trained_saved_and_read_back(case: Case, tmp_path: Path) -> None:
+    resident, streamed = (case.attach(case.base()) for _ in range(2))
     prepare_plain(streamed, device="cpu")
     expected, found = (run(model, 1, **case.spec) for model in (resident, streamed))
     assert_same_run(expected, found)
@@ -136,12 +136,12 @@ def test_a_kind_is_trained_saved_and_read_back(case: Case, bases: Bases, tmp_pat
         assert contents[0] == contents[1], file
     expected_logits = case.logits(resident)
     assert same_bits(case.logits(streamed), expected_logits)
-    fresh = case.attach(case.base(bases))
+    fresh = case.attach(case.base())
     assert not same_bits(case.logits(fresh), expected_logits), "training changed nothing"
     if case.name in SAVED_AS_ANOTHER:
         return
     torch.manual_seed(1)
-    plain = PeftModel.from_pretrained(case.base(bases), tmp_path / "streamed")
+    plain = PeftModel.from_pretrained(case.base(), tmp_path / "streamed")
     assert same_bits(case.logits(plain), expected_logits)
     saved = load_file(tmp_path / "streamed" / "adapter_model.safetensors")
     if case.name not in kinds.KINDS:
@@ -159,9 +159,9 @@ def projection(base: Any) -> Any:
 @pytest.mark.parametrize(
     "case", [case for case in cases() if "olora" in case.name or "pissa" in case.name]
 )
-def test_control_an_initialization_changes_the_base(case: Case, bases: Bases) -> None:
-    before = projection(case.base(bases)).weight.detach().clone()
-    after = projection(case.attach(case.base(bases)).get_base_model())
+def test_control_an_initialization_changes_the_base(case: Case) -> None:
+    before = projection(case.base()).weight.detach().clone()
+    after = projection(case.attach(case.base()).get_base_model())
     assert not same_bits(after.base_layer.weight, before)
 
 
@@ -212,42 +212,38 @@ MODELS: dict[str, tuple[Attach, set[str]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_kinds_of_a_model(name: str, bases: Bases) -> None:
+def test_the_kinds_of_a_model(name: str) -> None:
     make, expected = MODELS[name]
-    base = bases.base(quantize=False, dtype=FP32 if name == "pissa" else BF16)
+    base = small_base(quantize=False, dtype=FP32 if name == "pissa" else BF16)
     assert set(adapter_kinds(make(base))) == expected
 
 
-def test_each_kind_of_a_mixture_counts(
-    residents: Residents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(bases: Bases) -> Model:
-        return mixture(bases.base(quantize=False))
+def test_each_kind_of_a_mixture_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Model:
+        return mixture(small_base(quantize=False))
 
-    model = make(residents.bases)
+    model = make()
     with monkeypatch.context() as patch:
         on_record = Registry({"qwen2": Record("exact")}, {"loha": Record("refused", "because")})
         patch.setattr("poros.gates.registry.read_registry", lambda: on_record)
         with pytest.raises(UnsupportedModelError, match=r"loha .*because"):
             prepare_plain(model)
-    expected = run(make(residents.bases), autocast_dtype=BF16)
+    expected = run(make(), autocast_dtype=BF16)
     assert_same_run(expected, run(prepare_plain(model), autocast_dtype=BF16))
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_lora_outside_the_layers_alone(target: str, bases: Bases) -> None:
+def test_lora_outside_the_layers_alone(target: str) -> None:
     """With nothing to recompute, and with a gradient that passes through all layers."""
-    expected, model = (with_lora(target_modules=[target])(bases.base()) for _ in range(2))
+    expected, model = (with_lora(target_modules=[target])(small_base()) for _ in range(2))
     assert_same_run(run(expected), run(prepare_plain(model)))
 
 
-def test_orthogonal_transformations_projected_in_the_forward_are_refused_in_time(
-    bases: Bases,
-) -> None:
+def test_orthogonal_transformations_projected_in_the_forward_are_refused_in_time() -> None:
     """COFT edits its parameters in each forward, so a second one would not be the same."""
     targets = ["q_proj", "v_proj", "down_proj"]
     config = peft.OFTConfig(oft_block_size=8, coft=True, eps=1e-3, target_modules=targets)
-    expected, model = (get_peft_model(bases.base(), config) for _ in range(2))
+    expected, model = (get_peft_model(small_base(), config) for _ in range(2))
     prepare_plain(model)
     said = r"its own forward edits .*oft_R.* a second time.*coft=False.*poros\.restore"
     with pytest.raises(poros.RematerializationError, match=said):

@@ -13,9 +13,10 @@ from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.cuda_streams import CudaStreams
 from poros.streams import EagerStreams
+from tests.comparing import bits_of, changes
 from tests.fake_cuda import FakeCuda, FakeEvent
 from tests.journal import Action, keep_journal
-from tests.snapshots import NUM_LAYERS, batches, bits_of, build, changes
+from tests.loops import NUM_LAYERS, batches, build
 
 PREFIX = "poros::"
 

@@ -14,11 +14,9 @@ from poros.kernels.forwards import PatchedForward, is_of_liger
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
 from tests.covers import with_slow
-from tests.exact.adapter_arms import adapted, mlps
-from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, recorded
-from tests.exact.together import same, train
 from tests.liger import liger_alone, liger_interpreted
+from tests.loops import adapted, mlps, same, train
 
 Model = Any
 SIZES = (2, 2)
@@ -38,8 +36,8 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-def model_of(bases: Bases, **options: Any) -> Model:
-    return adapted(bases, dtype=torch.float32, lora_dropout=0.1, **options)
+def model_of(**options: Any) -> Model:
+    return adapted(dtype=torch.float32, lora_dropout=0.1, **options)
 
 
 def run(model: Model, together: bool = False) -> list[torch.Tensor]:
@@ -47,15 +45,15 @@ def run(model: Model, together: bool = False) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def resident(bases: Bases) -> list[torch.Tensor]:
+def resident() -> list[torch.Tensor]:
     with liger_alone(modeling_qwen2) as applied:
-        return run(applied(model_of(bases)))
+        return run(applied(model_of()))
 
 
 @pytest.mark.parametrize("lane", with_slow(LANES, ("eager", "kept")))
-def test_streamed_equals_resident(lane: str, resident: list[torch.Tensor], bases: Bases) -> None:
+def test_streamed_equals_resident(lane: str, resident: list[torch.Tensor]) -> None:
     policy, together = LANES[lane]
-    model = model_of(bases)
+    model = model_of()
     assert use_liger(model.get_base_model()) == ["feed-forwards", "norms", "rotary embeddings"]
     captures, _ = recorded(model, **{"slots": 2, **policy})
     assert same(run(model, together), resident)
@@ -65,11 +63,11 @@ def test_streamed_equals_resident(lane: str, resident: list[torch.Tensor], bases
 
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-def test_dora(together: bool, bases: Bases) -> None:
+def test_dora(together: bool) -> None:
     """Liger writes into what projections give, which our operators must not have kept."""
     with liger_alone(modeling_qwen2) as applied:
-        expected = run(poros.use_adapter_kernels(applied(model_of(bases, use_dora=True))))
-    model = model_of(bases, use_dora=True)
+        expected = run(poros.use_adapter_kernels(applied(model_of(use_dora=True))))
+    model = model_of(use_dora=True)
     use_liger(model.get_base_model())
     captures, _ = recorded(model, slots=2, cuda_graphs=True)
     assert same(run(model, together), expected)
@@ -78,32 +76,30 @@ def test_dora(together: bool, bases: Bases) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "phi3", "gemma3", "gemma4"])
-def test_other_families(architecture: str, bases: Bases) -> None:
+def test_other_families(architecture: str) -> None:
     """Norms of heads and behind layers, gate and up by one projection, the GELU."""
     options = {"architecture": architecture, "target_modules": "all-linear"}
-    resident = model_of(bases, **options)
+    resident = model_of(**options)
     use_liger(resident.get_base_model())
     expected = run(resident)
-    model = model_of(bases, **options)
+    model = model_of(**options)
     assert len(use_liger(model.get_base_model())) == (2 if architecture == "gemma4" else 3)
     captures, _ = recorded(model, slots=2, cuda_graphs=True)
     assert same(run(model, together=True), expected)
     # Layers of Gemma 4 may write to their arguments, so none is recorded, with Liger's or without.
     assert (captures.num_replays > 0) == (architecture != "gemma4")
-    assert not same(run(model_of(bases, **options)), expected)  # control
+    assert not same(run(model_of(**options)), expected)  # control
 
 
-def test_control_without_them_the_bits_are_others(
-    resident: list[torch.Tensor], bases: Bases
-) -> None:
-    model = model_of(bases)
+def test_control_without_them_the_bits_are_others(resident: list[torch.Tensor]) -> None:
+    model = model_of()
     recorded(model, slots=2)
     assert not same(run(model), resident)
 
 
-def test_modules_keep_forwards_of_ligers(bases: Bases) -> None:
+def test_modules_keep_forwards_of_ligers() -> None:
     """Our gated activation is for the others; our adapters run in both."""
-    model, other = model_of(bases), model_of(bases)
+    model, other = model_of(), model_of()
     use_liger(model.get_base_model())
     for each in (model, other):
         poros.prepare(each, slots=2, device="cpu")
@@ -113,11 +109,11 @@ def test_modules_keep_forwards_of_ligers(bases: Bases) -> None:
         assert isinstance(one.down_proj.__dict__["forward"], PatchedForward)
 
 
-def test_another_activation_is_computed_as_it_is(bases: Bases) -> None:
+def test_another_activation_is_computed_as_it_is() -> None:
     """Liger's kernel would compute SiLU."""
     found = []
     for has_liger in (False, True):
-        base = model_of(bases).get_base_model()
+        base = model_of().get_base_model()
         for layer in base.model.layers:
             layer.mlp.act_fn = ACT2FN["gelu"]
         if has_liger:
@@ -128,9 +124,9 @@ def test_another_activation_is_computed_as_it_is(bases: Bases) -> None:
     assert torch.equal(*found)
 
 
-def test_a_plan_is_that_of_the_model_without_them(bases: Bases) -> None:
+def test_a_plan_is_that_of_the_model_without_them() -> None:
     """Its code runs on the meta device, where Liger's kernels cannot."""
-    model, other = model_of(bases), model_of(bases)
+    model, other = model_of(), model_of()
     use_liger(model.get_base_model())
     request = PlanRequest.of(seq_len=32, batch_size=2)
     assert Planner(model).plan(request) == Planner(other).plan(request)

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from poros.stream.layer_index import LayerIndex
-from tests.exact.arms import Bases
+from tests.loops import build
 from tests.support import prepare_plain
 
 Model = Any
@@ -58,10 +58,10 @@ def layer_of(model: Model) -> nn.Module:
 
 
 def after(
-    bases: Bases, is_prepared: bool, change: Callable[[Any], object] = lambda layer: None
+    is_prepared: bool, change: Callable[[Any], object] = lambda layer: None
 ) -> list[list[tuple[str, bool, int]]]:
     """The modules after each of some calls, with the change before and between."""
-    model = bases.build("qwen2").train()
+    model = build("qwen2").train()
     if change is freeze:  # prepared layers have a class of their own
         change(layer_of(model))
     if is_prepared:
@@ -77,20 +77,20 @@ def after(
 
 @pytest.mark.parametrize("which", CHANGES)
 def test_each_module_has_the_mode_it_has_otherwise(
-    which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
+    which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change = CHANGES[which]
-    expected = after(bases, False, change)
-    assert after(bases, True, change) == expected
+    expected = after(False, change)
+    assert after(True, change) == expected
     # A control: a layer that looks at itself alone is caught by every change within it.
     monkeypatch.setattr(
         LayerIndex, "is_in_mode", lambda self, mode: self.modules()[0].training is mode
     )
-    assert change is freeze or after(bases, True, change) != expected
+    assert change is freeze or after(True, change) != expected
 
 
-def test_modules_are_passed_over(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepare_plain(bases.build("qwen2").train(), slots=2).train()
+def test_modules_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepare_plain(build("qwen2").train(), slots=2).train()
     inner = set(map(id, layer_of(model).modules())) - {id(layer_of(model))}
     seen = []
     plain = nn.Module.__setattr__

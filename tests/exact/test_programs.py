@@ -15,22 +15,24 @@ import torch
 import poros
 from poros.replay.remat import RematerializeLayer
 from poros.stream.body import LayerBody
+from tests.comparing import changes, digest
 from tests.exact import programs as P
 from tests.exact import subjects as S
-from tests.exact.arms import (
+from tests.exact.recorded import on_tapes, poisoned
+from tests.loops import (
     Program,
-    Residents,
     Subject,
+    bf16,
+    differing_facts,
     in_order,
+    layers_of,
     observe,
     of_the_first,
     often,
-    on_tapes,
-    poisoned,
+    resident_facts,
     streamed,
 )
 from tests.replaced import in_place_of
-from tests.snapshots import bf16, changes, digest, layers_of
 
 Patch = pytest.MonkeyPatch
 
@@ -154,19 +156,19 @@ def rows(is_checked: bool) -> Any:
 
 
 @rows(is_checked=True)
-def test_a_program_is_exact(row: Row, residents: Residents) -> None:
+def test_a_program_is_exact(row: Row) -> None:
     program = in_order(row.program)
-    expected = of_the_first(residents.facts(row.subject, often(program, row.num_times)))
-    model = poisoned(row.subject(residents.bases), **{"self_check": "strict", **row.policy})
+    expected = of_the_first(resident_facts(row.subject, often(program, row.num_times)))
+    model = poisoned(row.subject(), **{"self_check": "strict", **row.policy})
     found = of_the_first(observe(model, often(program, 1)))
     assert expected and changes(expected, found) == {}
 
 
 @rows(is_checked=False)
-def test_a_program_whose_visits_are_replayed_is_exact(row: Row, residents: Residents) -> None:
+def test_a_program_whose_visits_are_replayed_is_exact(row: Row) -> None:
     program = often(in_order(row.program), row.num_times)
-    expected = residents.facts(row.subject, program)
-    model = on_tapes(row.subject(residents.bases), **row.policy)
+    expected = resident_facts(row.subject, program)
+    model = on_tapes(row.subject(), **row.policy)
     assert changes(expected, observe(model, program)) == {}
     captures = poros.runtime(model).captures
     assert captures and (captures.num_replays > 0) == row.replays
@@ -184,9 +186,9 @@ DIFFERENT: dict[str, tuple[Subject, Program, Subject, Program]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_control_programs_differ(name: str, residents: Residents) -> None:
+def test_control_programs_differ(name: str) -> None:
     subject, program, other_subject, other = DIFFERENT[name]
-    assert changes(residents.facts(subject, program), residents.facts(other_subject, other))
+    assert changes(resident_facts(subject, program), resident_facts(other_subject, other))
 
 
 # Controls: faults of the runtime that have to show, with the self-check off. Of casts, of order and
@@ -204,27 +206,25 @@ def without_gradients_of_other_inputs(genuine: Any, self: LayerBody, args: Any, 
     return genuine(self, (args[0], *(each.detach() for each in args[1:])), named)
 
 
-def test_control_gradients_that_are_off_differ(residents: Residents, monkeypatch: Patch) -> None:
+def test_control_gradients_that_are_off_differ(monkeypatch: Patch) -> None:
     off_by_a_unit(monkeypatch)
-    assert residents.compare(S.PLAIN, often(in_order(P.STEP)), on_tapes) != {}
+    assert differing_facts(S.PLAIN, often(in_order(P.STEP)), on_tapes) != {}
 
 
-def test_control_per_layer_inputs_without_a_gradient_differ(
-    residents: Residents, monkeypatch: Patch
-) -> None:
+def test_control_per_layer_inputs_without_a_gradient_differ(monkeypatch: Patch) -> None:
     without_gradients_of_other_inputs(monkeypatch)
-    found = observe(streamed(S.adapter_below_the_layers(residents.bases), self_check="off"), P.STEP)
-    gone = residents.facts(S.adapter_below_the_layers, P.STEP).keys() - found.keys()
+    found = observe(streamed(S.adapter_below_the_layers(), self_check="off"), P.STEP)
+    gone = resident_facts(S.adapter_below_the_layers, P.STEP).keys() - found.keys()
     assert len(gone) == 2 and not any("layers." in name for name in gone)
 
 
 # What is left behind.
 
 
-def test_backward_works_after_the_model_was_deleted(residents: Residents) -> None:
+def test_backward_works_after_the_model_was_deleted() -> None:
     found = []
     for prepare in (lambda model: model, streamed, on_tapes):
-        model = prepare(S.NO_DROPOUT(residents.bases))
+        model = prepare(S.NO_DROPOUT())
         parameters = P.trained(model)
         loss = P.loss_of(model)
         del model
@@ -235,11 +235,9 @@ def test_backward_works_after_the_model_was_deleted(residents: Residents) -> Non
 
 
 @pytest.mark.parametrize("prepare", [streamed, on_tapes])
-def test_a_loss_kept_after_backward_keeps_no_activations(
-    prepare: Callable[[Any], Any], residents: Residents
-) -> None:
+def test_a_loss_kept_after_backward_keeps_no_activations(prepare: Callable[[Any], Any]) -> None:
     """Many loops hold on to the last loss while the next forward runs."""
-    model = prepare(S.PLAIN(residents.bases))
+    model = prepare(S.PLAIN())
     seen: list[weakref.ref[torch.Tensor]] = []
     for layer in layers_of(model):
         layer.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))

@@ -1,7 +1,8 @@
 """Programs whose visits are recorded and replayed, by a stand-in that sees nothing of Python.
 
 They have the bits of a resident run, where layers are recomputed and where they keep their graph.
-How users compute within one step: ``test_programs``, all of which are replayed too.
+How users compute within steps: ``test_programs`` and ``test_written_programs``, which replay them
+too.
 """
 
 import gc
@@ -19,10 +20,8 @@ from poros.replay.call import CHECK
 from poros.replay.captures import ARGUMENTS, NEW
 from poros.replay.forms import HeldGraphs
 from poros.replay.graphs import Fixed
-from tests.exact.adapter_arms import autocast, differences, mlps, step, with_kernels
-from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, train
-from tests.exact.together import same, trained
+from tests.loops import bf16, build, differences, mlps, same, step, trained, with_kernels
 
 Model = Any
 Facts = list[Any]
@@ -67,103 +66,32 @@ CHANGES: dict[str, Callable[[Model, int], None]] = {
 }
 
 
-# What a step does.
-
-
-def two_losses(model: Model) -> Facts:
-    """Forwards whose backwards come later, in the order of the forwards and in reverse."""
-    facts = []
-    for number in range(8):
-        parts = range(2 if number % 3 else 1)
-        losses = [loss_of(model, shift=part) for part in parts]
-        for loss in losses if number % 2 else losses[::-1]:
-            loss.backward()
-        facts += gradients(model)
-    return facts
-
-
-def second_backward(model: Model) -> Facts:
-    facts = []
-    for number in range(8):
-        loss = loss_of(model)
-        loss.backward(retain_graph=True)
-        loss_of(model, shift=1).backward()
-        if number != 5:
-            loss.backward()
-        facts += gradients(model)
-    return facts
-
-
-def inside_and_outside(model: Model) -> Facts:
-    """What a backward runs under is its own: each is recorded, and no other is replayed."""
-    facts = []
-    for number in range(12):
-        with autocast():
-            loss = loss_of(model, shift=number)
-            if number % 2:
-                loss.backward()
-        if not number % 2:
-            loss.backward()
-        facts += [loss.detach(), *gradients(model)]
-    return facts
-
-
-def reference_pass(model: Model) -> Facts:
-    """As DPO has it; dropout draws, as the model trains."""
-    facts = []
-    for number in range(8):
-        tokens = torch.arange(12)[None] + number
-        with torch.no_grad(), model.disable_adapter() if number % 2 else nullcontext():
-            facts.append(model(input_ids=tokens, use_cache=False).logits.clone())
-        loss = loss_of(model, shift=number)
-        loss.backward()
-        facts += [loss.detach(), *gradients(model)]
-    return facts
-
-
 PROGRAMS: dict[str, Callable[[Model], Facts]] = {
-    "two losses": two_losses,
     "nothing": train,
     **{name: partial(train, change=change) for name, change in CHANGES.items()},
-    "backwards inside and outside of a region": inside_and_outside,
-    "a second backward": second_backward,
-    "without gradients": reference_pass,
 }
 
 
 @cache
-def resident(which: str, bases: Bases) -> Facts:
-    model = few(bases, lora_dropout=0.1)
+def resident(which: str) -> Facts:
+    model = few(lora_dropout=0.1)
     torch.manual_seed(3)
     return PROGRAMS[which](model)
-
-
-def kinds_of(captures: Any, is_replayed: bool = False) -> set[str]:
-    """Of the forms of visits; or of those whose recorded forward has been proved."""
-    forms = [form for of_layer in captures._forms.values() for form in of_layer.values()]
-    proved = [form for form in forms if form.forward is not None and form.forward.is_proved]
-    return {form.kind for form in (proved if is_replayed else forms)}
 
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("policy", [KEPT, {}], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("which", PROGRAMS)
-def test_a_program(which: str, policy: dict[str, Any], bases: Bases) -> None:
-    model = few(bases, lora_dropout=0.1)
+def test_a_program(which: str, policy: dict[str, Any]) -> None:
+    model = few(lora_dropout=0.1)
     captures, _ = recorded(model, **policy)
     torch.manual_seed(3)
-    assert same(PROGRAMS[which](model), resident(which, bases))
+    assert same(PROGRAMS[which](model), resident(which))
     stats = poros.runtime(model).stats()
     assert captures.num_replays == stats["num_replayed_visits"] > 0
     assert stats["num_eager_visits"] == sum(captures.eager.values())
     if which in CHANGES:  # a control
-        assert not same(resident(which, bases), resident("nothing", bases))
-    if which == "two losses":
-        # The second one's graph has no place in the recording: it is recomputed.
-        assert kinds_of(captures) == ({"kept", "recomputed"} if policy else {"recomputed"})
-    if which == "without gradients":
-        kinds = kinds_of(captures, is_replayed=True)
-        assert "inference" in kinds and len(kinds) == 2
+        assert not same(resident(which), resident("nothing"))
 
 
 OPTIONS: list[dict[str, Any]] = [{"lora_dropout": 0.1}, {"use_dora": True, "quantize": False}]
@@ -172,11 +100,11 @@ OPTIONS: list[dict[str, Any]] = [{"lora_dropout": 0.1}, {"use_dora": True, "quan
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}], ids=str)
-@pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
+@pytest.mark.parametrize("around", [nullcontext, bf16], ids=["", "autocast"])
 def test_how_many_visits_are_replayed(
-    around: Any, policy: dict[str, Any], options: dict[str, Any], bases: Bases
+    around: Any, policy: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    model = few(bases, **options)
+    model = few(**options)
     expected = with_kernels(model, around)
     captures, recorder = recorded(model, **policy)
     for _ in range(6):
@@ -197,12 +125,12 @@ ENDS: dict[str, str | None] = {
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("architecture", ENDS)
-def test_promised_architectures(architecture: str, policy: dict[str, Any], bases: Bases) -> None:
+def test_promised_architectures(architecture: str, policy: dict[str, Any]) -> None:
     """Layers that share keys and values, or whose routers are recorded by hooks, run as always."""
     reason = ENDS[architecture]
     options = {} if architecture == "qwen3_moe" else {"lora_dropout": 0.1}
-    expected = train(few(bases, architecture, **options), 7)
-    model = few(bases, architecture, **options)
+    expected = train(few(architecture, **options), 7)
+    model = few(architecture, **options)
     captures, _ = recorded(model, **policy)
     assert same(train(model, 7), expected)
     assert (captures.num_replays > 0) == (reason is None)
@@ -242,22 +170,22 @@ EAGER: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("which", EAGER)
 def test_feed_forwards_that_are_not_replayed(
-    which: str, policy: dict[str, Any], bases: Bases, monkeypatch: pytest.MonkeyPatch
+    which: str, policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, between, reason = EAGER[which]
-    kind = type(mlps(few(bases))[0])
+    kind = type(mlps(few())[0])
     genuine = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: change(self, x, genuine(self, x)))
-    expected = train(few(bases), change=between)
-    model = few(bases)
+    expected = train(few(), change=between)
+    model = few()
     captures, _ = recorded(model, **policy)
     assert same(train(model, change=between), expected)
     assert captures.num_replays == 0
     assert any(each.startswith(reason) for each in captures.eager)
 
 
-def test_what_a_backward_has_never_shown_whole_is_not_recorded_until_one_has(bases: Bases) -> None:
-    model = few(bases)
+def test_what_a_backward_has_never_shown_whole_is_not_recorded_until_one_has() -> None:
+    model = few()
     captures, _ = recorded(model)
     for _ in range(30):
         torch.autograd.grad(loss_of(model), trained(model))
@@ -268,23 +196,23 @@ def test_what_a_backward_has_never_shown_whole_is_not_recorded_until_one_has(bas
     assert captures.num_replays > 0
 
 
-def test_restoring_ends_it(bases: Bases) -> None:
-    model = few(bases, lora_dropout=0.1)
+def test_restoring_ends_it() -> None:
+    model = few(lora_dropout=0.1)
     recorded(model)
     train(model)
     poros.restore(model)
-    again = dict(few(bases, lora_dropout=0.1).named_parameters())
+    again = dict(few(lora_dropout=0.1).named_parameters())
     for name, each in model.named_parameters():
         if each.requires_grad:
             each.data = again[name].data.clone()
-    assert same(train(model), resident("nothing", bases))
+    assert same(train(model), resident("nothing"))
 
 
 # What visits leave behind.
 
 
-def test_replayed_visits_load_no_more_than_eager_ones(bases: Bases) -> None:
-    model = bases.build("qwen2", num_layers=4).train()
+def test_replayed_visits_load_no_more_than_eager_ones() -> None:
+    model = build("qwen2", num_layers=4).train()
     captures, _ = recorded(model, slots=2, self_check="off")
     loads = []
     for _ in range(6):
@@ -294,9 +222,9 @@ def test_replayed_visits_load_no_more_than_eager_ones(bases: Bases) -> None:
     assert captures.num_replays > 0 and loads == [6 + 4 * number for number in range(6)]
 
 
-def test_gradients_of_adapters_keep_no_memory_of_others(bases: Bases) -> None:
+def test_gradients_of_adapters_keep_no_memory_of_others() -> None:
     """Of the gradient of a layer's input, which a replay gives as well."""
-    model = few(bases, dtype=torch.float32)
+    model = few(dtype=torch.float32)
     captures, _ = recorded(model, self_check="off")
     for _ in range(6):
         model.zero_grad()
@@ -306,8 +234,8 @@ def test_gradients_of_adapters_keep_no_memory_of_others(bases: Bases) -> None:
     assert captures.num_replays > 0 and num_bytes == sum(each.nbytes for each in trained(model))
 
 
-def test_of_micro_batches_together_one_call_of_each_layer_is_watched(bases: Bases) -> None:
-    model = few(bases)
+def test_of_micro_batches_together_one_call_of_each_layer_is_watched() -> None:
+    model = few()
     captures, _ = recorded(model, self_check="off")
     batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
     for _ in range(4):
@@ -328,19 +256,19 @@ def test_of_micro_batches_together_one_call_of_each_layer_is_watched(bases: Base
 
 
 def test_control_gradients_that_are_not_copied_out_are_overwritten(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Autograd keeps what it is handed as ``.grad``, and the next visit writes there."""
-    model = few(bases, lora_dropout=0.1)
+    model = few(lora_dropout=0.1)
     captures, _ = recorded(model)
     monkeypatch.setattr(Fixed, "copies", lambda self: self.tensors)
     torch.manual_seed(3)
-    assert not same(train(model), resident("nothing", bases)) and captures.num_replays > 0
+    assert not same(train(model), resident("nothing")) and captures.num_replays > 0
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
-    is_guarded: bool, bases: Bases, monkeypatch: pytest.MonkeyPatch
+    is_guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded first, it may compute where the later one, recorded then, has its graph."""
     if not is_guarded:
@@ -366,8 +294,8 @@ def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
         handle.remove()
         return facts
 
-    expected = run(few(bases))
-    model = few(bases)
+    expected = run(few())
+    model = few()
     captures, _ = recorded(model, **KEPT)
     is_same = same(run(model), expected)
     assert captures.num_replays > 0 and is_same == is_guarded

@@ -16,9 +16,8 @@ from poros.model.sizing import ResidencyPlan
 from poros.replay.captures import NEW
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
-from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, few, loss_of, recorded, spoil, train
-from tests.exact.together import same
+from tests.loops import same
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
 
@@ -26,8 +25,8 @@ Model = Any
 
 
 @cache
-def resident(bases: Bases) -> list[Any]:
-    return train(few(bases, lora_dropout=0.1))
+def resident() -> list[Any]:
+    return train(few(lora_dropout=0.1))
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -41,10 +40,10 @@ def batch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
 @pytest.mark.parametrize("operator", ["mm", "bernoulli"])
 def test_a_recording_that_gives_other_bits_is_never_used(
-    operator: str, which: int, bases: Bases, monkeypatch: pytest.MonkeyPatch
+    operator: str, which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that leaves out an operator, a random one too."""
-    model = few(bases, lora_dropout=0.1)
+    model = few(lora_dropout=0.1)
     captures, recorder = recorded(model)
 
     def fault(recorder: TapeRecorder, steps: list[Any]) -> None:
@@ -54,7 +53,7 @@ def test_a_recording_that_gives_other_bits_is_never_used(
 
     spoil(monkeypatch, fault)
     torch.manual_seed(3)
-    assert same(train(model), resident(bases))
+    assert same(train(model), resident())
     # A forward is replayed as soon as its own recording is proved.
     assert (captures.num_replays > 0) == (which == 1) and recorder.num_replays > 0
     assert any("other bits" in reason for reason in captures.eager)
@@ -78,7 +77,6 @@ def test_under_strict_a_recording_with_other_bits_is_an_error(
     fault: Callable[[list[Any]], None],
     found: str,
     around: Any,
-    bases: Bases,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def forwards(model: Model) -> None:
@@ -89,11 +87,11 @@ def test_under_strict_a_recording_with_other_bits_is_an_error(
                 loss.backward()
 
     spoil(monkeypatch, lambda _, steps: fault(steps))
-    model = few(bases, lora_dropout=0.1)
+    model = few(lora_dropout=0.1)
     recorded(model, cuda_graphs=True)
     with pytest.raises(ParityError, match=rf"expected a recorded visit .* found others: {found}"):
         forwards(model)
-    model = few(bases, lora_dropout=0.1)
+    model = few(lora_dropout=0.1)
     captures, _ = recorded(model, cuda_graphs=True, self_check="warn")
     forwards(model)
     assert captures.num_replays == 0
@@ -101,11 +99,11 @@ def test_under_strict_a_recording_with_other_bits_is_an_error(
 
 @pytest.mark.parametrize("way", ["recomputed", "kept", "together"])
 def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
-    way: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
+    way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Together, several backwards of a layer come before what proves the first can be recorded."""
     make_unsteady(monkeypatch)
-    model = few(bases, lora_dropout=0.1)
+    model = few(lora_dropout=0.1)
     captures, recorder = recorded(model, self_check="off", **(KEPT if way == "kept" else {}))
     for _ in range(8):
         if way == "together":
@@ -119,10 +117,10 @@ def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
 
 
 def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_unsteady(monkeypatch)
-    model = few(bases, lora_dropout=0.1)
+    model = few(lora_dropout=0.1)
     captures, _ = recorded(model, self_check="off")
 
     def fault(recorder: TapeRecorder, steps: list[Any]) -> None:
@@ -136,10 +134,10 @@ def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
 
 
 def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
-    model = few(bases)
+    model = few()
     recorded(model, **KEPT)
     poros.runtime(model).host_slab(1)[0] ^= 1
     with pytest.raises(ParityError):
@@ -149,15 +147,15 @@ def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed(
 # When.
 
 
-def test_graphs_on_a_cpu_are_an_error(bases: Bases) -> None:
-    model = few(bases)
+def test_graphs_on_a_cpu_are_an_error() -> None:
+    model = few()
     with pytest.raises(PolicyError, match="cuda_graphs: expected a GPU"):
         poros.prepare(model, cuda_graphs=True, device="cpu")
     loss_of(model).backward()
 
 
-def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked(bases: Bases) -> None:
-    model = few(bases)
+def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked() -> None:
+    model = few()
     captures, recorder = recorded(model, self_check="strict")
     poros.accumulate(model, [batch() for _ in range(5)])
     assert poros.runtime(model).self_check["status"] == "passed"
@@ -167,27 +165,27 @@ def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked(bases
 
 
 def test_many_tokens_are_not_recorded_unless_that_is_asked_for(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The device is busy with them for longer than the host."""
-    expected = train(few(bases), 6, 2)
+    expected = train(few(), 6, 2)
     monkeypatch.setattr(chosen, "_most_parameters", lambda blocks: 10)
     # Of two rows of 12 and of 20 tokens the first may be recorded.
     monkeypatch.setattr(chosen, "MOST_FLOP", 2 * 10 * 30)
-    model = few(bases)
+    model = few()
     captures, recorder = recorded(model)
     assert same(train(model, 6, 2), expected)
     assert captures.num_replays > 0 and recorder.num_recorded == 2 * 2
     assert any("so many tokens" in reason for reason in captures.eager)
-    model = few(bases)
+    model = few()
     captures, recorder = recorded(model, cuda_graphs=True)
     train(model, 6, 2)
     assert recorder.num_recorded == 2 * 2 * 2
 
 
-def test_nothing_is_recorded_within_a_backward(bases: Bases) -> None:
+def test_nothing_is_recorded_within_a_backward() -> None:
     """Under a checkpoint around all of the model its forward runs once more in the backward."""
-    model = few(bases)
+    model = few()
     _, recorder = recorded(model, self_check="off")
     begin, places = recorder.record, []
 
@@ -207,9 +205,9 @@ def test_nothing_is_recorded_within_a_backward(bases: Bases) -> None:
 
 
 def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = few(bases)
+    model = few()
     recorded(model, self_check="off", offload_boundaries=True)
     genuine, indices = ActivationOffloader.offload, list[int]()
 
@@ -233,9 +231,9 @@ def visit(model: Model, *lengths: int, num_times: int = 1) -> None:
             loss_of(model, length).backward()
 
 
-def test_recordings_that_do_not_pay_make_the_next_ones_rarer(bases: Bases) -> None:
+def test_recordings_that_do_not_pay_make_the_next_ones_rarer() -> None:
     """Lengths that come twice, and not again."""
-    model = few(bases)
+    model = few()
     captures, recorder = recorded(model, self_check="off")
     visit(model, *range(8, 20), num_times=2)
     # As many forms as there are places, and one that another made way for.
@@ -245,12 +243,12 @@ def test_recordings_that_do_not_pay_make_the_next_ones_rarer(bases: Bases) -> No
     assert captures.num_replays > 0
 
 
-def test_lengths_that_alternate_do_not_drive_each_other_out(bases: Bases) -> None:
+def test_lengths_that_alternate_do_not_drive_each_other_out() -> None:
     """One length more than there are places: that one runs as always, and nothing anew.
 
     On a GPU the host waits for the device as memory is given back: only when something is recorded.
     """
-    model = few(bases)
+    model = few()
     captures, recorder = recorded(model, self_check="off")
     given_back, after = list[int](), list[int]()
     recorder.give_back = lambda: given_back.append(captures.num_recorded)  # type: ignore[method-assign]
@@ -262,8 +260,8 @@ def test_lengths_that_alternate_do_not_drive_each_other_out(bases: Bases) -> Non
     assert 0 < len(given_back) == len(set(given_back)) <= 2 * 4
 
 
-def test_a_length_that_does_not_come_back_makes_way(bases: Bases) -> None:
-    model = few(bases)
+def test_a_length_that_does_not_come_back_makes_way() -> None:
+    model = few()
     captures, _ = recorded(model, self_check="off")
     visit(model, *range(8, 14), num_times=8)
     for forms in captures._forms.values():
@@ -271,8 +269,8 @@ def test_a_length_that_does_not_come_back_makes_way(bases: Bases) -> None:
     assert captures.num_replays >= 6 * 4 * 2 * 2
 
 
-def test_kept_layers_replay_a_second_length_as_recomputed_ones(bases: Bases) -> None:
-    model = few(bases)
+def test_kept_layers_replay_a_second_length_as_recomputed_ones() -> None:
+    model = few()
     captures, recorder = recorded(model, self_check="off", **KEPT)
     eager: list[int] = []
     for _ in range(10):
@@ -284,10 +282,10 @@ def test_kept_layers_replay_a_second_length_as_recomputed_ones(bases: Bases) -> 
 
 @pytest.mark.parametrize("keep_last", [0, 2])
 def test_what_is_known_of_calls_stays_known_in_other_rooms(
-    keep_last: int, bases: Bases, monkeypatch: pytest.MonkeyPatch
+    keep_last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No layer keeps a graph beside its recording: both of all layers may be above a budget."""
-    model = few(bases, lora_dropout=0.1)
+    model = few(lora_dropout=0.1)
     captures, recorder = recorded(model, self_check="off")
     eager: list[int] = []
 
@@ -302,7 +300,7 @@ def test_what_is_known_of_calls_stays_known_in_other_rooms(
             poros.runtime(model).resize(room)
             monkeypatch.setattr(StreamedLayer, "_keep", refuse_to_keep)
 
-    expected = train(few(bases, lora_dropout=0.1), 14)
+    expected = train(few(lora_dropout=0.1), 14)
     assert same(train(model, 14, change=change), expected)
     assert recorder.num_recorded == 2 * 2 * 3, "each once more, at once"
     # One of each runs beside what is compared with it; none is there to be learnt from.

@@ -27,21 +27,24 @@ from poros.errors import (
 from poros.kernels.autocast import cached_cast
 from poros.stream.body import ModelContext
 from poros.stream.boundary import is_streamed
+from tests.comparing import changes
 from tests.exact import programs as P
 from tests.exact import subjects as S
-from tests.exact.arms import (
-    Bases,
+from tests.exact.recorded import on_tapes, poisoned
+from tests.loops import (
     Model,
     Program,
-    Residents,
     Subject,
+    batches,
+    bf16,
+    build,
+    differing_facts,
+    layers_of,
     observe,
     often,
-    on_tapes,
-    poisoned,
+    resident_facts,
     streamed,
 )
-from tests.snapshots import batches, bf16, changes, layers_of
 
 Patch = pytest.MonkeyPatch
 Provocation = Callable[[Model], Iterator[None]]
@@ -276,8 +279,8 @@ class Fickle(nn.Module):
         return nn.functional.silu(x)
 
 
-def fickle(bases: Bases) -> Model:
-    model = bases.build()
+def fickle() -> Model:
+    model = build()
     layer(model, 1).mlp.act_fn = Fickle()
     return model
 
@@ -354,23 +357,21 @@ def rows() -> Iterator[Row]:
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("way", ["as is", "behind replayed visits"])
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
-def test_it_is_refused_and_then_all_is_well(row: Row, way: str, residents: Residents) -> None:
+def test_it_is_refused_and_then_all_is_well(row: Row, way: str) -> None:
     policy = {"adapter_kernels": row.kernels}
     if way == "as is":
-        assert residents.compare(row.subject, row.program, poisoned, **policy) == {}
+        assert differing_facts(row.subject, row.program, poisoned, **policy) == {}
         return
-    model = on_tapes(row.subject(residents.bases), **policy)
+    model = on_tapes(row.subject(), **policy)
     often(P.STEP)(model)
     model.zero_grad()
-    assert changes(residents.facts(row.subject, row.program), observe(model, row.program)) == {}
+    assert changes(resident_facts(row.subject, row.program), observe(model, row.program)) == {}
     assert poros.runtime(model).stats()["num_replayed_visits"] > 0
 
 
 @pytest.mark.parametrize("prepare", [poisoned, on_tapes])
-def test_a_layer_that_draws_otherwise_when_recomputed_is_refused(
-    prepare: Any, bases: Bases
-) -> None:
-    steps = behind(lambda model: None)(prepare(fickle(bases)))
+def test_a_layer_that_draws_otherwise_when_recomputed_is_refused(prepare: Any) -> None:
+    steps = behind(lambda model: None)(prepare(fickle()))
     next(steps)
     with pytest.raises(RematerializationError, match=r"layers\.1: .*random numbers"):
         next(steps)
@@ -380,26 +381,26 @@ def test_a_layer_that_draws_otherwise_when_recomputed_is_refused(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("prepare", [poisoned, on_tapes])
 def test_an_update_within_a_region_is_refused(
-    prepare: Any, fused: bool, residents: Residents, monkeypatch: Patch
+    prepare: Any, fused: bool, monkeypatch: Patch
 ) -> None:
     """A resident run goes on with the casts of the old weights."""
-    model = prepare(S.FP32_NO_DROPOUT(residents.bases))
+    model = prepare(S.FP32_NO_DROPOUT())
     with pytest.raises(UnsupportedModelError, match=r"layers\.0: .*updated since.*anew"):
         P.updates_in_one_region(model, fused)
     # What does not change the casts does not matter.
     harmless = partial(P.updates_in_one_region, fused=fused, lr=1e-12)
-    assert residents.compare(S.FP32_NO_DROPOUT, harmless, prepare) == {}
+    assert differing_facts(S.FP32_NO_DROPOUT, harmless, prepare) == {}
     # The control: let through, it differs.
     monkeypatch.setattr("poros.replay.routing.require_current", lambda *_: None)
     monkeypatch.setattr("poros.stream.general.require_current", lambda *_: None)
     harmful = partial(P.updates_in_one_region, fused=fused)
-    assert residents.compare(S.FP32_NO_DROPOUT, harmful, prepare) != {}
+    assert differing_facts(S.FP32_NO_DROPOUT, harmful, prepare) != {}
 
 
 def test_an_update_within_a_region_is_refused_by_layers_that_are_replayed(
-    residents: Residents, monkeypatch: Patch
+    monkeypatch: Patch,
 ) -> None:
-    model = on_tapes(S.FP32_DENSE(residents.bases))
+    model = on_tapes(S.FP32_DENSE())
     often(P.region)(model)
     model.zero_grad()
     before = poros.runtime(model).stats()["num_replayed_visits"]
@@ -411,10 +412,10 @@ def test_an_update_within_a_region_is_refused_by_layers_that_are_replayed(
 
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_an_update_between_groups_in_one_region_is_refused(
-    is_broken: bool, residents: Residents, monkeypatch: Patch
+    is_broken: bool, monkeypatch: Patch
 ) -> None:
     """The control: layers that are told of a region of their own do not see it."""
-    model = on_tapes(S.FP32_DENSE(residents.bases))
+    model = on_tapes(S.FP32_DENSE())
     optimizer = torch.optim.AdamW(P.trained(model).values(), lr=1e-2, fused=True)
 
     def group() -> None:
@@ -466,9 +467,9 @@ FAILING: dict[type[BaseException], Provocation] = {
 
 @pytest.mark.parametrize("error", FAILING)
 def test_a_failed_backward_does_not_change_random_state_or_flags(
-    error: type[BaseException], bases: Bases
+    error: type[BaseException],
 ) -> None:
-    model = streamed(S.PLAIN(bases)).train()
+    model = streamed(S.PLAIN()).train()
     steps = FAILING[error](model)
     next(steps)
     flags = {name: each.training for name, each in model.named_modules()}
@@ -480,7 +481,7 @@ def test_a_failed_backward_does_not_change_random_state_or_flags(
     assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
 
 
-def test_a_region_that_ends_with_the_model_makes_no_casts(bases: Bases, monkeypatch: Patch) -> None:
+def test_a_region_that_ends_with_the_model_makes_no_casts(monkeypatch: Patch) -> None:
     """They would be kept until the region ends."""
     made: list[Any] = []
 
@@ -490,7 +491,7 @@ def test_a_region_that_ends_with_the_model_makes_no_casts(bases: Bases, monkeypa
         return cached_cast(parameter, of_layer)
 
     monkeypatch.setattr("poros.replay.routing.cached_cast", noted)
-    model = on_tapes(S.FP32_DENSE(bases))
+    model = on_tapes(S.FP32_DENSE())
     counts = {P.penalty_by_accelerate: 0, P.penalty_outside: 3, P.with_penalty: 0}
     for program, count in counts.items():
         often(program)(model)

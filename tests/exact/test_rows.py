@@ -22,17 +22,18 @@ from poros.replay.captures import Captures
 from poros.replay.casts import AdapterCasts
 from poros.replay.forms import Replayed
 from poros.replay.routing import GradientSums
-from tests.exact.arms import Bases, on_tapes
-from tests.exact.together import (
-    batches,
-    build,
+from tests.exact.recorded import on_tapes
+from tests.loops import (
+    Subject,
     dense,
     in_autocast,
-    layers,
+    layers_of,
+    micro_batches,
     own_loss,
     same,
     train,
     trained,
+    training,
 )
 
 Model = Any
@@ -50,7 +51,7 @@ def in_two_groups(model: Model, together: bool = True) -> Facts:
     generator = torch.Generator().manual_seed(2)
     for _ in range(5):
         for _ in range(2):
-            step = batches(3, generator, (12,))
+            step = micro_batches(3, generator, (12,))
             if together:
                 facts += poros.accumulate(model, step, loss=own_loss)
             else:
@@ -80,10 +81,10 @@ RUNS: dict[str, Callable[..., Facts]] = {
     "two groups a step": in_two_groups,
     "a hook on the node of an adapter": with_a_hook_on_a_node,
 }
-BASES: dict[str, Callable[[Bases], Model]] = {
-    "dropout": build,
+BASES: dict[str, Subject] = {
+    "dropout": training,
     "nothing is drawn": partial(dense, dropout=0.0),
-    "DoRA": partial(build, adapter="dora"),
+    "DoRA": partial(training, adapter="dora"),
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "two slots": {"slots": 2},
@@ -92,19 +93,19 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def ends_alike(run: Callable[..., Facts], base: Callable[[Bases], Model], bases: Bases) -> bool:
-    model = on_tapes(base(bases).train(), slots=2)
-    return same(run(model), run(base(bases).train(), together=False))
+def ends_alike(run: Callable[..., Facts], base: Subject) -> bool:
+    model = on_tapes(base().train(), slots=2)
+    return same(run(model), run(base().train(), together=False))
 
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("run", RUNS)
-def test_runs(run: str, base: str, bases: Bases) -> None:
-    assert ends_alike(RUNS[run], BASES[base], bases)
+def test_runs(run: str, base: str) -> None:
+    assert ends_alike(RUNS[run], BASES[base])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies(policy: str, bases: Bases, monkeypatch: Patch) -> None:
+def test_policies(policy: str, monkeypatch: Patch) -> None:
     found, genuine = [], Captures.call_again
 
     def call_again(*args: Any) -> Any:
@@ -112,8 +113,8 @@ def test_policies(policy: str, bases: Bases, monkeypatch: Patch) -> None:
         return found[-1]
 
     monkeypatch.setattr(Captures, "call_again", call_again)
-    model = on_tapes(build(bases).train(), **POLICIES[policy])
-    expected = train(build(bases).train(), together=False, **OFTEN)
+    model = on_tapes(training().train(), **POLICIES[policy])
+    expected = train(training().train(), together=False, **OFTEN)
     assert same(train(model, **OFTEN), expected)
     assert any(each is None for each in found) and any(each is not None for each in found)
 
@@ -132,7 +133,7 @@ class Closed(torch.autograd.Function):
 
 def with_a_closed_way(model: Model) -> Model:
     """Layers use their hidden states twice, and one of the uses gives no gradient."""
-    for layer in layers(model):
+    for layer in layers_of(model):
         genuine = type(layer)
 
         class Layer(genuine):  # type: ignore[valid-type,misc]
@@ -143,13 +144,13 @@ def with_a_closed_way(model: Model) -> Model:
     return model
 
 
-def test_a_use_without_a_gradient(bases: Bases, monkeypatch: Patch) -> None:
+def test_a_use_without_a_gradient(monkeypatch: Patch) -> None:
     monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES | {"tests", __name__.partition(".")[0]})
-    assert ends_alike(RUNS["two forms"], lambda bases: with_a_closed_way(build(bases)), bases)
+    assert ends_alike(RUNS["two forms"], lambda: with_a_closed_way(training()))
 
 
-def test_an_error_behind_the_first_reaches_the_loss(bases: Bases, monkeypatch: Patch) -> None:
-    model = on_tapes(build(bases).train(), slots=2)
+def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
+    model = on_tapes(training().train(), slots=2)
     train(model, **OFTEN)
     caught, genuine, numbers = list[Exception](), Captures.call_again, count()
 
@@ -166,7 +167,7 @@ def test_an_error_behind_the_first_reaches_the_loss(bases: Bases, monkeypatch: P
             raise
 
     monkeypatch.setattr(Captures, "call_again", call_again)
-    step = batches(4, torch.Generator().manual_seed(2), (12,))
+    step = micro_batches(4, torch.Generator().manual_seed(2), (12,))
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
         poros.accumulate(model, step, loss=loss)
     assert len(caught) == 1
@@ -196,16 +197,16 @@ CONTROLS: dict[str, tuple[Any, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("which", CONTROLS)
-def test_controls(which: str, bases: Bases, monkeypatch: Patch) -> None:
+def test_controls(which: str, monkeypatch: Patch) -> None:
     owner, name, instead, run = CONTROLS[which]
     monkeypatch.setattr(owner, name, instead)
     try:
-        assert not ends_alike(RUNS[run], build, bases)
+        assert not ends_alike(RUNS[run], training)
     except (RuntimeError, poros.PorosError):
         return  # it does not come to its end
 
 
-def grouped_ends_alike(bases: Bases, policy: dict[str, Any]) -> bool:
+def grouped_ends_alike(policy: dict[str, Any]) -> bool:
     """Grouped products under autocast, of adapters that change between steps and within one."""
 
     def edit(model: Model, number: int) -> None:
@@ -215,14 +216,14 @@ def grouped_ends_alike(bases: Bases, policy: dict[str, Any]) -> bool:
 
     sizes = (*OFTEN["sizes"], 5, 5)
     run = partial(train, loss=in_autocast, between=edit, **{**OFTEN, "sizes": sizes})
-    base = partial(build, dropout=0.0)
-    streamed = on_tapes(base(bases).train(), adapter_kernels="grouped", **policy)
-    resident = poros.use_adapter_kernels(base(bases).train(), "grouped")
+    base = partial(training, dropout=0.0)
+    streamed = on_tapes(base(), adapter_kernels="grouped", **policy)
+    resident = poros.use_adapter_kernels(base(), "grouped")
     return same(run(streamed), run(resident, together=False))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_casts_of_adapters(policy: str, bases: Bases, monkeypatch: Patch) -> None:
+def test_casts_of_adapters(policy: str, monkeypatch: Patch) -> None:
     """A row of visits makes them once, where no layer keeps its graph."""
     made, replayed = list[object](), list[bool]()
     cast, run = AdapterCasts.replay, Replayed.run
@@ -237,7 +238,7 @@ def test_casts_of_adapters(policy: str, bases: Bases, monkeypatch: Patch) -> Non
 
     monkeypatch.setattr(AdapterCasts, "replay", replay)
     monkeypatch.setattr(Replayed, "run", counted)
-    assert grouped_ends_alike(bases, POLICIES[policy])
+    assert grouped_ends_alike(POLICIES[policy])
     assert 0 < len(made) < sum(replayed) or policy == "one kept"
 
 
@@ -253,6 +254,6 @@ def of_others(
     return genuine(self, sources, memory, in_place, is_again or self.is_proved)
 
 
-def test_control_casts_of_others(bases: Bases, monkeypatch: Patch) -> None:
+def test_control_casts_of_others(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Replayed, "run", of_others)
-    assert not grouped_ends_alike(bases, POLICIES["two slots"])
+    assert not grouped_ends_alike(POLICIES["two slots"])

@@ -18,7 +18,7 @@ from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits
 from poros.head.slices import SliceReader
 from poros.model.sizing import ResidencyPlan
-from tests.exact.arms import ON_HOST, slice_resident_loss, with_sliced_loss
+from tests.comparing import assert_same_run
 from tests.exact.heads import (
     Change,
     Model,
@@ -35,10 +35,11 @@ from tests.exact.heads import (
     with_another_user,
     with_loha,
     with_lora,
+    with_sliced_loss,
 )
+from tests.loops import NUM_LAYERS, ON_HOST, batches, build, run, slice_resident_loss
 from tests.operators import Operators
 from tests.replaced import in_place_of
-from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, run
 from tests.support import prepare_plain
 
 SHAPE = {"seq_len": 16, "batch_size": 2}

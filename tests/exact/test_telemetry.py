@@ -11,9 +11,10 @@ from transformers import Trainer, TrainerCallback
 import poros
 from poros.errors import PreparedModelError
 from poros.gates import tiny
-from tests.snapshots import bits_of, build, changes
+from tests.comparing import bits_of, changes
+from tests.loops import build
 from tests.support import prepare_plain
-from tests.trainer_parity import trainer_arguments
+from tests.trainers import trainer_arguments
 
 ROWS = [
     {name: tensor[0] for name, tensor in batch.items()}

@@ -19,11 +19,14 @@ from poros.gates.reference import Trajectory
 from poros.head.host_matrix import HostMatrix
 from tests.comparing import compare_trajectories
 from tests.exact.recorded import record_on_tapes
-from tests.exact.together import num_groups, reasons
-from tests.exact.trl_arms import COMPLETIONS, PREFERENCES, TEXTS, Arms, Prepare, check, trl
 from tests.loading.towers import FAMILIES, write
+from tests.loops import num_groups, reasons
 from tests.operators import Operators
 from tests.support import prepare_plain
+from tests.trainers import COMPLETIONS, PREFERENCES, TEXTS, Prepare, TrlArms, check
+
+trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
+pytest.importorskip("datasets", reason="trl needs datasets")
 
 SFT = (trl.SFTTrainer, trl.SFTConfig, TEXTS)
 DPO = (trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
@@ -89,7 +92,7 @@ ROWS = {
 @pytest.mark.parametrize("which", ROWS)
 def test_trainers(which: str, tmp_path: Path) -> None:
     kind, options, policy, of_arms, grouped = ROWS[which]
-    arms = Arms(tmp_path, *kind, **of_arms)
+    arms = TrlArms(tmp_path, *kind, **of_arms)
     is_evaluated = options is EVALUATED
     arms.eval_rows = COMPLETIONS[:4] if is_evaluated else None
     policy = {"slots": 2, **policy} if grouped else policy
@@ -117,7 +120,7 @@ def test_visits_that_are_replayed(
 ) -> None:
     """Batches of changing lengths, and DPO's reference pass, which takes no gradients."""
     made = record_on_tapes(monkeypatch)
-    arms = Arms(tmp_path, *KINDS[kind], num_steps=4)
+    arms = TrlArms(tmp_path, *KINDS[kind], num_steps=4)
     check(arms, {"keep_last": keep_last, "slots": 2 + keep_last}, pad_to_multiple_of=16)
     assert sum(captures.num_replays for captures in made) > 0
 
@@ -130,7 +133,7 @@ def test_a_head_in_host_memory_is_read_slice_by_slice(
 ) -> None:
     """TRL computes losses from the head's weight; what it logs and trains is plain TRL's."""
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 200)
-    arms = Arms(tmp_path, *KINDS[kind])
+    arms = TrlArms(tmp_path, *KINDS[kind])
     genuine, num_rows = type(arms).run, list[int]()
 
     def note(operator: Any, given: Any, made: Any) -> None:
@@ -138,7 +141,7 @@ def test_a_head_in_host_memory_is_read_slice_by_slice(
         if isinstance(given[0] if given else None, HostMatrix):
             num_rows.extend([len(given[0])] * (operator is torch.ops.aten.t.default))
 
-    def run(arms: Arms, prepare: Prepare | None = None, **options: Any) -> Trajectory:
+    def run(arms: TrlArms, prepare: Prepare | None = None, **options: Any) -> Trajectory:
         with Operators(note) if prepare is not None else nullcontext():
             return genuine(arms, prepare, **options)
 
@@ -152,7 +155,7 @@ def test_a_head_in_host_memory_is_read_slice_by_slice(
 def test_control_a_reference_pass_that_keeps_the_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arms = Arms(tmp_path, *DPO)
+    arms = TrlArms(tmp_path, *DPO)
     expected = arms.run(attach_in_trainer=True)
     monkeypatch.setattr("peft.PeftModel.disable_adapter", lambda model: nullcontext())
     found = arms.run(prepare_plain, attach_in_trainer=True)

@@ -205,6 +205,7 @@ def written() -> Iterator[tuple[str, Row]]:
     yield from exchanges()
     yield from edits()
     yield from later()
+    yield from in_turn()
     yield from managed()
     yield from heads()
     yield from crossed()
@@ -214,8 +215,8 @@ def backwards() -> Iterator[tuple[str, Row]]:
     for how in ("in_turn", "reverse", "sum", "twice", "grad"):
         yield f"backwards: {how}", row(*NOISE, forwards=TWO, backward=how, subject=DROPOUT)
     yield "an evaluation in between", row(between=(Evaluate(),), subject=DROPOUT)
-    off = Setting("mkldnn", "off")
-    yield "mkldnn off in between", row(between=(off,))
+    for name in ("mkldnn", "flash"):
+        yield f"{name} off in between", row(between=(Setting(name, "off"),))
     yield "use_cache", row(forwards=forward(cache=True))
     for kind, part in (
         *((kind, "mlp") for kind in ("forward", "backward")),
@@ -412,6 +413,24 @@ def later() -> Iterator[tuple[str, Row]]:
         yield f"{name} later", Row(Program(DROPOUT, policy, steps=steps))
 
 
+def in_turn() -> Iterator[tuple[str, Row]]:
+    """Steps of two kinds in turn, whose visits are replayed: of kept layers, or recomputed ones."""
+    later, reverse = (Step(forwards=TWO, backward=how) for how in ("in_turn", "reverse"))
+    references = [Step(before=(Evaluate(mode=mode),)) for mode in ("train", "disabled")]
+    kinds = {
+        "one loss, and two whose backwards come later": (Step(), later, reverse),
+        "a backward, and two of one graph": (Step(), Step(backward="twice")),
+        "backwards inside and outside of a region": (
+            *(Step(autocast="around"), Step(autocast="each")),
+        ),
+        "passes without gradients, with adapters and without": references,
+    }
+    subject = Subject(dtype="bfloat16", num_layers=2, dropout=0.1)
+    for keep_last, (name, steps) in product((0, 2), kinds.items()):
+        policy = Policy(recorded=True, keep_last=keep_last)
+        yield f"{name}, {keep_last} kept", Row(Program(subject, policy, steps=(*steps,) * 4))
+
+
 def managed() -> Iterator[tuple[str, Row]]:
     """What is done with several adapters, step by step; evaluated and saved behind it."""
     add, load, delete = Adapter(), Adapter("load"), Adapter("delete")
@@ -448,10 +467,10 @@ def managed() -> Iterator[tuple[str, Row]]:
 
 
 def heads() -> Iterator[tuple[str, Row]]:
-    """With losses in slices, of a resident run too; Gemma's head is its embedding's matrix."""
+    """With losses in slices, of a resident run too. Gemma has one matrix for both ends; 2 caps."""
     evaluated = (Evaluate(), Evaluate(mode="generate"))
     forwards = forward(Term("logits"), Term("hidden", 1))
-    for name, loss in product(("qwen2", "gemma3"), ("chunked", "reference")):
+    for name, loss in product(("qwen2", "gemma3", "gemma2"), ("chunked", "reference")):
         policy = Policy(stream_head=True, stream_embedding=True, loss=loss)
         for place, is_trained in enumerate((False, True)):
             step = Step(before=evaluated, forwards=forwards, autocast=("off", "each")[place])

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.exact.adapter_arms import Model, behind, nothing
+from tests.loops import Model, behind, nothing
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

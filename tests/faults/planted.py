@@ -26,8 +26,8 @@ from poros.stream.settings import Settings
 from poros.stream.state import AmbientState, Surroundings
 from poros.stream.visit import BlockVisit
 from tests import mutants
+from tests.loops import build, layers_of
 from tests.replaced import Plant, in_place_of
-from tests.snapshots import build, layers_of
 from tools.adversary import AdversarialStreams
 
 Patch = pytest.MonkeyPatch

@@ -31,7 +31,7 @@ from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.streams import EagerStreams
 from tests.comparing import compare_trajectories
 from tests.covers import with_slow
-from tests.snapshots import layers_of
+from tests.loops import layers_of
 from tests.support import AdversarialPrepare, make_model, prepare_plain
 from tools.adversary import AdversarialStreams, SlotHazard
 

@@ -16,16 +16,8 @@ from torch import nn
 
 import poros
 from poros.errors import PreparedModelError
-from tests.snapshots import (
-    assert_same_run,
-    batches,
-    build,
-    changes,
-    layers_of,
-    picture,
-    resident_run,
-    run,
-)
+from tests.comparing import assert_same_run, changes, picture
+from tests.loops import batches, build, layers_of, resident_run, run
 from tests.support import prepare_plain
 
 LEVELS: dict[str, Callable[[Any], nn.Module]] = {

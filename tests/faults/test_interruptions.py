@@ -24,8 +24,9 @@ from poros.stream.attention import deterministic_flag, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.settings import Settings
 from poros.stream.visit import Visits, proxy_leaves
+from tests.comparing import assert_same_run
 from tests.interrupts import Interrupts
-from tests.snapshots import assert_same_run, batches, build, layers_of, resident_run, run
+from tests.loops import batches, build, layers_of, resident_run, run
 from tests.support import AdversarialPrepare, prepare_plain
 
 Patch = pytest.MonkeyPatch

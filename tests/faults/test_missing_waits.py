@@ -27,8 +27,8 @@ from tests import mutants
 from tests.comparing import compare_trajectories
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
 from tests.journal import training_visits
+from tests.loops import build, resident_run, run
 from tests.slots import Slots
-from tests.snapshots import build, resident_run, run
 from tests.support import AdversarialPrepare, same_bits
 from tools.adversary import AdversarialStreams, SlotHazard
 
@@ -372,18 +372,18 @@ def test_interrupted_as_a_copy_is_queued(where: str, monkeypatch: Patch) -> None
     cuda = fake_cuda(monkeypatch)
     slots = cuda_slots()
     slots.train()
-    calls = [0]
+    genuine, calls = streams_module._set_current, [0]
 
-    def struck(stream: FakeStream) -> None:
+    def struck(*key: int) -> None:
         calls[0] += 1
         if where == "behind" and calls[0] == 2:
             raise KeyboardInterrupt
-        cuda.set_stream(stream)
+        genuine(*key)
         if where == "before":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(cuda.torch.cuda, "set_stream", struck)
+        patch.setattr(streams_module, "_set_current", struck)
         slots.manager.prefetch(2)
     assert cuda.current_stream() is not cuda.compute, "as PyTorch's own context would leave it"
     slots.streams.record()

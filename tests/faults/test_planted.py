@@ -21,6 +21,7 @@ from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport
 from poros.slots.schedule import Phase
 from poros.stream import attention
+from tests.comparing import bits_of, changes
 from tests.faults.planted import (
     AUTOCAST,
     FAULTS,
@@ -36,7 +37,7 @@ from tests.faults.planted import (
     unguarded,
 )
 from tests.journal import training_visits, walk
-from tests.snapshots import batches, bits_of, changes, layers_of
+from tests.loops import batches, layers_of
 from tests.support import AdversarialPrepare, same_bits
 from tests.unsteady import Noise, always, make_unsteady
 

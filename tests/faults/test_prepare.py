@@ -9,18 +9,8 @@ import torch
 
 import poros
 from poros.errors import PreparedModelError
-from tests.exact.arms import slice_resident_loss
-from tests.snapshots import (
-    assert_same_run,
-    batches,
-    bits_of,
-    build,
-    changes,
-    layers_of,
-    picture,
-    resident_run,
-    run,
-)
+from tests.comparing import assert_same_run, bits_of, changes, picture
+from tests.loops import batches, build, layers_of, resident_run, run, slice_resident_loss
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 
 STATS = {

@@ -33,17 +33,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache
 import poros
 from poros.errors import PolicyError, PorosError, PreparedModelError, UnsupportedModelError
 from poros.gates import tiny
-from tests.snapshots import (
-    assert_same_run,
-    batches,
-    build,
-    changes,
-    digest,
-    layers_of,
-    picture,
-    resident_run,
-    run,
-)
+from tests.comparing import assert_same_run, changes, digest, picture
+from tests.loops import batches, build, layers_of, resident_run, run
 from tests.support import prepare_plain, same_bits
 
 # Models.

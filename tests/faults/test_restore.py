@@ -22,19 +22,10 @@ from poros.errors import HostMemoryError, PreparedModelError
 from poros.gates import tiny
 from poros.replay.call import LayerCall
 from poros.stream.general import RecomputedCall
+from tests.comparing import assert_same_run, bits_of, changes, picture
 from tests.covers import with_slow
+from tests.loops import batches, build, layers_of, resident_run, run
 from tests.replaced import in_place_of
-from tests.snapshots import (
-    assert_same_run,
-    batches,
-    bits_of,
-    build,
-    changes,
-    layers_of,
-    picture,
-    resident_run,
-    run,
-)
 from tests.support import num_arenas, prepare_plain, same_bits
 
 ON_HOST = {"stream_head": True, "stream_embedding": True}

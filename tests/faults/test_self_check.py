@@ -21,7 +21,7 @@ from poros.planning.request import PlanRequest
 from poros.self_check.evidence import CallSnapshot
 from poros.self_check.proof import Outcome
 from tests.comparing import compare_trajectories
-from tests.snapshots import batches, build, layers_of, run
+from tests.loops import batches, build, layers_of, run
 from tests.support import prepare_plain
 
 

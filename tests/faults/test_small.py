@@ -17,7 +17,8 @@ from torch import nn
 import poros
 from poros.errors import PreparedModelError, RematerializationError
 from poros.stream.staying import StayingState
-from tests.snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, run
+from tests.comparing import assert_same_run, bits_of, changes
+from tests.loops import batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain
 
 NUM_LAYERS = 3

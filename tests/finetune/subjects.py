@@ -19,6 +19,7 @@ from poros.gates import tiny
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe
 from poros.recipes.recipe import Recipe
+from tests.trainers import sentence
 
 SHORT: dict[str, Any] = {
     "training__max_length": 64,
@@ -28,15 +29,9 @@ SHORT: dict[str, Any] = {
 }
 """Of recipes whose rows have a few tokens."""
 
-WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"
 SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 """For chats; it does not mark the assistant's tokens."""
-
-
-def sentence(number: int, length: int) -> str:
-    words = WORDS.split()
-    return " ".join(words[(number * 7 + 3 * each) % len(words)] for each in range(length))
 
 
 def rows(form: str, count: int = 200) -> list[dict[str, Any]]:

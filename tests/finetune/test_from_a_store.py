@@ -27,11 +27,11 @@ from poros.merging.merge import merge
 from poros.merging.saved_adapter import SavedAdapter
 from poros.model.origin import RECORD, origin_of
 from tests.command import poros_command, text
+from tests.comparing import compare_mappings
 from tests.covers import with_slow
 from tests.damage import tensors
 from tests.finetune.subjects import write_base
 from tests.loading.checkpoints import as_hub_cache
-from tests.support import same_bits
 
 Patch = pytest.MonkeyPatch
 SHORT = ("--steps", "2", "--max-length", "64", "--rank", "4", "--method", "sft")
@@ -73,12 +73,8 @@ def assert_merged(merged: Path, base: Path, adapter: Path) -> None:
     dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     expected = PeftModel.from_pretrained(dense, adapter).merge_and_unload().state_dict()
     found = load_file(merged / "model.safetensors")
-    assert [name for name in expected if not same_bits(found[name], expected[name])] == []
-    assert any(not same_bits(each, found[name]) for name, each in weights_of(base).items())
-
-
-def weights_of(base: Path) -> dict[str, torch.Tensor]:
-    return load_file(base / "model.safetensors")
+    assert compare_mappings(expected, found) == []
+    assert compare_mappings(load_file(base / "model.safetensors"), found)
 
 
 def printed(output: str) -> dict[str, str]:

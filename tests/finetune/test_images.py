@@ -26,7 +26,6 @@ from poros.errors import DataFormatError, RecipeError, RunFolderError
 from poros.finetune.adapters import adapter_config
 from poros.finetune.data import read_data
 from tests.command import poros_command, text
-from tests.exact.trl_arms import tokenizer
 from tests.finetune.subjects import (
     announced,
     break_at,
@@ -39,6 +38,7 @@ from tests.finetune.subjects import (
 from tests.finetune.trl_runs import SETTINGS, by_poros, by_trl
 from tests.loading.images import IMAGE_TOKEN, NUM_TOKENS
 from tests.loading.towers import write
+from tests.trainers import tokenizer
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need pillow")
 TEMPLATE = (

@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import set_seed
 
 import poros
-from poros.accumulation.trainer import on_one_gpu
 from tests.finetune.subjects import Trained, plain_base, recipe_of, run
 from tests.support import AS_PLAIN
+from tests.trainers import trainer_arguments
 
 SETTINGS: dict[str, Any] = {
     "max_length": 64,
@@ -62,23 +62,10 @@ def by_trl(
     set_seed(0)
     model = get_peft_model(base, adapter(base))
     before = {name: each.data for name, each in model.named_parameters() if each.requires_grad}
-    arguments = config_class(
-        output_dir=str(out),
-        lr_scheduler_type="cosine",
-        seed=0,
-        bf16=False,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        **{**SETTINGS, **fields},
-    )
-    trainer = trainer_class(
-        model, args=on_one_gpu(arguments), train_dataset=rows, processing_class=processing
-    )
+    options = {"lr_scheduler_type": "cosine", "bf16": False, "gradient_checkpointing": False}
+    options |= {"use_cpu": True, "dataloader_pin_memory": False, **SETTINGS, **fields}
+    arguments = trainer_arguments(out, config_class, **options)
+    trainer = trainer_class(model, arguments, train_dataset=rows, processing_class=processing)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = before[name]

@@ -21,7 +21,7 @@ from poros.gates.reference import Trajectory
 from poros.head.takeover import slice_loss
 from tests.comparing import compare_trajectories
 from tests.liger import put_back
-from tests.trainer_parity import train_with_trainer, trainer_arguments
+from tests.trainers import train_with_trainer, trainer_arguments
 
 pytestmark = pytest.mark.gpu
 

@@ -27,9 +27,9 @@ from poros.gates.reference import TrainingSpec, start_digests, train
 from poros.head.takeover import slice_loss
 from poros.slots.ring import SlotState
 from tests.comparing import compare_mappings
-from tests.exact.arms import narrow_slices
 from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
 from tests.hostile_streams import MEGA, HostileStreams
+from tests.loops import narrow_slices
 from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu

@@ -74,14 +74,14 @@ def test_two_hundred_steps_of_half_a_billion_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_trainers_of_trl(kind: str, keep_last: int, tmp_path: Path) -> None:
     """Batches of changing lengths, and DPO's reference pass, which takes no gradients."""
-    pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
-    from tests.exact.trl_arms import PREFERENCES, TEXTS, Arms, check, trl
+    trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
+    from tests.trainers import PREFERENCES, TEXTS, TrlArms, check
 
     classes = {
         "sft": (trl.SFTTrainer, trl.SFTConfig, TEXTS),
         "dpo": (trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
     }
-    arms = Arms(tmp_path, *classes[kind], device="cuda", num_steps=12)
+    arms = TrlArms(tmp_path, *classes[kind], device="cuda", num_steps=12)
     policy = {"keep_last": keep_last, "slots": 2 + keep_last, "cuda_graphs": True}
     check(arms, policy, pad_to_multiple_of=4)
     assert poros.runtime(arms.model).stats()["num_replayed_visits"] > 0

@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 
 import poros
 from poros.errors import PreparedModelError
-from tests.snapshots import assert_same_run, batches, bits_of, build, run
+from tests.comparing import assert_same_run, bits_of
+from tests.loops import batches, build, run
 from tests.support import AdversarialPrepare, prepare_plain
 
 ARCHITECTURES = ("mixtral", "qwen3_moe")

@@ -29,10 +29,11 @@ from poros.host.layout import PAGE_NUM_BYTES
 from poros.host.store import HostStore, attached_store
 from poros.loaders.load import load
 from poros.streams import EagerStreams
+from tests.comparing import assert_same_run, bits_of, changes, picture
 from tests.covers import with_slow
 from tests.journal import count, training_visits, walk
 from tests.loading.loaded import Kinds, budget_for, standard, tensors, wanted
-from tests.snapshots import assert_same_run, bits_of, changes, picture, run
+from tests.loops import run
 from tests.support import AdversarialPrepare, prepare_plain
 
 ON_DISK = 7

@@ -26,11 +26,12 @@ from poros.kernels.nf4 import double_quantization
 from poros.loaders.checkpoint import Checkpoint
 from poros.merging.merge import merge
 from poros.model.targets import excluded_modules
+from tests.comparing import compare_mappings
 from tests.covers import with_slow
-from tests.exact.together import num_groups, own_loss, reasons, same, train
 from tests.loading.images import with_images
 from tests.loading.loaded import tensors
 from tests.loading.towers import FAMILIES, num_layers, write
+from tests.loops import num_groups, own_loss, reasons, same, train
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 from tools.tape import TapeRecorder
 
@@ -150,8 +151,7 @@ def test_the_adapter_elsewhere(
     expected = by_peft.state_dict()
     again: Model = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.bfloat16)
     found = again.state_dict()
-    assert found.keys() == expected.keys()
-    assert [key for key in found if not same_bits(found[key], expected[key])] == []
+    assert compare_mappings(expected, found) == []
     before, after = (load_file(folder / "model.safetensors") for folder in (path, out))
     changed = [key for key in before if not same_bits(before[key], after[key])]
     assert before.keys() == after.keys()
@@ -187,8 +187,7 @@ def test_stores_keep_what_was_loaded(checkpoints: Checkpoints, tmp_path: Path) -
     load(path, vision="drop", store=store)
     for source, options in ((path, {"store": store}), (store, {"vision": "drop"})):
         found = load(source, **options).state_dict()
-        assert found.keys() == expected.keys()
-        assert all(same_bits(found[key], expected[key]) for key in found)
+        assert compare_mappings(expected, found) == []
     for source, options in ((store, {}), (path, {"store": store})):
         with pytest.raises(PolicyError, match="expected one with vision"):
             load(source, vision="keep", **options)

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.command import poros_command
+from tests.comparing import compare_mappings
 from tests.damage import NO_JSON, NO_TEXT, Damage, field, tensors, written
 from tests.finetune.subjects import TEMPLATE, write_adapter, write_base
-from tests.support import same_bits
 
 pytest.importorskip("trl", reason="poros finetune trains with TRL")
 
@@ -227,8 +227,7 @@ def test_a_damaged_file(
         model = AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16)
         expected = PeftModel.from_pretrained(model, "adapter").merge_and_unload().state_dict()
         found = load_file("out/model.safetensors")
-        assert found.keys() == expected.keys()
-        assert all(same_bits(value, expected[name]) for name, value in found.items())
+        assert compare_mappings(expected, found) == []
 
 
 def seconds() -> float:

@@ -43,6 +43,7 @@ from poros.loaders.load import load
 from poros.merging.merge import merge
 from tests.children import run_forked
 from tests.command import poros_command
+from tests.comparing import compare_mappings
 from tests.damage import tensors
 from tests.finetune.subjects import write_adapter as trained
 from tests.finetune.subjects import write_base
@@ -98,8 +99,7 @@ def test_into_the_original(kind: str, base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS[kind])
     out = merge(adapter, tmp_path / "merged", shard_num_bytes=50_000)
     found, expected = weights(out), merged_by_peft(base, adapter, dense(base))
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+    assert compare_mappings(expected, found) == []
     before = weights(base)
     changed = [name for name in before if not same_bits(found[name], before[name])]
     assert changed and len(list(out.glob("model-*.safetensors"))) > 2
@@ -120,8 +120,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     out = merge(adapter, tmp_path / "merged")
     found = dict(dense(out).state_dict())
     expected = merged_by_peft(base, adapter, dense(base))
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+    assert compare_mappings(expected, found) == []
 
 
 READERS = {
@@ -163,8 +162,7 @@ def test_models_without_a_head_for_tokens(
     plain = auto_class.from_pretrained(base, **options)
     expected = merged_by_peft(base, tmp_path / "adapter", plain)
     merged = dict(found.state_dict())
-    assert merged.keys() == expected.keys()
-    assert [name for name in merged if not same_bits(merged[name], expected[name])] == []
+    assert compare_mappings(expected, merged) == []
     before = auto_class.from_pretrained(base, **options).state_dict()
     assert any(not same_bits(merged[name], before[name]) for name in merged if "q_proj" in name)
     assert all(not same_bits(merged[name], before[name]) for name in merged if "score" in name)

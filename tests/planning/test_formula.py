@@ -52,23 +52,6 @@ def test_more_budget_never_gives_less_and_is_never_exceeded(budget: int, block_s
     assert less.keep_last == 0 or less.num_slots == less.num_blocks
 
 
-def test_at_full_budget_nothing_moves_and_nothing_is_recomputed() -> None:
-    found = plan(vram_budget=10**9, speeds=Speeds(50.0, 100.0))
-    assert (found.num_slots, found.keep_last, found.bytes_per_step) == (8, 8, 0)
-    assert found.terms["slots"] == 0 and found.terms["kept blocks"] >= 8 * 1000
-    streamed = plan(num_slots=2, speeds=Speeds(50.0, 100.0))
-    assert streamed.bytes_per_step == 2 * 6 * 1024
-    assert streamed.step_ms is not None and found.step_ms is not None
-    assert streamed.step_ms > found.step_ms > 0
-
-
-def test_below_the_floor_the_floor_and_the_terms_are_named() -> None:
-    floor = plan(offload_boundaries=True).total_num_bytes
-    assert plan(vram_budget=floor).num_slots == 2
-    with pytest.raises(VRAMBudgetError, match=r"the floor for 2 slots(.|\n)*slots(.|\n)*workspace"):
-        plan(vram_budget=floor - 1)
-
-
 def test_boundaries_are_offloaded_when_not_even_two_slots_fit_otherwise() -> None:
     kept_here, offloaded = plan(), plan(offload_boundaries=True)
     assert not kept_here.offload_boundaries and offloaded.offload_boundaries

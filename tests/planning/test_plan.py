@@ -19,7 +19,7 @@ from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.planner import plan
 from poros.planning.request import PlanRequest
 from tests.covers import with_slow
-from tests.exact.arms import narrow_slices
+from tests.loops import narrow_slices
 from tests.lora_kinds import KINDS as TRAINED
 from tests.lora_kinds import REPEATED
 from tests.planning.cells import lora

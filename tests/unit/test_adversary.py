@@ -1,7 +1,9 @@
-"""The stand-in has power: each broken protocol is caught."""
+"""The stand-in has power: its poison, and the operators whose reads it sees.
+
+That each broken protocol is caught: ``faults/test_missing_waits``.
+"""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -32,21 +34,6 @@ def ready(streams: AdversarialStreams, value: int = 7) -> tuple[torch.Tensor, Ev
 
 
 # Late bytes, early poison.
-
-
-def test_bytes_arrive_at_the_wait_for_their_copy_and_not_earlier() -> None:
-    streams = AdversarialStreams()
-    slot = streams.allocate(SIZE)
-    assert is_all(slot, POISON)
-    first = streams.copy(slot[:32], source(1, 32), after=streams.record())
-    assert is_all(slot, POISON)
-    streams.wait(streams.record())
-    streams.wait(None)
-    assert is_all(slot, POISON)
-    streams.wait(first)
-    assert is_all(slot[:32], 1) and is_all(slot[32:], POISON)
-    streams.wait(streams.copy(slot[:16], source(1, 16), after=streams.record()))
-    assert (streams.num_copies, streams.num_bytes) == (2, 48)
 
 
 def test_poison_comes_when_the_copy_is_queued_and_host_bytes_are_read_at_the_wait() -> None:
@@ -95,33 +82,3 @@ def test_any_operator_that_reads_before_the_wait_is_caught(name: str) -> None:
         assert isinstance(caught.value, PorosError) and isinstance(caught.value, RuntimeError)
         streams.wait(done)
         read(slot)
-
-
-# An overwrite of what is still read.
-
-
-EARLY = ("no event", "before the allocation", "before a read", "before a wait", "of a copy")
-
-
-@pytest.mark.parametrize("which", EARLY)
-def test_an_overwrite_behind_no_event_or_one_before_the_last_read_is_caught(which: str) -> None:
-    """Memory counts as read until an event after its allocation; the event of a copy covers none.
-
-    Where nobody watches, reads are taken from the waits.
-    """
-    streams = AdversarialStreams()
-    with streams.watch() if which == "before a read" else nullcontext():
-        events: dict[str, Event] = {"no event": None, "before the allocation": streams.record()}
-        slot = streams.allocate(SIZE)
-        if which not in events:
-            events["before a wait"] = streams.record()
-            events["of a copy"] = streams.copy(slot, source(), after=streams.record())
-            streams.wait(events["of a copy"])
-            events["before a read"] = streams.record()
-        if which == "before a read":
-            slot.sum()
-        num_copies, before = streams.num_copies, slot.numpy().copy()
-        with pytest.raises(SlotHazard, match=r"while it is read|up to time"):
-            streams.copy(slot, source(8), after=events[which])
-        assert streams.num_copies == num_copies and (slot.numpy() == before).all()
-        streams.copy(slot, source(8), after=streams.record())

@@ -1,11 +1,7 @@
 """DoRA by one node: against exact arithmetic and against PEFT's modules, within derived bounds.
 
-Note: Bounds
-    Of a sum of n products in a float format of unit roundoff u, each product and partial sum
-    rounded, the error is at most n * u times the sum of the products' absolute values (Higham 2002,
-    Accuracy and Stability of Numerical Algorithms, section 3.1). So the bounds here are the same
-    formula in float64 of absolute values, times a unit and the number of terms on the longest way
-    to the result; what is computed in the model's dtype has its unit, the rest float32's.
+Bounds are those of ``rounding``; what is computed in the model's dtype has its unit, the rest
+float32's.
 """
 
 from collections.abc import Callable
@@ -21,9 +17,9 @@ from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
 from poros.kernels.use import patch
 from tests.operators import made_by
+from tests.unit.rounding import UNITS, exact, shares, sizes
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-UNITS = {BF16: 2.0**-8, torch.float16: 2.0**-11, FP32: 2.0**-24}
 TOKENS = (2, 5)
 
 
@@ -117,80 +113,48 @@ def ours(module: Any) -> list[torch.Tensor]:
     return found
 
 
-def formula(module: Any, input: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """All of it in the dtype of the input."""
-    a, b, magnitude = (each.to(input.dtype) for each in trained(module))
-    weight, scaling = dense_of(module).to(input.dtype), module.scaling["default"]
-    norm = (weight + scaling * b @ a).norm(dim=1).detach()
-    g = magnitude / norm
-    dropped = input if mask is None else input * mask
-    result = input @ weight.t()
+def formula(
+    input: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitude: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    norm: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: torch.Tensor,
+    minus_one: torch.Tensor,
+) -> list[torch.Tensor]:
+    g, dropped = magnitude / norm, input * mask
+    delta = (g + minus_one) * (dropped @ weight.T) + g * (scaling * (dropped @ a.T @ b.T))
+    return [input @ weight.T + bias + delta]
+
+
+def exact_and_bounds(
+    module: Any, mask: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """``outcome`` in float64, and how far rounding may take each part of it from that."""
+    input, weight, (a, b, _) = input_of(module), dense_of(module).double(), trained(module)
+    unit, scaling = UNITS[input.dtype], torch.tensor(module.scaling["default"]).double()
+    signed = weight + scaling * (b @ a).double()
+    norm = signed.norm(dim=1).detach()
     bias = module.base_layer.bias
-    if bias is not None:
-        result = result + bias.to(input.dtype)
-    delta = (g - 1) * (dropped @ weight.t()) + g * scaling * (dropped @ a.t() @ b.t())
-    return result + delta
-
-
-def exact(module: Any, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """``outcome`` in float64."""
-    input = input_of(module).double().requires_grad_()
-    leaves = trained(module)
-    sum_ = formula(module, input, mask)
-    dtype = input_of(module).dtype
-    arriving = torch.randn(sum_.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    wanted = [each for each in (input, *leaves) if each.requires_grad]
-    return [sum_.detach(), *torch.autograd.grad(sum_, wanted, arriving.double())]
-
-
-def bounds(module: Any, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """How far rounding may take each part of ``outcome`` from ``exact``: see the module."""
-    unit = UNITS[input_of(module).dtype]
-    weight, input = dense_of(module).double().abs(), input_of(module).double().abs()
-    a, b, magnitude = (each.detach().double().abs() for each in trained(module))
-    scaling = abs(module.scaling["default"])
-    signed = dense_of(module).double() + module.scaling["default"] * (
-        trained(module)[1].detach().double() @ trained(module)[0].detach().double()
-    )
-    norm = signed.norm(dim=1)
-    # Squares of the norm's terms: what cancels in them is part of the norm's own error.
-    terms = (weight + scaling * b @ a).norm(dim=1)
+    mask = torch.ones(()) if mask is None else mask
+    frozen = [weight, torch.zeros(()) if bias is None else bias, norm, mask, scaling]
+    frozen.append(torch.tensor(-1.0))
+    arriving = torch.randn((*TOKENS, len(weight)), generator=torch.Generator().manual_seed(2))
+    given = formula, (input, *trained(module)), frozen, [arriving.to(input.dtype)]
     num_terms = sum(weight.shape) + len(a) + 16
-    of_norm = num_terms * UNITS[FP32] * (terms / norm) ** 2
-    g = magnitude / norm
-    dropped = input if mask is None else input * mask
-    product, lora = dropped @ weight.t(), scaling * (dropped @ a.t() @ b.t())
-    bias = module.base_layer.bias
-    result = input @ weight.t() + (0 if bias is None else bias.detach().double().abs())
-    share = num_terms * UNITS[FP32] + 4 * unit
-    of_g = g * (of_norm + share)
-    of_sum = share * (result + (g - 1).abs() * product + g * lora) + of_g * (product + lora)
-    dtype = input_of(module).dtype
-    arriving = torch.randn(of_sum.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    arriving = arriving.double().abs().reshape(-1, len(weight))
-    rows = dropped.reshape(-1, weight.shape[1])
-    more = 2 * share + of_norm
-    of_lora = g * scaling * arriving
-    times = 1 if mask is None else mask.abs().max()
-    back = arriving @ weight + times * ((arriving * (g - 1).abs()) @ weight + of_lora @ b @ a)
-    of_input = ((arriving * more) @ weight) + times * (
-        ((arriving * g * more) @ weight) + (of_lora * more) @ b @ a
-    )
-    of_input = (of_input + share * back).view(input.shape)
-    of_a = b.t() @ (of_lora * more).t() @ rows
-    of_b = (of_lora * more).t() @ rows @ a.t()
-    inner = (product + lora).reshape(-1, len(weight))
-    of_magnitude = ((arriving * more) * inner).sum(0) / norm
-    found = [of_sum, of_input, of_a, of_b, of_magnitude]
-    return [each * 1.5 + 1e-300 for each in found]
+    # Squares of the norm's terms: what cancels in them is part of the norm's own error.
+    terms = (weight.abs() + scaling.abs() * (b.abs() @ a.abs()).double()).norm(dim=1).detach()
+    of_norm = num_terms * UNITS[FP32] * float((terms / norm).max()) ** 2
+    off = 2 * (num_terms * UNITS[FP32] + 4 * unit) + of_norm
+    return exact(*given), [1.5 * off * each + 1e-300 for each in sizes(*given)]
 
 
 def require_within(found: list[torch.Tensor], module: Any, mask: Any = None) -> None:
-    for number, (value, wanted, bound) in enumerate(
-        zip(found, exact(module, mask), bounds(module, mask), strict=True)
-    ):
-        worst = ((value.double() - wanted).abs() / bound).max()
-        assert worst <= 1, (number, float(worst))
+    worst = shares(found, *exact_and_bounds(module, mask))
+    assert max(worst) <= 1, worst
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -229,9 +193,8 @@ def test_is_within_rounding_of_exact_arithmetic_and_of_peft(kind: str, dropout: 
     assert bool((mask == 0).any()) == (dropout > 0)
     require_within(found, module, mask)
     unit = 8 * UNITS[input_of(module).dtype]
-    for ours_, theirs, bound, true in zip(
-        found, expected, bounds(module, mask), exact(module, mask), strict=True
-    ):
+    true_and_bounds = exact_and_bounds(module, mask)
+    for ours_, theirs, true, bound in zip(found, expected, *true_and_bounds, strict=True):
         assert ours_.dtype == theirs.dtype and ours_.shape == theirs.shape
         distance = (ours_.double() - theirs.double()).abs()
         assert bool((distance <= 3 * bound + unit * true.abs()).all())

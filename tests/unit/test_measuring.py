@@ -18,7 +18,7 @@ from poros.gates import tiny
 from poros.model.measuring import MAX_ROUNDS, RESERVE, SPARE_SHARE, DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
 from poros.model.sizing import ResidencyPlan, Wanted
-from tests.snapshots import layers_of
+from tests.loops import layers_of
 from tests.support import make_base, prepare_plain
 
 NUM_LAYERS = 6

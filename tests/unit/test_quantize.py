@@ -9,7 +9,7 @@ import torch
 
 from poros.errors import CheckpointFormatError
 from poros.kernels.nf4 import Format, streams
-from poros.loaders.quantize import Quantizer, require_finite
+from poros.loaders.quantize import Quantizer
 from tests.support import same_bits
 from tools.adversary import AdversarialStreams, SlotHazard
 
@@ -54,12 +54,11 @@ def in_pieces(
     quant_type: str = "nf4",
     blocksize: int = 64,
     double_quant: bool = True,
-    quant_storage: torch.dtype = torch.uint8,
     num_blocks: int = 3,
     quantizer: Quantizer | None = None,
 ) -> Result:
     """What the quantizer makes of it, in pieces of a few blocks."""
-    format = Format(quant_type, double_quant, quant_storage, blocksize)
+    format = Format(quant_type, double_quant, torch.uint8, blocksize)
     # Poisoned, so that bytes that are not written are seen.
     form = format.form(tensor.shape).items()
     targets = {part: torch.full_like(planned, 77, device=CPU) for part, planned in form}
@@ -117,29 +116,25 @@ def with_a_zero_block() -> torch.Tensor:
     return tensor
 
 
-# Weights, and what is said of their format.
-WEIGHTS: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
+WEIGHTS: dict[str, torch.Tensor] = {
     # The absmax of all pieces together are quantized, across borders of 256.
-    "two nested blocks": (draw(300, 96), {}),
-    "transposed, as in Conv1D": (draw(96, 50).T, {}),
-    "a zero block": (with_a_zero_block(), {}),
-    "zeros": (0 * draw(40, 64), {}),
-    **{
-        f"stored as {dtype}": (draw(96, 64), {"quant_storage": dtype})
-        for dtype in (torch.float16, torch.bfloat16, torch.float32)
-    },
-    "three dimensions": (draw(2, 4, 40), {}),
-    "odd": (draw(7, 9), {}),
+    "two nested blocks": draw(300, 96),
+    "transposed, as in Conv1D": draw(96, 50).T,
+    "a zero block": with_a_zero_block(),
+    "zeros": 0 * draw(40, 64),
+    "three dimensions": draw(2, 4, 40),
+    "odd": draw(7, 9),
 }
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_other_weights_and_storage_dtypes(case: str) -> None:
-    tensor, storage = WEIGHTS[case]
-    mine = in_pieces(tensor, num_blocks=5, **storage)
+def test_other_weights(case: str) -> None:
+    """Other dtypes to store in: ``loading/test_loading``."""
+    tensor = WEIGHTS[case]
+    mine = in_pieces(tensor, num_blocks=5)
     assert tensor.is_contiguous() == ("transposed" not in case)
     assert mine.state.state2.absmax.numel() == 1 + (case == "two nested blocks")
-    assert differences(mine, at_once(tensor, **storage)) == []
+    assert differences(mine, at_once(tensor)) == []
 
 
 @pytest.mark.parametrize(("num_rows", "streamed"), [(16384, False), (16385, True)])
@@ -164,18 +159,6 @@ def test_nonfinite_weights_are_refused(value: float, index: int, device: str) ->
     quantizer = Quantizer(torch.device(device), chunk_num_bytes=1024)
     with pytest.raises(CheckpointFormatError, match=r"^w: expected finite weights"):
         in_pieces(tensor, quantizer=quantizer)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.float8_e4m3fn], ids=str)
-def test_require_finite(dtype: torch.dtype) -> None:
-    """For dense tensors too; integers and empty tensors have nothing to check."""
-    tensor = torch.ones(5).to(dtype)
-    require_finite(tensor, "w")
-    require_finite(tensor[:0], "w")
-    require_finite(torch.ones(3, dtype=torch.int64), "w")
-    tensor[4] = float("nan")
-    with pytest.raises(CheckpointFormatError, match="w: expected finite"):
-        require_finite(tensor, "w")
 
 
 # Staging: two buffers, each overwritten only when nobody reads it, under adversarial streams.

@@ -1,6 +1,7 @@
 """Settings that pick kernels: every mix of old and new names is read, and is left as it was.
 
-The precision of float32 is compared alone.
+The precision of float32 is compared alone. Steps between whose forward and backward one is changed:
+``exact/test_written_programs``.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ import torch
 import poros
 from poros.errors import RematerializationError
 from poros.stream.settings import Settings
+from tests.comparing import assert_same_run
 from tests.covers import with_slow
-from tests.snapshots import assert_same_run, batches, bits_of, build, changes, digest, run
+from tests.loops import build, run
 from tests.support import prepare_plain
 
 backends: Any = torch.backends
@@ -126,20 +128,3 @@ def test_a_setting_is_replayed_and_put_back(first: str, between: str) -> None:
     with wanted.replay():
         assert Settings.capture().switches == wanted.switches
     assert everything() == before
-
-
-def step(model: Any, between: Change) -> dict[str, object]:
-    """One, with a change between its forward and its backward; gradients and the random state."""
-    torch.manual_seed(5)
-    loss = model.train()(**batches()[1]).loss
-    between()
-    loss.backward()
-    return {**bits_of(model), "loss": digest(loss), "random": digest(torch.get_rng_state())}
-
-
-@pytest.mark.parametrize("between", ["deterministic", "order of attention"])
-def test_a_step_with_a_setting_changed_before_its_backward_is_exact(between: str) -> None:
-    expected = step(build(), CHANGES[between])
-    put_back()
-    found = step(prepare_plain(build()), CHANGES[between])
-    assert changes(expected, found) == {}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import poros.head.loss
 from poros.head.loss import Slices, Step, sliced_cross_entropy
-from tests.exact.arms import narrow_slices
+from tests.loops import narrow_slices
 
 N, V, H = 23, 1000, 48
 FP32 = 2.0**-24

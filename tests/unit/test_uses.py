@@ -7,7 +7,7 @@ from torch import nn
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.replay.routing import differentiate
 from poros.replay.uses import Observation, Source, Uses, walk
-from tests.snapshots import bf16
+from tests.loops import bf16
 
 CPU = torch.device("cpu")
 

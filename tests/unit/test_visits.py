@@ -24,8 +24,8 @@ from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
 from poros.streams import EagerStreams, Event
+from tests.loops import batches, build
 from tests.replaced import Plant, in_place_of
-from tests.snapshots import batches, build
 from tests.support import prepare_plain
 
 NUM_LAYERS = 4

@@ -67,10 +67,7 @@ def multiply(
     # The subclass of a 4-bit weight would have each look at it pass through Python.
     with torch._C.DisableTorchFunctionSubclass():
         if input.is_cuda and takes_fused_kernel(input, state):
-            from bitsandbytes import matmul_4bit
-
-            result: torch.Tensor = matmul_4bit(input, weight, state, bias=bias)
-            return result
+            return _fused(input, weight, state, bias)
         return times(input, dequantize(weight, state, input.dtype), bias)
 
 
@@ -96,6 +93,32 @@ def takes_fused_kernel(input: torch.Tensor, state: Any) -> bool:
         input.device.index, input.dtype, num_tokens, state.shape[0], columns
     )
     return chosen
+
+
+def _fused(
+    input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
+) -> torch.Tensor:
+    nested = state.state2 if state.nested else state
+    more = (
+        {
+            "absmax_8bit": state.absmax,
+            "absmax_code": nested.code,
+            "absmax_offset": state.offset,
+        }
+        if state.nested
+        else {}
+    )
+    result: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+        input,
+        weight.view(-1, 1),
+        state.shape,
+        nested.absmax,
+        state.blocksize,
+        state.quant_type,
+        bias=bias,
+        **more,
+    )
+    return result
 
 
 class _Forward(PatchedForward):

@@ -308,13 +308,8 @@ class _Forward(PatchedForward):
         autocast = autocast_dtype(input.device)
         of_result = input.dtype if self._is_4bit else autocast or input.dtype
         of_base = autocast or (base.compute_dtype if self._is_4bit else None) or input.dtype
-        why = None
         if frozen is None or (frozen.state is None and frozen.dtype != of_base and not autocast):
-            why = "DoRA over another kind of linear module"
-        elif torch.float64 in (frozen.dtype, input.dtype, lora.a.dtype, magnitude.dtype):
-            why = "DoRA in float64"
-        if frozen is None or why is not None:
-            self._tally.unfused[str(why)] += 1
+            self._tally.unfused["DoRA over another kind of linear module"] += 1
             own: torch.Tensor = self.own(module, input)
             return own
         casts = getattr(module, "cast_input_dtype_enabled", True)

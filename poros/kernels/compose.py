@@ -32,8 +32,8 @@ def compose(
     Args:
         result: Of shape (..., rows).
         base: Of the same shape and dtype; None if it is ``result`` without ``bias``.
-        lora: Of the same shape, in a dtype of its own; not yet scaled. None of them is float64.
-        g: Of shape (rows,), float32.
+        lora: Of the same shape, in a dtype of its own; not yet scaled.
+        g: Of shape (rows,), float32, or float64 if ``result`` is.
         scaling: Of ``lora``.
         bias: Of shape (rows,), what ``result`` has of it; or None. Not looked at beside ``base``.
         wants_inner: Whether the second tensor is wanted.
@@ -52,7 +52,7 @@ def compose(
         made = [_empty(result, result.dtype) for _ in range(1 + wants_inner)]
         return made[0], made[1] if wants_inner else None
     tensors = [each for each in (result, base, lora, g, bias) if each is not None]
-    if _runs_kernel(tensors):
+    if _runs_kernel(tensors, _computed_in(*tensors)):
         from poros.kernels import compose_gpu
 
         return compose_gpu.compose(result, base, lora, g, scaling, bias, wants_inner)
@@ -68,12 +68,14 @@ def compose_ref(
     bias: torch.Tensor | None = None,
     wants_inner: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``compose`` in plain PyTorch: every step is rounded to float32."""
-    values = result.float()
-    if base is None:
-        base = values if bias is None else values - bias.float()
-    base = base.float()
-    term = lora.float() * scaling
+    """``compose`` in plain PyTorch: every step is rounded, to float32 or more."""
+    dtype = _computed_in(result, base, lora, g, bias)
+    values, g = result.to(dtype), g.to(dtype)
+    if base is not None:
+        base = base.to(dtype)
+    else:
+        base = values if bias is None else values - bias.to(dtype)
+    term = lora.to(dtype) * scaling
     inner = (base + term).to(result.dtype) if wants_inner else None
     delta = ((g - 1) * base).add_(term.mul_(g))
     return delta.add_(values).to(result.dtype), inner
@@ -100,8 +102,8 @@ def compose_backward(
         lora_dtype: Of ``lora``.
 
     Returns:
-        Those of base or result, of lora, and of ``g``. The last in float32; None if it is not
-        wanted.
+        Those of base or result, of lora, and of ``g``. The last in float32, or float64 if any
+        tensor is; None if it is not wanted.
 
     Streams:
         Queued on the current stream. A kernel makes all three in one pass; the sums over tokens
@@ -112,11 +114,15 @@ def compose_backward(
         order that depends on shape alone.
     """
     if gradient.is_meta:
-        of_g = None if inner is None else torch.empty_like(g)
+        dtype = _computed_in(gradient, g, inner, result_dtype, lora_dtype)
+        of_g = None if inner is None else g.new_empty(g.shape, dtype=dtype)
         return _empty(gradient, result_dtype), _empty(gradient, lora_dtype), of_g
-    # Its strides are autograd's choice, and are to choose no kernel.
-    gradient = gradient.contiguous()
-    if _runs_kernel([each for each in (gradient, g, inner) if each is not None]):
+    if gradient.dtype != torch.float64:
+        # Its strides are autograd's choice, and are to choose no kernel.
+        gradient = gradient.contiguous()
+    tensors = [each for each in (gradient, g, inner) if each is not None]
+    exact = _computed_in(*tensors, result_dtype, lora_dtype)
+    if _runs_kernel(tensors, exact):
         from poros.kernels import compose_gpu
 
         return compose_gpu.backward(gradient, g, scaling, inner, has_base, result_dtype, lora_dtype)
@@ -140,21 +146,27 @@ def compose_backward_ref(
     lora_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``compose_backward`` in plain PyTorch."""
-    values = gradient.float()
+    dtype = _computed_in(gradient, g, inner, result_dtype, lora_dtype)
+    values, g = gradient.to(dtype), g.to(dtype)
     of_lora = (values * scaling).mul_(g).to(lora_dtype)
     of_base = (g - 1) * values
     if not has_base:
         of_base.add_(values)
     of_base, of_g = of_base.to(result_dtype), None
     if inner is not None:
-        of_g = (inner.float() * values).reshape(prod(inner.shape[:-1]), len(g)).sum(0)
+        of_g = (inner.to(dtype) * values).reshape(prod(inner.shape[:-1]), len(g)).sum(0)
     return of_base, of_lora, of_g
 
 
-def _runs_kernel(tensors: list[torch.Tensor]) -> bool:
-    """Whether a kernel is to compute with these ``tensors``, at least one."""
-    is_possible = runs_triton(tensors[0].device) and tensors[0].numel() > 0
-    return is_possible and all(map(torch.Tensor.is_contiguous, tensors))
+def _runs_kernel(tensors: list[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether a kernel is to compute in ``dtype`` with these ``tensors``, at least one."""
+    is_possible = dtype != torch.float64 and runs_triton(tensors[0].device)
+    return is_possible and tensors[0].numel() > 0 and all(map(torch.Tensor.is_contiguous, tensors))
+
+
+def _computed_in(*given: torch.Tensor | torch.dtype | None) -> torch.dtype:
+    dtypes = [each.dtype if isinstance(each, torch.Tensor) else each for each in given]
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,10 +18,10 @@ def square_of_rows(dense: torch.Tensor) -> torch.Tensor:
     """The sum of squares of each row.
 
     Args:
-        dense: Of shape (rows, columns), in bfloat16, float16 or float32.
+        dense: Of shape (rows, columns).
 
     Returns:
-        float32, of shape (rows,).
+        float32, or float64 if ``dense`` is, of shape (rows,).
 
     Streams:
         Queued on the current stream.
@@ -31,8 +31,8 @@ def square_of_rows(dense: torch.Tensor) -> torch.Tensor:
         depends on the shape alone.
     """
     if dense.is_meta:
-        return dense.new_empty(len(dense), dtype=torch.float32)
-    if runs_triton(dense.device):
+        return dense.new_empty(len(dense), dtype=_computed_in(dense))
+    if _takes_kernel(dense):
         from poros.kernels import row_norm_gpu
 
         return row_norm_gpu.square_of_rows(dense.detach())
@@ -42,7 +42,7 @@ def square_of_rows(dense: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def square_of_rows_ref(dense: torch.Tensor) -> torch.Tensor:
     """``square_of_rows`` in plain PyTorch."""
-    return dense.float().square().sum(1)
+    return dense.to(_computed_in(dense)).square().sum(1)
 
 
 def row_norm(
@@ -55,28 +55,29 @@ def row_norm(
     """The norm of each row of ``dense + scaling * b @ a``. No autograd, whatever autocast is.
 
     Args:
-        dense: W, of shape (rows, columns), in bfloat16, float16 or float32.
+        dense: W, of shape (rows, columns), in bfloat16, float16, float32 or float64.
         square: What ``square_of_rows`` gave of it.
         a: Of shape (rank, columns), in any dtype.
         b: Of shape (rows, rank), in any dtype.
         scaling: If 0, nothing but ``square`` is looked at.
 
     Returns:
-        float32, of shape (rows,). What is not finite in a row of W or B, or in A, does not become
-        finite.
+        float32, or float64 if ``dense`` is, of shape (rows,). What is not finite in a row of W or
+        B, or in A, does not become finite.
 
     Streams:
         Queued on the current stream. Besides its inputs a GPU holds A A^T in float32 and sums that
         are left in parts.
 
     Exactness:
-        All arithmetic is float32. On a GPU, products are of three parts in bfloat16, which lose no
-        more than float32 does, whatever is allowed to cuBLAS; the order of sums depends on shapes
-        and dtypes alone. From its three terms on, the bits of ``assembled_ref``.
+        All arithmetic is float32, or float64 if ``dense`` is. On a GPU, products are of three parts
+        in bfloat16, which lose no more than float32 does, whatever is allowed to cuBLAS; the order
+        of sums depends on shapes and dtypes alone. From its three terms on, the bits of
+        ``assembled_ref``.
     """
     if dense.is_meta:
-        return torch.empty_like(square)
-    if scaling == 0 or not runs_triton(dense.device):
+        return square.new_empty(len(dense), dtype=_computed_in(dense))
+    if scaling == 0 or not _takes_kernel(dense):
         return row_norm_ref(dense, square, a, b, scaling)
     from poros.kernels import row_norm_gpu
 
@@ -92,12 +93,14 @@ def row_norm_ref(
     scaling: float,
 ) -> torch.Tensor:
     """``row_norm`` in plain PyTorch; on a GPU its products are in TF32 if PyTorch's may be."""
+    dtype = _computed_in(dense)
+    square = square.to(dtype)
     if scaling == 0:
         return _root(square)
     with torch.autocast(dense.device.type, enabled=False):
-        a, b = a.float(), b.float()
+        a, b = a.to(dtype), b.to(dtype)
         # A copy: on a CPU such a product hangs on where a weight of float32 lies in memory.
-        cross = dense.to(torch.float32, copy=True).mm(a.t()).mul_(b).sum(1)
+        cross = dense.to(dtype, copy=True).mm(a.t()).mul_(b).sum(1)
         gram = b.mm(a.mm(a.t())).mul_(b).sum(1)
         return assembled_ref(square, cross, gram, scaling)
 
@@ -122,3 +125,11 @@ def divisor_of(norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _root(square: torch.Tensor) -> torch.Tensor:
     """Rounded correctly, which PyTorch's of float32 is not on every CPU."""
     return square.double().sqrt().to(square.dtype)
+
+
+def _computed_in(dense: torch.Tensor) -> torch.dtype:
+    return torch.float64 if dense.dtype == torch.float64 else torch.float32
+
+
+def _takes_kernel(dense: torch.Tensor) -> bool:
+    return dense.dtype != torch.float64 and runs_triton(dense.device)

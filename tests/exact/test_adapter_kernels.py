@@ -98,12 +98,6 @@ def dora_with_hooks(model: Model) -> None:
     behind(louder, "lora_magnitude_vector.dora")(model)
 
 
-def dora_in_float64(model: Model) -> None:
-    model.add_adapter("dora", LoraConfig(r=4, target_modules=SEVEN, use_dora=True))
-    model.set_adapter("dora")
-    at(nn.Module.double, "lora_magnitude_vector.dora")(model)
-
-
 class Own(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + 1
@@ -146,7 +140,6 @@ PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "several": (several, "several active adapters", nullcontext),
     "biases": (at(with_bias, "lora_B.default"), "a bias in the adapter", nullcontext),
     "DoRA with hooks": (dora_with_hooks, "DoraLinearVariant", nullcontext),
-    "DoRA in float64": (dora_in_float64, "DoRA in float64", nullcontext),
     "hooks": (behind(louder, "lora_B.default"), "hooks in the adapter", nullcontext),
     "another class": (
         at(lambda module: setattr(module, "__class__", Own), A),

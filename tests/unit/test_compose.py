@@ -169,6 +169,8 @@ def test_what_a_kernel_cannot_read_is_left_to_pytorch(device: str) -> None:
     expected = run(given, is_reference=True)
     strided = {**given, "lora": given["lora"].t().contiguous().t()}
     assert all_same(run(strided)[:4], expected[:4])
+    double = {**given, "g": given["g"].double()}
+    assert compose(**double, scaling=SCALING)[0].dtype == FP32
 
 
 # On a GPU alone.

@@ -28,7 +28,7 @@ _FAMILIES = (
 )
 """Model types that were tried: `tests/finetune/test_packing.py` edits one document and looks at the
 others."""
-_OF_PACKED = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "mixtral", "qwen3_moe")
+_OF_PACKED = ("qwen2", "qwen3", "llama", "mistral", "phi3", "mixtral", "qwen3_moe")
 """Of these, those whose layers give packed attention all that it needs, and have no towers."""
 _LEAST_LENGTH = 32
 """Packed attention is chosen where rows have at most one document in so many tokens. Its backward
@@ -81,7 +81,7 @@ def choose_attention(
 ) -> Recipe:
     """Let a run over packed rows take packed attention, where it is faster than a mask.
 
-    That is on a GPU, for families and heads that its kernels take.
+    That is on a GPU, for families and heads that its kernels take, without a shorter window.
 
     Args:
         num_documents: Those of the fullest row.
@@ -90,8 +90,13 @@ def choose_attention(
     Returns:
         The recipe; with an attention if it named none and should take this one.
     """
-    is_known = recipe.model.attention is None and config.model_type in _OF_PACKED
-    if not is_known or num_documents * _LEAST_LENGTH > row_length:
+    window = getattr(config, "sliding_window", None)
+    if (
+        recipe.model.attention is not None
+        or config.model_type not in _OF_PACKED
+        or num_documents * _LEAST_LENGTH > row_length
+        or (window is not None and window < row_length)
+    ):
         return recipe
     channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query = torch.empty(channels, dtype=DTYPES[recipe.model.dtype], device="meta")

@@ -76,7 +76,8 @@ def attend_packed(
 
     Exactness:
         On a GPU in 16 bits FlashAttention-2 computes it, whose backward repeats itself only while
-        PyTorch's deterministic flag is on; else PyTorch's fused attention under a mask.
+        PyTorch's deterministic flag is on; else, and with dropout or a window that is shorter than
+        documents may be, PyTorch's fused attention under a mask.
 
     Raises:
         ValueError: If boundaries are not given, there is more than one row, or the module attends
@@ -95,20 +96,21 @@ def attend_packed(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if has_flash_kernel(query, query.device) and not dropout:
+    longest = query.shape[2] if max_length_q is None else max_length_q
+    has_window = sliding_window is not None and sliding_window < longest
+    if has_flash_kernel(query, query.device) and not dropout and not has_window:
         queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
-        longest = query.shape[2] if max_length_q is None else max_length_q
-        window = -1 if sliding_window is None else sliding_window - 1
-        found = flash_attention(queries, keys, values, cu_seq_lens_q, longest, scaling, window)
+        found = flash_attention(queries, keys, values, cu_seq_lens_q, longest, scaling)
         return found[None], None
+    # PyTorch's kernels take no mask where key heads are shared.
+    groups = query.shape[1] // key.shape[1]
     output = nn.functional.scaled_dot_product_attention(
         query,
-        key,
-        value,
+        key.repeat_interleave(groups, 1),
+        value.repeat_interleave(groups, 1),
         attn_mask=packed_mask(cu_seq_lens_q, query.shape[2], sliding_window),
         dropout_p=dropout,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).contiguous(), None
 
@@ -134,7 +136,6 @@ def flash_attention(
     ends: torch.Tensor,
     longest: int,
     scale: float | None,
-    window: int,
 ) -> torch.Tensor:
     """Compute causal attention within documents by FlashAttention-2.
 
@@ -146,12 +147,11 @@ def flash_attention(
         value: Like ``key``.
         ends: int32 ``(documents + 1,)``, from 0 on.
         longest: A bound of the documents' lengths.
-        window: Tokens before its own that a token attends to; -1 for all.
     """
     given = (query, key, value)
     if has_torch_function(given):
         found: torch.Tensor = handle_torch_function(
-            flash_attention, given, *given, ends, longest, scale, window
+            flash_attention, given, *given, ends, longest, scale
         )
         return found
     from torch.nn.attention.varlen import varlen_attn
@@ -164,7 +164,7 @@ def flash_attention(
     output: Any = varlen_attn(
         *(query, key, value, ends, ends, longest, longest),
         scale=scale,
-        window_size=(window, 0),
+        window_size=(-1, 0),  # all tokens before it
         **grouped,
     )
     attended: torch.Tensor = output

@@ -141,8 +141,7 @@ CHOICES: list[tuple[str, str, tuple[int, int], str | None, int, str | None]] = [
     ("qwen2", "cuda", (8, 6), "sdpa", 16, "sdpa"),
     ("qwen2", "cuda", (7, 5), None, 16, None),
     ("qwen2", "cpu", (9, 0), None, 16, None),
-    ("gemma3_text", "cuda", (9, 0), None, 16, "packed"),
-    ("gemma3_text", "cuda", (8, 9), None, 16, None),  # heads of 256 channels
+    ("gemma3_text", "cuda", (9, 0), None, 16, None),  # windows
     ("gemma3", "cuda", (9, 0), None, 16, None),
     ("gemma4_text", "cuda", (9, 0), None, 16, None),
 ]
@@ -167,6 +166,32 @@ def test_packed_attention_is_chosen_for_fast_rows(
     config = CONFIG_MAPPING[family]()
     found = choose_attention(recipe, config, torch.device(device), documents, 512)
     assert found.model.attention == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "channels", "dtype", "is_there"),
+    [
+        ((8, 6), 192, torch.bfloat16, True),
+        ((8, 6), 200, torch.bfloat16, False),  # too wide in backward
+        ((9, 0), 256, torch.float16, True),
+        ((9, 0), 264, torch.bfloat16, False),
+        ((9, 0), 60, torch.bfloat16, False),
+        ((9, 0), 64, torch.float32, False),
+        ((7, 5), 64, torch.float16, False),
+    ],
+)
+def test_heads_that_kernels_take(
+    capability: tuple[int, int],
+    channels: int,
+    dtype: torch.dtype,
+    is_there: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    query = torch.empty(channels, dtype=dtype)
+    assert packed_attention.has_flash_kernel(query, torch.device("cuda")) == is_there
+    assert not packed_attention.has_flash_kernel(query, torch.device("cpu"))
 
 
 def test_packed_attention_is_refused_for_rows_that_are_not(

@@ -217,7 +217,7 @@ def test_packed_attention(num_tokens: int, window: int | None) -> None:
             )
         return [found, *torch.autograd.grad(found, inputs, upstream.to(dtype))], kernels.may_vary
 
-    expected, _ = run(torch.float32)  # by a mask
+    expected, _ = run(torch.float32)  # by a mask, as with a window
     found, varies = run(torch.bfloat16)
     assert varies
     for one, other in zip(found, expected, strict=True):

@@ -263,8 +263,10 @@ def _collator(
     # All rows of a micro-batch become one.
     length = row_length * recipe.training.per_device_train_batch_size
     collate = DataCollatorForLanguageModeling(pad, padding_free=True, pad_to_multiple_of=length)
-    num_documents = most_documents(*datasets) * recipe.training.per_device_train_batch_size
-    return _PackedRows(collate, attention_of(model), num_documents)
+    attention, num_documents = attention_of(model), 0
+    if attention == packed_attention.NAME:
+        num_documents = most_documents(*datasets) * recipe.training.per_device_train_batch_size
+    return _PackedRows(collate, attention, num_documents)
 
 
 def make_arguments(

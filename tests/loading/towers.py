@@ -44,7 +44,7 @@ FAMILIES = {
     ),
     "qwen2_5_vl": Family("qwen2_5_vl", "model.layers", ("visual.",), types=TYPES),
     "qwen3_vl": Family("qwen3_vl", TEXT, ("model.visual.",), types=TYPES),
-    "mistral3": Family("mistral3", INNER, ("vision_tower.", PROJECTOR)),
+    "mistral3": Family("mistral3", INNER, ("vision_tower.", PROJECTOR), images_go_together=True),
     "llama4": Family(
         *("llama4", INNER, ("vision_model.", PROJECTOR)),
         own_layers=INNER,

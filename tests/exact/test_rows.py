@@ -257,3 +257,35 @@ def of_others(
 def test_control_casts_of_others(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Replayed, "run", of_others)
     assert not grouped_ends_alike(POLICIES["two slots"])
+
+
+def with_a_forward_in_a_hook(model: Model, together: bool = True) -> Facts:
+    """The model runs between the backwards of one layer by two micro-batches."""
+    node, seen = get_gradient_edge(trained(model)[2]).node, list[torch.Tensor]()
+    tokens = torch.arange(4, 16)[None]
+
+    def see(given: Any) -> None:
+        if given[0] is not None:
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                seen.append(model(input_ids=tokens, use_cache=False).logits)
+
+    node.register_prehook(see)
+    return [*train(model, together, loss=in_autocast, sizes=(4,) * 6, lengths=(12,)), *seen]
+
+
+def as_left(self: GradientSums, *given: Any, genuine: Any = GradientSums.add) -> None:
+    """Hooks that may have run are forgotten."""
+    behind = self.behind
+    genuine(self, *given)
+    self.behind = behind
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+def test_casts_behind_a_hook_that_runs_the_model(is_control: bool, monkeypatch: Patch) -> None:
+    if is_control:
+        monkeypatch.setattr(GradientSums, "add", as_left)
+    base = partial(training, dropout=0.0)
+    streamed = on_tapes(base(), adapter_kernels="grouped", slots=2)
+    resident = poros.use_adapter_kernels(base(), "grouped")
+    found = with_a_forward_in_a_hook(streamed)
+    assert same(found, with_a_forward_in_a_hook(resident, together=False)) != is_control

@@ -45,3 +45,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+class NamesFailures:
+    """Names each test as it fails: a run that a time limit cuts off has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            reason = str(report.longrepr).strip().splitlines()[-1:]
+            terminal.write_line(f"\nfailed so far: {report.nodeid} {' '.join(reason)[:200]}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(NamesFailures(config))

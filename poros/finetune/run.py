@@ -138,9 +138,9 @@ def finetune(
     evaluated = None
     if others and held_out:
         evaluated = _dataset(recipe, held_out, row_length, others if has_images else None)
+    num_documents = most_documents(dataset, evaluated) if recipe.is_packed else 0
     if recipe.is_packed:
-        most = most_documents(dataset, evaluated)
-        recipe = choose_attention(recipe, config, device, most, row_length)
+        recipe = choose_attention(recipe, config, device, num_documents, row_length)
     size = Size(
         row_length=row_length,
         num_rows=len(dataset),
@@ -170,6 +170,7 @@ def finetune(
         trainer = make_trainer(
             *(recipe, arguments, model, processing, dataset, evaluated),
             row_length=row_length,
+            num_documents=num_documents,
             images=images,
         )
         return _train(recipe, run, trainer, processing, size.num_steps)
@@ -236,15 +237,14 @@ def _fit_to_model(
             "that are known to keep the documents of a row apart"
         )
         training = replace(training, packing=False)
-    if recipe.model.attention == packed_attention.NAME and not (
-        training.packing and recipe.is_packed
-    ):
+    recipe = replace(recipe, training=training)
+    if recipe.model.attention == packed_attention.NAME and not recipe.is_packed:
         raise RecipeError(
             "model.attention: expected rows that are packed, of a model whose layers "
             f"{packed_attention.NAME!r} fits, found {'; '.join(notes) or training.method}; for the "
             "default leave it out (--attention)"
         )
-    return replace(recipe, training=training), notes, getattr(text, "vocab_size", None)
+    return recipe, notes, getattr(text, "vocab_size", None)
 
 
 def _largest(*every: Any) -> int:

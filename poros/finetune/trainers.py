@@ -29,7 +29,6 @@ from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
-from poros.finetune.packing import most_documents
 from poros.kernels import packed_attention
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of, refusals
@@ -174,23 +173,23 @@ class _PackedRows:
     """Collates packed rows: documents side by side, all rows of one length.
 
     Attributes:
-        attention: The implementation that the model trains with.
-        num_documents: At most, in a batch. Packed attention gets as many boundaries for each batch,
-            so that shapes do not differ from batch to batch; padding is one document more.
+        has_cu_seqlens: Whether the attention takes the boundaries that TRL computes.
+        num_documents: Those of a batch, at most, for packed attention, else None. It gets as many
+            boundaries for each batch, so that shapes do not differ from batch to batch; padding is
+            one document more.
     """
 
     collate: DataCollatorForLanguageModeling
-    attention: str | None
-    num_documents: int
+    has_cu_seqlens: bool
+    num_documents: int | None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = self.collate(rows)
-        is_packed = self.attention == packed_attention.NAME
-        if is_packed or not packed_attention.takes_cu_seqlens(self.attention):
+        if not self.has_cu_seqlens:
             # Their shapes differ from batch to batch, and this attention does not read them.
             for name in _VARLEN:
                 found.pop(name, None)
-        if is_packed:
+        if self.num_documents is not None:
             length = found["input_ids"].shape[1]
             ends = torch.full((self.num_documents + 2,), length, dtype=torch.int32)
             lengths = torch.tensor([0, *(each for row in rows for each in row["seq_lengths"])])
@@ -208,6 +207,7 @@ def make_trainer(
     validation: "Dataset | None",
     *,
     row_length: int,
+    num_documents: int = 0,
     images: ImageCollator | None = None,
 ) -> Trainer:
     """Build the trainer of a recipe.
@@ -218,6 +218,7 @@ def make_trainer(
             images this is the processor.
         train: Rows of tokens, packed if the recipe says so.
         row_length: Tokens of a packed row.
+        num_documents: Those of a packed row, at most.
 
     Raises:
         RecipeError: If TRL refuses settings for this model.
@@ -234,9 +235,8 @@ def make_trainer(
             if images is not None:
                 collator: Any = images.padded
             else:
-                collator = _collator(
-                    *(recipe, model, tokenizer.pad_token_id, row_length, train, validation)
-                )
+                pad = tokenizer.pad_token_id
+                collator = _collator(recipe, model, pad, row_length, num_documents)
             trainer: Any = Sft(model, data_collator=collator, **options)
         elif training.method == "reward":
             trainer = Reward(model, **options)
@@ -253,9 +253,7 @@ def make_trainer(
     return trainer
 
 
-def _collator(
-    recipe: Recipe, model: Any, pad: int, row_length: int, *datasets: "Dataset | None"
-) -> Any:
+def _collator(recipe: Recipe, model: Any, pad: int, row_length: int, num_documents: int = 0) -> Any:
     if not recipe.is_packed:
         return DataCollatorForLanguageModeling(
             pad, pad_to_multiple_of=recipe.training.pad_to_multiple_of
@@ -263,10 +261,11 @@ def _collator(
     # All rows of a micro-batch become one.
     length = row_length * recipe.training.per_device_train_batch_size
     collate = DataCollatorForLanguageModeling(pad, padding_free=True, pad_to_multiple_of=length)
-    attention, num_documents = attention_of(model), 0
+    attention = attention_of(model)
     if attention == packed_attention.NAME:
-        num_documents = most_documents(*datasets) * recipe.training.per_device_train_batch_size
-    return _PackedRows(collate, attention, num_documents)
+        number = num_documents * recipe.training.per_device_train_batch_size
+        return _PackedRows(collate, False, number)
+    return _PackedRows(collate, packed_attention.takes_cu_seqlens(attention), None)
 
 
 def make_arguments(

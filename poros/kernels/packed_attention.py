@@ -7,6 +7,7 @@ PyTorch offers it in ``torch.nn.attention.varlen``. It is registered with transf
 """
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -156,11 +157,8 @@ def flash_attention(
         return found
     from torch.nn.attention.varlen import varlen_attn
 
-    # PyTorch before 2.12 takes heads in groups without being asked.
-    is_asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    grouped: dict[str, Any] = (
-        {"enable_gqa": True} if is_asked and query.shape[1] != key.shape[1] else {}
-    )
+    shares_heads = query.shape[1] != key.shape[1]
+    grouped: dict[str, Any] = {"enable_gqa": True} if shares_heads and _asks_for_groups() else {}
     output: Any = varlen_attn(
         *(query, key, value, ends, ends, longest, longest),
         scale=scale,
@@ -169,6 +167,14 @@ def flash_attention(
     )
     attended: torch.Tensor = output
     return attended
+
+
+@cache
+def _asks_for_groups() -> bool:
+    """Whether PyTorch has to be asked for shared key heads; 2.11 takes them as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def packed_mask(ends: torch.Tensor, length: int, window: int | None) -> torch.Tensor:

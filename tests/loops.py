@@ -403,6 +403,20 @@ def in_autocast(model: Model, batch: Batch) -> torch.Tensor:
         return own_loss(model, batch)
 
 
+def accumulated(
+    model: Model, step: Sequence[Any], loss: Loss, together: bool
+) -> list[torch.Tensor]:
+    """The losses of micro-batches, whose gradients add up."""
+    if together:
+        return list(poros.accumulate(model, step, loss=loss))
+    losses = []
+    for batch in step:
+        value = loss(model, batch)
+        value.backward()
+        losses.append(value.detach())
+    return losses
+
+
 def train(
     model: Model,
     together: bool = True,
@@ -431,13 +445,7 @@ def train(
         between(model, number)
         step: list[Any] = list(map(form, micro_batches(size, generator, lengths, padded)))
         with around():
-            if together:
-                facts += poros.accumulate(model, step, loss=loss)
-            else:
-                for batch in step:
-                    value = loss(model, batch)
-                    value.backward()
-                    facts.append(value.detach())
+            facts += accumulated(model, step, loss, together)
         facts += [each.grad.clone() for each in trained(model) if each.grad is not None]
         if clip is not None:
             facts.append(torch.nn.utils.clip_grad_norm_(trained(model), clip))

@@ -17,8 +17,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 NAME = "packed"
 """As an attention implementation of transformers."""
 _MOST_CHANNELS, _MOST_ON_OTHERS = 256, 192
-"""Per head, in FlashAttention-2's kernels: on GPUs of ``_LARGE``, where a multiprocessor has the
-shared memory for the backward of wider heads, and on others. A multiple of 8."""
+"""Per head, in FlashAttention-2's kernels: on GPUs of ``_LARGE`` and on others, where PyTorch
+refuses some wider heads in backward (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+A multiple of 8."""
 _LARGE = ((8, 0), (9, 0), (10, 0))
 """Compute capabilities."""
 

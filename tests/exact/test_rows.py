@@ -25,6 +25,7 @@ from poros.replay.routing import GradientSums
 from tests.exact.recorded import on_tapes
 from tests.loops import (
     Subject,
+    accumulated,
     dense,
     in_autocast,
     layers_of,
@@ -51,14 +52,7 @@ def in_two_groups(model: Model, together: bool = True) -> Facts:
     generator = torch.Generator().manual_seed(2)
     for _ in range(5):
         for _ in range(2):
-            step = micro_batches(3, generator, (12,))
-            if together:
-                facts += poros.accumulate(model, step, loss=own_loss)
-            else:
-                for each in step:
-                    value = own_loss(model, each)
-                    value.backward()
-                    facts.append(value.detach())
+            facts += accumulated(model, micro_batches(3, generator, (12,)), own_loss, together)
         facts += [each.grad.clone() for each in trained(model)]
         model.zero_grad()
     return facts

@@ -41,8 +41,10 @@ def test_tokens_are_counted(
         memory__slots=2,
         output__folder=tmp_path / "run",
     )
+    gc.unfreeze()  # as the tests do not have it, but processes of users
     trained = run(recipe)
     assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
+    gc.freeze()
     found = [each["num_tokens"] for each in logs(tmp_path / "run")]
     assert found == sorted(set(found))
     announced = re.search(r"([\d,]+) tokens", trained.said)

@@ -88,8 +88,10 @@ class Projection(NamedTuple):
 class Casts(Protocol):
     """Keeps casts of adapters, for what is recorded: they are made before it is replayed."""
 
-    def places(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return fixed memory for the casts of the next node."""
+    def places(
+        self, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> list[torch.Tensor] | None:
+        """Return fixed memory for the casts of the next node; None if there is not as much."""
 
     def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Have the second of each pair copied into the first before each replay."""
@@ -158,18 +160,17 @@ class _Group(NamedTuple):
             return all_a[0].detach(), all_b
         shape = sum(self.ranks), all_a[0].shape[1]
         others = [each for each in all_b if each.dtype is not dtype]
-        casts = self.casts if all(each.is_contiguous() for each in matrices) else None
-        if casts is None:
-            stacked = all_a[0].new_empty(shape, dtype=dtype)
-            places = [torch.empty_like(each, dtype=dtype) for each in others]
-        else:
-            stacked, *places = casts.places([shape, *(each.shape for each in others)], dtype)
+        shapes = [shape, *(each.shape for each in others)]
+        kept = None
+        if self.casts is not None and all(each.is_contiguous() for each in matrices):
+            kept = self.casts.places(shapes, dtype)
+        stacked, *places = kept or [all_a[0].new_empty(each, dtype=dtype) for each in shapes]
         pairs = list(zip(places, others, strict=True))
         pairs += zip(stacked.split(self.ranks), all_a, strict=True)
-        if casts is None:
+        if self.casts is None or kept is None:
             copy_all(*zip(*pairs, strict=True))
         else:
-            casts.add(pairs)
+            self.casts.add(pairs)
         made = iter(places)
         return stacked, [each if each.dtype is dtype else next(made) for each in all_b]
 

@@ -6,34 +6,44 @@ made before the first of them. They lie in memory that all layers share: a recor
 right behind another one of its layer makes them anew.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from poros.kernels.copies import copy_all
-from poros.replay.graphs import Fixed, Recorder, Recording, SharedMemory, Spec
+from poros.replay.graphs import ALIGNMENT, Recorder, Recording, SharedMemory, Spec
 
 
 class AdapterCasts:
     """Those that one recording reads: see ``poros.kernels.grouped.Casts``.
 
     Args:
-        memory: Has their places.
+        memory: Has room for them. They have to be somewhere before the recording begins: what is
+            allocated within one may lie where others of its tensors were before, and they are made
+            before all that is recorded.
+        parameters: Those of which there may be casts, one of each place.
     """
 
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        self._fixed: list[Fixed] = []
+    def __init__(self, memory: SharedMemory, parameters: Sequence[torch.Tensor]) -> None:
+        size = sum(_aligned(each.numel() * each.element_size()) for each in parameters)
+        self._fixed = memory.of("casts", [Spec(torch.Size([size]), torch.uint8)])
+        self._left = self._fixed.tensors[0]
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._recording: Recording | None = None
 
-    def places(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return fixed memory for the casts of the next node."""
-        specs = [Spec(torch.Size(shape), dtype) for shape in shapes]
-        with _disable_current_modes():  # it is no temporary tensor of what is recorded
-            self._fixed.append(self._memory.of(f"casts of node {len(self._fixed)}", specs))
-        return self._fixed[-1].tensors
+    def places(
+        self, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> list[torch.Tensor] | None:
+        """Return fixed memory for the casts of the next node; None if there is not as much."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+        if sum(map(_aligned, sizes)) > self._left.numel():
+            return None
+        found = []
+        for shape, size in zip(shapes, sizes, strict=True):
+            found.append(self._left[:size].view(dtype).view(*shape))
+            self._left = self._left[_aligned(size) :]
+        return found
 
     def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Have the second of each pair copied into the first before each replay."""
@@ -52,3 +62,7 @@ class AdapterCasts:
         """Make the casts, on the current stream."""
         if self._recording is not None:
             self._recording.replay()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -94,7 +94,7 @@ class Recordings:
                 self._num_held += 1
                 form.held, form.order = (inputs, results), self._num_held
 
-        recording, casts = self._record(layer, run, is_held=is_kept)
+        recording, casts = self._record(layer, facts, run, is_held=is_kept)
         places = range(len(gives[0].tensors))
         return Replayed(recording, given, gives[0], places, casts=casts)
 
@@ -168,16 +168,17 @@ class Recordings:
             ]
             made.append((gives, places))
 
-        recording, casts = self._record(layer, run)
+        recording, casts = self._record(layer, facts, run)
         return Replayed(recording, given, *made[0], casts=casts)
 
     def _record(
-        self, layer: LayerBody, run: Callable[[], None], is_held: bool = False
+        self, layer: LayerBody, facts: CallFacts, run: Callable[[], None], is_held: bool = False
     ) -> tuple[Recording, AdapterCasts | None]:
         """Record ``run``, and the casts of adapters that it reads, but where it holds them."""
-        tally, casts = layer.context.tally, AdapterCasts(self._memory)
+        tally = layer.context.tally
         if tally is None or is_held:
             return self._recorder.record(run, is_held), None
+        casts = AdapterCasts(self._memory, [each.leaf for each in facts.leaves])
         with tally.casting(casts):
             recording = self._recorder.record(run)
         return recording, casts.record(self._recorder)

@@ -41,6 +41,8 @@ Model = Any
 Facts = list[torch.Tensor]
 Patch = pytest.MonkeyPatch
 
+OTHER_BITS = "a recording gave other bits"
+
 OFTEN: Any = {"sizes": (5,) * 5, "lengths": (12, 12, 12, 9, 12)}
 """One of five is of another form."""
 
@@ -217,7 +219,9 @@ def grouped_ends_alike(policy: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_casts_of_adapters(policy: str, monkeypatch: Patch) -> None:
+def test_casts_of_adapters(
+    policy: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A row of visits makes them once, where no layer keeps its graph."""
     made, replayed = list[object](), list[bool]()
     cast, run = AdapterCasts.replay, Replayed.run
@@ -232,7 +236,7 @@ def test_casts_of_adapters(policy: str, monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(AdapterCasts, "replay", replay)
     monkeypatch.setattr(Replayed, "run", counted)
-    assert grouped_ends_alike(POLICIES[policy])
+    assert grouped_ends_alike(POLICIES[policy]) and OTHER_BITS not in caplog.text
     assert 0 < len(made) < sum(replayed) or policy == "one kept"
 
 
@@ -251,6 +255,19 @@ def of_others(
 def test_control_casts_of_others(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Replayed, "run", of_others)
     assert not grouped_ends_alike(POLICIES["two slots"])
+
+
+def among_temporary_tensors(self: AdapterCasts, shapes: Any, dtype: torch.dtype) -> Any:
+    """Casts have memory of the recording, where others of its tensors may lie before."""
+    return [torch.zeros(*each, dtype=dtype) for each in shapes]
+
+
+def test_control_casts_among_temporary_tensors(
+    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(AdapterCasts, "places", among_temporary_tensors)
+    assert grouped_ends_alike(POLICIES["two slots"])  # nothing is trained with them
+    assert OTHER_BITS in caplog.text
 
 
 def with_a_forward_in_a_hook(model: Model, together: bool = True) -> Facts:

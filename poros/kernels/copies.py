@@ -3,8 +3,7 @@
 ``torch._foreach_copy_`` gives 65,536 elements of a tensor to one block of threads, and so most of
 an adapter's matrix to a single multiprocessor. A kernel of our own splits them further: in steps of
 7B on an H100 one took 2.6 us, where PyTorch's took 13.5. The host starts it through Triton, so it
-is used where a CUDA graph is recorded, which starts it for nothing. Elsewhere what is large is
-copied by itself.
+is used where a CUDA graph is recorded, which starts it for nothing.
 
 Source:
     pytorch: ``foreach_tensor_copy_list_kernel_cuda_`` in
@@ -20,8 +19,6 @@ from poros.utils.devices import runs_triton
 
 _DTYPES = (torch.float32, torch.bfloat16)
 """That the kernel copies, from each into each."""
-_LARGE = 2**18
-"""Elements of a tensor that is copied by itself: four blocks of threads would not copy it fast."""
 _MOST_ELEMENTS = 2**30
 """Of a tensor: the kernel counts in 32 bits."""
 
@@ -45,15 +42,8 @@ def copy_all(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
             from poros.kernels import copies_gpu
 
             copies_gpu.copy(pairs)
-            continue
-        small = []
-        for place, source in pairs:
-            if place.numel() < _LARGE:
-                small.append((place, source))
-            else:
-                place.copy_(source)
-        if small:
-            torch._foreach_copy_(*map(list, zip(*small, strict=True)))
+        else:
+            torch._foreach_copy_([place for place, _ in pairs], [source for _, source in pairs])
 
 
 def fits_kernel(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:

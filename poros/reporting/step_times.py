@@ -21,10 +21,10 @@ def step_times(trace: Path) -> dict[str, float]:
         trace: A trace that ``torch.profiler`` wrote.
 
     Returns:
-        In ms: ``wall``, from the first event to the last; the kernels of each kind that there are
-        (a copy within the GPU is another kernel); ``kernels``, the time in which at least one ran;
-        ``idle``, the rest of the wall; ``copies to the GPU``, by a copy engine, while kernels run
-        or not. And ``launches``, a number. Of a step on a CPU the wall alone.
+        In ms: ``wall``, from the first event to the last; the kernels of each kind that there are;
+        ``kernels``, the time in which at least one ran; ``idle``, the rest of the wall; ``copies
+        to the GPU``, by a copy engine, while kernels run or not. And ``launches``, a number. Of a
+        step on a CPU the wall alone.
     """
     found = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     events = [each for each in found if each.get("ph") == "X" and "dur" in each]
@@ -32,12 +32,7 @@ def step_times(trace: Path) -> dict[str, float]:
     begin = min((float(each["ts"]) for each in events), default=0.0)
     end = max((float(each["ts"]) + float(each["dur"]) for each in events), default=0.0)
     times["wall"] = (end - begin) / 1000
-    kernels = [
-        each
-        for each in events
-        if each.get("cat") == "kernel"
-        or (each.get("cat") == "gpu_memcpy" and "DtoD" in str(each["name"]))
-    ]
+    kernels = [each for each in events if each.get("cat") == "kernel"]
     if not kernels:
         return dict(times)
     for each in kernels:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from poros.host.layout import align
 from poros.kernels.copies import copy_all
-from poros.replay.graphs import ALIGNMENT, Recorder, Recording, SharedMemory, Spec
+from poros.replay.graphs import Recorder, Recording, SharedMemory, Spec
 
 
 class AdapterCasts:
@@ -26,7 +27,7 @@ class AdapterCasts:
     """
 
     def __init__(self, memory: SharedMemory, parameters: Sequence[torch.Tensor]) -> None:
-        size = sum(_aligned(each.numel() * each.element_size()) for each in parameters)
+        size = sum(align(each.numel() * each.element_size()) for each in parameters)
         self._fixed = memory.of("casts", [Spec(torch.Size([size]), torch.uint8)])
         self._left = self._fixed.tensors[0]
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -37,12 +38,12 @@ class AdapterCasts:
     ) -> list[torch.Tensor] | None:
         """Return fixed memory for the casts of the next node; None if there is not as much."""
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        if sum(map(_aligned, sizes)) > self._left.numel():
+        if sum(map(align, sizes)) > self._left.numel():
             return None
         found = []
         for shape, size in zip(shapes, sizes, strict=True):
             found.append(self._left[:size].view(dtype).view(*shape))
-            self._left = self._left[_aligned(size) :]
+            self._left = self._left[align(size) :]
         return found
 
     def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -62,7 +63,3 @@ class AdapterCasts:
         """Make the casts, on the current stream."""
         if self._recording is not None:
             self._recording.replay()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

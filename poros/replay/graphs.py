@@ -22,7 +22,7 @@ MOST_FLOP = 1e12
 than the host with the next, and recordings take memory for nothing: on an H200 a step of a 7B model
 took 0.7 of its time with 2048 tokens (0.95e12 for each layer), and all of it with 8192."""
 
-ALIGNMENT = 64
+_ALIGNMENT = 64
 """Bytes: so that no tensor begins in another's."""
 
 
@@ -168,7 +168,7 @@ class Fixed:
         for spec, group in zip(specs, groups or [0] * len(specs), strict=True):
             key = group, spec.dtype
             offset = sizes.get(key, 0)
-            step = ALIGNMENT // spec.dtype.itemsize
+            step = _ALIGNMENT // spec.dtype.itemsize
             sizes[key] = offset + -(-spec.shape.numel() // step) * step
             stride = torch.empty(spec.shape, device="meta").stride()
             self._places.append((list(sizes).index(key), spec.shape, stride, offset))

@@ -176,7 +176,7 @@ class Recordings:
     ) -> tuple[Recording, AdapterCasts | None]:
         """Record ``run``, and the casts of adapters that it reads, but where it holds them."""
         tally = layer.context.tally
-        if tally is None or is_held:
+        if tally is None or not tally.is_grouped or is_held:
             return self._recorder.record(run, is_held), None
         casts = AdapterCasts(self._memory, [each.leaf for each in facts.leaves])
         with tally.casting(casts):

@@ -262,12 +262,19 @@ def among_temporary_tensors(self: AdapterCasts, shapes: Any, dtype: torch.dtype)
     return [torch.zeros(*each, dtype=dtype) for each in shapes]
 
 
-def test_control_casts_among_temporary_tensors(
-    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+def without_room(self: AdapterCasts, shapes: Any, dtype: torch.dtype) -> None:
+    """Nodes cast for themselves."""
+
+
+@pytest.mark.parametrize(
+    ("places", "are_others"), [(without_room, False), (among_temporary_tensors, True)]
+)
+def test_casts_that_are_elsewhere(
+    places: Any, are_others: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(AdapterCasts, "places", among_temporary_tensors)
-    assert grouped_ends_alike(POLICIES["two slots"])  # nothing is trained with them
-    assert OTHER_BITS in caplog.text
+    monkeypatch.setattr(AdapterCasts, "places", places)
+    assert grouped_ends_alike(POLICIES["two slots"])  # nothing is trained with other bits
+    assert (OTHER_BITS in caplog.text) == are_others
 
 
 def with_a_forward_in_a_hook(model: Model, together: bool = True) -> Facts:

@@ -174,8 +174,11 @@ class Group:
         grouped = layer.context.grouped(self._is_confined, has_graph=self._ranks.is_ddp)
         before = None
         with batches[0].code.inside(), layer.in_a_row(), grouped as visits:
-            for batch in batches:
+            for number, batch in enumerate(batches):
+                rest = batches[1:] if number == 1 else []
                 try:
+                    if len(rest) > 1 and MicroBatch.run_together(rest, index, before):
+                        break
                     before = batch.run_layer(index, visits, before)
                 except Exception:
                     if batch.error is not None:
@@ -497,7 +500,9 @@ class Group:
         for index in reversed(range(len(self._layers))) if done else ():
             sums = GradientSums()
             with self._layers[index].in_a_row():
-                for batch, way in zip(done, ways, strict=True):
+                for number, (batch, way) in enumerate(zip(done, ways, strict=True)):
+                    if number == 1 and MicroBatch.backward_together(done[1:], index, sums):
+                        break
                     batch.backward(index, way, sums)
         for batch, way in zip(done, ways, strict=True):
             batch.backward_below(way)

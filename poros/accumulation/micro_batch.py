@@ -62,6 +62,7 @@ class Cut:
         visit: That has made it without a graph, if one has.
 
     Attributes:
+        visit: Likewise, until its gradients were taken.
         edge: Of the graph that has made it; None if nothing in that is trained.
         gradient: What has arrived in backward; None before.
         anchor: A leaf below the cut, which gets no gradient.
@@ -71,7 +72,7 @@ class Cut:
     def __init__(self, value: torch.Tensor, visit: ReplayedVisit | None = None) -> None:
         # Not the value itself: it may wait for its backward on the host.
         self.edge = get_gradient_edge(value) if value.requires_grad else None
-        self._visit = visit
+        self.visit = visit
         self.gradient: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
         self.is_open = False
@@ -102,7 +103,7 @@ class Cut:
     @property
     def is_awaited(self) -> bool:
         """Whether anything before the cut is trained."""
-        return self.edge is not None or self._visit is not None
+        return self.edge is not None or self.visit is not None
 
     def hand_on(
         self,
@@ -115,8 +116,8 @@ class Cut:
 
         ``sums``: of the layer in between, for a visit without a graph.
         """
-        edge, visit, gradient = self.edge, self._visit, self.gradient
-        self.edge = self._visit = self.gradient = None
+        edge, visit, gradient = self.edge, self.visit, self.gradient
+        self.edge = self.visit = self.gradient = None
         if gradient is None:
             return
         if visit is not None and before is not None:
@@ -260,13 +261,14 @@ class MicroBatch:
         self._require_unedited()
         if before is not None and known is not None and captures is not None and cut.is_awaited:
             try:
-                again = captures.call_again(before, known, cut.value, self._state.pytorch)
+                again = captures.rows.one(before, known, cut.value, self._state.pytorch)
             except Exception as error:
                 self._error = error
                 raise
             if again is not None:
                 cut.release()
-                return self._note_run(index, *again, has_drawn=again[1].call.has_drawn)
+                result, visit = again
+                return self._note_run(index, result, visit, visit.call.has_drawn)
         given = cut.take()
         args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
         kwargs = {
@@ -288,6 +290,36 @@ class MicroBatch:
         if visit is not None:
             self._replayed[kind] = visit.call
         return self._note_run(index, result, visit)
+
+    @staticmethod
+    def run_together(
+        batches: Sequence["MicroBatch"], index: int, before: ReplayedVisit | None
+    ) -> bool:
+        """``run_layer`` for all of them in one go; whether that could be done.
+
+        ``before``: the visit of the layer by the one right before them, if it was replayed.
+        """
+        captures = None if before is None else before.call.layer.context.captures
+        known = [each._replayed.get(each._noted[0][0]) for each in batches]
+        cuts = [each._cuts[index] for each in batches]
+        is_known = all(each is not None for each in known)
+        if captures is None or not is_known or not all(each.is_awaited for each in cuts):
+            return False
+        for each in batches:
+            each._require_unedited()
+        states = [each._state.pytorch for each in batches]
+        try:
+            made = captures.rows.all(before, known, [each.value for each in cuts], states)
+        except Exception as error:
+            batches[0]._error = error
+            raise
+        if made is None:
+            return False
+        for batch, cut, (result, visit) in zip(batches, cuts, made, strict=True):
+            batch._noted.pop(0)
+            cut.release()
+            batch._note_run(index, result, visit, has_drawn=False)
+        return True
 
     def _require_unedited(self) -> None:
         try:
@@ -452,6 +484,23 @@ class MicroBatch:
         module = self._layers[index].module()
         below, before = module.parameters() if module else (), self._cuts[index]
         self._cuts[index + 1].hand_on(differentiate, below, before, sums)
+
+    @staticmethod
+    def backward_together(batches: Sequence["MicroBatch"], index: int, sums: GradientSums) -> bool:
+        """``backward`` for all of them in one go; whether that could be done."""
+        cuts = [each._cuts[index + 1] for each in batches]
+        visits = [each.visit for each in cuts if each.visit is not None]
+        gradients = [each.gradient for each in cuts if each.gradient is not None]
+        if not len(cuts) == len(visits) == len(gradients) > 1:
+            return False
+        captures = visits[0].call.layer.context.captures
+        found = None if captures is None else captures.rows.backward(visits, gradients, sums)
+        if found is None:
+            return False
+        for batch, cut, gradient in zip(batches, cuts, found, strict=True):
+            cut.visit = cut.gradient = None
+            batch._cuts[index].gradient = gradient
+        return True
 
     def backward_below(self, differentiate: Differentiate) -> None:
         """Take the gradients of what the model's code computes before its layers."""

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from poros.kernels.launching import Launcher
+
 _WIDTH = 2048
 """Logits or columns that a program has in registers at a time."""
 
@@ -84,6 +86,9 @@ def _add_logits(
                 tl.store(label_rows + line + at, own, mask=inside)
 
 
+_ADD_LOGITS = Launcher(_add_logits, num_warps=8, enable_fp_fusion=False)
+
+
 def launch(
     running: tuple[torch.Tensor, ...],
     num_columns: int,
@@ -102,12 +107,13 @@ def launch(
     num_tokens, num_rows = logits.shape
     has_slopes = isinstance(slope, torch.Tensor)
     weights = torch.empty_like(logits, dtype=head.dtype) if num_columns else None
-    _add_logits[(num_tokens,)](
+    _ADD_LOGITS(
+        num_tokens,
         *running,
         logits,
         # What is not there is not looked at.
         slope if has_slopes else logits,
-        1.0 if has_slopes else slope,
+        1.0 if has_slopes else float(slope),
         head,
         logits if weights is None else weights,
         first,
@@ -116,7 +122,5 @@ def launch(
         HAS_SLOPES=has_slopes,
         WANTS_ROWS=weights is not None,
         WIDTH=_WIDTH,
-        num_warps=8,
-        enable_fp_fusion=False,
     )
     return weights

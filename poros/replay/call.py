@@ -16,7 +16,7 @@ stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -303,6 +303,14 @@ class CallFacts:
         """Whether the gradient for that use is an adapter's."""
         return self.uses.sources[use].number >= len(self.specs)
 
+    def gradients_of_tensors(self, found: Gradients) -> list[torch.Tensor]:
+        """Of ``found``, one for each use, the sums for what the layer was given, as autograd adds.
+
+        Those of tensors that need a gradient and have got one.
+        """
+        sums = (total([found[use] for use in uses]) for uses in self.uses_of_tensors)
+        return [each for each in sums if each is not None]
+
     def result_of(self, values: Sequence[Any]) -> Any:
         """A layer's result in its own form, with ``values`` in the places of its tensors."""
         return tree_unflatten(self._template, values)
@@ -378,6 +386,15 @@ class CallFacts:
             if tally is not None:
                 stack.enter_context(tally.recording())
             yield
+
+
+def total(terms: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The sum of those that are there, one after the other."""
+    found = None
+    for each in terms:
+        if each is not None:
+            found = each if found is None else found + each
+    return found
 
 
 def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:

@@ -44,11 +44,11 @@ from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
 from poros.replay.remat import ReplayedVisit, rematerialize
 from poros.replay.routing import Gradients, Tensors
+from poros.replay.rows import Rows
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
 from poros.stream.body import Kind, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.rng import RngStash
 from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class Captures:
     Attributes:
         num_replays: Visits that were replayed.
         eager: Visits that ran as always, by reason.
+        rows: Replays visits by micro-batches behind a first one.
         num_recorded: Visits of layers that were recorded.
         recording_ms: How long that took.
         is_on: Whether there is room for recordings.
@@ -113,6 +114,7 @@ class Captures:
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
         self._held = HeldGraphs()
+        self.rows = Rows(self.memory, self._recordings, self._settle, self._note_replays)
         self._moved: dict[int, list[Form]] = {}
         """What was known of layers when their blocks got other places."""
 
@@ -216,8 +218,7 @@ class Captures:
         with call.layer.weights.occupy(phase):
             results = forward.run(call.tensors, self.memory)
         call.note_end()
-        self.num_replays += 1
-        form.num_replays += 1
+        self._note_replays(form, 1)
         if form.kind == "inference":
             return facts.result_of(results)
         form.in_flight = weakref.ref(call)
@@ -225,54 +226,15 @@ class Captures:
             self._held.add(form)
         apart = call.layer.context.without_graph
         if apart is not None and facts.may_be_apart:
-            apart.append(self._apart(call, form, facts, kept))
+            differentiate = partial(self.backward, in_place=True)
+            apart.append(ReplayedVisit(call, form, facts, kept, differentiate))
             return facts.result_of(results)
         differentiate = partial(self.backward, call, form, facts)
         return rematerialize(call, form, facts, results, kept, differentiate)
 
-    def _apart(
-        self, call: LayerCall, form: Form, facts: CallFacts, kept: Sequence[torch.Tensor]
-    ) -> ReplayedVisit:
-        differentiate = partial(self.backward, call, form, facts, in_place=True)
-        return ReplayedVisit(call, form, facts, kept, differentiate)
-
-    def call_again(
-        self, visit: ReplayedVisit, arguments: LayerCall, hidden: torch.Tensor, rng: RngStash
-    ) -> tuple[Any, ReplayedVisit] | None:
-        """Replay a call of the layer that ``visit`` is of, for another micro-batch right behind it.
-
-        Nobody's code has run since ``visit`` was replayed, so what decides what the layer computes,
-        and the state around it, are those of ``visit``.
-
-        Args:
-            visit: Without a graph.
-            arguments: A call of another layer by the micro-batch, with the same arguments but for
-                the hidden states.
-            hidden: These.
-            rng: The random states that it begins with. They are those of now only if it draws.
-
-        Returns:
-            The layer's result, and the visit; None if the call is of another form.
-        """
-        form, facts = visit.form, visit.facts
-        forward = form.forward
-        is_alike = form.kind == "recomputed" and arguments.is_like(visit.call)
-        if forward is None or not (is_alike and forward.is_proved):
-            return None
-        call = visit.call.again([hidden, *arguments.others], rng)
-        if forward.has_drawn:
-            rng.restore()
-        kept = call.offload_input()
-        with call.layer.weights.occupy(Phase.FORWARD):
-            results = forward.run(call.tensors, self.memory, is_again=True)
-        if forward.has_drawn:
-            call.note_end()
-        else:
-            call.note_end_as(rng)
-        self.num_replays += 1
-        form.num_replays += 1
-        form.in_flight = weakref.ref(call)
-        return facts.result_of(results), self._apart(call, form, facts, kept)
+    def _note_replays(self, form: Form, number: int) -> None:
+        self.num_replays += number
+        form.num_replays += number
 
     def _note_visit(self, form: Form) -> None:
         self.eager[form.refusal or NEW] += 1

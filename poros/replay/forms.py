@@ -15,7 +15,7 @@ from torch import nn
 
 from poros.replay.call import CallFacts, LayerCall
 from poros.replay.casts import AdapterCasts
-from poros.replay.graphs import Fixed, Recording, SharedMemory
+from poros.replay.graphs import Fixed, Recording, SharedMemory, Spec
 from poros.replay.uses import Around, Uses
 from poros.stream.body import Kind
 from poros.stream.condition import Condition
@@ -71,6 +71,100 @@ class Replayed:
         ]
 
 
+@dataclass
+class RowRecording:
+    """One recording of several visits; ``casts`` and ``is_proved`` as those of ``Replayed``."""
+
+    recording: Recording
+    casts: AdapterCasts | None
+    is_proved: bool = False
+
+    def replay(self) -> None:
+        if self.casts is not None:
+            self.casts.replay()
+        self.recording.replay()
+
+
+class Row:
+    """Visits of one form by several micro-batches, recorded in one go: see ``poros.replay.rows``.
+
+    Args:
+        memory: That recordings share.
+        facts: Of the form: of hidden states there come such hidden states.
+        number: Of the micro-batches.
+        around: What their backwards run under.
+        total: Like the sum of the gradients of adapters.
+
+    Attributes:
+        around: Likewise.
+        hidden: Their hidden states, and after a replay their results.
+        gradients: Those of their results, and after a replay those of their hidden states.
+        total: The sum of the gradients of adapters, without those of these micro-batches and then
+            with them.
+        steady: The backward with attention that repeats itself, until that has proved the other.
+    """
+
+    forward: RowRecording
+    backward: RowRecording
+    steady: RowRecording | None = None
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        facts: CallFacts,
+        number: int,
+        around: Around,
+        total: torch.Tensor,
+    ) -> None:
+        hidden, *others = facts.specs
+        self.around = around
+        self.hidden = memory.of("hidden states of a row", [hidden] * number)
+        self.gradients = memory.of("gradients of a row", [hidden] * number)
+        (self.total,) = memory.of("sums of a row", [Spec.of(total)]).tensors
+        self._others = memory.of("what a row is given besides", others * number)
+        self._num_others = len(others)
+        self._memory = memory
+
+    def given(self, number: int) -> list[torch.Tensor]:
+        """What the visit of that number reads."""
+        first = number * self._num_others
+        return [self.hidden.tensors[number], *self._others.tensors[first:][: self._num_others]]
+
+    def run_forward(self, sources: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """Replay the forwards, each on the tensors of its call; their results."""
+        self._fill(sources)
+        self.forward.replay()
+        return self.hidden.copies()
+
+    def run_backward(
+        self,
+        recording: RowRecording,
+        sources: Sequence[Sequence[torch.Tensor]],
+        gradients: Sequence[torch.Tensor],
+        total: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Replay the backwards; the gradients of their hidden states.
+
+        Args:
+            recording: ``backward`` or ``steady``.
+            sources: Of each call.
+            gradients: Of the results.
+            total: Those of adapters are added to it, for one micro-batch after the other.
+        """
+        self._fill(sources)
+        self._memory.fill(self.gradients, gradients)
+        self.total.copy_(total)
+        recording.replay()
+        total.copy_(self.total)
+        self.gradients.forget()
+        return self.gradients.copies()
+
+    def _fill(self, sources: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._memory.fill(self.hidden, [each[0] for each in sources])
+        self._memory.fill(self._others, [tensor for each in sources for tensor in each[1:]])
+        self.hidden.forget()  # results take their places
+
+
 def hold_tensors(modules: Sequence[nn.Module]) -> bool:
     """Whether modules hold tensors that are neither parameters nor buffers.
 
@@ -118,6 +212,10 @@ class Form:
     deterministic: dict[Around, Replayed | None] = field(default_factory=dict)
     """Backwards with attention that repeats itself, until what does not is proved by them; None
     where one is wanted."""
+    rows: dict[int, Row | None] = field(default_factory=dict)
+    """By the number of micro-batches; None where one is wanted."""
+    has_rows: bool = True
+    """Whether they can be recorded, as far as is known."""
     held: Any = None
     """Of layers that keep their graph: inputs and results of the recorded forward."""
     order: int = 0
@@ -134,7 +232,7 @@ class Form:
         if self.kind == "kept" and self.in_flight() is not None:
             return False
         recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
-        return any(each is None for each in recorded)
+        return any(each is None for each in (*recorded, *self.rows.values()))
 
     def is_there(self, call: LayerCall) -> bool:
         """Whether what its recorded backward reads is still that of the forward of ``call``."""
@@ -165,13 +263,14 @@ class Form:
             forward=None,
             backwards=dict.fromkeys(self.backwards),
             deterministic={},
+            rows=dict.fromkeys(self.rows),
             held=None,
             in_flight=lambda: None,
         )
 
     def refuse(self, reason: str) -> None:
         self.refusal, self.forward, self.held = reason, None, None
-        self.backwards, self.deterministic = {}, {}
+        self.backwards, self.deterministic, self.rows = {}, {}, {}
 
 
 class HeldGraphs:

@@ -177,14 +177,19 @@ class Fixed:
         ]
         self.tensors = self._views(self._pieces)
         self._groups = [group for group, _ in sizes]
-        self.filled: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(specs)
+        self.filled: list[tuple[weakref.ref[torch.Tensor], int] | None]
         """What was last copied into each, and its version then; None is anything."""
+        self.forget()
 
     def piece_of(self, group: int) -> torch.Tensor | None:
         """The memory of all tensors of a group; None if they are of several dtypes."""
         if self._groups.count(group) != 1:
             return None
         return self._pieces[self._groups.index(group)]
+
+    def forget(self) -> None:
+        """Take nothing to be there already."""
+        self.filled = [None] * len(self.tensors)
 
     def copies(self) -> list[torch.Tensor]:
         """What is in them now, in memory of its own: one copy for each piece."""
@@ -218,7 +223,7 @@ class SharedMemory:
     def begin_pass(self) -> None:
         """From now on nothing is taken to be there already."""
         for fixed in self._known.values():
-            fixed.filled = [None] * len(fixed.tensors)
+            fixed.forget()
 
     def fill(self, fixed: Fixed, sources: Sequence[torch.Tensor]) -> None:
         """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""

@@ -13,13 +13,15 @@ Note: Memory
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from poros.kernels.copies import copy_all
 from poros.replay.call import CallFacts
 from poros.replay.casts import AdapterCasts
-from poros.replay.forms import Form, Replayed
+from poros.replay.forms import Form, Replayed, Row, RowRecording
 from poros.replay.graphs import Fixed, Recorder, Recording, SharedMemory, Spec
 from poros.replay.routing import OF_ADAPTERS, Gradients, Tensors
 from poros.replay.uses import Around
@@ -79,6 +81,8 @@ class Recordings:
                 with unchanged_flags(), AttentionKernels(deterministic=True):
                     steady = self._backward(layer, form, facts, around, afresh=True)
                     form.deterministic[around] = steady
+            for number in [each for each, made in form.rows.items() if made is None]:
+                form.rows[number] = self._row(layer, form, facts, number)
 
     def _forward(self, layer: LayerBody, form: Form, facts: CallFacts) -> Replayed:
         given = self._memory.of("inputs", facts.specs)
@@ -171,17 +175,65 @@ class Recordings:
         recording, casts = self._record(layer, facts, run)
         return Replayed(recording, given, *made[0], casts=casts)
 
+    def _row(self, layer: LayerBody, form: Form, facts: CallFacts, number: int) -> Row | None:
+        """The visits of so many micro-batches; None if no backward of one is recorded."""
+        around, backward = next(
+            ((each, made) for each, made in form.backwards.items() if made is not None),
+            (None, None),
+        )
+        piece = None if backward is None else backward.gives.piece_of(OF_ADAPTERS)
+        if around is None or backward is None or piece is None:
+            return None
+        row, parts = Row(self._memory, facts, number, around, piece), range(number)
+
+        def forward(part: int) -> None:
+            hidden, *others = row.given(part)
+            (result,) = facts.run(facts.inputs([hidden, *others]))
+            with torch.no_grad():
+                hidden.copy_(result)
+
+        def differentiate(part: int) -> None:
+            inputs, gradient = facts.inputs(row.given(part)), row.gradients.tensors[part]
+            results = facts.recompute(inputs, not self._recorder.sees_operators)
+            found = facts.differentiate(results, inputs, [gradient], around)
+            pairs = [
+                (backward.gives.tensors[place], each)
+                for use, (place, each) in enumerate(zip(backward.places, found, strict=True))
+                if facts.is_of_adapter(use) and place is not None and each is not None
+            ]
+            with torch.no_grad():
+                copy_all(*zip(*pairs, strict=True))
+                row.total.add_(piece)
+                for arrived in facts.gradients_of_tensors(found):
+                    gradient.copy_(arrived)
+
+        backwards = [partial(differentiate, each) for each in parts]
+        row.forward = RowRecording(
+            *self._record(layer, facts, *[partial(forward, each) for each in parts])
+        )
+        row.backward = RowRecording(*self._record(layer, facts, *backwards))
+        if form.may_vary and self.varies:
+            with unchanged_flags(), AttentionKernels(deterministic=True):
+                row.steady = RowRecording(*self._record(layer, facts, *backwards))
+        return row
+
     def _record(
-        self, layer: LayerBody, facts: CallFacts, run: Callable[[], None], is_held: bool = False
+        self, layer: LayerBody, facts: CallFacts, *visits: Callable[[], None], is_held: bool = False
     ) -> tuple[Recording, AdapterCasts | None]:
-        """Record ``run``, and the casts of adapters that it reads, but where it holds them."""
-        tally = layer.context.tally
-        if tally is None or not tally.is_grouped or is_held:
-            return self._recorder.record(run, is_held), None
-        casts = AdapterCasts(self._memory, [each.leaf for each in facts.leaves])
-        with tally.casting(casts):
-            recording = self._recorder.record(run)
-        return recording, casts.record(self._recorder)
+        """Record ``visits``, and the casts of adapters that they read, but where one holds them."""
+        tally, casts = layer.context.tally, None
+        if tally is not None and tally.is_grouped and not is_held:
+            casts = AdapterCasts(self._memory, [each.leaf for each in facts.leaves])
+
+        def run() -> None:
+            for number, visit in enumerate(visits):
+                if casts is not None and number:
+                    casts.begin_again()
+                visit()
+
+        with nullcontext() if tally is None or casts is None else tally.casting(casts):
+            recording = self._recorder.record(run, is_held)
+        return recording, None if casts is None else casts.record(self._recorder)
 
     def _give(self, values: Tensors, groups: Sequence[int] = ()) -> Fixed:
         """Fixed memory with ``values`` in it; the copy is part of what is recorded."""

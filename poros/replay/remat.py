@@ -19,14 +19,14 @@ gradients enabled: a kernel that looks at the grad mode (a fused attention backe
 same path in the forward, in the recomputation and in a resident run.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from poros.errors import RematerializationError
 from poros.kernels.nodes import unwritten_tensors
-from poros.replay.call import CallFacts, LayerCall
+from poros.replay.call import CallFacts, LayerCall, total
 from poros.replay.forms import Form, Replayed
 from poros.replay.routing import Gradients, GradientSums, Terms, hand_in
 from poros.replay.uses import Source, Uses
@@ -109,8 +109,9 @@ class ReplayedVisit:
         form: What is recorded of such calls.
         facts: What is known of such calls; it ``may_be_apart``.
         kept: Of its tensors, those that it keeps.
-        differentiate: Its backward, replayed or run; gradients of a recording may be overwritten by
-            the next replay.
+        differentiate: Takes the call, its form and facts, what was kept of it, the gradients of its
+            results, and ``behind=``: see ``poros.replay.captures.Captures.backward``. Gradients of
+            a recording may be overwritten by the next replay.
 
     Attributes:
         call, form, facts: Likewise.
@@ -129,6 +130,26 @@ class ReplayedVisit:
         self._differentiate = differentiate
         call.tensors = ()
 
+    def again(self, call: LayerCall, kept: Sequence[torch.Tensor]) -> "ReplayedVisit":
+        """That of another call of the layer, which was replayed likewise."""
+        return ReplayedVisit(call, self.form, self.facts, kept, self._differentiate)
+
+    def intact(self) -> Sequence[torch.Tensor]:
+        """What it keeps.
+
+        Raises:
+            RematerializationError: As ``RematerializeLayer``.
+        """
+        if self._versions != [each._version for each in self._kept]:
+            raise RematerializationError(_written(self.call))
+        self.call.require_unchanged()
+        return self._kept
+
+    def release(self) -> None:
+        """Its backward has been taken: nothing of it is needed any more."""
+        self.call.offloaded, self._kept = None, ()
+        self.form.release(self.call)
+
     def backward(self, gradient: torch.Tensor, sums: GradientSums) -> torch.Tensor | None:
         """Accumulate the gradients of parameters, as autograd does; that of the hidden states.
 
@@ -143,37 +164,24 @@ class ReplayedVisit:
         Raises:
             RematerializationError: As ``RematerializeLayer``.
         """
-        call = self.call
-        if self._versions != [each._version for each in self._kept]:
-            raise RematerializationError(_written(call))
+        call, facts = self.call, self.facts
         with torch.no_grad():
-            call.require_unchanged()
-            found, replayed = self._differentiate(self._kept, (gradient,), behind=sums.behind)
+            visit = call, self.form, facts, self.intact(), (gradient,)
+            found, replayed = self._differentiate(*visit, behind=sums.behind)
             sums.behind = replayed
-            call.offloaded, self._kept = None, ()
-            self.form.release(call)
-            facts, hidden = self.facts, None
-            for uses in facts.uses_of_tensors:
-                total = _sum([found[each] for each in uses])
-                if total is not None:
-                    is_fixed = replayed is not None and any(total is found[each] for each in uses)
-                    hidden = total.clone() if is_fixed else total
+            self.release()
+            hidden: torch.Tensor | None = None
+            for hidden in facts.gradients_of_tensors(found):
+                if replayed is not None and any(hidden is each for each in found):
+                    hidden = hidden.clone()
             if not sums.add_all(replayed):
                 arrived = [
-                    (call.parameters[number], total)
+                    (call.parameters[number], summed)
                     for number, uses in facts.uses_of_parameters
-                    if (total := _sum([found[each] for each in uses])) is not None
+                    if (summed := total([found[each] for each in uses])) is not None
                 ]
                 sums.add(arrived, replayed if facts.uses_parameters_once else None)
         return hidden
-
-
-def _sum(terms: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    total = None
-    for each in terms:
-        if each is not None:
-            total = each if total is None else total + each
-    return total
 
 
 def _written(call: LayerCall) -> str:

@@ -195,6 +195,10 @@ class GradientSums:
         if there:
             torch._foreach_add_(*map(list, zip(*there, strict=True)))
 
+    def total_of(self, recorded: Recorded | None) -> torch.Tensor | None:
+        """The memory of all sums, if ``recorded`` has given the first terms; else None."""
+        return self._total if recorded is not None and recorded is self._recorded else None
+
     def add_all(self, recorded: Recorded | None) -> bool:
         """Add what it has given, if it gave the first ones too; whether it did."""
         if recorded is None or recorded is not self._recorded:

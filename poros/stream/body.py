@@ -47,7 +47,13 @@ class LayerCheck(Protocol):
 
 
 class Replayer(Protocol):
-    """Replays visits that it has recorded: ``poros.replay.captures``."""
+    """Replays visits that it has recorded: ``poros.replay.captures``.
+
+    Attributes:
+        rows: Replays visits by micro-batches that go together: ``poros.replay.rows``.
+    """
+
+    rows: Any
 
     def call(
         self,
@@ -62,11 +68,6 @@ class Replayer(Protocol):
         is_checked: bool = False,
     ) -> Any:
         """Replay a call of a layer if it is recorded, else run it; return its result."""
-
-    def call_again(
-        self, visit: Any, arguments: Any, hidden: torch.Tensor, rng: RngStash
-    ) -> tuple[Any, Any] | None:
-        """Replay a call right behind ``visit``, if it is of its form: its result and visit."""
 
 
 class StandIn(Protocol):

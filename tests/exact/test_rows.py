@@ -18,10 +18,10 @@ from poros.accumulation import foreign
 from poros.accumulation.foreign import LIBRARIES
 from poros.replay import routing
 from poros.replay.call import LayerCall
-from poros.replay.captures import Captures
 from poros.replay.casts import AdapterCasts
 from poros.replay.forms import Replayed
 from poros.replay.routing import GradientSums
+from poros.replay.rows import Rows
 from tests.exact.recorded import on_tapes
 from tests.loops import (
     Subject,
@@ -102,13 +102,13 @@ def test_runs(run: str, base: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(policy: str, monkeypatch: Patch) -> None:
-    found, genuine = [], Captures.call_again
+    found, genuine = [], Rows.one
 
     def call_again(*args: Any) -> Any:
         found.append(genuine(*args))
         return found[-1]
 
-    monkeypatch.setattr(Captures, "call_again", call_again)
+    monkeypatch.setattr(Rows, "one", call_again)
     model = on_tapes(training().train(), **POLICIES[policy])
     expected = train(training().train(), together=False, **OFTEN)
     assert same(train(model, **OFTEN), expected)
@@ -148,7 +148,7 @@ def test_a_use_without_a_gradient(monkeypatch: Patch) -> None:
 def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
     model = on_tapes(training().train(), slots=2)
     train(model, **OFTEN)
-    caught, genuine, numbers = list[Exception](), Captures.call_again, count()
+    caught, genuine, numbers = list[Exception](), Rows.one, count()
 
     def call_again(*args: Any) -> Any:
         if next(numbers) == 1:
@@ -162,7 +162,7 @@ def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
             caught.append(error)
             raise
 
-    monkeypatch.setattr(Captures, "call_again", call_again)
+    monkeypatch.setattr(Rows, "one", call_again)
     step = micro_batches(4, torch.Generator().manual_seed(2), (12,))
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
         poros.accumulate(model, step, loss=loss)

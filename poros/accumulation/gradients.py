@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 _GRAD: Any = torch._C.TensorBase.grad
 _WATCH = "_poros_watch"
@@ -33,6 +34,16 @@ class Gradients:
         ]
 
 
+def num_backwards() -> int:
+    """How many backwards have begun in this process so far, this one included."""
+    seen: list[int] = []
+    with torch.enable_grad(), _disable_current_modes():
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        leaf.register_hook(lambda _: seen.append(torch._C._current_graph_task_id()))
+        leaf.backward()
+    return seen[0]
+
+
 def has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether somebody sees gradients of parameters as they arrive."""
     return any(map(any, map(_HOOKS, parameters)))
@@ -49,10 +60,9 @@ class Watch:
     Args:
         parameters: Those of other classes are left as they are.
         asked: A method, called before; its object is held weakly.
-        used: Called with one of them as a graph begins there, if given. Each operator on a
-            parameter passes through Python then.
-        sees_grad: Whether ``torch.autograd.grad`` counts as reading, as it does with ``used``. To
-            be set where no edge of the graph leads to the parameters.
+        used: Called with one of them as a graph begins there, if given.
+
+    ``torch.autograd.grad`` counts as reading. Each operator on a parameter passes through Python.
     """
 
     def __init__(
@@ -61,10 +71,8 @@ class Watch:
         asked: Callable[[], None],
         *,
         used: Callable[[nn.Parameter], None] | None = None,
-        sees_grad: bool = False,
     ) -> None:
         self._parameters = parameters
-        self._kind: Any = _Seeing if sees_grad or used is not None else _Watched
         self.asked = weakref.WeakMethod(asked)
         self.used = None if used is None else weakref.WeakMethod(used)
 
@@ -73,7 +81,7 @@ class Watch:
         for each in self._parameters:
             if type(each) is nn.Parameter:
                 each.__dict__[_WATCH] = weakref.ref(self)
-                each.__class__ = self._kind
+                each.__class__ = _Watched
 
     def end(self) -> None:
         """No more."""
@@ -118,8 +126,6 @@ class _Watched(nn.Parameter):
         self._asked()
         _GRAD.__delete__(self)
 
-
-class _Seeing(_Watched):
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -78,7 +78,7 @@ class Group:
         self._modules = modules
         self._trained = modules.trained()
         self._mark = modules.mark(self._trained)
-        self._watch = Watch(self._trained, self._asked_for_gradients, sees_grad=ranks.is_ddp)
+        self._watch = Watch(self._trained, self._asked_for_gradients)
         self._table = table
         self._ranks = ranks
         reader = runtime.head if shares_head else None
@@ -98,6 +98,7 @@ class Group:
         """Whose code has begun, and that is not one of them yet."""
         self._most = 0
         """Micro-batches that there is memory for."""
+        self._num_backwards: Sequence[int] = ()
         self._num_back = 0
         self._running: MicroBatch | None = None
         self._behind_marks = self._marks
@@ -122,18 +123,21 @@ class Group:
 
     # ------------------------------------------------------------------------------- forward
 
-    def start(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
+    def start(
+        self, runs: Sequence[Callable[[], Any]], num_backwards: Sequence[int], has_last: bool
+    ) -> None:
         """Take micro-batches through all layers, as many as may go together.
 
         Args:
             runs: Each calls the model once with gradients, computes a loss, and calls its backward.
+            num_backwards: That each takes behind its last layer, up to that of the loss.
             has_last: Whether the last of them is the last before the optimizer's step.
 
         Exactness:
             No gradient is touched. Random states are those before it.
         """
         start = Start.capture(self._device)
-        self._most = len(runs)
+        self._most, self._num_backwards = len(runs), num_backwards
         try:
             with self._in_place():
                 self._begin(runs, has_last)
@@ -191,16 +195,11 @@ class Group:
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to its last layer, and the first layer for each."""
         around = watchers()
-        inside = [each for each in self._trained if id(each) in self._in_layers]
-        # Where gradients are exchanged, DDP would take an edge to a parameter for its gradient.
-        edges = [] if self._ranks.is_ddp else inside
         before = Gradients(self._trained)
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
-                self._coming = batch = MicroBatch(
-                    self._layers, around, run, edges, self._enter_layers
-                )
+                self._coming = batch = MicroBatch(self._layers, around, run, self._enter_layers)
                 with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
                     self._go_on(batch)
                 if not self._modules.are_unedited(self._mark, self._trained):
@@ -444,6 +443,7 @@ class Group:
 
     def _count(self, batch: MicroBatch) -> None:
         """The backward of its loss has come to the last layer."""
+        batch.require_one_backward(self._num_backwards[self.num_done])
         # A parameter of a layer, or before the layers, has its gradient from there alone. If the
         # loss uses it too, one after the other sums both before they are added to what is there.
         if has_hooks(self._trained):

@@ -30,6 +30,7 @@ from poros.accumulation.calls import (
     key_of,
     require_hidden_states,
 )
+from poros.accumulation.gradients import num_backwards
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.nodes import nodes_from, weakly
@@ -41,7 +42,7 @@ from poros.stream.rng import RngStash, Start, is_same_state
 
 Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, Iterable[torch.Tensor]], None]
 """Takes the gradients of a part of the graph of one micro-batch: the edge behind it, the gradient
-there, a leaf below it, and parameters, of which those that are trained have edges into it."""
+there, a leaf below it, and the parameters in it."""
 
 
 def backward(
@@ -65,6 +66,7 @@ class Cut:
         visit: Likewise, until its gradients were taken.
         edge: Of the graph that has made it; None if nothing in that is trained.
         gradient: What has arrived in backward; None before.
+        arrived_in: The number of that backward (``num_backwards``), and whether it keeps its graph.
         anchor: A leaf below the cut, which gets no gradient.
         is_open: Whether a gradient may arrive now.
     """
@@ -74,21 +76,18 @@ class Cut:
         self.edge = get_gradient_edge(value) if value.requires_grad else None
         self.visit = visit
         self.gradient: torch.Tensor | None = None
+        self.arrived_in: tuple[int, bool] | None = None
         self.anchor: torch.Tensor | None = None
         self.is_open = False
         self._values = [value.detach()]
 
-    def take(self, trained: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """The value, behind the cut; for once, since it may be freed from then on.
-
-        Args:
-            trained: Parameters before the cut: whoever asks for their gradients alone is refused.
-        """
+    def take(self) -> torch.Tensor:
+        """The value, behind the cut; for once, since it may be freed from then on."""
         value = self._values.pop()
         if not self.is_awaited:
             return value
         self.anchor = torch.empty(0, device=value.device, requires_grad=True)
-        taken: torch.Tensor = _Taken.apply(self.anchor, [value], self, *trained)
+        taken: torch.Tensor = _Taken.apply(self.anchor, [value], self)
         return taken
 
     @property
@@ -135,26 +134,22 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, values: list[torch.Tensor], cut: Cut, *trained: torch.Tensor
+        ctx: Any, anchor: torch.Tensor, values: list[torch.Tensor], cut: Cut
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.cut, ctx.has_trained = cut, bool(trained)
+        ctx.cut = cut
         return values[0].detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, ...]:
-        node = get_gradient_edge(ctx.cut.anchor).node
-        if ctx.has_trained and not torch._C._will_engine_execute_node(node):
-            raise UnsupportedModelError(
-                "expected a loss whose backward trains all parameters, found one that takes "
-                f"gradients of single parameters itself. {ADVICE}"
-            )
         if not ctx.cut.is_open or ctx.cut.gradient is not None or not ctx.cut.is_awaited:
             raise UnsupportedModelError(
                 "expected one backward for each micro-batch, which goes through the last layer's "
                 "result, found another one, or one through the result of a layer before, or of "
                 f"another micro-batch. {ADVICE}"
             )
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.cut.arrived_in = torch._C._current_graph_task_id(), keeps_graph
         ctx.cut.gradient = gradient
         return (None,) * len(ctx.needs_input_grad)
 
@@ -166,7 +161,6 @@ class MicroBatch:
         layers: Of the model, in order.
         around: The watchers around all micro-batches.
         run: Calls the model once with gradients, and takes the loss's gradients. Runs once.
-        trained: Parameters of the layers, given to the last ``Cut.take``.
         enter: Called as its code calls the first layer; may raise ``NotGrouped``.
 
     Attributes:
@@ -186,7 +180,6 @@ class MicroBatch:
         layers: Sequence[StreamedLayer],
         around: Watchers,
         run: Callable[[], Any],
-        trained: Sequence[torch.Tensor],
         enter: Callable[[], None],
     ) -> None:
         self.start = Start.capture(layers[0].device)
@@ -203,7 +196,6 @@ class MicroBatch:
         self._layers = layers
         self._device = layers[0].device
         self._calls = Calls(layers, around)
-        self._trained = trained
         self._state = self.start
         """Where it goes on from."""
         self._called_at = self.start
@@ -218,6 +210,8 @@ class MicroBatch:
         self._error: Exception | None = None
         """Of a layer that has run."""
         self._source: torch.Tensor | None = None
+        self._num_backwards = 0
+        """As it went on to its end."""
 
     # ------------------------------------------------------------------------------- its code
 
@@ -355,6 +349,7 @@ class MicroBatch:
 
     def finish(self) -> None:
         """Go on to the end."""
+        self._num_backwards = num_backwards()
         self._state.restore()
         self._cuts[-1].is_open = True
         self.code.resume()
@@ -399,7 +394,7 @@ class MicroBatch:
         self.code.park()
         if self._error is not None:
             raise self._error
-        return self._cuts[-1].take(self._trained)
+        return self._cuts[-1].take()
 
     def _begin(
         self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -469,6 +464,26 @@ class MicroBatch:
     def has_arrived(self) -> bool:
         """Whether the backward of its loss has come to the last layer."""
         return self._cuts[-1].gradient is not None
+
+    def require_one_backward(self, num_before: int) -> None:
+        """Raise ``UnsupportedModelError`` unless one backward alone has gone into the layers.
+
+        Gradients that it takes of single parameters would not come to the layers.
+
+        Args:
+            num_before: Backwards of its kind between its last layer and that one, and it.
+        """
+        if self._cuts[-1].arrived_in is None:
+            is_one = num_backwards() == self._num_backwards + 1  # none at all
+        else:
+            number, keeps_graph = self._cuts[-1].arrived_in
+            is_one = number == self._num_backwards + num_before
+            is_one &= not keeps_graph or num_backwards() == number + 1
+        if self.is_awaited and not is_one:
+            raise UnsupportedModelError(
+                "expected a loss that takes backwards as the first one of its kind did, found "
+                f"others, which may take gradients of single parameters. {ADVICE}"
+            )
 
     def _note_arrival(self, gradient: torch.Tensor) -> None:
         self.has_arrived_below |= not self._is_going_below

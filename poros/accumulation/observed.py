@@ -24,7 +24,7 @@ from poros.accumulation.calls import (
     watchers,
 )
 from poros.accumulation.draws import Drawn
-from poros.accumulation.gradients import Watch, has_hooks
+from poros.accumulation.gradients import Watch, has_hooks, num_backwards
 from poros.accumulation.modules import Modules, Outside
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import nodes_from, weakly
@@ -48,6 +48,7 @@ class Observer:
         reason: Why micro-batches like it have to run one after the other; None if they need not.
         may_pass: Whether the next one may be another one.
         drawn: What it has drawn, and ``key`` for which shapes; None if no count explains it.
+        num_backwards: That it has taken behind its last layer, up to the one that came there.
         reads_head: Whether its loss comes to a head that is not trained, once.
     """
 
@@ -56,6 +57,9 @@ class Observer:
         self.may_pass = False
         self.drawn: Drawn | None = None
         self.key: Any = None
+        self.num_backwards = 0
+        self._num_before = 0
+        """Backwards of before, as the last layer has run."""
         self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
         self._device = self._layers[0].device
         self._modules = modules
@@ -171,6 +175,7 @@ class Observer:
             self._states.append(self._end_of_layer)
             if found.requires_grad:
                 found.register_hook(weakly(self._arrived))
+                self._num_before = num_backwards()
             self._watch.begin()
             self._names.begin()
         elif type(found) is torch.Tensor:
@@ -216,6 +221,7 @@ class Observer:
     def _arrived(self, gradient: torch.Tensor) -> None:
         """A gradient has come to the last layer."""
         self._watch.end()  # which has adapters run otherwise
+        self.num_backwards = torch._C._current_graph_task_id() - self._num_before
         if self._backward_states:
             self.refuse("a second backward of one loss")
         if not all(map(_is_arrived_at, self._inside)):

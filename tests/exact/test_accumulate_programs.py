@@ -223,6 +223,19 @@ def taking(model: Model, batch: Batch) -> torch.Tensor:
     return found * (1 + size(gradients))
 
 
+def of_single_parameters(model: Model, batch: Batch) -> torch.Tensor:
+    found = own_loss(model, batch)
+    found.backward(inputs=trained(model)[:1], retain_graph=True)
+    return found
+
+
+def of_single_parameters_behind(model: Model, batch: Batch) -> torch.Tensor:
+    found = own_loss(model, batch)
+    found.backward(retain_graph=True)
+    found.backward(inputs=trained(model)[:1])
+    return torch.zeros((), requires_grad=True)
+
+
 def backward_twice(model: Model, batch: Batch) -> torch.Tensor:
     output = model(**batch, use_cache=False)
     output.logits.square().mean().backward(retain_graph=True)
@@ -481,7 +494,14 @@ LATER = {
     "read": later(reading, (UNSUPPORTED, "used while")),
     "read before": later(reading_before, "gradients are used before"),
     "clamped behind its backward": later(behind_its_backward(clamp)),
-    "taken by autograd.grad": later(taking, (UNSUPPORTED, "takes gradients of single parameters")),
+    "taken by autograd.grad": later(taking, (UNSUPPORTED, "used while")),
+    "backwards of single parameters": later(
+        of_single_parameters, (UNSUPPORTED, "gradients of single parameters")
+    ),
+    "backwards of single parameters behind its own": later(
+        of_single_parameters_behind,
+        (UNSUPPORTED, "gradients of single parameters"),
+    ),
     "two backwards": later(backward_twice, (UNSUPPORTED, "one backward for each")),
     "two forwards": later(two_forwards, (UNSUPPORTED, "more than once")),
     "hidden states": later(hidden_states, "recorded"),

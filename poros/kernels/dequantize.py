@@ -14,8 +14,9 @@ Note: The weights of a layer, for several calls in a row
     in; so it is replayed only while the same memory serves its layer (``poros.replay.captures``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,6 +174,8 @@ class DenseLayer:
         """The layer whose products read it now."""
         self._filled: int | None = None
         """The layer whose weights are there."""
+        self._recorded: dict[int, Callable[[], None]] = {}
+        """Makes the weights of a layer dense by one call."""
 
     @property
     def num_bytes(self) -> int:
@@ -200,19 +203,24 @@ class DenseLayer:
         Raises:
             torch.OutOfMemoryError: If the device has not got it; there is none then.
         """
-        self.forget()
+        self.forget_recorded()
         if self.num_bytes < self._num_needed:
             self._memory = None
             self._memory = torch.empty(self._num_needed, dtype=torch.uint8, device=self._device)
 
     def free(self) -> None:
         """Give the memory back; products make their weights dense themselves."""
-        self.forget()
+        self.forget_recorded()
         self._memory = None
 
     def forget(self) -> None:
         """Take no dense weight to be there already."""
         self._reader = self._filled = None
+
+    def forget_recorded(self) -> None:
+        """The same, and how: packed weights or the memory will be elsewhere."""
+        self.forget()
+        self._recorded.clear()
 
     @contextmanager
     def use(self, layer: int) -> Iterator[None]:
@@ -249,11 +257,31 @@ class DenseLayer:
             return
         if self._filled != layer:
             self.forget()
-            for packed, state, place in weights:
-                with torch.no_grad():
-                    dequantize_into(packed, state, place.memory())
+            self._recorded.get(layer, partial(self._make, weights))()
             self._filled = layer
         self._reader = layer
+
+    def record(
+        self,
+        layer: int,
+        weights: Sequence[DenseWeight],
+        record: Callable[[Callable[[], None]], Callable[[], None]],
+    ) -> None:
+        """Have the weights of ``layer`` made dense by one call, for as long as they lie where now.
+
+        Args:
+            layer: The layer.
+            weights: Of it.
+            record: Records what it is given; what replays that.
+        """
+        if layer not in self._recorded:
+            self._filled = None  # it may be done as it is recorded
+            self._recorded[layer] = record(partial(self._make, weights))
+
+    def _make(self, weights: Sequence[DenseWeight]) -> None:
+        with torch.no_grad():
+            for packed, state, place in weights:
+                dequantize_into(packed, state, place.memory())
 
     def memory_of(self, place: DensePlace) -> torch.Tensor:
         """Its part of the memory, whatever is there."""

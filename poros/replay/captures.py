@@ -525,7 +525,7 @@ class Captures:
             for form in forms.values():
                 form.refuse("recorded for another place of its block")
         self._forms.clear()
-        self._recorder.forget()
+        self._recordings.forget()
 
     def _take_up(self, layers: Sequence[LayerBody]) -> None:
         """Know forms of before again, of layers that have not changed but for their places.

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from poros.kernels.copies import copy_all
+from poros.kernels.dequantize import DenseLayer
 from poros.replay.call import CallFacts
 from poros.replay.casts import AdapterCasts
 from poros.replay.forms import Form, Replayed, Row, RowRecording
@@ -46,6 +47,7 @@ class Recordings:
         self._recorder = recorder
         self._memory = memory
         self._num_held = 0
+        self._dense: DenseLayer | None = None
 
     def record(self, layer: LayerBody, form: Form) -> None:
         """Record what is wanted of ``form``. Not within a visit.
@@ -69,6 +71,11 @@ class Recordings:
             # Another thread would have workspaces of cuBLAS of its own.
             torch.autograd.set_multithreading_enabled(False),
         ):
+            dense = layer.context.dense
+            if dense is not None and form.dense_address is not None:
+                weights = layer.weights.bindings.dense_weights
+                dense.record(layer.index, weights, lambda make: self._recorder.record(make).replay)
+                self._dense = dense
             with AttentionKernels() as attention:
                 if form.forward is None:
                     form.forward = self._forward(layer, form, facts)
@@ -83,6 +90,12 @@ class Recordings:
                     form.deterministic[around] = steady
             for number in [each for each, made in form.rows.items() if made is None]:
                 form.rows[number] = self._row(layer, form, facts, number)
+
+    def forget(self) -> None:
+        """Release what is recorded of the recorder's, and in dense weights: blocks will move."""
+        if self._dense is not None:
+            self._dense.forget_recorded()
+        self._recorder.forget()
 
     def _forward(self, layer: LayerBody, form: Form, facts: CallFacts) -> Replayed:
         given = self._memory.of("inputs", facts.specs)

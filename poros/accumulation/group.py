@@ -31,6 +31,7 @@ import torch
 from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import Drawn, DrawTable, between, later
+from poros.accumulation.foreign import is_of_libraries
 from poros.accumulation.gradients import Gradients, Watch, has_hooks
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import MicroBatch
@@ -54,6 +55,7 @@ class Group:
         table: What its micro-batches draw.
         ranks: It is trained on.
         shares_head: Whether the head is read once for all of them.
+        code: Of their losses: functions, methods, or objects that are called.
 
     Attributes:
         num_done: Micro-batches whose loss has gone backward to the last layer.
@@ -68,6 +70,7 @@ class Group:
         table: DrawTable,
         ranks: Ranks,
         shares_head: bool,
+        code: Sequence[Any],
     ) -> None:
         self.num_done = 0
         self.behind: MicroBatch | None = None
@@ -87,7 +90,10 @@ class Group:
             number for each in self._layers for number in each.contents().adapters().ids
         }
         inside = [module for each in self._layers for module in each.contents().modules()]
-        self._outside = Outside(modules.now(), inside)
+        known = set(map(id, inside))
+        outside = [each for each in modules.now() if id(each) not in known]
+        self._is_of_libraries = is_of_libraries(code, outside)
+        self._outside = Outside(outside)
         self._marks = self._outside.marks()
         self._batches: list[MicroBatch] = []
         self._is_confined = not (
@@ -284,7 +290,7 @@ class Group:
         if self._conditions is None:
             self._conditions = StackConditions([each.condition() for each in self._layers])
             self._runtime.share_dense()
-        elif not self._conditions.still_hold():
+        elif not self._is_of_libraries and not self._conditions.still_hold():
             raise NotGrouped("layers that the loss changes while it runs")
         if self._conditions.has_hooks:
             raise NotGrouped("hooks inside of layers")

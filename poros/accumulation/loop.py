@@ -180,7 +180,7 @@ class Samples:
         number = next((n for n, each in enumerate(kinds) if not history.is_good(each)), len(kinds))
         shares_head = all(history.known[each].reads_head for each in kinds[:number])
         modules = history.modules(step.ranks.inner)
-        group = Group(runtime, modules, history.table, step.ranks, shares_head)
+        group = Group(runtime, modules, history.table, step.ranks, shares_head, step.code)
         runs = [partial(step.run, each) for each in self._todo[:number]]
         counts = [history.known[each].num_backwards for each in kinds[:number]]
         group.start(runs, counts, has_last=number == len(self._todo))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from poros.accumulation import foreign
 from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode, Regions
 from poros.errors import UnsupportedModelError
@@ -521,6 +522,20 @@ def test_programs(which: str) -> None:
         assert ends(PROGRAMS[which])
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def evaluating_short_ones(model: Model, batch: Batch) -> torch.Tensor:
+    model.train(batch["input_ids"].shape[1] > 9)
+    return own_loss(model, batch)
+
+
+@pytest.mark.parametrize("is_library", [False, True])
+def test_changed_layers(is_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind code of libraries, of which it is not expected."""
+    if is_library:
+        monkeypatch.setattr(foreign, "_AROUND", foreign._AROUND | {"tests"})
+    end = UNSUPPORTED, "layers that the loss changes while it runs"
+    assert ends(later(evaluating_short_ones, end, lengths=(12, 12, 9)))
 
 
 def without_states(group: Any, genuine: Any = Group.finish_behind) -> Any:

@@ -60,9 +60,8 @@ class Watch:
     Args:
         parameters: Those of other classes are left as they are.
         asked: A method, called before; its object is held weakly.
-        used: Called with one of them as a graph begins there, if given.
-
-    ``torch.autograd.grad`` counts as reading. Each operator on a parameter passes through Python.
+        used: Called with one of them as a graph begins there, if given. Each operator on a
+            parameter, and each look at an attribute, passes through Python then.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class Watch:
         used: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
         self._parameters = parameters
+        self._kind: Any = _Watched if used is None else _Seeing
         self.asked = weakref.WeakMethod(asked)
         self.used = None if used is None else weakref.WeakMethod(used)
 
@@ -81,7 +81,7 @@ class Watch:
         for each in self._parameters:
             if type(each) is nn.Parameter:
                 each.__dict__[_WATCH] = weakref.ref(self)
-                each.__class__ = _Watched
+                each.__class__ = self._kind
 
     def end(self) -> None:
         """No more."""
@@ -126,6 +126,8 @@ class _Watched(nn.Parameter):
         self._asked()
         _GRAD.__delete__(self)
 
+
+class _Seeing(_Watched):
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -388,7 +388,7 @@ class Group:
         Raises:
             UnsupportedModelError: If it turns out that it should have run alone.
         """
-        batch = self._batches[self.num_done]
+        batch, num_backwards = self._batches[self.num_done], self._num_backwards[self.num_done]
         if self._ranks.is_synced and not is_last:
             raise UnsupportedModelError(
                 "expected gradients to be exchanged with the last micro-batch of a step alone, "
@@ -405,6 +405,8 @@ class Group:
                 batch.finish()
             if batch.error is not None:
                 raise batch.error
+            if batch.code.error is not None:  # of gradients that it did not get?
+                batch.require_one_backward(num_backwards)
             batch.code.reraise()
             if self._ranks.is_synced and batch.is_awaited and not batch.has_arrived:
                 # DDP waits for gradients in vain.

@@ -203,9 +203,9 @@ class DenseLayer:
         Raises:
             torch.OutOfMemoryError: If the device has not got it; there is none then.
         """
-        self.forget_recorded()
+        self.forget()
         if self.num_bytes < self._num_needed:
-            self._memory = None
+            self.free()
             self._memory = torch.empty(self._num_needed, dtype=torch.uint8, device=self._device)
 
     def free(self) -> None:

@@ -495,7 +495,7 @@ LATER = {
     "read": later(reading, (UNSUPPORTED, "used while")),
     "read before": later(reading_before, "gradients are used before"),
     "clamped behind its backward": later(behind_its_backward(clamp)),
-    "taken by autograd.grad": later(taking, (UNSUPPORTED, "used while")),
+    "taken by autograd.grad": later(taking, (UNSUPPORTED, "gradients of single parameters")),
     "backwards of single parameters": later(
         of_single_parameters, (UNSUPPORTED, "gradients of single parameters")
     ),

@@ -128,9 +128,7 @@ CELLS = {
     ),
     # Gradients that the code of the user takes for itself.
     "taken": grouped(taking=by_grad, reason="gradients are used while"),
-    "taken at the end": grouped(
-        taking=at_the_end(by_grad), error="gradients are used while a loss is computed"
-    ),
+    "taken at the end": grouped(taking=at_the_end(by_grad), error="gradients of single parameters"),
     "taken into at the end": grouped(taking=at_the_end(by_inputs), error="reach the layers"),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(

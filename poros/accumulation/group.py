@@ -405,7 +405,7 @@ class Group:
                 batch.finish()
             if batch.error is not None:
                 raise batch.error
-            if batch.code.error is not None:  # of gradients that it did not get?
+            if batch.code.has_failed:  # for want of gradients that it has asked for?
                 batch.require_one_backward(num_backwards)
             batch.code.reraise()
             if self._ranks.is_synced and batch.is_awaited and not batch.has_arrived:

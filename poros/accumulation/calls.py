@@ -145,10 +145,11 @@ class Calls:
         self._require_arguments(args, kwargs, given)
         if index and given is not self.latest:
             raise NotGrouped("the model computes with hidden states between its layers")
-        surroundings = Surroundings.capture(layer.device)
-        if index and surroundings != self._surroundings:
-            raise NotGrouped("the model changes autocast or settings between its layers")
-        self._surroundings = surroundings
+        if index in (0, len(self._layers) - 1):  # it is of libraries, which leave a region as found
+            surroundings = Surroundings.capture(layer.device)
+            if index and surroundings != self._surroundings:
+                raise NotGrouped("the model changes autocast or settings between its layers")
+            self._surroundings = surroundings
         self.require_unedited()
         return given
 

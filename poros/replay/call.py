@@ -87,6 +87,10 @@ def tree_unflatten(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return template
 
 
+_NUM_OF_FORM = 4
+"""Of a tensor: shape, strides, dtype and device; what follows is of its graph."""
+
+
 class LayerCall(Call):
     """One call of one layer: its arguments taken apart, and the state around it.
 
@@ -189,7 +193,7 @@ class LayerCall(Call):
         return torch._C._len_torch_dispatch_stack() > 0
 
     @cached_property
-    def _forms(self) -> tuple[Hashable, ...]:
+    def _forms(self) -> tuple[tuple[Hashable, ...], ...]:
         return tuple(
             (
                 *(tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
@@ -199,9 +203,15 @@ class LayerCall(Call):
         )
 
     def is_like(self, other: "LayerCall") -> bool:
-        """Whether both were given hidden states, first of all, and tensors of the same form."""
+        """Whether both were given hidden states, first of all, and tensors of the same form.
+
+        Whether hidden states have a graph is not looked at.
+        """
+        hidden, *others = self._forms
+        same_hidden, *same_others = other._forms
         return (
-            self._forms == other._forms
+            hidden[:_NUM_OF_FORM] == same_hidden[:_NUM_OF_FORM]
+            and others == same_others
             and self._args == other._args
             and self._kwargs == other._kwargs
             and self._args[:1] == [LeafSpec(0)]

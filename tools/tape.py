@@ -6,7 +6,7 @@ recording has computed in between is poisoned as soon as somebody else may have 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -44,21 +44,28 @@ class TapeRecorder(Recorder):
         self.tapes.add(tape)
         return _TapeRecording(tape)
 
+    def join(self, recordings: Sequence[Recording]) -> Recording:
+        return _Joined([each.tape for each in recordings if isinstance(each, _TapeRecording)])
+
     def give_back(self) -> None:
         pass
 
     def forget(self) -> None:
         self._last = None
 
-    def replay(self, tape: "Tape") -> None:
+    def replay(self, tape: "Tape", kept: Collection[int] = ()) -> None:
         """Replay one, after poisoning what it may overwrite.
 
         That is what the one before has left, unless it holds it; and of a held one, what was
         recorded after it.
+
+        Args:
+            tape: The tape.
+            kept: Where there is what is not overwritten.
         """
         self.num_replays += 1
         if self._last is not None and not self._last.is_held:
-            self._last.poison()
+            self._last.poison(kept)
         self._last = tape
         for other in self.tapes:
             if tape.is_held and other.is_held and other.number > tape.number:
@@ -68,10 +75,22 @@ class TapeRecorder(Recorder):
 
 class _TapeRecording:
     def __init__(self, tape: "Tape") -> None:
-        self._tape = tape
+        self.tape = tape
 
     def replay(self) -> None:
-        self._tape.recorder.replay(self._tape)
+        self.tape.recorder.replay(self.tape)
+
+
+class _Joined:
+    """Tapes one behind the other, which may read what those before have made."""
+
+    def __init__(self, tapes: Sequence["Tape"]) -> None:
+        self._tapes = tapes
+        self._read = {_place_of(tensor) for each in tapes for tensor in each.given()}
+
+    def replay(self) -> None:
+        for each in self._tapes:
+            each.recorder.replay(each, self._read)
 
 
 class Tape(TorchDispatchMode):
@@ -99,9 +118,9 @@ class Tape(TorchDispatchMode):
 
     def given(self) -> list[torch.Tensor]:
         """What it reads and has not made itself."""
-        made = {each.untyped_storage().data_ptr() for each in self._made}
+        made = set(map(_place_of, self._made))
         read = [each for _, args, kwargs, _ in self._steps for each in tensors_in((args, kwargs))]
-        return [each for each in read if each.untyped_storage().data_ptr() not in made]
+        return [each for each in read if _place_of(each) not in made]
 
     def replay(self) -> None:
         # Operators below autograd and autocast, which have had their say.
@@ -114,8 +133,13 @@ class Tape(TorchDispatchMode):
                     if place is not value:
                         place.copy_(value)
 
-    def poison(self) -> None:
-        """Overwrite all that the tape itself has made."""
+    def poison(self, kept: Collection[int] = ()) -> None:
+        """Overwrite all that the tape itself has made, but what is ``kept``."""
         with torch.no_grad():
             for tensor in self._made:
-                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+                if _place_of(tensor) not in kept:
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

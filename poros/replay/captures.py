@@ -114,7 +114,7 @@ class Captures:
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
         self._held = HeldGraphs()
-        self.rows = Rows(self.memory, self._recordings, self._settle, self._note_replays)
+        self.rows = Rows(self.memory, self._note_replays)
         self._moved: dict[int, list[Form]] = {}
         """What was known of layers when their blocks got other places."""
 
@@ -426,6 +426,8 @@ class Captures:
                     self._recorder.give_back()  # replayed visits cannot have what others left
                 has_given_back = True
                 self._record(layer, form)
+        if is_on and not is_within:
+            self._join(layers)
         if self.num_recorded > num_before:
             took = (time.perf_counter() - begun) * 1000
             self.recording_ms += took
@@ -460,6 +462,17 @@ class Captures:
             self.num_recorded += 1
         except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
             self._refuse(layer, form, f"cannot be recorded: {str(error).splitlines()[0]}")
+
+    def _join(self, layers: Sequence[LayerBody]) -> None:
+        """Join what is recorded of forms that come in rows."""
+        for layer in layers:
+            for form in self._forms.get(layer.index, {}).values():
+                try:
+                    self._recordings.join(form)
+                except RuntimeError as error:
+                    reason = str(error).splitlines()[0]
+                    logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
+                    form.rows.clear()
 
     def _makes_way(self, layer: LayerBody, form: Form) -> bool:
         """Whether one more form may be recorded; if need be, the one goes that came last ago."""

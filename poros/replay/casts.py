@@ -31,7 +31,6 @@ class AdapterCasts:
         self._fixed = memory.of("casts", [Spec(torch.Size([size]), torch.uint8)])
         self._left = self._fixed.tensors[0]
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._is_known = False
         self._recording: Recording | None = None
 
     def places(
@@ -49,13 +48,7 @@ class AdapterCasts:
 
     def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Have the second of each pair copied into the first before each replay."""
-        if self._is_known:
-            return
         self._pairs += [(place.detach(), source.detach()) for place, source in pairs]
-
-    def begin_again(self) -> None:
-        """The next visit of the recording has the same nodes, which read the same casts."""
-        self._left, self._is_known = self._fixed.tensors[0], True
 
     def record(self, recorder: Recorder) -> "AdapterCasts | None":
         """Record the casts themselves; None if there are none."""

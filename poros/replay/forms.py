@@ -6,6 +6,7 @@ state around it, the same tensors of the layer at the same addresses.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,104 +66,75 @@ class Replayed:
             self.casts.replay()
         self.recording.replay()
         made = self.gives.tensors if in_place else self.gives.copies()
+        return self.found_in(sources, made)
+
+    def found_in(
+        self, sources: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Its results, of what it reads and what it has ``made``."""
         return [
             None if place is None else made[place] if place >= 0 else sources[-1 - place]
             for place in self.places
         ]
 
 
-@dataclass
-class RowRecording:
-    """One recording of several visits; ``casts`` and ``is_proved`` as those of ``Replayed``."""
-
-    recording: Recording
-    casts: AdapterCasts | None
-    is_proved: bool = False
-
-    def replay(self) -> None:
-        if self.casts is not None:
-            self.casts.replay()
-        self.recording.replay()
-
-
 class Row:
-    """Visits of one form by several micro-batches, recorded in one go: see ``poros.replay.rows``.
+    """Visits of one form by several micro-batches, joined: see ``poros.replay.rows``.
 
     Args:
         memory: That recordings share.
         facts: Of the form: of hidden states there come such hidden states.
         number: Of the micro-batches.
-        around: What their backwards run under.
+        one: The backward of one of them.
         total: Like the sum of the gradients of adapters.
 
     Attributes:
-        around: Likewise.
         hidden: Their hidden states, and after a replay their results.
         gradients: Those of their results, and after a replay those of their hidden states.
         total: The sum of the gradients of adapters, without those of these micro-batches and then
             with them.
-        steady: The backward with attention that repeats itself, until that has proved the other.
+        forward, backward: The recordings.
     """
-
-    forward: RowRecording
-    backward: RowRecording
-    steady: RowRecording | None = None
 
     def __init__(
         self,
         memory: SharedMemory,
         facts: CallFacts,
         number: int,
-        around: Around,
+        one: Replayed,
         total: torch.Tensor,
     ) -> None:
         hidden, *others = facts.specs
-        self.around = around
+        self._one = one
         self.hidden = memory.of("hidden states of a row", [hidden] * number)
         self.gradients = memory.of("gradients of a row", [hidden] * number)
         (self.total,) = memory.of("sums of a row", [Spec.of(total)]).tensors
+        self.forward: Recording | None = None
+        self.backward: Recording | None = None
         self._others = memory.of("what a row is given besides", others * number)
         self._num_others = len(others)
         self._memory = memory
+
+    def is_of(self, one: object) -> bool:
+        """Whether its backwards are that one."""
+        return self._one is one
 
     def given(self, number: int) -> list[torch.Tensor]:
         """What the visit of that number reads."""
         first = number * self._num_others
         return [self.hidden.tensors[number], *self._others.tensors[first:][: self._num_others]]
 
-    def run_forward(self, sources: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Replay the forwards, each on the tensors of its call; their results."""
-        self._fill(sources)
-        self.forward.replay()
-        return self.hidden.copies()
-
-    def run_backward(
-        self,
-        recording: RowRecording,
-        sources: Sequence[Sequence[torch.Tensor]],
-        gradients: Sequence[torch.Tensor],
-        total: torch.Tensor,
-    ) -> list[torch.Tensor]:
-        """Replay the backwards; the gradients of their hidden states.
-
-        Args:
-            recording: ``backward`` or ``steady``.
-            sources: Of each call.
-            gradients: Of the results.
-            total: Those of adapters are added to it, for one micro-batch after the other.
-        """
-        self._fill(sources)
-        self._memory.fill(self.gradients, gradients)
-        self.total.copy_(total)
-        recording.replay()
-        total.copy_(self.total)
-        self.gradients.forget()
-        return self.gradients.copies()
-
-    def _fill(self, sources: Sequence[Sequence[torch.Tensor]]) -> None:
+    def fill(self, sources: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Have the tensors of each call there, for one replay."""
         self._memory.fill(self.hidden, [each[0] for each in sources])
         self._memory.fill(self._others, [tensor for each in sources for tensor in each[1:]])
         self.hidden.forget()  # results take their places
+
+    def fill_gradients(self, gradients: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+        """Have the gradients of results there, and the sum so far, for one replay."""
+        self._memory.fill(self.gradients, gradients)
+        self.gradients.forget()
+        self.total.copy_(total)
 
 
 def hold_tensors(modules: Sequence[nn.Module]) -> bool:
@@ -214,8 +186,8 @@ class Form:
     where one is wanted."""
     rows: dict[int, Row | None] = field(default_factory=dict)
     """By the number of micro-batches; None where one is wanted."""
-    has_rows: bool = True
-    """Whether they can be recorded, as far as is known."""
+    num_rows: Counter[int] = field(default_factory=Counter)
+    """Backwards by so many micro-batches, one behind the other."""
     held: Any = None
     """Of layers that keep their graph: inputs and results of the recorded forward."""
     order: int = 0
@@ -232,7 +204,7 @@ class Form:
         if self.kind == "kept" and self.in_flight() is not None:
             return False
         recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
-        return any(each is None for each in (*recorded, *self.rows.values()))
+        return any(each is None for each in recorded)
 
     def is_there(self, call: LayerCall) -> bool:
         """Whether what its recorded backward reads is still that of the forward of ``call``."""
@@ -263,7 +235,8 @@ class Form:
             forward=None,
             backwards=dict.fromkeys(self.backwards),
             deterministic={},
-            rows=dict.fromkeys(self.rows),
+            rows={},
+            num_rows=Counter(),
             held=None,
             in_flight=lambda: None,
         )

@@ -15,6 +15,7 @@ import torch
 
 from poros.cuda_streams import recording_stream
 from poros.kernels.copies import copy_all, prepare_to_record
+from poros.replay.joined import JoinedGraph, can_join
 from poros.stream.within import without_collector
 
 MOST_FLOP = 1e12
@@ -56,6 +57,14 @@ class Recorder(ABC):
         """
 
     @abstractmethod
+    def join(self, recordings: Sequence[Recording]) -> Recording | None:
+        """Make one of several that draw no random numbers, in order; None if nothing can.
+
+        Raises:
+            RuntimeError: If the device cannot.
+        """
+
+    @abstractmethod
     def give_back(self) -> None:
         """Return to the device what no tensor needs: recordings have memory of their own."""
 
@@ -87,7 +96,7 @@ class CudaRecorder(Recorder):
             # Memory whose recordings are all gone cannot be recorded into again.
             pool.handle = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=can_join())
         self._stream.wait_stream(current)
         # What Python's collector would free may wait for the device, which cannot be recorded.
         with torch.cuda.stream(self._stream), without_collector():
@@ -101,9 +110,15 @@ class CudaRecorder(Recorder):
                 self._recover(pool)
                 raise
             graph.capture_end()
+            if can_join():
+                graph.instantiate()
         current.wait_stream(self._stream)
         pool.recordings.add(graph)
         return graph
+
+    def join(self, recordings: Sequence[Recording]) -> Recording | None:
+        graphs = [each for each in recordings if isinstance(each, torch.cuda.CUDAGraph)]
+        return JoinedGraph(graphs) if can_join() and len(graphs) == len(recordings) else None
 
     def _recover(self, pool: "_Pool") -> None:
         """After a recording that has failed.

@@ -12,17 +12,15 @@ Note: Memory
     use the same memory in between, so it is not replayed meanwhile (``HeldGraphs``).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from poros.kernels.copies import copy_all
 from poros.kernels.dequantize import DenseLayer
-from poros.replay.call import CallFacts
+from poros.replay.call import CallFacts, total
 from poros.replay.casts import AdapterCasts
-from poros.replay.forms import Form, Replayed, Row, RowRecording
+from poros.replay.forms import Form, Replayed, Row
 from poros.replay.graphs import Fixed, Recorder, Recording, SharedMemory, Spec
 from poros.replay.routing import OF_ADAPTERS, Gradients, Tensors
 from poros.replay.uses import Around
@@ -48,6 +46,8 @@ class Recordings:
         self._memory = memory
         self._num_held = 0
         self._dense: DenseLayer | None = None
+        self._known: dict[Hashable, tuple[Recording, Sequence[torch.Tensor]]] = {}
+        """What all layers have recorded likewise, and the tensors that it is done with."""
 
     def record(self, layer: LayerBody, form: Form) -> None:
         """Record what is wanted of ``form``. Not within a visit.
@@ -88,13 +88,22 @@ class Recordings:
                 with unchanged_flags(), AttentionKernels(deterministic=True):
                     steady = self._backward(layer, form, facts, around, afresh=True)
                     form.deterministic[around] = steady
-            for number in [each for each, made in form.rows.items() if made is None]:
-                form.rows[number] = self._row(layer, form, facts, number)
+
+    def join(self, form: Form) -> None:
+        """Join what is recorded of ``form`` for rows of micro-batches, where that is wanted.
+
+        Raises:
+            RuntimeError: If it cannot be.
+        """
+        for number in [each for each, made in form.rows.items() if made is None]:
+            if form.facts is not None:
+                form.rows[number] = self._row(form, form.facts, number)
 
     def forget(self) -> None:
         """Release what is recorded of the recorder's, and in dense weights: blocks will move."""
         if self._dense is not None:
             self._dense.forget_recorded()
+        self._known.clear()
         self._recorder.forget()
 
     def _forward(self, layer: LayerBody, form: Form, facts: CallFacts) -> Replayed:
@@ -188,65 +197,71 @@ class Recordings:
         recording, casts = self._record(layer, facts, run)
         return Replayed(recording, given, *made[0], casts=casts)
 
-    def _row(self, layer: LayerBody, form: Form, facts: CallFacts, number: int) -> Row | None:
-        """The visits of so many micro-batches; None if no backward of one is recorded."""
-        around, backward = next(
-            ((each, made) for each, made in form.backwards.items() if made is not None),
-            (None, None),
-        )
+    def _record(
+        self, layer: LayerBody, facts: CallFacts, run: Callable[[], None], is_held: bool = False
+    ) -> tuple[Recording, AdapterCasts | None]:
+        """Record ``run``, and the casts of adapters that it reads, but where it holds them."""
+        tally = layer.context.tally
+        if tally is None or not tally.is_grouped or is_held:
+            return self._recorder.record(run, is_held), None
+        casts = AdapterCasts(self._memory, [each.leaf for each in facts.leaves])
+        with tally.casting(casts):
+            recording = self._recorder.record(run)
+        return recording, casts.record(self._recorder)
+
+    def _row(self, form: Form, facts: CallFacts, number: int) -> Row | None:
+        """The visits of so many micro-batches, joined; None if one alone is not recorded yet."""
+        forward = form.forward
+        backward = next((each for each in form.backwards.values() if each is not None), None)
         piece = None if backward is None else backward.gives.piece_of(OF_ADAPTERS)
-        if around is None or backward is None or piece is None:
+        if forward is None or backward is None or piece is None or forward.places[0] is None:
             return None
-        row, parts = Row(self._memory, facts, number, around, piece), range(number)
-
-        def forward(part: int) -> None:
-            hidden, *others = row.given(part)
-            (result,) = facts.run(facts.inputs([hidden, *others]))
-            with torch.no_grad():
-                hidden.copy_(result)
-
-        def differentiate(part: int) -> None:
-            inputs, gradient = facts.inputs(row.given(part)), row.gradients.tensors[part]
-            results = facts.recompute(inputs, not self._recorder.sees_operators)
-            found = facts.differentiate(results, inputs, [gradient], around)
-            pairs = [
-                (backward.gives.tensors[place], each)
-                for use, (place, each) in enumerate(zip(backward.places, found, strict=True))
-                if facts.is_of_adapter(use) and place is not None and each is not None
+        row = Row(self._memory, facts, number, backward, piece)
+        forwards, backwards = list[Recording](), list[Recording]()
+        for part in range(number):
+            given, gradient = row.given(part), row.gradients.tensors[part]
+            result = forward.gives.tensors[forward.places[0]]
+            forwards += [
+                self._copies(forward.given.tensors, given),
+                forward.recording,
+                self._copies([given[0]], [result]),
             ]
-            with torch.no_grad():
-                copy_all(*zip(*pairs, strict=True))
-                row.total.add_(piece)
-                for arrived in facts.gradients_of_tensors(found):
-                    gradient.copy_(arrived)
-
-        backwards = [partial(differentiate, each) for each in parts]
-        row.forward = RowRecording(
-            *self._record(layer, facts, *[partial(forward, each) for each in parts])
-        )
-        row.backward = RowRecording(*self._record(layer, facts, *backwards))
-        if form.may_vary and self.varies:
-            with unchanged_flags(), AttentionKernels(deterministic=True):
-                row.steady = RowRecording(*self._record(layer, facts, *backwards))
+            found = backward.found_in([*given, gradient], backward.gives.tensors)
+            terms = [found[use] for uses in facts.uses_of_tensors for use in uses]
+            backwards += [
+                self._copies(backward.given.tensors, [*given, gradient]),
+                backward.recording,
+                self._sums(row.total, piece),
+                self._copies_of_sum(gradient, [each for each in terms if each is not None]),
+            ]
+        row.forward, row.backward = self._recorder.join(forwards), self._recorder.join(backwards)
         return row
 
-    def _record(
-        self, layer: LayerBody, facts: CallFacts, *visits: Callable[[], None], is_held: bool = False
-    ) -> tuple[Recording, AdapterCasts | None]:
-        """Record ``visits``, and the casts of adapters that they read, but where one holds them."""
-        tally, casts = layer.context.tally, None
-        if tally is not None and tally.is_grouped and not is_held:
-            casts = AdapterCasts(self._memory, [each.leaf for each in facts.leaves])
+    def _copies(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Recording:
+        return self._once(lambda: copy_all(places, sources), "copy", *places, *sources)
 
+    def _sums(self, place: torch.Tensor, term: torch.Tensor) -> Recording:
         def run() -> None:
-            for number, visit in enumerate(visits):
-                if casts is not None and number:
-                    casts.begin_again()
-                visit()
+            place.add_(term)
 
-        with nullcontext() if tally is None or casts is None else tally.casting(casts):
-            recording = self._recorder.record(run, is_held)
-        return recording, None if casts is None else casts.record(self._recorder)
+        return self._once(run, "sum", place, term)
+
+    def _copies_of_sum(self, place: torch.Tensor, terms: Sequence[torch.Tensor]) -> Recording:
+        def run() -> None:
+            found = total(terms)
+            if found is not None:
+                place.copy_(found)
+
+        return self._once(run, "copy of a sum", place, *terms)
+
+    def _once(self, run: Callable[[], None], what: str, *tensors: torch.Tensor) -> Recording:
+        """Record what is done with these tensors, once for all layers."""
+        key = what, *[(each.data_ptr(), each.shape, each.dtype) for each in tensors]
+        if key not in self._known:
+            with torch.no_grad():
+                # Tensors are held: their memory is nobody else's meanwhile.
+                self._known[key] = self._recorder.record(run), tensors
+        return self._known[key][0]
 
     def _give(self, values: Tensors, groups: Sequence[int] = ()) -> Fixed:
         """Fixed memory with ``values`` in it; the copy is part of what is recorded."""

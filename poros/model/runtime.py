@@ -307,7 +307,8 @@ class Runtime:
             computed), ``lora_paths`` (the orders of products: see
             ``poros.model.stats.adapter_counts``).
 
-            ``num_replayed_visits`` and ``num_eager_visits``: forwards and backwards of layers that
+            ``num_replayed_visits`` (of which ``num_joined_visits`` with those of other
+            micro-batches in one go) and ``num_eager_visits``: forwards and backwards of layers that
             were replayed from a recording, and that ran without one although recording is on.
 
             ``num_groups``: groups of micro-batches that went through the blocks together.
@@ -346,6 +347,7 @@ class Runtime:
             "num_resizes": self._num_resizes,
             **adapter_counts(tally),
             "num_replayed_visits": captures.num_replays if captures is not None else 0,
+            "num_joined_visits": captures.rows.num_joined if captures is not None else 0,
             "num_eager_visits": sum(eager.values()),
             "attention": attention_of(self._model()),
             "num_groups": grouped.num_groups if grouped is not None else 0,

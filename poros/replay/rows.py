@@ -43,9 +43,13 @@ class Rows:
     Args:
         memory: That recordings share.
         note: Is told of how many visits of a form were replayed.
+
+    Attributes:
+        num_joined: Visits that were replayed in one go with others.
     """
 
     def __init__(self, memory: SharedMemory, note: Callable[[Form, int], None]) -> None:
+        self.num_joined = 0
         self._memory, self._note = memory, note
 
     def one(
@@ -101,7 +105,7 @@ class Rows:
             call = visit.call.again(source, rng)
             call.note_end_as(rng)
             found.append((visit.facts.result_of([result]), visit.again(call, source)))
-        self._note(visit.form, len(found))
+        self._note_joined(visit.form, len(found))
         return found
 
     # ----------------------------------------------------------------- backwards
@@ -138,8 +142,12 @@ class Rows:
                 row.backward.replay()
                 total.copy_(row.total)
                 found = row.gradients.copies()
-        self._note(form, number)
+        self._note_joined(form, number)
         return found if visits[0].facts.uses_of_tensors else [None] * number
+
+    def _note_joined(self, form: Form, number: int) -> None:
+        self.num_joined += number
+        self._note(form, number)
 
 
 def _forward_of(visit: ReplayedVisit, arguments: Sequence[LayerCall]) -> Replayed | None:

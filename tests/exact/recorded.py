@@ -41,7 +41,7 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[TapeRecorder, list[Any]], 
 
     def record(self: TapeRecorder, run: Callable[[], None], is_held: bool = False) -> Any:
         recording: Any = genuine(self, run, is_held)
-        fault(self, recording._tape._steps)
+        fault(self, recording.tape._steps)
         return recording
 
     patch.setattr(TapeRecorder, "record", record)

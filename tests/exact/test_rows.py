@@ -1,7 +1,7 @@
 """Replayed visits of one layer by several micro-batches, one right behind the other.
 
-Those behind the first are not looked up anew, and their gradients are added by one kernel. Streams
-are adversarial, slots and what recordings leave are poisoned.
+Those behind the first are not looked up anew, and their gradients are added by one kernel; after
+some steps they are joined. Streams are adversarial, slots and what recordings leave are poisoned.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from poros.accumulation.foreign import LIBRARIES
 from poros.replay import routing
 from poros.replay.call import LayerCall
 from poros.replay.casts import AdapterCasts
-from poros.replay.forms import Replayed
+from poros.replay.forms import Replayed, Row
+from poros.replay.graphs import Fixed
 from poros.replay.routing import GradientSums
 from poros.replay.rows import Rows
 from tests.exact.recorded import on_tapes
@@ -36,6 +37,7 @@ from tests.loops import (
     trained,
     training,
 )
+from tools.tape import TapeRecorder
 
 Model = Any
 Facts = list[torch.Tensor]
@@ -113,6 +115,88 @@ def test_policies(policy: str, monkeypatch: Patch) -> None:
     expected = train(training().train(), together=False, **OFTEN)
     assert same(train(model, **OFTEN), expected)
     assert any(each is None for each in found) and any(each is not None for each in found)
+
+
+ALIKE: Any = {"sizes": (4,) * 7, "lengths": (12,)}
+
+
+ALIKE_RUN: Callable[..., Facts] = partial(train, **ALIKE)
+UNDRAWN: Subject = partial(training, dropout=0.0)
+
+
+def joined(
+    run: Callable[..., Facts] = ALIKE_RUN, base: Subject = UNDRAWN, **policy: Any
+) -> tuple[bool, int]:
+    """Whether it ends as resident, and how many visits were replayed in one go."""
+    model, resident = on_tapes(base(), **{"slots": 2, **policy}), base()
+    if policy.get("adapter_kernels") == "grouped":
+        poros.use_adapter_kernels(resident, "grouped")
+    is_same = same(run(model), run(resident, together=False))
+    return is_same, poros.runtime(model).stats()["num_joined_visits"]
+
+
+JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
+    "LoRA": joined,
+    "dense": partial(joined, base=BASES["nothing is drawn"]),
+    "DoRA": partial(joined, base=partial(training, dropout=0.0, adapter="dora")),
+    "one kept": partial(joined, slots=3, keep_last=1),
+    "grouped products": partial(
+        joined, partial(train, loss=in_autocast, **ALIKE), adapter_kernels="grouped"
+    ),
+    "of two lengths": partial(joined, partial(train, **{**ALIKE, "lengths": (12,) * 15 + (9,)})),
+    "clipped": partial(joined, partial(train, clip=0.1, **ALIKE)),
+    "two groups a step": partial(joined, in_two_groups),
+}
+NOT_JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
+    "dropout": partial(joined, base=training),
+    "inputs on the host": partial(joined, offload_boundaries=True),
+    "with hooks": partial(joined, with_a_hook_on_a_node),
+}
+
+
+@pytest.mark.parametrize("which", [*JOINED, *NOT_JOINED])
+def test_joined(which: str) -> None:
+    is_same, number = (JOINED | NOT_JOINED)[which]()
+    assert is_same and (number > 0) == (which in JOINED)
+
+
+def without_what_was_there(self: Row, gradients: Any, total: torch.Tensor) -> None:
+    self._memory.fill(self.gradients, gradients)
+    self.gradients.forget()
+    self.total.zero_()
+
+
+def as_if_there(self: Fixed) -> None:
+    """What results have taken the places of is taken to be there still."""
+    self.__dict__.setdefault("filled", [None] * len(self.tensors))
+
+
+JOINED_CONTROLS: dict[str, tuple[Any, str, Any]] = {
+    "tensors of the first": (
+        *(Row, "given"),
+        lambda self, number, genuine=Row.given: genuine(self, 0),
+    ),
+    "sums of these alone": (Row, "fill_gradients", without_what_was_there),
+    "results for hidden states": (Fixed, "forget", as_if_there),
+}
+
+
+@pytest.mark.parametrize("which", JOINED_CONTROLS)
+def test_controls_of_joined(which: str, monkeypatch: Patch) -> None:
+    owner, name, instead = JOINED_CONTROLS[which]
+    monkeypatch.setattr(owner, name, instead)
+    is_same, number = joined()
+    assert number > 0 and not is_same
+
+
+@pytest.mark.parametrize("error", [RuntimeError("none left"), None])
+def test_what_cannot_be_joined(error: Exception | None, monkeypatch: Patch) -> None:
+    def join(self: TapeRecorder, recordings: Any) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(TapeRecorder, "join", join)
+    assert joined() == (True, 0)
 
 
 class Closed(torch.autograd.Function):

@@ -40,6 +40,7 @@ class Cell(NamedTuple):
         policy: Beside two slots, no kept layers and the model's own loss.
         resident: Kernels of the resident model; None: PEFT's own modules.
         replays: Whether visits are replayed, and None if either will do.
+        is_joined: Whether visits of micro-batches have to be replayed in one go.
     """
 
     model: Options
@@ -47,6 +48,7 @@ class Cell(NamedTuple):
     policy: Options
     resident: str | None = None
     replays: bool | None = True
+    is_joined: bool = False
 
 
 Resident = dict[str, list[torch.Tensor]]
@@ -161,7 +163,16 @@ CELLS = [
     ),
     # Micro-batches together.
     *(
-        Cell({"dtype": dtype, "dropout": dropout}, TOGETHER, {"cuda_graphs": graphs}, None, graphs)
+        Cell(
+            *(
+                {"dtype": dtype, "dropout": dropout},
+                TOGETHER,
+                {"cuda_graphs": graphs},
+                None,
+                graphs,
+            ),
+            is_joined=graphs and not dropout,
+        )
         for dtype, dropout, graphs in product(DTYPES, DROPOUT, BOTH)
     ),
     *(
@@ -183,6 +194,7 @@ CELLS = [
             {**TOGETHER, "autocast": dtype is BF16},
             {"adapter_kernels": "grouped", **policy},
             "grouped",
+            is_joined=policy == {},
         )
         for policy, dtype in product(
             ({}, {"slots": 4, "keep_last": 4}, {"offload_boundaries": True}), DTYPES
@@ -218,6 +230,8 @@ def streamed(folder: Path, residents: Resident, cell: Cell) -> dict[str, Any]:
         assert "other bits" not in str(eager)
     if cell.policy.get("cuda_graphs"):
         assert stats["num_replayed_visits"] or eager
+    if cell.is_joined:
+        assert stats["num_joined_visits"] > 0
     is_alone = cell.model.get("architecture") in ALONE
     if cell.resident == "grouped":
         assert stats["num_grouped_adapters"] > 0
@@ -265,14 +279,30 @@ def test_shared_dense_weights(
 ) -> None:
     """Each weight is made dense once a pass and group, also by visits that are replayed."""
     num_fills = 0
-    genuine = dequantize.dequantize_into
+    genuine, record = dequantize.dequantize_into, dequantize.DenseLayer.record
 
     def counted(*args: Any) -> None:
         nonlocal num_fills
         num_fills += 1
         genuine(*args)
 
+    def recorded(self: Any, layer: int, weights: Any, make: Any) -> None:
+        def made(run: Any) -> Any:
+            nonlocal num_fills
+            before, replay = num_fills, make(run)
+            num_fills = before
+
+            def replayed() -> None:
+                nonlocal num_fills
+                num_fills += len(weights)
+                replay()
+
+            return replayed
+
+        record(self, layer, weights, made)
+
     monkeypatch.setattr(dequantize, "dequantize_into", counted)
+    monkeypatch.setattr(dequantize.DenseLayer, "record", recorded)
     policy = {"slots": 4, "keep_last": keep_last, "adapter_kernels": adapters}
     streamed(tmp_path, residents, Cell({}, TOGETHER, {**policy, "share_dense": True}))
     # Seven matrices. The first group's forwards are discarded where dropout was not known yet, and

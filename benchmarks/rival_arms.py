@@ -64,7 +64,12 @@ def parse_arm(arm: str) -> Way:
 
 def nothing_yet() -> Result:
     """What a run has measured before its first step."""
-    return {"times": [], "losses": [], "peak_gb": 0.0, "fallbacks": []}
+    return {"times": [], "steps": [], "losses": [], "peak_gb": 0.0, "fallbacks": []}
+
+
+def logging_steps(steps: int) -> int:
+    """From one log to the next, as ``poros finetune`` has them: the host waits for each."""
+    return max(1, min(10, steps // 20))
 
 
 def timing(result: Result) -> Any:
@@ -76,6 +81,7 @@ def timing(result: Result) -> Any:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in logs:
                 result["times"].append(time.time())
+                result["steps"].append(state.global_step)
                 result["losses"].append(float(logs["loss"]))
                 if torch.cuda.is_available():
                     peak = torch.cuda.max_memory_allocated() / 1e9
@@ -118,6 +124,7 @@ def run_poros(options: argparse.Namespace, size: str, has_liger: bool) -> Result
     logs = [each for each in events if each["event"] == "log"]
     return {
         "times": [each["time"] for each in logs],
+        "steps": [each["step"] for each in logs],
         "losses": [each["loss"] for each in logs],
         "peak_gb": max(each.get("poros/peak_gb", 0.0) for each in logs),
         "fallbacks": next(each["fallbacks"] for each in reversed(events) if "fallbacks" in each),
@@ -148,7 +155,7 @@ def train_with_trl(
         bf16=True,
         packing=not options.whole_rows,
         max_length=options.length,
-        logging_steps=1,
+        logging_steps=logging_steps(options.steps),
         logging_first_step=True,
         save_strategy="no",
         report_to=[],
@@ -282,7 +289,7 @@ def soup_settings(options: argparse.Namespace, way: str, has_gpu: bool) -> dict[
             "scheduler": "cosine",
             "warmup_ratio": 0.03,
             "weight_decay": 0.0,
-            "logging_steps": 1,
+            "logging_steps": logging_steps(options.steps),
             "save_steps": 10000,
             "seed": 0,
             "stream_layers": True,

@@ -28,8 +28,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def step_times(row: Row) -> list[float]:
-    """Seconds between the logs of two steps, of the last half."""
-    between = [after - before for before, after in pairwise(row["times"])]
+    """Seconds of a step, from one log to the next, of the last half; each step has one, or some."""
+    steps = row.get("steps") or range(len(row["times"]))
+    logs = zip(row["times"], steps, strict=True)
+    between = [(after - begun) / (last - first) for (begun, first), (after, last) in pairwise(logs)]
     return between[len(between) // 2 :]
 
 
@@ -81,7 +83,7 @@ def line_of(row: Row, rows: Sequence[Row]) -> Summary:
         return line | {"note": told["note"]}
     losses = told["losses"]
     return line | {
-        "steps": str(len(losses)),
+        "steps": str((row.get("steps") or [len(losses)])[-1]),
         "tokens/s": f"{told['tokens_per_s']:,}",
         "a step, ms (least, of)": (
             f"{told['step_ms']:,.0f} ({told['least_ms']:,.0f}, {len(step_times(row))})"

@@ -268,6 +268,14 @@ def _collator(recipe: Recipe, model: Any, pad: int, row_length: int, num_documen
     return _PackedRows(collate, packed_attention.takes_cu_seqlens(attention), None)
 
 
+def logging_steps(steps: int) -> int:
+    """From one log to the next, if a recipe says nothing: 20 logs of a run at least, if it can be.
+
+    To log a loss the host waits for the step, and the device for the next one to begin.
+    """
+    return max(1, min(10, steps // 20))
+
+
 def make_arguments(
     recipe: Recipe,
     folder: Path,
@@ -292,11 +300,13 @@ def make_arguments(
     fields: dict[str, Any] = {
         "per_device_eval_batch_size": training.per_device_train_batch_size,
         "eval_strategy": "no",
-        "logging_steps": 1,
+        "logging_steps": logging_steps(steps),
         "logging_first_step": True,
         "report_to": [],
         "disable_tqdm": not has_bar,
         "dataloader_pin_memory": not is_cpu,
+        # The host would wait for all that was queued before the copy.
+        "accelerator_config": {"non_blocking": not is_cpu},
     }
     if has_validation:
         fields["eval_strategy"] = "epoch" if training.eval_steps is None else "steps"

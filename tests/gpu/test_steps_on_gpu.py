@@ -188,13 +188,27 @@ CELLS = [
     ),
     Cell({"dtype": FP32}, {**TOGETHER, "autocast": True, "size": 8}, {}, replays=None),
     *(
+        Cell(
+            {"dtype": dtype, "dropout": 0.0, **model},
+            {**TOGETHER, "lengths": (64,), "num_steps": 10, "autocast": dtype is BF16},
+            {"adapter_kernels": kernels, **GRAPHS, **policy},
+            kernels if kernels == "grouped" or model else None,
+            is_joined=True,
+        )
+        for kernels, dtype, policy, model in (
+            ("grouped", BF16, {}, {}),
+            ("grouped", FP32, {"slots": 4, "keep_last": 1}, {}),
+            ("exact", BF16, {"share_dense": True}, {}),
+            ("fused", BF16, {}, {"use_dora": True}),
+        )
+    ),
+    *(
         # Adapters in float32 are grouped where they multiply in the dtype of the base.
         Cell(
             {"dtype": dtype, "dropout": 0.0},
             {**TOGETHER, "autocast": dtype is BF16},
             {"adapter_kernels": "grouped", **policy},
             "grouped",
-            is_joined=policy == {},
         )
         for policy, dtype in product(
             ({}, {"slots": 4, "keep_last": 4}, {"offload_boundaries": True}), DTYPES
@@ -238,7 +252,7 @@ def streamed(folder: Path, residents: Resident, cell: Cell) -> dict[str, Any]:
     goes_together = cell.steps.get("together", False) and not is_alone
     assert (stats["num_groups"] > 0) == goes_together
     if goes_together and "architecture" not in cell.model:
-        assert stats["num_groups"] == 8
+        assert stats["num_groups"] == cell.steps.get("num_steps", 8)
         assert not [line for line in stats["fallbacks"] if line.startswith("micro-batches")]
     return stats
 

@@ -228,11 +228,12 @@ class Recordings:
             ]
             found = backward.found_in([*given, gradient], backward.gives.tensors)
             terms = [found[use] for uses in facts.uses_of_tensors for use in uses]
+            there = [each for each in terms if each is not None]
             backwards += [
                 self._copies(backward.given.tensors, [*given, gradient]),
                 backward.recording,
                 self._sums(row.total, piece),
-                self._copies_of_sum(gradient, [each for each in terms if each is not None]),
+                *([self._copies_of_sum(gradient, there)] if there else []),
             ]
         row.forward, row.backward = self._recorder.join(forwards), self._recorder.join(backwards)
         return row

@@ -193,7 +193,7 @@ CELLS = [
             {**TOGETHER, "lengths": (64,), "num_steps": 10, "autocast": dtype is BF16},
             {"adapter_kernels": kernels, **GRAPHS, **policy},
             kernels if kernels == "grouped" or model else None,
-            is_joined=True,
+            is_joined=not model,
         )
         for kernels, dtype, policy, model in (
             ("grouped", BF16, {}, {}),

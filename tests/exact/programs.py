@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tests import loops
+from tests.comparing import changes
 from tests.loops import Model, Program, batches, bf16, layers_of
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -179,6 +180,47 @@ def train_below_the_layers(model: Model) -> object:
     below = {n: g for n, g in trajectory.steps[0].gradients.items() if "layers." not in n}
     assert len(below) == 2 and all(bool(each.any()) for each in below.values())
     return trajectory
+
+
+# Evaluations and generations.
+
+NUM_NEW_TOKENS = 4
+
+
+def generated(model: Model, **options: Any) -> object:
+    """Greedy tokens and the logits of every step."""
+    batch = batches()[0]
+    out = model.eval().generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=NUM_NEW_TOKENS,
+        min_new_tokens=NUM_NEW_TOKENS,
+        return_dict_in_generate=True,
+        output_logits=True,
+        # Some versions of transformers cannot weight it by the mask of a prompt.
+        **({"output_router_logits": False} if hasattr(model.config, "num_local_experts") else {}),
+        **{"do_sample": False, **options},
+    )
+    assert out.sequences.shape[1] == 12 + NUM_NEW_TOKENS and len(out.logits) == NUM_NEW_TOKENS
+    return out.sequences, list(out.logits)
+
+
+def evaluated_under_autocast(model: Model, mode: Context) -> object:
+    """Losses and logits of all batches, with training between."""
+
+    def outputs() -> object:
+        outs = [model.eval()(**batch) for batch in batches()]
+        return [
+            {n: each for n, each in out.items() if isinstance(each, torch.Tensor)} for out in outs
+        ]
+
+    without, found = loops.facts_of(outputs()), []
+    for _ in range(2):
+        with mode(), bf16():
+            found.append(outputs())
+        assert changes(without, loops.facts_of(found[-1])), "autocast changes bits"
+        found.append(train_under_autocast(model))
+    return found
 
 
 # Models without the head of a language model.

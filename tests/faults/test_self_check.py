@@ -5,7 +5,6 @@ What it finds is in ``planted``.
 
 import gc
 import logging
-import random
 from typing import Any
 
 import pytest
@@ -146,38 +145,7 @@ def test_a_bit_flipped_by_prepare(
         assert found[0].name.startswith("step 0, ")
 
 
-# It leaves no trace.
-
-
-def test_hooks_of_a_backward_run_once_and_no_gradient_is_accumulated() -> None:
-    model = prepared(build())
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    seen: list[int] = []
-    for parameter in trained:
-        parameter.register_hook(lambda _, p=parameter: seen.append(id(p)))
-        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(id(p)))
-    inside: list[str] = []
-
-    def note_its_gradient(module: Any, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda _: inside.append("tensor"))
-
-    mlp = layers_of(model)[1].mlp
-    mlp.register_forward_hook(note_its_gradient)
-    mlp.register_full_backward_pre_hook(lambda *_: inside.append("module"))
-    model.train()
-    python_state = random.getstate()
-    found = torch.autograd.grad(model(**batches()[1]).loss, trained)
-    assert random.getstate() == python_state  # torch's is among the ends of runs
-    assert status(model) == "passed" and len(found) == len(trained)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert sorted(seen) == sorted(map(id, trained))
-    assert inside == ["module", "tensor"]
-    seen.clear()
-    prepared(poros.restore(model))
-    backward(model)
-    assert status(model) == "passed"
-    assert sorted(seen) == sorted(2 * [*map(id, trained)])
-    assert inside == 2 * ["module", "tensor"]
+# It leaves no trace. That hooks run once: ``tests/exact/test_written_programs``.
 
 
 def tensor_memory() -> int:

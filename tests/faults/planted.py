@@ -26,7 +26,7 @@ from poros.stream.settings import Settings
 from poros.stream.state import AmbientState, Surroundings
 from poros.stream.visit import BlockVisit
 from tests import mutants
-from tests.loops import build, layers_of
+from tests.loops import at, before, behind, build, halve_in_place
 from tests.replaced import Plant, in_place_of
 from tools.adversary import AdversarialStreams
 
@@ -204,33 +204,6 @@ def detach_what_is_beside(genuine: Any, self: RecomputedCall, args: Any, kwargs:
     return result
 
 
-# What a user's own code does.
-
-
-def edit_an_input_inside(model: Any) -> None:
-    """Past PyTorch's count of edits; the forward and the recomputation both do it."""
-
-    def edit(module: Any, args: Any) -> None:
-        args[0].data.add_(1)
-
-    layers_of(model)[1].input_layernorm.register_forward_pre_hook(edit)
-
-
-def edit_an_input_afterwards(model: Any) -> None:
-    """Past PyTorch's count: only the recomputation starts from the edited input."""
-
-    def edit(module: Any, args: Any, output: Any) -> None:
-        args[0].data.mul_(2)
-
-    layers_of(model)[1].register_forward_hook(edit)
-
-
-def hook_backwards(model: Any) -> None:
-    """No fault: hooks of the user see what passes inside each layer."""
-    for layer in layers_of(model):
-        layer.mlp.register_full_backward_hook(lambda *_: None)
-
-
 @dataclass(frozen=True)
 class Cell:
     """What is trained."""
@@ -369,7 +342,7 @@ FAULTS = {
     ),
     "saved values exchanged, beside hooks": Fault(
         exchange_saved_values,
-        user=hook_backwards,
+        user=at(lambda mlp: mlp.register_full_backward_hook(lambda *_: None), ".mlp"),
         gate=FIRST_GRADIENT,
         self_check=GRADIENT,
         unsteady=STEADY_GRADIENT,
@@ -387,11 +360,16 @@ FAULTS = {
         gate=FIRST_GRADIENT,
         self_check=r"layers\.3: recorded router_logits\[0\] needs a gradient: resident has True",
     ),
+    # Past PyTorch's count of edits; forward and recomputation both do it.
     "input edited inside": Fault(
-        user=edit_an_input_inside,
+        user=before(halve_in_place, "layers.1.input_layernorm"),
         gate="",
         self_check=r"layers\.1: expected the recomputation to save the values that the forward",
         error=RematerializationError,
     ),
-    "input edited afterwards": Fault(user=edit_an_input_afterwards, gate=""),
+    # Only the recomputation starts from the edited input.
+    "input edited afterwards": Fault(
+        user=behind(lambda module, given, result: halve_in_place(module, given), "layers.1"),
+        gate="",
+    ),
 }

@@ -36,14 +36,7 @@ def train(model: Model, **spec: Any) -> object:
     return loops.run(model, **spec)
 
 
-train_once = partial(train, num_steps=1)
 train_under_autocast = partial(train, autocast_dtype=torch.bfloat16)
-
-
-def gradients_now(model: Model) -> dict[str, torch.Tensor]:
-    """Copies of the gradients, to compare beside those at the end."""
-    parameters = model.named_parameters()
-    return {name: each.grad.clone() for name, each in parameters if each.grad is not None}
 
 
 # One step, and what may surround its forward and its backward.
@@ -67,7 +60,6 @@ def one_step(forward: Context = nullcontext, backward: Context = nullcontext) ->
 
 STEP = one_step()
 MATH_STEP = one_step(forward=only_math)
-STEP_UNDER_AUTOCAST = one_step(forward=bf16)
 
 
 # Backwards.
@@ -233,8 +225,7 @@ def _steps(model: Model, loss_of_step: Callable[[int], torch.Tensor]) -> object:
     for step in range(2):
         loss = loss_of_step(step)
         loss.backward()
-        gradients = gradients_now(model)
-        assert gradients.keys() == trained(model).keys()
+        gradients = {name: each.grad.clone() for name, each in trained(model).items()}
         assert all(bool(each.any()) for each in gradients.values())
         optimizer.step()
         optimizer.zero_grad()

@@ -127,13 +127,9 @@ def leave(model: Model) -> None:
     """Ends the first epoch within a step."""
 
 
-def write(trainer: Any, inputs: Batch) -> None:
+def mask_more(trainer: Any, inputs: Batch) -> None:
     trainer.text += "x"
     inputs["labels"][:, : len(trainer.text) % 5] = -100
-
-
-def edit(trainer: Any, inputs: Batch) -> None:
-    inputs["input_ids"].add_(1)
 
 
 def late_penalty(trainer: Any, model: Model) -> Any:
@@ -149,10 +145,13 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
     "evaluation mode, called back": (called_back(torch.nn.Module.eval), None),
     "settings, called back": (called_back(settings), None),
     "leaves within a step": (called_back(leave), None),
-    "writes": (with_loss(write), None),
+    "writes": (with_loss(mask_more), None),
     "counts before the mixin": (counting, "number changes between micro-batches"),
     "edits, and a penalty later": (
-        *(with_loss(edit, late_penalty), (UnsupportedModelError, "uses parameters of")),
+        *(
+            with_loss(lambda _, inputs: inputs["input_ids"].add_(1), late_penalty),
+            (UnsupportedModelError, "uses parameters of"),
+        ),
     ),
 }
 

@@ -29,7 +29,7 @@ import poros
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from tests.comparing import compare_mappings
-from tests.loops import slice_resident_loss
+from tests.loops import ON_HOST, slice_resident_loss, trained
 from tests.support import make_model, prepare_plain
 from tests.trainers import LOG, train_with_trainer, trainer_arguments
 
@@ -76,18 +76,14 @@ class Cell:
     """More of the streaming policy. A resident run has a loss of the same kind."""
 
 
-def adapters_of(model: Any) -> list[torch.Tensor]:
-    return [each for each in model.parameters() if each.requires_grad]
-
-
 def by_grad(model: Any, loss: torch.Tensor) -> torch.Tensor:
-    wanted = adapters_of(model)
+    wanted = trained(model)
     found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
     return loss * (1 + sum(float(each.abs().sum()) for each in found if each is not None))
 
 
 def by_inputs(model: Any, loss: torch.Tensor) -> torch.Tensor:
-    loss.backward(inputs=adapters_of(model))
+    loss.backward(inputs=trained(model))
     return loss.detach() * torch.ones((), requires_grad=True)
 
 
@@ -105,13 +101,14 @@ def at_the_end(taking: Any) -> Any:
 grouped = partial(Cell, no_sync=True, together=True, accumulation=3)
 SMALL_BUCKETS, FIND_UNUSED = {"bucket_cap_mb": 0.02}, {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True, **SMALL_BUCKETS}
-ON_HOST = {"loss": "chunked", "stream_head": True, "stream_embedding": True}
 CELLS = {
     # Not a multiple of the ranks: a ring sums equal parts, and their ends have to cut layers.
     "default": Cell(accumulation=1, num_layers=5, num_ranks=3),
     "no_sync": Cell(no_sync=True, options=SMALL_BUCKETS),
     # Finding unused parameters, DDP sends the logits through a function of its own.
-    "unused": Cell(has_unused=True, options=FIND_UNUSED, policy=ON_HOST),
+    "unused": Cell(
+        has_unused=True, options=FIND_UNUSED, policy={**ON_HOST, "stream_embedding": True}
+    ),
     "every_backward": Cell(options=VIEWS),
     "autocast": Cell(autocast=True, quantize=False, options=FIND_UNUSED),
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
@@ -208,11 +205,10 @@ def run_loop(
     last = cell.accumulation - 1
     for step in range(cell.num_steps):
         parts = batches[step * cell.accumulation : (step + 1) * cell.accumulation]
+        losses: list[torch.Tensor] = []
         if is_together:
             losses = poros.accumulate(ddp, parts, loss=cell.taking and partial(loss_of, cell))
             parts = []
-        else:
-            losses = []
         for micro, batch in enumerate(parts):
             hold_back = cell.no_sync and micro != last and is_wrapped
             with ddp.no_sync() if hold_back else nullcontext():

@@ -27,30 +27,12 @@ def step(model: Any) -> None:
     model(**batches()[0]).loss.backward()
 
 
-def evaluate(model: Any) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(**batches()[0])
-
-
-def labels(trace: profile) -> list[str]:
-    """In the order of time."""
-    found: list[Any] = [each for each in trace.events() or () if each.name.startswith(PREFIX)]
-    return [each.name for each in sorted(found, key=lambda each: each.time_range.start)]
-
-
-def of_visits(names: list[str]) -> list[str]:
-    return [each for each in names if not each.startswith((f"{PREFIX}copy", f"{PREFIX}head"))]
-
-
-def of_copies(names: list[str]) -> list[str]:
-    return [each for each in names if each.startswith(f"{PREFIX}copy block")]
-
-
 def profiled(run: Any, model: Any) -> list[str]:
+    """Labels, in the order of time."""
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         run(model)
-    return labels(trace)
+    found: list[Any] = [each for each in trace.events() or () if each.name.startswith(PREFIX)]
+    return [each.name for each in sorted(found, key=lambda each: each.time_range.start)]
 
 
 def streamed(dropout: float = 0.05, **policy: Any) -> tuple[Any, list[Action]]:
@@ -76,10 +58,13 @@ def test_a_trace_shows_each_visit_and_each_copy_in_order() -> None:
     model, journal = streamed(slots=2)
     assert not journal
     found = profiled(step, model)
-    assert of_visits(found) == forward_and_backward()
+    others = (f"{PREFIX}copy", f"{PREFIX}head")
+    assert [each for each in found if not each.startswith(others)] == forward_and_backward()
     copies = [each.block for each in journal if each.kind == "prefetch"]
     assert len(copies) > NUM_LAYERS
-    assert of_copies(found) == [f"{PREFIX}copy block {block}" for block in copies]
+    assert [each for each in found if each.startswith(f"{PREFIX}copy block")] == [
+        f"{PREFIX}copy block {block}" for block in copies
+    ]
     # The copy that a visit begins with, and the one ahead of it, are queued before the layer runs.
     assert found[:3] == [
         f"{PREFIX}copy block 0",
@@ -96,7 +81,7 @@ def test_the_loss_shows_which_rows_of_the_head_it_reads() -> None:
         f"{PREFIX}copy head rows 0",
         f"{PREFIX}head rows 0",
     ]
-    first, last = (found.index(each) for each in [each for each in found if " rows " in each])
+    first, last = (place for place, each in enumerate(found) if " rows " in each)
     assert found.index(PREFIX + f"forward layers.{NUM_LAYERS - 1}") < first < last
     assert last < found.index(PREFIX + f"backward layers.{NUM_LAYERS - 1}")
     resident, _ = streamed(slots=2, loss="reference", stream_head=False)
@@ -127,8 +112,8 @@ def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("poros.utils.profiling.record_function", refuse)
     model, _ = streamed(slots=2)
     step(model)
-    with pytest.raises(AssertionError, match=r"poros::inference layers\.0"):
-        profiled(evaluate, model)
+    with torch.no_grad(), pytest.raises(AssertionError, match=r"poros::inference layers\.0"):
+        profiled(lambda model: model.eval()(**batches()[0]), model)
 
 
 class Clock:

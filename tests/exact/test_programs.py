@@ -91,7 +91,7 @@ def losses() -> Iterator[tuple[str, Row]]:
     subject = S.adapters_on(
         "q_proj", "down_proj", dropout=0.05, use_dora=True, modules_to_save=["input_layernorm"]
     )
-    yield "norms that are trained", Row(P.train_once, subject)
+    yield "norms that are trained", Row(partial(P.train, num_steps=1), subject)
     score = S.reading("AutoModelForSequenceClassification")
     yield "a classifier", Row(P.classify, score)  # reward models: ``test_trl``
     # A run has four forwards, which are enough to replay some.
@@ -227,7 +227,7 @@ def test_a_model_prepared_under_a_gradless_mode_is_exact(mode: str) -> None:
 # Controls: resident programs that have to differ, or the rows above would show nothing.
 
 DIFFERENT: dict[str, tuple[Subject, Program, Subject, Program]] = {
-    "autocast in fp32": (S.FP32, P.STEP, S.FP32, P.STEP_UNDER_AUTOCAST),
+    "autocast in fp32": (S.FP32, P.STEP, S.FP32, P.one_step(bf16)),
     "attention backends": (S.FP32_NO_DROPOUT, P.STEP, S.FP32_NO_DROPOUT, P.MATH_STEP),
     "dropout": (S.small(dropout=0.5), P.STEP, S.small(dropout=0.4), P.STEP),
     "an older hook on backward": (S.PLAIN, P.STEP, S.PLAIN, P.older_hook),

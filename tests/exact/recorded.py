@@ -12,8 +12,8 @@ from poros.api import prepare_with
 from poros.replay.captures import Captures
 from tests import loops
 from tests.loops import adapted, trained
-from tests.support import AS_PLAIN
-from tools.adversary import POISON, AdversarialStreams
+from tests.support import AS_PLAIN, poison_what_is_released
+from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -89,18 +89,7 @@ def poisoned(model: Model, recorder: TapeRecorder | None = None, **policy: Any) 
     usual = {"device": "cpu", "slots": 2, "self_check": "off", **AS_PLAIN}
     chosen = poros.StreamingPolicy(**{**usual, **policy})
     prepare_with(model, chosen, streams=AdversarialStreams(), recorder=recorder)
-    manager = poros.runtime(model).manager
-    genuine, evict = manager.release, manager.evict
-
-    def release(block: int) -> None:
-        genuine(block)
-        if not manager.is_pinned(block):
-            slot = manager._ring.slot(block)
-            evict(block)
-            slot.buffer.fill_(POISON)
-
-    manager.release = release  # type: ignore[method-assign]
-    manager.evict = lambda block: release(block) if manager.is_held(block) else None  # type: ignore[method-assign]
+    poison_what_is_released(model)
     return model
 
 

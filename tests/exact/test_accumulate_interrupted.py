@@ -185,17 +185,14 @@ class Interrupted(Trainer):  # type: ignore[misc]
         return 0
 
 
-class InterruptedTogether(poros.BlockMajorMixin, Interrupted):  # type: ignore[misc]
-    pass
-
-
 @pytest.mark.parametrize("at", ["loss", "between"])
 def test_one_that_ends_a_trainer(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Interrupted, "at", at)
     arms = Arms(tmp_path, torch.float32)
     found = []
     prepare: Callable[..., Any] = lambda model, **given: prepare_plain(model, slots=2, **given)  # noqa: E731
-    for kind, way in ((Interrupted, None), (InterruptedTogether, prepare)):
+    together = type("Together", (poros.BlockMajorMixin, Interrupted), {})
+    for kind, way in ((Interrupted, None), (together, prepare)):
         monkeypatch.setattr(kind, "number", 0, raising=False)
         with pytest.raises(KeyboardInterrupt):
             arms.run("interrupted", way, trainer_class=kind, gradient_accumulation_steps=4)

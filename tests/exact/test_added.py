@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, MontecloraConfig, VeloraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, MontecloraConfig, VeloraConfig
 from peft.tuners.lora import LoraLayer
 
 import poros
@@ -16,6 +16,7 @@ from poros.errors import PreparedModelError, RematerializationError, Unvalidated
 from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
 from tests.comparing import assert_same_run, bits_of, changes, picture
+from tests.exact.subjects import adapters_on
 from tests.loops import batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain
 
@@ -270,9 +271,7 @@ def test_an_initialisation_that_changes_the_base_is_refused_and_undone(
 ) -> None:
     base = build(quantize=False)
     if targets == ["k_proj"]:
-        base = base.unload()
-        base.peft_config.clear() if hasattr(base, "peft_config") else None
-        base = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+        base = adapters_on("q_proj", quantize=False)()
     expected = copy.deepcopy(base)
     model = prepare_plain(base)
     for each in (expected, model):

@@ -29,6 +29,7 @@ import poros
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from tests.comparing import compare_mappings
+from tests.exact.programs import trained as named_trained
 from tests.loops import ON_HOST, slice_resident_loss, trained
 from tests.support import make_model, prepare_plain
 from tests.trainers import LOG, train_with_trainer, trainer_arguments
@@ -154,13 +155,9 @@ def build(cell: Cell, rank: int) -> Any:
                 parameter.requires_grad_(True)
     model.get_input_embeddings().weight.requires_grad_(cell.trains_embedding)
     with torch.no_grad():
-        for parameter in trainable(model).values():
+        for parameter in named_trained(model).values():
             parameter.add_(0.01 * rank)
     return model
-
-
-def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
-    return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
 def arms_of(name: str) -> list[str]:
@@ -183,7 +180,7 @@ def run_loop(
     group: Any = None,
 ) -> Bits:
     """A plain training loop; everything it computes, by name."""
-    adapters = trainable(model)
+    adapters = named_trained(model)
     ddp = model
     if is_wrapped:
         ddp = DistributedDataParallel(model, process_group=group, **cell.options)

@@ -28,6 +28,7 @@ from poros.stream.visit import BlockVisit
 from tests import mutants
 from tests.loops import at, before, behind, build, halve_in_place
 from tests.replaced import Plant, in_place_of
+from tests.support import poison_what_is_released
 from tools.adversary import AdversarialStreams
 
 Patch = pytest.MonkeyPatch
@@ -130,17 +131,8 @@ def overwrite(
     streams.copy(slot.buffer[: other.numel()], other, after=slot.released)
 
 
-def poison_what_is_released(model: Any, _: AdversarialStreams) -> None:
-    """No fault: whoever reads a slot without asking for its block shows."""
-    manager = poros.runtime(model).manager
-    genuine = manager.release
-
-    def release(block: int) -> None:
-        genuine(block)
-        manager.evict(block)
-        manager._ring.slot(block).buffer.fill_(0xFF)
-
-    manager.release = release  # type: ignore[method-assign]
+def poison_released(model: Any, _: AdversarialStreams) -> None:
+    poison_what_is_released(model)
 
 
 @in_place_of(BlockVisit, "lease")
@@ -309,9 +301,7 @@ FAULTS = {
         gate=FIRST_GRADIENT,
         self_check=r"layers\.1: gradient of input 0: \d+ of \d+",
     ),
-    "slot read without its block": Fault(
-        ask_for_no_block, poison_what_is_released, gate=FIRST_GRADIENT
-    ),
+    "slot read without its block": Fault(ask_for_no_block, poison_released, gate=FIRST_GRADIENT),
     "slot in use overwritten": Fault(
         spoil=at_acquire(overwrite),
         gate="arm raised SlotHazard.*overwrite a slot while it is read",

@@ -33,7 +33,7 @@ from tests.faults.planted import (
     Patch,
     detach_what_is_beside,
     lose_autocast,
-    poison_what_is_released,
+    poison_released,
     unguarded,
 )
 from tests.journal import training_visits, walk
@@ -126,7 +126,7 @@ def test_control_where_there_is_no_autocast_none_is_missed(monkeypatch: Patch) -
 
 
 def test_control_where_released_slots_are_poisoned_nothing_differs() -> None:
-    assert gate(Fault(spoil=poison_what_is_released)).num_differences == 0
+    assert gate(Fault(spoil=poison_released)).num_differences == 0
 
 
 @having("gate")

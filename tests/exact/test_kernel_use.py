@@ -12,6 +12,7 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from peft.helpers import disable_input_dtype_casting
 from torch import nn
+from torch._dynamo.utils import counters
 
 import poros
 from poros.config import StreamingPolicy
@@ -30,6 +31,7 @@ from tests.loops import (
     adapted,
     differences,
     fill,
+    layers_of,
     mlps,
     several,
     slice_resident_loss,
@@ -446,3 +448,18 @@ def test_with_tf32_nothing_is_merged_unless_asked() -> None:
         torch.set_float32_matmul_precision(precision)
     assert all("float32 with float32" in each for each in shapes[0])
     assert all("TF32" in each for each in shapes[1]) and not any("TF32" in s for s in shapes[0])
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_adapter_kernels_do_not_make_a_compiled_layer_compile_anew() -> None:
+    """A counter that a graph looks at would: up to the limit, and from then on nothing is."""
+    model = adapted(quantize=False, target_modules=["q_proj", "down_proj"])
+    plain = step(model)
+    torch._dynamo.reset()
+    counters.clear()
+    poros.use_adapter_kernels(model)
+    for layer in layers_of(model):
+        layer.compile(backend="eager")
+    found = [step(model) for _ in range(3)]
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not any(differences(plain, each) for each in found)

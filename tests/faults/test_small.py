@@ -183,8 +183,10 @@ def cast_biases(dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize(
     ("make_biases", "dtype"),
-    [(trained_biases, torch.float32), (trained_biases, torch.float64)]
-    + [(cast_biases, torch.float32), (cast_biases, torch.bfloat16)],
+    [
+        *((trained_biases, dtype) for dtype in (torch.float32, torch.float64)),
+        *((cast_biases, dtype) for dtype in (torch.float32, torch.bfloat16)),
+    ],
 )
 def test_biases_are_trained_and_cast_as_in_a_resident_run(
     make_biases: Any, dtype: torch.dtype

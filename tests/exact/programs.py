@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import bitsandbytes as bnb
@@ -285,17 +286,6 @@ def without_a_cache(model: Model) -> None:
     region(model)
 
 
-@contextmanager
-def accelerated(model: Model) -> Iterator[None]:
-    """The forward of the model is a region of its own, as Accelerate makes it."""
-    own = model.forward
-    model.forward = torch.autocast("cpu", torch.bfloat16)(own)
-    try:
-        yield
-    finally:
-        del model.forward
-
-
 def penalty(model: Model) -> torch.Tensor:
     """In reverse, so that the casts of a region are not made in the order of the layers."""
     matrices = [each for name, each in model.named_parameters() if "lora_A" in name]
@@ -331,8 +321,8 @@ def behind_an_evaluation(model: Model) -> None:
 
 
 def penalty_by_accelerate(model: Model) -> None:
-    """The forward of the model is a region; the penalty is computed behind it."""
-    with accelerated(model):
+    """The forward of the model is a region, as Accelerate makes it; the penalty is behind it."""
+    with other_forward(model, bf16()):
         (loss_of(model) + penalty(model)).backward()
 
 
@@ -369,6 +359,16 @@ def hooked(model: Model, path: str, hook: Callable[..., Any]) -> Iterator[None]:
         handle.remove()
 
 
+@contextmanager
+def other_forward(module: Any, make: Callable[[Any], Any]) -> Iterator[None]:
+    """A module has a forward that is made of its own."""
+    module.forward = make(module.forward)
+    try:
+        yield
+    finally:
+        del module.forward
+
+
 def with_hook(hook: Callable[..., Any], path: str = "mlp") -> Program:
     def program(model: Model) -> object:
         with hooked(model, path, hook):
@@ -397,14 +397,14 @@ def own_permutation(model: Model) -> object:
     return with_hook(hook, "post_attention_layernorm")(model)
 
 
-def counter(model: Model) -> object:
-    calls: list[int] = []
+def with_numbered_hook(hook: Callable[[torch.Tensor, int], torch.Tensor]) -> Program:
+    """It is given the number of its call."""
 
-    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return output * len(calls)
+    def program(model: Model) -> object:
+        numbers = count(1)
+        return with_hook(lambda m, args, out: hook(out, next(numbers)), "input_layernorm")(model)
 
-    return with_hook(hook, "input_layernorm")(model)
+    return program
 
 
 class _Kept(torch.autograd.Function):
@@ -431,18 +431,7 @@ class _Kept(torch.autograd.Function):
 
 def kept_by_kernels(part: str) -> Program:
     """Other values in ``part`` of what an operator saves, each time it runs beside a hook."""
-
-    def program(model: Model) -> object:
-        calls: list[int] = []
-
-        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            kept: torch.Tensor = _Kept.apply(output, len(calls), part)
-            return kept
-
-        return with_hook(hook, "input_layernorm")(model)
-
-    return program
+    return with_numbered_hook(lambda output, call: _Kept.apply(output, call, part))
 
 
 def older_hook(model: Model) -> object:
@@ -522,12 +511,8 @@ def with_forward(make: Callable[[Any], Callable[..., Any]]) -> Program:
     """A step in which a module inside a layer has another forward, made of its own."""
 
     def program(model: Model) -> object:
-        mlp = layers_of(model)[1].mlp
-        mlp.forward = make(mlp.forward)
-        try:
+        with other_forward(layers_of(model)[1].mlp, make):
             return STEP(model)
-        finally:
-            del mlp.forward
 
     return program
 
@@ -544,21 +529,16 @@ def saved_inside(*, alone: bool) -> Program:
     """By hooks of a module inside a layer, which keep what they are given: a slot's memory too."""
 
     def program(model: Model) -> object:
-        mlp = layers_of(model)[1].mlp
-        own = mlp.forward
         kept: list[torch.Tensor] = []
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
+        def keeping(own: Any, x: torch.Tensor) -> torch.Tensor:
             with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
                 kept.append(own(x))
             return kept[-1]
 
-        mlp.forward = forward
-        try:
+        with other_forward(layers_of(model)[1].mlp, lambda own: partial(keeping, own)):
             loss = loss_of(model)
             (kept[0].float().square().mean() if alone else loss).backward()
-        finally:
-            del mlp.forward
         return loss
 
     return program

@@ -16,7 +16,18 @@ import torch
 import poros
 from poros.errors import RematerializationError
 from tests.exact.recorded import record_on_tapes
-from tests.loops import Model, adapted, behind, differences, mlps, nothing, step, with_kernels
+from tests.loops import (
+    Model,
+    adapted,
+    behind,
+    differences,
+    layers_of,
+    mlps,
+    nothing,
+    override,
+    step,
+    with_kernels,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -34,20 +45,12 @@ def steer(module: Any, given: Any, result: torch.Tensor) -> None:
 def within(write: Callable[..., None]) -> Callable[[Model], None]:
     """Written by the layer's own code, to its last sum: values that a recomputation leaves out."""
 
-    def change(model: Model) -> None:
-        for layer in model.base_model.model.model.layers:
-            kind = type(layer)
+    def forward(layer: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        write(layer, args, result)
+        return result
 
-            class Writing(kind):  # type: ignore[misc, valid-type]
-                def forward(self, *args: Any, **kwargs: Any) -> Any:
-                    result = super().forward(*args, **kwargs)
-                    write(self, args, result)
-                    return result
-
-            Writing.__name__ = kind.__name__
-            layer.__class__ = Writing
-
-    return change
+    return lambda model: override(layers_of(model), forward)
 
 
 ALL = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -337,7 +337,7 @@ def rows() -> Iterator[Row]:
     yield Row("base weight made trainable", made, PREPARED, match, S.DENSE, False)
     for name, program in {
         "own permutation": P.own_permutation,
-        "counter": P.counter,
+        "counter": P.with_numbered_hook(torch.mul),
         "an operator that saves other rows": P.kept_by_kernels("rows"),
     }.items():
         yield Row(name, run(program), REMAT, "the values that the forward", S.PLAIN)

@@ -12,19 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import poros
-from poros.config import MIN_SLOTS
 from poros.errors import ParityError
 from poros.gates import tiny
-from poros.host.layout import BlockLayout
-from poros.host.store import HostStore
 from poros.self_check.compare import Difference
 from poros.slots.manager import BlockManager
-from poros.slots.ring import DeviceRing
 from poros.stream.boundary import is_streamed
-from poros.streams import EagerStreams
 from tests.comparing import compare_trajectories
 from tests.loops import Model, batches, build, layers_of, resident_run, run
 from tests.support import AdversarialPrepare, prepare_plain
@@ -202,22 +196,3 @@ def test_control_a_kept_block_that_is_not_waited_for(monkeypatch: pytest.MonkeyP
     prepare = AdversarialPrepare()
     with prepare.watching(), pytest.raises(SlotHazard, match="read without waiting"):
         differences(lambda model: prepare(model, keep_last=NUM_LAYERS))
-
-
-def test_the_copy_of_a_kept_block_waits_for_the_memorys_last_owner() -> None:
-    """As for the slots that blocks pass through: fresh memory may be read by what is queued."""
-    waited: list[object] = []
-
-    class Recording(EagerStreams):
-        def record(self) -> object:
-            return "allocated"
-
-        def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: object) -> object:
-            waited.append(after)
-            return super().copy(target, source, after=after)
-
-    layouts = [BlockLayout.pack([("w", torch.empty(64))])] * 2
-    streams = Recording(torch.device("cpu"))
-    ring = DeviceRing(layouts, MIN_SLOTS, streams, num_pinned=2)
-    BlockManager(HostStore.allocate(layouts), ring, streams)
-    assert waited == ["allocated"] * 2

@@ -28,6 +28,8 @@ from tests.loops import (
     build,
     facts_of,
     layers_of,
+    mlps,
+    override,
     run,
     small_base,
     streamed,
@@ -196,18 +198,17 @@ def test_frozen_ones_that_exchange_their_names_are_watched() -> None:
         loss.backward()
 
 
-def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, model = build(), prepare_plain(build())
-    mlp: Any = type(layers_of(model)[0].mlp)
-    own = mlp.forward
+def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own() -> None:
+    def forward(mlp: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(mlp, "scale"):
+            mlp.register_buffer("scale", torch.full((1,), 0.5, dtype=x.dtype))
+        scaled: torch.Tensor = own(x) * mlp.scale
+        return scaled
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "scale"):
-            self.register_buffer("scale", torch.full((1,), 0.5, dtype=x.dtype))
-        return own(self, x) * self.scale
-
-    monkeypatch.setattr(mlp, "forward", forward)
-    assert_same_run(run(expected), run(model))
+    expected, model = build(), build()
+    for each in (expected, model):
+        override(mlps(each), forward)
+    assert_same_run(run(expected), run(prepare_plain(model)))
 
 
 UNPROVEN = {
@@ -272,16 +273,10 @@ def test_an_initialisation_finds_the_base_on_the_device(
     assert_same_run(run(expected), run(model))
 
 
-WRITERS: dict[str, dict[str, Any]] = {
-    "pissa": {"init_lora_weights": "pissa"},
-    "olora": {"init_lora_weights": "olora"},
-}
-
-
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("init", ["pissa", "olora"])
 @pytest.mark.parametrize("targets", [["q_proj"], ["k_proj"]])
 def test_an_initialisation_that_changes_the_base_is_refused_and_undone(
-    name: str, targets: list[str]
+    init: str, targets: list[str]
 ) -> None:
     base = build(quantize=False)
     if targets == ["k_proj"]:
@@ -291,7 +286,7 @@ def test_an_initialisation_that_changes_the_base_is_refused_and_undone(
     for each in (expected, model):
         run(each)
     before = picture(model)
-    config = LoraConfig(r=4, target_modules=targets, **WRITERS[name])
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=init)
     with pytest.raises(PreparedModelError, match=r"layers\.0: .*leaves the base as it is"):
         model.add_adapter("late", config)
     assert changes(before, picture(model)) == {}

@@ -22,7 +22,6 @@ from tests.loops import (
     behind,
     differences,
     layers_of,
-    mlps,
     nothing,
     override,
     step,
@@ -162,10 +161,6 @@ def test_what_backward_needs_is_not_written_to_unseen(
         poros.restore(model)
 
 
-def with_hooks_inside(model: Model) -> None:
-    mlps(model)[0].register_forward_hook(lambda *_: None)
-
-
 def reading(layer: Any, _: Any, result: torch.Tensor) -> None:
     """Something in the layer that reads what it returns, without a graph."""
     layer.largest = float(result.detach().abs().max())
@@ -176,7 +171,7 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Model], None], int]] = {
     "qwen2": ("qwen2", nothing, 6),
     "llama": ("llama", nothing, 6),
     "a norm behind": ("gemma3", nothing, 0),
-    "hooks in one layer": ("qwen2", with_hooks_inside, 3),
+    "hooks in one layer": ("qwen2", behind(lambda *_: None, "0.mlp"), 3),
     "a reader": ("qwen2", within(reading), 0),
 }
 

@@ -46,7 +46,6 @@ from tests.support import AdversarialPrepare, same_bits
 BF16, FP32 = torch.bfloat16, torch.float32
 Bits = dict[str, torch.Tensor]
 ORDERS = ["flops", *LORA_ORDERS[1:]]
-without_a_cache = partial(bf16, cache_enabled=False)
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
 MIXED: dict[str, Any] = {"quantize": False, "dtype": BF16}
 NARROW: dict[str, Any] = {"adapters": BF16}
@@ -125,21 +124,6 @@ class Own(nn.Linear):
         return super().forward(input) + 1
 
 
-def transpose(module: Any) -> None:
-    module.weight.data = module.weight.data.t().contiguous().t()
-
-
-def with_bias(module: Any) -> None:
-    """As ``lora_bias=True`` has it."""
-    module.bias = nn.Parameter(torch.linspace(-1, 1, module.out_features))
-
-
-def scaled_by_a_tensor(model: Model) -> None:
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module.scaling["default"] = torch.tensor(1.5)
-
-
 class Lost(torch.autograd.Function):
     """Hands nothing on in backward."""
 
@@ -152,15 +136,17 @@ class Lost(torch.autograd.Function):
         return None
 
 
-def broadcast(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
-    return result.mean(1, keepdim=True)
-
-
 A, DROPOUT = "lora_A.default", "lora_dropout.default"
 # What makes PEFT's modules run as they are, in which context, and why; or ours run all the same.
 PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "several": (several, "several active adapters", nullcontext),
-    "biases": (at(with_bias, "lora_B.default"), "a bias in the adapter", nullcontext),
+    # As ``lora_bias=True`` has it.
+    "biases": (
+        at(
+            lambda b: setattr(b, "bias", nn.Parameter(torch.ones(b.out_features))), "lora_B.default"
+        ),
+        *("a bias in the adapter", nullcontext),
+    ),
     "DoRA with hooks": (dora_with_hooks, "DoraLinearVariant", nullcontext),
     "hooks": (behind(double, "lora_B.default"), "hooks in the adapter", nullcontext),
     "another class": (
@@ -173,8 +159,14 @@ PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
         "hooks in the adapter",
         nullcontext,
     ),
-    "transposed": (at(transpose, A), "tensors that are not contiguous", nullcontext),
-    "a tensor": (scaled_by_a_tensor, "a scaling that is no number", nullcontext),
+    "transposed": (
+        at(lambda a: setattr(a.weight, "data", a.weight.data.t().contiguous().t()), A),
+        *("tensors that are not contiguous", nullcontext),
+    ),
+    "a tensor": (
+        at(lambda module: module.scaling.update(default=torch.tensor(1.5)), *SEVEN),
+        *("a scaling that is no number", nullcontext),
+    ),
     "dtypes": (at(nn.Module.bfloat16, A), "matrices of several dtypes", bf16),
     "an output that is lost": (
         behind(lambda module, given, result: Lost.apply(result), "1.mlp"),
@@ -188,7 +180,10 @@ PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     ),
     "an edited product": (before(halve_in_place, "down_proj"), "", nullcontext),
     "an edit below": (before(halve_in_place, "down_proj.base_layer"), "", nullcontext),
-    "another shape": (behind(broadcast, "up_proj.base_layer"), "", nullcontext),
+    "another shape": (
+        behind(lambda module, given, result: result.mean(1, True), "up_proj.base_layer"),
+        *("", nullcontext),
+    ),
 }
 
 
@@ -280,11 +275,6 @@ def wide_norms(model: Model) -> None:
             parameter.data = parameter.data.float()
 
 
-def with_dropout(model: Model) -> None:
-    """One of those that share an input."""
-    at(lambda module: module.lora_dropout.update({"default": nn.Dropout(0.5)}), "k_proj")(model)
-
-
 def tied(model: Model) -> None:
     for layer in model.base_model.model.model.layers:
         attention = layer.self_attn
@@ -315,11 +305,16 @@ GROUPED = {
     "dense": Row(DENSE),
     "autocast, nf4, adapters in bfloat16": Row(NARROW, bf16),
     "autocast, dense, bfloat16": Row(MIXED, bf16),
-    "autocast without a cache": Row({}, without_a_cache),
+    "autocast without a cache": Row({}, partial(bf16, cache_enabled=False)),
     # A 4-bit weight that multiplies in float32 is not what autocast multiplies in.
     "autocast, nf4, float32": Row({"dtype": FP32}, bf16, num_ours=0),
     "autocast, float32 norms": Row({}, bf16, wide_norms),
-    "dropout in one": Row(NARROW, change=with_dropout, num_ours=12),
+    # One of those that share an input.
+    "dropout in one": Row(
+        NARROW,
+        change=at(lambda k: k.lora_dropout.update({"default": nn.Dropout(0.5)}), "k_proj"),
+        num_ours=12,
+    ),
     "ranks": Row(
         {"rank_pattern": {"q_proj": 3, "up_proj": 1}, "alpha_pattern": {"k_proj": 5}, **NARROW}
     ),
@@ -349,7 +344,6 @@ GROUPED = {
         num_ours=8,
     ),
 }
-LIKE_GEMMA = {"target_modules": SEVEN, "lora_dropout": 0.1}
 DORA = {
     "nf4, adapters narrower, autocast": Row(NARROW, bf16),
     "dense, float32, rsLoRA": Row({"use_rslora": True, **DENSE}),
@@ -361,7 +355,7 @@ DORA = {
         {"target_modules": ["q_proj", "down_proj"]}, change=beside_lora, num_ours=8
     ),
     "phi3": Row({"target_modules": "all-linear"}, architecture="phi3", num_ours=8),
-    "gemma3": Row(LIKE_GEMMA, architecture="gemma3"),
+    "gemma3": Row({"lora_dropout": 0.1}, architecture="gemma3"),
 }
 OWN = {
     **{f"grouped: {name}": ({"kernels": "grouped"}, row) for name, row in GROUPED.items()},

@@ -19,8 +19,6 @@ from tests.liger import liger_alone, liger_interpreted
 from tests.loops import adapted, mlps, same, train
 
 Model = Any
-SIZES = (2, 2)
-LENGTHS = (2,)
 EAGER, REPLAYED = {"cuda_graphs": False}, {"cuda_graphs": True}
 LANES: dict[str, tuple[dict[str, Any], bool]] = {
     "replayed, together": (REPLAYED, True),
@@ -41,7 +39,7 @@ def model_of(**options: Any) -> Model:
 
 
 def run(model: Model, together: bool = False) -> list[torch.Tensor]:
-    return train(model, together, sizes=SIZES, lengths=LENGTHS)
+    return train(model, together, sizes=(2, 2), lengths=(2,))
 
 
 @pytest.fixture(scope="module")

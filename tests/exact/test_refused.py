@@ -90,10 +90,6 @@ def assign(path: str, value: Callable[[Any], Any]) -> Callable[[Model], None]:
     return change
 
 
-def doubled(value: Any) -> Any:
-    return 2 * value
-
-
 def add_bias(model: Model) -> torch.Tensor:
     """Of a projection of the base that has none."""
     projection = layer(model, 1).self_attn.o_proj.base_layer
@@ -121,7 +117,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "dropout replaced": lambda model: layer(model, 1).mlp.up_proj.lora_dropout.update(
         {"default": nn.Dropout(0.5)}
     ),
-    "scale of attention": assign("0.self_attn.scaling", doubled),
+    "scale of attention": assign("0.self_attn.scaling", lambda value: 2 * value),
     "epsilon": assign("0.input_layernorm.variance_epsilon", lambda _: 1e-3),
     "activation": assign("1.mlp.act_fn.forward", lambda _: torch.relu),
     "last attribute": assign("0.post_attention_layernorm.is_observed", lambda _: True),
@@ -279,12 +275,6 @@ class Fickle(nn.Module):
         return nn.functional.silu(x)
 
 
-def fickle() -> Model:
-    model = build()
-    layer(model, 1).mlp.act_fn = Fickle()
-    return model
-
-
 @dataclass(frozen=True)
 class Row:
     name: str
@@ -371,7 +361,9 @@ def test_it_is_refused_and_then_all_is_well(row: Row, way: str) -> None:
 
 @pytest.mark.parametrize("prepare", [poisoned, on_tapes])
 def test_a_layer_that_draws_otherwise_when_recomputed_is_refused(prepare: Any) -> None:
-    steps = behind(lambda model: None)(prepare(fickle()))
+    model = build()
+    layer(model, 1).mlp.act_fn = Fickle()
+    steps = behind(lambda model: None)(prepare(model))
     next(steps)
     with pytest.raises(RematerializationError, match=r"layers\.1: .*random numbers"):
         next(steps)

@@ -167,11 +167,6 @@ def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
         assert bool(value.isfinite())
 
 
-def left_out(self: GradientSums, recorded: Any) -> bool:
-    """The gradients of those behind the first."""
-    return recorded is not None and recorded is self._recorded
-
-
 def as_known(self: LayerCall, tensors: Any, rng: Any, genuine: Any = LayerCall.again) -> LayerCall:
     """Random states are those of the micro-batch before."""
     return genuine(self, tensors, self.start)
@@ -180,7 +175,12 @@ def as_known(self: LayerCall, tensors: Any, rng: Any, genuine: Any = LayerCall.a
 CONTROLS: dict[str, tuple[Any, str, Any, str]] = {
     "calls of other forms": (LayerCall, "is_like", lambda self, other: True, "two forms"),
     "random states of others": (LayerCall, "again", as_known, "two forms"),
-    "gradients that nobody adds": (GradientSums, "add_all", left_out, "two groups a step"),
+    "gradients that nobody adds": (
+        # Of those behind the first.
+        *(GradientSums, "add_all"),
+        lambda self, recorded: recorded is not None and recorded is self._recorded,
+        "two groups a step",
+    ),
     "hooks that nobody looks for": (
         *(routing, "_has_plain_sum", lambda *_: True),
         "a hook on the node of an adapter",
@@ -253,24 +253,23 @@ def test_control_casts_of_others(monkeypatch: Patch) -> None:
     assert not grouped_ends_alike(POLICIES["two slots"])
 
 
-def among_temporary_tensors(self: AdapterCasts, shapes: Any, dtype: torch.dtype) -> Any:
-    """Casts have memory of the recording, where others of its tensors may lie before."""
-    return [torch.zeros(*each, dtype=dtype) for each in shapes]
+# Nodes cast for themselves; or casts have memory of the recording, where others of its tensors may
+# lie before.
+PLACES: dict[str, Callable[..., Any]] = {
+    "without room": lambda self, shapes, dtype: None,
+    "among temporary tensors": lambda self, shapes, dtype: [
+        torch.zeros(*each, dtype=dtype) for each in shapes
+    ],
+}
 
 
-def without_room(self: AdapterCasts, shapes: Any, dtype: torch.dtype) -> None:
-    """Nodes cast for themselves."""
-
-
-@pytest.mark.parametrize(
-    ("places", "are_others"), [(without_room, False), (among_temporary_tensors, True)]
-)
+@pytest.mark.parametrize("places", PLACES)
 def test_casts_that_are_elsewhere(
-    places: Any, are_others: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+    places: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(AdapterCasts, "places", places)
+    monkeypatch.setattr(AdapterCasts, "places", PLACES[places])
     assert grouped_ends_alike(POLICIES["two slots"])  # nothing is trained with other bits
-    assert (OTHER_BITS in caplog.text) == are_others
+    assert (OTHER_BITS in caplog.text) == places.startswith("among")
 
 
 def with_a_forward_in_a_hook(model: Model, together: bool = True) -> Facts:

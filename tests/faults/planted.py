@@ -146,10 +146,6 @@ def exchange_slabs(model: Any, _: AdversarialStreams) -> None:
     slabs[1], slabs[3] = slabs[3], slabs[1]
 
 
-def flip_in_the_slab(model: Any, _: AdversarialStreams) -> None:
-    poros.runtime(model).host_slab(1)[1000] ^= 0x0F
-
-
 # The order of copies.
 
 
@@ -319,7 +315,7 @@ FAULTS = {
         spoil=flip_in_the_slot(Phase.BACKWARD), unsteady=STEADY_GRADIENT
     ),
     "nibble flipped in a slab": Fault(
-        spoil=flip_in_the_slab,
+        spoil=lambda model, _: poros.runtime(model).host_slab(1)[1000].bitwise_xor_(0x0F),
         gate=FIRST_LOSS,
         self_check=r"layers\.1: the host bytes of block 1 are not",
     ),

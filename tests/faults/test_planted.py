@@ -37,7 +37,7 @@ from tests.faults.planted import (
     unguarded,
 )
 from tests.journal import training_visits, walk
-from tests.loops import batches, layers_of
+from tests.loops import batches, behind
 from tests.support import AdversarialPrepare, same_bits
 from tests.unsteady import Noise, always, make_unsteady
 
@@ -198,10 +198,7 @@ def never_the_same(is_steady: Callable[[], bool]) -> Callable[[Any], None]:
         calls.append(None)
         return output if is_steady() else output + 2.0 ** -(5 + len(calls) % 3)
 
-    def hook(model: Any) -> None:
-        layers_of(model)[1].mlp.register_forward_hook(change)
-
-    return hook
+    return behind(change, "layers.1.mlp")
 
 
 class Unsteady(NamedTuple):

@@ -143,7 +143,7 @@ PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     # As ``lora_bias=True`` has it.
     "biases": (
         at(
-            lambda b: setattr(b, "bias", nn.Parameter(torch.ones(b.out_features))), "lora_B.default"
+            lambda b: setattr(b, "bias", nn.Parameter(b.weight[:, 0].clone())), "lora_B.default"
         ),
         *("a bias in the adapter", nullcontext),
     ),

@@ -5,14 +5,12 @@ in a loss, gradients are those of the micro-batches before it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import Trainer
 
 import poros
 from poros.accumulation.group import Group
@@ -21,9 +19,8 @@ from poros.api import prepare_with
 from poros.kernels.dequantize import DenseLayer
 from poros.stream.body import LayerBody
 from poros.stream.visit import BlockVisit
-from tests.loops import Batch, adapted, dense, num_groups, own_loss, same, train, trained
+from tests.loops import Batch, adapted, dense, own_loss, same, train, trained
 from tests.support import prepare_plain, same_bits
-from tests.trainers import Arms
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -164,38 +161,3 @@ def test_micro_batches_before_it_have_their_gradients(
     # Ctrl-C as the code runs ahead of its turn: those before it have not been trained yet.
     is_early = error is KeyboardInterrupt and where.startswith("before") and at > 0
     assert same(*after) and (is_early or same(*struck))
-
-
-class Interrupted(Trainer):  # type: ignore[misc]
-    """In the loss of the third micro-batch, or between that and the second."""
-
-    at = "loss"
-    number = 0
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().compute_loss(*args, **kwargs)
-        type(self).number += 1
-        if self.at == "loss" and type(self).number == 3:
-            raise KeyboardInterrupt
-        return found
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        if self.at == "between" and type(self).number == 2:
-            raise KeyboardInterrupt
-        return 0
-
-
-@pytest.mark.parametrize("at", ["loss", "between"])
-def test_one_that_ends_a_trainer(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interrupted, "at", at)
-    arms = Arms(tmp_path, torch.float32)
-    found = []
-    prepare: Callable[..., Any] = lambda model, **given: prepare_plain(model, slots=2, **given)  # noqa: E731
-    together = type("Together", (poros.BlockMajorMixin, Interrupted), {})
-    for kind, way in ((Interrupted, None), (together, prepare)):
-        monkeypatch.setattr(kind, "number", 0, raising=False)
-        with pytest.raises(KeyboardInterrupt):
-            arms.run("interrupted", way, trainer_class=kind, gradient_accumulation_steps=4)
-        found.append(gradients(arms.model))
-    assert num_groups(arms.model) == 1
-    assert same(*found) and found[0][0].numel()

@@ -34,7 +34,7 @@ from tests.loops import ON_HOST, slice_resident_loss, trained
 from tests.support import make_model, prepare_plain
 from tests.trainers import LOG, train_with_trainer, trainer_arguments
 
-NUM_STEPS = 2
+NUM_STEPS, NUM_RANKS = 2, 3
 UNUSED = "second"
 
 Bits = dict[str, torch.Tensor]
@@ -69,8 +69,6 @@ class Cell:
     trains_embedding: bool = False
     quantize: bool = True
     num_layers: int = 3
-    num_ranks: int = 2
-    """The first ranks of those that were started; the others have nothing to do in it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of DistributedDataParallel."""
     policy: dict[str, Any] = field(default_factory=dict)
@@ -103,8 +101,8 @@ grouped = partial(Cell, no_sync=True, together=True, accumulation=3)
 SMALL_BUCKETS, FIND_UNUSED = {"bucket_cap_mb": 0.02}, {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True, **SMALL_BUCKETS}
 CELLS = {
-    # Not a multiple of the ranks: a ring sums equal parts, and their ends have to cut layers.
-    "default": Cell(accumulation=1, num_layers=5, num_ranks=3),
+    # No multiple of three ranks: a ring sums equal parts, and their ends have to cut layers.
+    "default": Cell(accumulation=1, num_layers=5),
     "no_sync": Cell(no_sync=True, options=SMALL_BUCKETS),
     # Finding unused parameters, DDP sends the logits through a function of its own.
     "unused": Cell(
@@ -113,17 +111,14 @@ CELLS = {
     "every_backward": Cell(options=VIEWS),
     "autocast": Cell(autocast=True, quantize=False, options=FIND_UNUSED),
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
-    "together": grouped(num_layers=5, num_ranks=3, options=SMALL_BUCKETS),
+    "together": grouped(num_layers=5, options=SMALL_BUCKETS),
     "together, bucket views": grouped(trains_embedding=True, options=VIEWS),
     # These run one after the other.
     "together, unused": grouped(
         has_unused=True, options=FIND_UNUSED, reason="find_unused_parameters"
     ),
-    # A trainer takes all ranks there are.
-    "together, trainer": grouped(trainer=True, num_ranks=3),
-    "together, synced": grouped(
-        trainer=True, num_ranks=3, sync_each=True, reason="exchanged for each"
-    ),
+    "together, trainer": grouped(trainer=True),
+    "together, synced": grouped(trainer=True, sync_each=True, reason="exchanged for each"),
     # Gradients that the code of the user takes for itself.
     "taken": grouped(taking=by_grad, reason="gradients are used while"),
     "taken at the end": grouped(
@@ -177,13 +172,12 @@ def run_loop(
     *,
     is_wrapped: bool = True,
     is_together: bool = False,
-    group: Any = None,
 ) -> Bits:
     """A plain training loop; everything it computes, by name."""
     adapters = named_trained(model)
     ddp = model
     if is_wrapped:
-        ddp = DistributedDataParallel(model, process_group=group, **cell.options)
+        ddp = DistributedDataParallel(model, **cell.options)
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2)
     device = device_of(rank)
     batches = [
@@ -261,12 +255,7 @@ def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    models = {
-        (name, arm): build(CELLS[name], rank)
-        for name in cells
-        if rank < CELLS[name].num_ranks
-        for arm in arms_of(name)
-    }
+    models = {(name, arm): build(CELLS[name], rank) for name in cells for arm in arms_of(name)}
     dist.init_process_group(
         BACKEND,
         init_method=f"file://{folder / 'rendezvous'}",
@@ -274,8 +263,6 @@ def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
         world_size=world,
         timeout=timedelta(seconds=120),
     )
-    sizes = sorted({min(CELLS[name].num_ranks, world) for name in cells})
-    groups = {size: dist.new_group(list(range(size))) if size < world else None for size in sizes}
     for (name, arm), model in models.items():
         cell = CELLS[name]
         if arm == "streamed":
@@ -294,7 +281,6 @@ def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
                 *(model, cell, rank),
                 is_wrapped=arm != "alone",
                 is_together=cell.together and arm == "streamed",
-                group=groups[min(cell.num_ranks, world)],
             )
             if cell.error and arm == "streamed":
                 with pytest.raises(UnsupportedModelError, match=cell.error):
@@ -373,15 +359,14 @@ def launch(folder: Path, cells: list[str], world: int) -> None:
     assert [rank.exitcode for rank in ranks] == [0] * world, "\n---\n".join(logs)
 
 
-def load(folder: Path, cell: str, arm: str, world: int = 9) -> list[Bits]:
-    """What each rank of the cell has found."""
-    ranks = range(min(CELLS[cell].num_ranks, world))
-    return [torch.load(folder / f"{cell}-{arm}-{rank}.pt") for rank in ranks]
+def load(folder: Path, cell: str, arm: str) -> list[Bits]:
+    """What each rank has found."""
+    return [torch.load(path) for path in sorted(folder.glob(f"{cell}-{arm}-?.pt"))]
 
 
-def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
+def assert_exact(folder: Path, cell: str) -> list[Bits]:
     """Every bit of every rank agrees, and there was something to agree on."""
-    resident, streamed = (load(folder, cell, arm, world) for arm in ("resident", "streamed"))
+    resident, streamed = (load(folder, cell, arm) for arm in ("resident", "streamed"))
     for expected, found in zip(resident, streamed, strict=True):
         assert found.pop("checked").item() is True
         # 3 layers, 2 slots: at least the layer that is not held, forward and backward.
@@ -412,7 +397,7 @@ TOGETHER = [name for name, cell in CELLS.items() if cell.together and name not i
 def essential(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that is not slow, in one start of three ranks: starting costs more than training."""
     folder = tmp_path_factory.mktemp("ddp")
-    launch(folder, ["no_sync", "unused", "default", *TOGETHER, *REFUSED], 3)
+    launch(folder, ["no_sync", "unused", "default", *TOGETHER, *REFUSED], NUM_RANKS)
     return folder
 
 
@@ -451,7 +436,7 @@ def test_sums_are_in_the_order_of_a_resident_run(essential: Path, cell: str) -> 
 
     Of micro-batches that go together there is one exchange of gradients a step.
     """
-    assert len(assert_exact(essential, cell)) == CELLS[cell].num_ranks
+    assert len(assert_exact(essential, cell)) == NUM_RANKS
 
 
 @pytest.mark.parametrize("cell", REFUSED)
@@ -482,4 +467,4 @@ def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = ["default", "no_sync", "every_backward", "autocast", "replayed", "together"]
     launch(tmp_path, cells, 2)
     for cell in cells:
-        assert_exact(tmp_path, cell, 2)
+        assert len(assert_exact(tmp_path, cell)) == 2

@@ -142,9 +142,7 @@ PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "several": (several, "several active adapters", nullcontext),
     # As ``lora_bias=True`` has it.
     "biases": (
-        at(
-            lambda b: setattr(b, "bias", nn.Parameter(b.weight[:, 0].clone())), "lora_B.default"
-        ),
+        at(lambda b: setattr(b, "bias", nn.Parameter(b.weight[:, 0].clone())), "lora_B.default"),
         *("a bias in the adapter", nullcontext),
     ),
     "DoRA with hooks": (dora_with_hooks, "DoraLinearVariant", nullcontext),
@@ -509,18 +507,13 @@ def expected(kernels: str, around: str) -> list[torch.Tensor]:
     return run(model, around, False)
 
 
+@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.cover("values")
 @pytest.mark.parametrize(("way", "together", "policy", "around"), WAYS)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_training_and_evaluation(
-    kernels: str,
-    way: str,
-    together: bool,
-    policy: str,
-    around: str,
-    monkeypatch: pytest.MonkeyPatch,
+    kernels: str, way: str, together: bool, policy: str, around: str
 ) -> None:
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
     choice, options = KERNELS[kernels]
     model, chosen = model_of(kernels), {**fields_of(choice), **POLICIES[policy]}
     captures = None

@@ -41,6 +41,7 @@ from tests.loops import (
 from tests.replaced import in_place_of
 
 Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.usefixtures("recorded_soon")
 
 
 class Row(NamedTuple):
@@ -169,11 +170,6 @@ def evaluations() -> Iterator[tuple[str, Row]]:
 
 
 ROWS: dict[str, Row] = dict((*backwards(), *losses(), *surroundings(), *inside(), *evaluations()))
-
-
-@pytest.fixture(autouse=True)
-def recorded_soon(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
 
 
 def rows(is_checked: bool) -> Any:

@@ -361,10 +361,8 @@ def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
     assert any("other bits" in reason for reason in captures.eager)
 
 
-def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
+@pytest.mark.usefixtures("recorded_soon")
+def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed() -> None:
     model = few()
     recorded(model, **KEPT)
     poros.runtime(model).host_slab(1)[0] ^= 1

@@ -47,13 +47,9 @@ from tests.loops import (
 )
 
 Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.usefixtures("recorded_soon")
 Provocation = Callable[[Model], Iterator[None]]
 """Of a model: what comes before, a ``yield``, and what should raise."""
-
-
-@pytest.fixture(autouse=True)
-def recorded_soon(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
 
 
 # Changes between a forward and its backward.

@@ -494,13 +494,11 @@ WAYS = {
 """Fields of the policy, and how often the steps run."""
 
 
+@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ROWS)
-def test_a_program(
-    name: str, way: str, judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
+def test_a_program(name: str, way: str, judge: campaign.Judge) -> None:
     (program, end), (policy, num_times) = ROWS[name], WAYS[way]
     policy = replace(program.policy, **policy)
     if len(program.steps) > 1:
@@ -537,6 +535,7 @@ def in_one_sum(genuine: Any, self: Terms) -> Any:
 DORA = replace(DENSE, kind="dora")
 
 
+@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
@@ -550,7 +549,6 @@ def test_control_a_fault_differs(
     fault: Plant, name: str, judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
     program, (policy, num_times) = ROWS[name].program, WAYS["replayed"]
     policy = replace(program.policy, **policy)
     verdict = judge(replace(program, policy=policy, steps=program.steps * num_times))

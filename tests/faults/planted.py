@@ -251,6 +251,10 @@ STEADY_GRADIENT = "gradient of .*deterministic attention on both sides"
 LOSS_AND_RANDOM = frozenset({"loss", "gradients", "RNG end state"})
 LOSS = frozenset({"loss"})
 
+SAVED_EXCHANGED = Fault(
+    exchange_saved_values, gate=FIRST_GRADIENT, self_check=GRADIENT, unsteady=STEADY_GRADIENT
+)
+
 FAULTS = {
     "random state not restored": Fault(
         restore_no_random_state, gate="RematerializationError.*random numbers"
@@ -320,18 +324,10 @@ FAULTS = {
         self_check=r"layers\.1: the host bytes of block 1 are not",
     ),
     "wait removed": Fault(remove_the_wait, gate=FIRST_LOSS, self_check=OUTPUT, unsteady=OUTPUT),
-    "saved values exchanged": Fault(
-        exchange_saved_values,
-        gate=FIRST_GRADIENT,
-        self_check=GRADIENT,
-        unsteady=STEADY_GRADIENT,
-    ),
-    "saved values exchanged, beside hooks": Fault(
-        exchange_saved_values,
+    "saved values exchanged": SAVED_EXCHANGED,
+    "saved values exchanged, beside hooks": replace(
+        SAVED_EXCHANGED,
         user=at(lambda mlp: mlp.register_full_backward_hook(lambda *_: None), ".mlp"),
-        gate=FIRST_GRADIENT,
-        self_check=GRADIENT,
-        unsteady=STEADY_GRADIENT,
     ),
     "shared key-value states dropped": Fault(
         detach_what_is_beside,

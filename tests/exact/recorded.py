@@ -47,14 +47,9 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[TapeRecorder, list[Any]], 
     patch.setattr(TapeRecorder, "record", record)
 
 
-def train(
-    model: Model, num_steps: int = 9, accumulation: int = 1, change: Any = None, **options: Any
-) -> list[Any]:
+def train(model: Model, num_steps: int = 9, accumulation: int = 1, **options: Any) -> list[Any]:
     """Losses, gradients and adapters of each step; lengths alternate; dropout draws on."""
-    if change is not None:
-        options["between"] = change
-    sizes = (accumulation,) * num_steps
-    return loops.train(model, False, sizes=sizes, lengths=(12, 20), **options)
+    return loops.train(model, False, sizes=(accumulation,) * num_steps, lengths=(12, 20), **options)
 
 
 def gradients(model: Model) -> list[Any]:

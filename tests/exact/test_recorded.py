@@ -77,7 +77,7 @@ CHANGES: dict[str, Callable[[Model, int], None]] = {
 
 PROGRAMS: dict[str, Callable[[Model], Facts]] = {
     "nothing": train,
-    **{name: partial(train, change=change) for name, change in CHANGES.items()},
+    **{name: partial(train, between=change) for name, change in CHANGES.items()},
 }
 
 
@@ -171,7 +171,7 @@ def scaled(mlp: Any, given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 EAGER: dict[str, tuple[Any, Any, str]] = {
-    "the host waits": (waited_for, None, "cannot be recorded"),
+    "the host waits": (waited_for, lambda *_: None, "cannot be recorded"),
     "an exchanged tensor": (scaled, partial(in_a_list, has_list=False), ""),
     "an exchanged tensor, in a list": (scaled, in_a_list, ""),
 }
@@ -187,10 +187,10 @@ def test_feed_forwards_that_are_not_replayed(
     kind = type(mlps(few())[0])
     genuine = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: change(self, x, genuine(self, x)))
-    expected = train(few(), change=between)
+    expected = train(few(), between=between)
     model = few()
     captures, _ = recorded(model, **policy)
-    assert same(train(model, change=between), expected)
+    assert same(train(model, between=between), expected)
     assert captures.num_replays == 0
     assert any(each.startswith(reason) for each in captures.eager)
 
@@ -527,7 +527,7 @@ def test_what_is_known_of_calls_stays_known_in_other_rooms(
             monkeypatch.setattr(StreamedLayer, "_keep", refuse_to_keep)
 
     expected = train(few(lora_dropout=0.1), 14)
-    assert same(train(model, 14, change=change), expected)
+    assert same(train(model, 14, between=change), expected)
     assert recorder.num_recorded == 2 * 2 * 3, "each once more, at once"
     # One of each runs beside what is compared with it; none is there to be learnt from.
     assert eager[5] == eager[4] and eager[9] == eager[5] + 2 * 2 == eager[-1] - 2 * 2

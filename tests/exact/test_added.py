@@ -78,42 +78,31 @@ class OtherDevice:
     type = "other"
 
 
-class Sent:
-    """What a forward sends to another device; inside the body of ``to_another_device``."""
+@contextmanager
+def to_another_device(model: Any) -> Iterator[list[torch.Tensor]]:
+    """What a forward sends to another device."""
+    sent, to = list[torch.Tensor](), torch.Tensor.to
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._patch = patch
+    def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not args or not isinstance(args[0], OtherDevice):
+            return to(tensor, *args, **kwargs)
+        sent.append(tensor.clone())
+        return sent[-1]
 
-    @contextmanager
-    def to_another_device(self, model: Any) -> Iterator[None]:
-        to = torch.Tensor.to
-
-        def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if not args or not isinstance(args[0], OtherDevice):
-                return to(tensor, *args, **kwargs)
-            self.tensors.append(tensor.clone())
-            return self.tensors[-1]
-
-        with self._patch.context() as patch, torch.no_grad():
-            patch.setattr(torch.Tensor, "to", moved)
-            patch.setattr(poros.runtime(model)._attachment, "_device", OtherDevice())
-            yield
-
-    def left(self, tensors: dict[str, Any]) -> list[str]:
-        """Those that were not sent."""
-        arrived = {each.data_ptr() for each in self.tensors}
-        return [name for name, each in tensors.items() if each.data_ptr() not in arrived]
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.Tensor, "to", moved)
+        patch.setattr(poros.runtime(model)._attachment, "_device", OtherDevice())
+        yield sent
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    return Sent(monkeypatch)
+def not_sent(sent: list[torch.Tensor], tensors: dict[str, Any]) -> list[str]:
+    arrived = {each.data_ptr() for each in sent}
+    return [name for name, each in tensors.items() if each.data_ptr() not in arrived]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_an_adapter_that_comes_later_is_brought_to_the_device(
-    way: Callable[[Any, Path], None], tmp_path: Path, sent: Sent
+    way: Callable[[Any, Path], None], tmp_path: Path
 ) -> None:
     expected, model = build(), prepare_plain(build())
     for each in (expected, model):
@@ -121,7 +110,7 @@ def test_an_adapter_that_comes_later_is_brought_to_the_device(
         way(each, tmp_path)
     before, bits = late(model), bits_of(model)
     places = {name: each.data_ptr() for name, each in before.items()}
-    with sent.to_another_device(model):
+    with to_another_device(model):
         model(**batches()[0])
     after = late(model)
     assert all(after[name] is each for name, each in before.items())
@@ -144,7 +133,7 @@ def another(model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
+def test_another_adapter_of_any_kind_is_noticed(kind: str) -> None:
     spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
     quantize = gates.KINDS[kind].on_4bit
     expected, model = (build(adapter=kind, quantize=quantize, num_layers=2) for _ in range(2))
@@ -154,13 +143,13 @@ def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
         another(each)
     tensors = late(layers_of(model))
     assert tensors
-    with sent.to_another_device(model), torch.autocast("cpu", torch.bfloat16):
+    with to_another_device(model) as sent, torch.autocast("cpu", torch.bfloat16):
         model.eval()(**batches()[0])
-    assert sent.left(tensors) == []
+    assert not_sent(sent, tensors) == []
     assert_same_run(train(expected, batches(), spec), train(model, batches(), spec))
 
 
-def test_one_that_takes_the_place_of_another_is_noticed(sent: Sent) -> None:
+def test_one_that_takes_the_place_of_another_is_noticed() -> None:
     """Deleted and added again by the same name: neither modules nor names tell."""
     model = prepare_plain(build(adapter="ia3", num_layers=2, quantize=False))
     another(model)
@@ -168,9 +157,9 @@ def test_one_that_takes_the_place_of_another_is_noticed(sent: Sent) -> None:
         model.eval()(**batches()[0])
     model.delete_adapter("late")
     another(model)
-    with sent.to_another_device(model):
+    with to_another_device(model) as sent:
         model(**batches()[0])
-    assert sent.left(late(layers_of(model))) == []
+    assert not_sent(sent, late(layers_of(model))) == []
 
 
 def test_frozen_ones_that_exchange_their_names_are_watched() -> None:

@@ -35,15 +35,9 @@ def profiled(run: Any, model: Any) -> list[str]:
     return [each.name for each in sorted(found, key=lambda each: each.time_range.start)]
 
 
-def streamed(dropout: float = 0.05, **policy: Any) -> tuple[Any, list[Action]]:
-    journal: list[Action] = []
-    model = prepare_with(
-        build(dropout=dropout),
-        StreamingPolicy(self_check="off", **policy),
-        streams=EagerStreams(torch.device("cpu")),
-    )
-    keep_journal(poros.runtime(model).manager, journal)
-    return model, journal
+def streamed(**policy: Any) -> Any:
+    chosen = StreamingPolicy(self_check="off", slots=2, **policy)
+    return prepare_with(build(), chosen, streams=EagerStreams(torch.device("cpu")))
 
 
 def forward_and_backward() -> list[str]:
@@ -55,8 +49,8 @@ def forward_and_backward() -> list[str]:
 
 
 def test_a_trace_shows_each_visit_and_each_copy_in_order() -> None:
-    model, journal = streamed(slots=2)
-    assert not journal
+    model, journal = streamed(), list[Action]()
+    keep_journal(poros.runtime(model).manager, journal)
     found = profiled(step, model)
     others = (f"{PREFIX}copy", f"{PREFIX}head")
     assert [each for each in found if not each.startswith(others)] == forward_and_backward()
@@ -74,7 +68,7 @@ def test_a_trace_shows_each_visit_and_each_copy_in_order() -> None:
 
 
 def test_the_loss_shows_which_rows_of_the_head_it_reads() -> None:
-    model, _ = streamed(slots=2, stream_head=True)
+    model = streamed(stream_head=True)
     found = profiled(step, model)
     # So small a head comes in one piece.
     assert [each for each in found if " rows " in each] == [
@@ -84,12 +78,12 @@ def test_the_loss_shows_which_rows_of_the_head_it_reads() -> None:
     first, last = (place for place, each in enumerate(found) if " rows " in each)
     assert found.index(PREFIX + f"forward layers.{NUM_LAYERS - 1}") < first < last
     assert last < found.index(PREFIX + f"backward layers.{NUM_LAYERS - 1}")
-    resident, _ = streamed(slots=2, loss="reference", stream_head=False)
+    resident = streamed(loss="reference", stream_head=False)
     assert not any(" rows " in each for each in profiled(step, resident))
 
 
 def test_what_a_layer_computes_is_inside_of_its_label_and_has_the_same_bits() -> None:
-    model, _ = streamed(slots=2)
+    model = streamed()
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         step(model)
     events: list[Any] = list(trace.events() or ())
@@ -99,7 +93,7 @@ def test_what_a_layer_computes_is_inside_of_its_label_and_has_the_same_bits() ->
     for each in products:
         at = each.time_range
         assert any(one.start <= at.start and at.end <= one.end for one in ranges), each
-    plain, _ = streamed(slots=2)
+    plain = streamed()
     step(plain)
     assert changes(bits_of(plain), bits_of(model)) == {}
     assert profiled(step, poros.restore(model)) == [], "it does not stream any more"
@@ -110,7 +104,7 @@ def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError(name)
 
     monkeypatch.setattr("poros.utils.profiling.record_function", refuse)
-    model, _ = streamed(slots=2)
+    model = streamed()
     step(model)
     with torch.no_grad(), pytest.raises(AssertionError, match=r"poros::inference layers\.0"):
         profiled(lambda model: model.eval()(**batches()[0]), model)

@@ -59,16 +59,21 @@ def in_two_groups(model: Model, together: bool = True) -> Facts:
     return facts
 
 
-def with_a_hook_on_a_node(model: Model, together: bool = True) -> Facts:
-    """It sees each gradient of an adapter as autograd adds it."""
+def with_a_hook_on_a_node(
+    model: Model,
+    together: bool = True,
+    note: Callable[[Model, torch.Tensor], torch.Tensor] = lambda model, gradient: gradient.clone(),
+    **options: Any,
+) -> Facts:
+    """It sees each gradient of an adapter as autograd adds it; what it notes."""
     node, seen = get_gradient_edge(trained(model)[2]).node, list[torch.Tensor]()
 
     def see(given: Any) -> None:
         if given[0] is not None:
-            seen.append(given[0].clone())
+            seen.append(note(model, given[0]))
 
     node.register_prehook(see)
-    return [*train(model, together, **OFTEN), *seen]
+    return [*train(model, together, **(options or OFTEN)), *seen]
 
 
 RUNS: dict[str, Callable[..., Facts]] = {
@@ -272,18 +277,16 @@ def test_casts_that_are_elsewhere(
     assert (OTHER_BITS in caplog.text) == places.startswith("among")
 
 
-def with_a_forward_in_a_hook(model: Model, together: bool = True) -> Facts:
+def look(model: Model, gradient: torch.Tensor) -> torch.Tensor:
     """The model runs between the backwards of one layer by two micro-batches."""
-    node, seen = get_gradient_edge(trained(model)[2]).node, list[torch.Tensor]()
-    tokens = torch.arange(4, 16)[None]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found: torch.Tensor = model(input_ids=torch.arange(4, 16)[None], use_cache=False).logits
+    return found
 
-    def see(given: Any) -> None:
-        if given[0] is not None:
-            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-                seen.append(model(input_ids=tokens, use_cache=False).logits)
 
-    node.register_prehook(see)
-    return [*train(model, together, loss=in_autocast, sizes=(4,) * 6, lengths=(12,)), *seen]
+with_a_forward_in_a_hook = partial(
+    with_a_hook_on_a_node, note=look, loss=in_autocast, sizes=(4,) * 6, lengths=(12,)
+)
 
 
 def as_left(self: GradientSums, *given: Any, genuine: Any = GradientSums.add) -> None:

@@ -35,10 +35,6 @@ NUM_LAYERS = 4
 BATCHES = batches(3)
 
 
-def layered() -> Model:
-    return build(num_layers=NUM_LAYERS)
-
-
 def loss_of(model: Any, index: int) -> torch.Tensor:
     loss: torch.Tensor = model(**BATCHES[index]).loss
     return loss
@@ -71,7 +67,7 @@ def raise_in(model: Any, layer: int, where: str, error: BaseException) -> Any:
 def test_healthy_steps_after_exceptions_equal_the_resident_ones() -> None:
     prepare = AdversarialPrepare()
     with prepare.watching():
-        model = prepare(layered(), slots=3)
+        model = prepare(build(num_layers=NUM_LAYERS), slots=3)
         for where in ("forward", "recomputation", "gradient", "evaluation"):
             model.train(where != "evaluation")
             for layer in range(NUM_LAYERS):
@@ -80,7 +76,7 @@ def test_healthy_steps_after_exceptions_equal_the_resident_ones() -> None:
                 with torch.set_grad_enabled(model.training), pytest.raises(type(error)):
                     loss_of(model, 1).backward()
                 handle.remove()
-        assert_same_run(run(layered()), run(model))
+        assert_same_run(run(build(num_layers=NUM_LAYERS)), run(model))
         runtime = poros.runtime(model)
         before = runtime.stats()["num_loads"]
         loss_of(model, 0).backward()

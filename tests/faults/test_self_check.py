@@ -24,10 +24,6 @@ from tests.loops import batches, build, layers_of, resident_run, run
 from tests.support import prepare_plain
 
 
-def prepared(model: Any, self_check: str = "strict", **overrides: Any) -> Any:
-    return prepare_plain(model, self_check=self_check, **overrides)
-
-
 def status(model: Any) -> str:
     found: str = poros.runtime(model).self_check["status"]
     return found
@@ -55,7 +51,7 @@ def with_cache(architecture: str) -> Any:
 def test_a_cache_in_training_is_dropped_under_any_name(architecture: str) -> None:
     spec = TrainingSpec(num_steps=2)
     data = batches()[:2]
-    model = prepared(with_cache(architecture))
+    model = prepare_plain(with_cache(architecture))
     expected = train(with_cache(architecture), data, spec)
     assert compare_trajectories(expected, train(model, data, spec)) == []
     assert status(model) == "passed"
@@ -64,7 +60,7 @@ def test_a_cache_in_training_is_dropped_under_any_name(architecture: str) -> Non
 def test_a_layer_that_computes_otherwise_with_a_cache_is_named() -> None:
     """codegen casts its keys before it caches them."""
     with pytest.raises(ParityError, match=r"expected .* found .*use_cache=False"):
-        backward(prepared(with_cache("codegen")))
+        backward(prepare_plain(with_cache("codegen")))
 
 
 # Runs with the check are in ``tests/exact/test_cells``.
@@ -135,7 +131,7 @@ def test_a_bit_flipped_by_prepare(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", faulty)
-        prepared(model, self_check, keep_last=keep_last)
+        prepare_plain(model, self_check=self_check, keep_last=keep_last)
     assert len(flips) == 1
     if self_check == "strict":
         with pytest.raises(ParityError, match=r"layers\.1"):
@@ -168,7 +164,7 @@ def test_its_memory_is_freed_with_the_forward() -> None:
     others = records()
 
     def growth(mode: str) -> int:
-        model = prepared(build(), mode)
+        model = prepare_plain(build(), self_check=mode)
         model.train()
         before = tensor_memory()
         loss = model(**batches()[1]).loss
@@ -186,7 +182,7 @@ def test_its_memory_is_freed_with_the_forward() -> None:
 def test_a_failed_check_is_logged_or_raised_and_recorded(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = prepared(build(), mode)
+    model = prepare_plain(build(), self_check=mode)
     poros.runtime(model).host_slab(1)[1000] ^= 0x0F
     if mode == "strict":
         with pytest.raises(ParityError, match=r"poros\.restore\(model\)") as caught:
@@ -204,7 +200,7 @@ def test_a_failed_check_is_logged_or_raised_and_recorded(
 
 
 def test_off_is_logged_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    model = prepared(build(), "off")
+    model = prepare_plain(build(), self_check="off")
     assert "self_check is off" in caplog.text
     backward(model)
     found = poros.runtime(model).self_check

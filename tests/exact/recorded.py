@@ -56,13 +56,8 @@ def gradients(model: Model) -> list[Any]:
     return [each.grad.clone() for each in trained(model)]
 
 
-def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Captures]:
-    """Have every model that is prepared from now on record on a CPU; what they record.
-
-    Args:
-        patch: Undoes it.
-        least_visits: Eager visits of a form before it is recorded.
-    """
+def record_on_tapes(patch: pytest.MonkeyPatch) -> list[Captures]:
+    """Have every model that is prepared from now on record on a CPU, soon; what they record."""
     made: list[Captures] = []
 
     def captures_for(policy: Any, device: Any, recorder: Any, blocks: Any) -> Captures | None:
@@ -72,7 +67,7 @@ def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Ca
         return made[-1]
 
     patch.setattr("poros.model.runtime.captures_for", captures_for)
-    patch.setattr("poros.replay.captures._LEAST_VISITS", least_visits)
+    patch.setattr("poros.replay.captures._LEAST_VISITS", 1)
     return made
 
 

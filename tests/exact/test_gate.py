@@ -6,13 +6,11 @@ compares with, repeats itself, records what it says, and shows every change.
 
 import json
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import poros
 from poros.errors import CheckpointFormatError, UnsupportedModelError
@@ -21,6 +19,7 @@ from poros.gates.parity import check_architecture, check_model_dir, run_parity
 from poros.gates.reference import TrainingSpec, Trajectory, compare_steps, train
 from poros.gates.report import ParityReport, render
 from poros.stream.boundary import detach_layer
+from tests.command import rendered
 from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
 from tests.loops import flip_nibble
 from tests.support import make_model, prepare_plain
@@ -126,12 +125,6 @@ def gate(
     return run_parity(make, tiny.make_batches(2), spec, prepare, **options)
 
 
-def text_of(report: ParityReport) -> str:
-    console = Console(file=StringIO(), width=200)
-    render(report, console)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_gate_accepts_an_equal_run_and_writes_its_record(tmp_path: Path) -> None:
     report = gate(same, subject="two resident runs")
     assert report.exact and report.error is None and report.resident_repeats is None
@@ -144,7 +137,7 @@ def test_gate_accepts_an_equal_run_and_writes_its_record(tmp_path: Path) -> None
     versions = {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "poros", "python"}
     assert versions == set(record["environment"]["versions"])
     assert record["settings"]["training"]["num_steps"] == 2
-    text = text_of(report)
+    text = rendered(render, report)
     assert "EXACT: two resident runs: 0 differing bits" in text
     assert all(quantity in text for quantity in report.tallies)
 
@@ -155,7 +148,7 @@ def test_gate_rejects_a_changed_base_and_says_where_it_begins() -> None:
     assert report.differences[0].name.startswith("step 0, ")
     assert report.num_differences > len(report.differences) == 50
     assert report.tallies["adapter weights"].num_differing_elements > 0
-    assert report.verdict().startswith("DIFFERENT") and "step 0, " in text_of(report)
+    assert report.verdict().startswith("DIFFERENT") and "step 0, " in rendered(render, report)
 
 
 def all_but_one(model: Any) -> Any:

@@ -551,20 +551,12 @@ def another_weight() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(512, 64, dtype=torch.bfloat16), requires_grad=False)
 
 
-def in_place(edit: Callable[[torch.Tensor], object]) -> Callable[[Model], None]:
-    def change(model: Model) -> None:
-        with torch.no_grad():
-            edit(head_of(model))
-
-    return change
-
-
 CHANGES: dict[str, Callable[[Model], object]] = {
     "cast": lambda model: model.get_output_embeddings().float(),
     "made trainable": lambda model: head_of(model).requires_grad_(True),
     "other data": lambda model: setattr(head_of(model), "data", another_weight().data),
-    "written": in_place(lambda weight: weight.mul_(2)),
-    "written in a row": in_place(lambda weight: weight[3].fill_(1.0)),
+    "written": torch.no_grad()(lambda model: head_of(model).mul_(2)),
+    "written in a row": torch.no_grad()(lambda model: head_of(model)[3].fill_(1.0)),
     "another weight": lambda m: setattr(m.get_output_embeddings(), "weight", another_weight()),
     "swapped": lambda model: torch.utils.swap_tensors(head_of(model), another_weight()),
 }

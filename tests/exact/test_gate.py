@@ -21,7 +21,7 @@ from poros.gates.report import ParityReport, render
 from poros.stream.boundary import detach_layer
 from tests.command import rendered
 from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
-from tests.loops import flip_nibble
+from tests.loops import damaged, flip_nibble
 from tests.support import make_model, prepare_plain
 
 
@@ -246,12 +246,7 @@ def test_the_gate_of_a_kind_of_adapter_can_fail(adapter: str) -> None:
     assert report.exact and report.subject == f"qwen2 with {adapter}"
     assert report.settings["adapter"] == adapter
 
-    def corrupt(model: Any, **policy: Any) -> Any:
-        model = prepare_plain(model, **{**policy, "self_check": "off"}, slots=2)
-        poros.runtime(model).host_slab(1)[4000] ^= 0x40
-        return model
-
-    report = check_architecture("qwen2", prepare=corrupt, **options)
+    report = check_architecture("qwen2", prepare=damaged, slots=2, **options)
     assert not report.exact and report.differences[0].name.startswith("step 0, ")
 
 
@@ -296,11 +291,7 @@ def test_check_model_dir_checks_a_checkpoint_on_disk(tmp_path: Path) -> None:
     report = check_model_dir(tmp_path, num_steps=1, adapter="trainable_tokens")
     assert report.exact and report.subject == f"{tmp_path} with trainable_tokens", report.error
 
-    def flip_and_prepare(model: Any, **policy: Any) -> Any:
-        # The self-check would see it at once.
-        return prepare_plain(flip_nibble(model), **{**policy, "self_check": "off"})
-
-    report = check_model_dir(tmp_path, num_steps=1, prepare=flip_and_prepare)
+    report = check_model_dir(tmp_path, num_steps=1, prepare=damaged)
     assert not report.exact and report.differences[0].name.startswith("step 0, ")
 
 

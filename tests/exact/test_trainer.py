@@ -16,7 +16,7 @@ from poros.self_check.compare import Difference
 from poros.slots.schedule import Phase
 from tests.comparing import bits_of, changes, compare_mappings, compare_trajectories
 from tests.journal import count, training_visits, walk
-from tests.loops import build
+from tests.loops import build, damaged
 from tests.support import prepare_plain
 from tests.trainers import (
     ACCUMULATION,
@@ -136,13 +136,8 @@ def test_a_resumed_run_ends_as_the_straight_one(
 # Negative controls: a fault in the streamed arm has to show in the comparison.
 
 
-def test_control_one_flipped_nibble(arms: Arms, resident: Trajectory) -> None:
-    def flip_nibble(model: Any, **options: Any) -> Any:
-        prepare_plain(model, self_check="off", **options)
-        poros.runtime(model).host_slab(1)[1000] ^= 0x0F
-        return model
-
-    differences = compare_trajectories(resident, arms.run("flipped", flip_nibble, **FULL))
+def test_control_one_flipped_bit(arms: Arms, resident: Trajectory) -> None:
+    differences = compare_trajectories(resident, arms.run("flipped", damaged, **FULL))
     assert differences[0].name.startswith("step 0, ")
     names = {each.name for each in differences}
     assert {

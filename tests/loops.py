@@ -146,13 +146,6 @@ def streamed(model: Model, **policy: Any) -> Model:
     return poros.prepare(model, **{**usual, **policy})
 
 
-def damaged(model: Model, **policy: Any) -> Model:
-    """Prepared, with a bit of block 1 flipped in host memory, and no check that looks for it."""
-    prepare_plain(model, **{**policy, "self_check": "off"})
-    poros.runtime(model).host_slab(1)[1003] ^= 0x40  # of an exponent, if it is one of floats
-    return model
-
-
 def at(act: Callable[[Any], object], *endings: str) -> Callable[[Model], None]:
     """``act`` on each module whose name ends so."""
 

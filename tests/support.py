@@ -34,6 +34,13 @@ def prepare_plain(model: Any, policy: StreamingPolicy | None = None, **overrides
     return poros.prepare(model, policy, **overrides)
 
 
+def damaged(model: Any, **policy: Any) -> Any:
+    """Prepared, with a bit of block 1 flipped in host memory, and no check that looks for it."""
+    prepare_plain(model, **{**policy, "self_check": "off"})
+    poros.runtime(model).host_slab(1)[1003] ^= 0x40  # of an exponent, if it is one of floats
+    return model
+
+
 class AdversarialPrepare:
     """``poros.prepare`` with adversarial streams; keeps the streams and the journal for asserts."""
 

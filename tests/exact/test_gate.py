@@ -21,8 +21,8 @@ from poros.gates.report import ParityReport, render
 from poros.stream.boundary import detach_layer
 from tests.command import rendered
 from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
-from tests.loops import damaged, flip_nibble
-from tests.support import make_model, prepare_plain
+from tests.loops import flip_nibble
+from tests.support import damaged, make_model, prepare_plain
 
 
 def build(**changes: Any) -> Any:

@@ -16,8 +16,8 @@ from poros.self_check.compare import Difference
 from poros.slots.schedule import Phase
 from tests.comparing import bits_of, changes, compare_mappings, compare_trajectories
 from tests.journal import count, training_visits, walk
-from tests.loops import build, damaged
-from tests.support import prepare_plain
+from tests.loops import build
+from tests.support import damaged, prepare_plain
 from tests.trainers import (
     ACCUMULATION,
     EVAL_EVERY,

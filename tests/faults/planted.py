@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -29,10 +30,9 @@ from tests import mutants
 from tests.loops import at, before, behind, build, halve_in_place
 from tests.replaced import Plant, in_place_of
 from tests.support import poison_what_is_released
-from tools.adversary import AdversarialStreams
 
 Patch = pytest.MonkeyPatch
-Spoil = Callable[[Any, AdversarialStreams], None]
+Spoil = Callable[[Any], None]
 
 NUM_LAYERS = 4
 
@@ -81,16 +81,16 @@ lose_training_flags = unguarded(replaying(training=lambda modules: (False,) * le
 # The bytes in a slot.
 
 
-def at_acquire(act: Callable[[Any, Slot, int, Phase, AdversarialStreams], None]) -> Spoil:
+def at_acquire(act: Callable[[Any, Slot, int, Phase], None]) -> Spoil:
     """Do something to a slot as soon as a layer has it."""
 
-    def spoil(model: Any, streams: AdversarialStreams) -> None:
+    def spoil(model: Any) -> None:
         runtime = poros.runtime(model)
         genuine = runtime.manager.acquire
 
         def acquire(block: int, phase: Phase) -> Slot:
             slot = genuine(block, phase)
-            act(runtime, slot, block, phase, streams)
+            act(runtime, slot, block, phase)
             return slot
 
         runtime.manager.acquire = acquire  # type: ignore[method-assign]
@@ -99,15 +99,14 @@ def at_acquire(act: Callable[[Any, Slot, int, Phase, AdversarialStreams], None])
 
 
 def flip_in_the_slot(only: Phase | None = None, times: float = float("inf")) -> Spoil:
-    def spoil(model: Any, streams: AdversarialStreams) -> None:
-        left = [times]
+    def spoil(model: Any) -> None:
+        numbers = count()
 
-        def act(_: Any, slot: Slot, block: int, phase: Phase, streams: Any) -> None:
-            if block == 1 and only in (None, phase) and left[0] > 0:
-                left[0] -= 1
+        def act(_: Any, slot: Slot, block: int, phase: Phase) -> None:
+            if block == 1 and only in (None, phase) and next(numbers) < times:
                 slot.buffer[1000] ^= 0x0F
 
-        at_acquire(act)(model, streams)
+        at_acquire(act)(model)
 
     return spoil
 
@@ -115,7 +114,7 @@ def flip_in_the_slot(only: Phase | None = None, times: float = float("inf")) -> 
 def refill_early(only: Phase) -> Spoil:
     """The next block of the slot comes too early: the copy does not wait for the release."""
 
-    def act(runtime: Any, slot: Slot, block: int, phase: Phase, streams: Any) -> None:
+    def act(runtime: Any, slot: Slot, block: int, phase: Phase) -> None:
         if phase is only and block == 1:
             other = runtime.host_slab(2)
             slot.buffer[: other.numel()].copy_(other)
@@ -123,16 +122,10 @@ def refill_early(only: Phase) -> Spoil:
     return at_acquire(act)
 
 
-def overwrite(
-    runtime: Any, slot: Slot, block: int, phase: Phase, streams: AdversarialStreams
-) -> None:
+def overwrite(runtime: Any, slot: Slot, block: int, phase: Phase) -> None:
     """The next block but one is copied into the slot of the block that computes."""
     other = runtime.host_slab((block + 2) % NUM_LAYERS)
-    streams.copy(slot.buffer[: other.numel()], other, after=slot.released)
-
-
-def poison_released(model: Any, _: AdversarialStreams) -> None:
-    poison_what_is_released(model)
+    runtime.manager._streams.copy(slot.buffer[: other.numel()], other, after=slot.released)
 
 
 @in_place_of(BlockVisit, "lease")
@@ -141,7 +134,7 @@ def ask_for_no_block(genuine: Any, self: BlockVisit, *_: Any) -> Any:
     return self._manager._ring.slot(self.block).buffer
 
 
-def exchange_slabs(model: Any, _: AdversarialStreams) -> None:
+def exchange_slabs(model: Any) -> None:
     slabs = poros.runtime(model).host.slabs
     slabs[1], slabs[3] = slabs[3], slabs[1]
 
@@ -301,7 +294,9 @@ FAULTS = {
         gate=FIRST_GRADIENT,
         self_check=r"layers\.1: gradient of input 0: \d+ of \d+",
     ),
-    "slot read without its block": Fault(ask_for_no_block, poison_released, gate=FIRST_GRADIENT),
+    "slot read without its block": Fault(
+        ask_for_no_block, poison_what_is_released, gate=FIRST_GRADIENT
+    ),
     "slot in use overwritten": Fault(
         spoil=at_acquire(overwrite),
         gate="arm raised SlotHazard.*overwrite a slot while it is read",
@@ -319,7 +314,7 @@ FAULTS = {
         spoil=flip_in_the_slot(Phase.BACKWARD), unsteady=STEADY_GRADIENT
     ),
     "nibble flipped in a slab": Fault(
-        spoil=lambda model, _: poros.runtime(model).host_slab(1)[1000].bitwise_xor_(0x0F),
+        spoil=lambda model: poros.runtime(model).host_slab(1)[1000].bitwise_xor_(0x0F),
         gate=FIRST_LOSS,
         self_check=r"layers\.1: the host bytes of block 1 are not",
     ),

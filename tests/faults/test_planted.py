@@ -33,12 +33,11 @@ from tests.faults.planted import (
     Patch,
     detach_what_is_beside,
     lose_autocast,
-    poison_released,
     unguarded,
 )
 from tests.journal import training_visits, walk
 from tests.loops import batches, behind
-from tests.support import AdversarialPrepare, same_bits
+from tests.support import AdversarialPrepare, poison_what_is_released, same_bits
 from tests.unsteady import Noise, always, make_unsteady
 
 CELLS = dict.fromkeys(fault.cell for fault in FAULTS.values())
@@ -69,7 +68,7 @@ def built(fault: Fault) -> Any:
 def spoiled(fault: Fault, model: Any, prepare: AdversarialPrepare, **policy: Any) -> Any:
     prepare(model, **policy)
     if fault.spoil is not None:
-        fault.spoil(model, prepare.streams)
+        fault.spoil(model)
     return model
 
 
@@ -126,7 +125,7 @@ def test_control_where_there_is_no_autocast_none_is_missed(monkeypatch: Patch) -
 
 
 def test_control_where_released_slots_are_poisoned_nothing_differs() -> None:
-    assert gate(Fault(spoil=poison_released)).num_differences == 0
+    assert gate(Fault(spoil=poison_what_is_released)).num_differences == 0
 
 
 @having("gate")

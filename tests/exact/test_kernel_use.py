@@ -5,6 +5,7 @@ import functools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -43,11 +44,8 @@ from tests.loops import (
 from tests.support import same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
+dora: Callable[..., Model] = partial(adapted, use_dora=True, lora_alpha=2)
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
-
-
-def dora(**options: Any) -> Model:
-    return adapted(**{"use_dora": True, "lora_alpha": 2, **options})
 
 
 def streamed(model: Model, **policy: Any) -> Model:

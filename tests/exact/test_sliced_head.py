@@ -32,7 +32,6 @@ from tests.trainers import Arms, logged
 
 Model = Any
 Change = Callable[[Model], Model]
-SHAPE = {"seq_len": 16, "batch_size": 2}
 pytestmark = pytest.mark.usefixtures("narrow")
 
 # Heads and embeddings of small models, changed as PEFT and users change them.
@@ -121,9 +120,8 @@ def trained_embedding(model: Model) -> Model:
     return model
 
 
-def with_sliced_loss(model: Model, **policy: Any) -> Model:
-    """Prepared, with its head in host memory."""
-    return streamed(model, **{"slots": 2, **ON_HOST, **policy})
+with_sliced_loss: Callable[..., Model] = partial(streamed, slots=2, **ON_HOST)
+"""Prepared, with its head in host memory."""
 
 
 # What is taken over; how it comes back: ``tests/faults/test_restore``.
@@ -413,7 +411,7 @@ def test_the_head_has_a_place_once_every_block_has_one(
     policy = {**ON_HOST, "stream_head": None}
     model = with_sliced_loss(build(architecture), **policy, slots=NUM_LAYERS)
     runtime, matrix = poros.runtime(model), head_of(model)
-    plan = poros.plan(model, **SHAPE, **policy, num_slots=NUM_LAYERS)
+    plan = poros.plan(model, seq_len=16, batch_size=2, **policy, num_slots=NUM_LAYERS)
     assert_same_run(expected, run(model))
     assert runtime.head is not None and runtime.head.holds_all
     assert runtime.stats()["head_num_bytes"] == matrix.nbytes

@@ -5,7 +5,7 @@ Where nothing else fits, inputs of layers wait on the host: two are on the devic
 
 import gc
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -29,10 +29,11 @@ from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.streams import EagerStreams
+from tests import loops
 from tests.comparing import compare_trajectories
 from tests.covers import with_slow
 from tests.loops import layers_of, override
-from tests.support import AdversarialPrepare, make_model, prepare_plain
+from tests.support import AdversarialPrepare, prepare_plain
 from tools.adversary import AdversarialStreams, SlotHazard
 
 Patch = pytest.MonkeyPatch
@@ -41,11 +42,7 @@ SPEC = TrainingSpec(num_steps=2, accumulation=2)
 BATCHES = tiny.make_batches(4, num_tokens=16, padded=False)
 SHAPE: dict[str, Any] = {"batch_size": 2, "seq_len": 16, "accumulation": 2, "loss": "reference"}
 SHAPE["cuda_graphs"] = False  # of a CPU
-
-
-def build(**options: Any) -> Any:
-    wanted = {"num_layers": NUM_LAYERS, "hidden_size": 64, "dropout": 0.05, **options}
-    return make_model("qwen2", **wanted)
+build = partial(loops.build, num_layers=NUM_LAYERS)
 
 
 @cache

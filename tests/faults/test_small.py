@@ -7,6 +7,7 @@ is trained too: ``tests/exact/test_written_programs``.
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,15 +19,11 @@ import poros
 from poros.errors import PreparedModelError, RematerializationError
 from poros.stream.staying import StayingState
 from tests.comparing import assert_same_run, bits_of, changes
-from tests.loops import batches, build, layers_of, run
+from tests.loops import NUM_LAYERS, batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain
 
-NUM_LAYERS = 3
-
-
-def make(**options: Any) -> Any:
-    """In float32, so that a cast of a few tensors is one that a resident model survives."""
-    return build(num_layers=NUM_LAYERS, **{"dtype": torch.float32, **options})
+make: Callable[..., Any] = partial(build, dtype=torch.float32)
+"""So that a cast of a few tensors is one that a resident model survives."""
 
 
 def norm_of(model: Any, layer: int = 1) -> Any:

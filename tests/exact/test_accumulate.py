@@ -16,7 +16,6 @@ import poros
 import poros.head.loss as sliced_loss
 from poros.accumulation import group
 from poros.accumulation.draws import Draws
-from poros.accumulation.draws import later as state_later
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.api import prepare_with
@@ -450,10 +449,6 @@ def test_control_a_fault_of_dense_weights_shows(fault: Plant, monkeypatch: Patch
 FAULTY = program(sizes=(4, 3))
 
 
-def one_too_many(state: RngStash, draws: Draws) -> RngStash:
-    return state_later(state, Draws(draws.cpu + 1, draws.device))
-
-
 def descending(self: Group, genuine: Any = Group.backward) -> None:
     """The order of sums."""
     self._batches = [*reversed(self._batches[: self.num_done])]
@@ -469,6 +464,10 @@ def last_group_first(
 
 
 def test_a_wrong_random_plan_is_seen_before_gradients_change(monkeypatch: Patch) -> None:
+    def one_too_many(state: RngStash, found: Draws) -> RngStash:
+        return later_state(state, Draws(found.cpu + 1, found.device))
+
+    later_state = group.later
     monkeypatch.setattr(group, "later", one_too_many)
     assert ends(FAULTY._replace(end=(RematerializationError, "random numbers")))
     # And shows if nobody checks it.

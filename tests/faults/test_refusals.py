@@ -92,10 +92,6 @@ def on_meta() -> Any:
     return with_lora(model, low_cpu_mem_usage=True)
 
 
-def hook_a_module(model: Any) -> None:
-    add_hook_to_module(layers_of(model)[1].mlp, AlignDevicesHook(execution_device="cpu"))
-
-
 def unquantized_4bit() -> Any:
     model = base(quantize=False)
     mlp = model.model.layers[1].mlp
@@ -229,7 +225,7 @@ CASES = {
         *("Accelerate", "device_map"),
     ),
     "hook on one module": Case(
-        changed(hook_a_module),
+        changed(lambda m: add_hook_to_module(layers_of(m)[1].mlp, AlignDevicesHook("cpu"))),
         "Accelerate",
         "device_map",
         LAYER_1 + "mlp",

@@ -228,10 +228,6 @@ def first_step(model: Any) -> Any:
     return poros.runtime(model).self_check
 
 
-def scaled_late(result: torch.Tensor, added: torch.Tensor, how: Any) -> torch.Tensor:
-    return result + added.to(result.dtype) * how.scaling
-
-
 @pytest.mark.parametrize("is_narrow", [True, False], ids=["narrow", "wide"])
 def test_the_first_step_is_checked_with_what_fits(
     is_narrow: bool, caplog: pytest.LogCaptureFixture
@@ -249,7 +245,9 @@ def test_a_fault_in_our_operator_is_found_where_peft_is_the_reference(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With our kernels on both sides the same fault passes: what is said of the check is true."""
-    monkeypatch.setattr(lora, "add_scaled", scaled_late)
+    monkeypatch.setattr(
+        lora, "add_scaled", lambda result, added, how: result + added.to(result.dtype) * how.scaling
+    )
     model = build(dropout=0.0)
     for module in model.modules():
         if hasattr(module, "lora_A"):

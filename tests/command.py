@@ -1,7 +1,11 @@
 """Runs the command line in this process."""
 
+import io
 import re
+from collections.abc import Callable
+from typing import Any
 
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from poros.cli.app import app
@@ -19,3 +23,10 @@ def poros_command(*arguments: str, columns: int | None = None) -> Result:
 def text(result: Result) -> str:
     """What was printed, without the colors that some CI machines ask for."""
     return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+
+
+def rendered(render: Callable[[Any, Console], object], report: Any) -> str:
+    """What a report prints on a wide terminal."""
+    console = Console(file=io.StringIO(), width=200)
+    render(report, console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

@@ -5,6 +5,7 @@ The markers are declared in pyproject.toml; `cover` is explained in tests/covers
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Read by tokenizers when it first works, so it is set before any test imports transformers.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -33,6 +34,13 @@ def collections_look_at_what_is_new() -> None:
     """Leave the libraries' objects out of garbage collections: tests of leaks force hundreds."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """What ``torch.compile`` has made is forgotten."""
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -21,7 +21,7 @@ from poros.config import StreamingPolicy
 from poros.gates import tiny
 from poros.gates.kinds import attach
 from tests.journal import Action, keep_journal
-from tools.adversary import AdversarialStreams
+from tools.adversary import POISON, AdversarialStreams
 
 AS_PLAIN = {"loss": "reference", "adapter_kernels": "exact"}
 """Policy fields with which what trains has the bits of a plain model."""
@@ -32,6 +32,13 @@ def prepare_plain(model: Any, policy: StreamingPolicy | None = None, **overrides
     if policy is None:
         overrides = {**AS_PLAIN, **overrides}
     return poros.prepare(model, policy, **overrides)
+
+
+def damaged(model: Any, **policy: Any) -> Any:
+    """Prepared, with a bit of block 1 flipped in host memory, and no check that looks for it."""
+    prepare_plain(model, **{**policy, "self_check": "off"})
+    poros.runtime(model).host_slab(1)[1003] ^= 0x40  # of an exponent, if it is one of floats
+    return model
 
 
 class AdversarialPrepare:
@@ -54,6 +61,22 @@ class AdversarialPrepare:
         """Prepare and train inside the body: every operator's reads of slots are observed."""
         with self.streams.watch():
             yield self
+
+
+def poison_what_is_released(model: Any) -> None:
+    """No fault: whoever reads a slot without asking for its block shows."""
+    manager = poros.runtime(model).manager
+    genuine, evict = manager.release, manager.evict
+
+    def release(block: int) -> None:
+        genuine(block)
+        if not manager.is_pinned(block):
+            slot = manager._ring.slot(block)
+            evict(block)
+            slot.buffer.fill_(POISON)
+
+    manager.release = release  # type: ignore[method-assign]
+    manager.evict = lambda block: release(block) if manager.is_held(block) else None  # type: ignore[method-assign]
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import bitsandbytes as bnb
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tests import loops
+from tests.comparing import changes
 from tests.loops import Model, Program, batches, bf16, layers_of
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -35,14 +37,7 @@ def train(model: Model, **spec: Any) -> object:
     return loops.run(model, **spec)
 
 
-train_once = partial(train, num_steps=1)
 train_under_autocast = partial(train, autocast_dtype=torch.bfloat16)
-
-
-def gradients_now(model: Model) -> dict[str, torch.Tensor]:
-    """Copies of the gradients, to compare beside those at the end."""
-    parameters = model.named_parameters()
-    return {name: each.grad.clone() for name, each in parameters if each.grad is not None}
 
 
 # One step, and what may surround its forward and its backward.
@@ -66,7 +61,6 @@ def one_step(forward: Context = nullcontext, backward: Context = nullcontext) ->
 
 STEP = one_step()
 MATH_STEP = one_step(forward=only_math)
-STEP_UNDER_AUTOCAST = one_step(forward=bf16)
 
 
 # Backwards.
@@ -181,6 +175,47 @@ def train_below_the_layers(model: Model) -> object:
     return trajectory
 
 
+# Evaluations and generations.
+
+NUM_NEW_TOKENS = 4
+
+
+def generated(model: Model, **options: Any) -> object:
+    """Greedy tokens and the logits of every step."""
+    batch = batches()[0]
+    out = model.eval().generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=NUM_NEW_TOKENS,
+        min_new_tokens=NUM_NEW_TOKENS,
+        return_dict_in_generate=True,
+        output_logits=True,
+        # Some versions of transformers cannot weight it by the mask of a prompt.
+        **({"output_router_logits": False} if hasattr(model.config, "num_local_experts") else {}),
+        **{"do_sample": False, **options},
+    )
+    assert out.sequences.shape[1] == 12 + NUM_NEW_TOKENS and len(out.logits) == NUM_NEW_TOKENS
+    return out.sequences, list(out.logits)
+
+
+def evaluated_under_autocast(model: Model, mode: Context) -> object:
+    """Losses and logits of all batches, with training between."""
+
+    def outputs() -> object:
+        outs = [model.eval()(**batch) for batch in batches()]
+        return [
+            {n: each for n, each in out.items() if isinstance(each, torch.Tensor)} for out in outs
+        ]
+
+    without, found = loops.facts_of(outputs()), []
+    for _ in range(2):
+        with mode(), bf16():
+            found.append(outputs())
+        assert changes(without, loops.facts_of(found[-1])), "autocast changes bits"
+        found.append(train_under_autocast(model))
+    return found
+
+
 # Models without the head of a language model.
 
 
@@ -191,8 +226,7 @@ def _steps(model: Model, loss_of_step: Callable[[int], torch.Tensor]) -> object:
     for step in range(2):
         loss = loss_of_step(step)
         loss.backward()
-        gradients = gradients_now(model)
-        assert gradients.keys() == trained(model).keys()
+        gradients = {name: each.grad.clone() for name, each in trained(model).items()}
         assert all(bool(each.any()) for each in gradients.values())
         optimizer.step()
         optimizer.zero_grad()
@@ -252,17 +286,6 @@ def without_a_cache(model: Model) -> None:
     region(model)
 
 
-@contextmanager
-def accelerated(model: Model) -> Iterator[None]:
-    """The forward of the model is a region of its own, as Accelerate makes it."""
-    own = model.forward
-    model.forward = torch.autocast("cpu", torch.bfloat16)(own)
-    try:
-        yield
-    finally:
-        del model.forward
-
-
 def penalty(model: Model) -> torch.Tensor:
     """In reverse, so that the casts of a region are not made in the order of the layers."""
     matrices = [each for name, each in model.named_parameters() if "lora_A" in name]
@@ -298,8 +321,8 @@ def behind_an_evaluation(model: Model) -> None:
 
 
 def penalty_by_accelerate(model: Model) -> None:
-    """The forward of the model is a region; the penalty is computed behind it."""
-    with accelerated(model):
+    """The forward of the model is a region, as Accelerate makes it; the penalty is behind it."""
+    with other_forward(model, bf16()):
         (loss_of(model) + penalty(model)).backward()
 
 
@@ -336,6 +359,16 @@ def hooked(model: Model, path: str, hook: Callable[..., Any]) -> Iterator[None]:
         handle.remove()
 
 
+@contextmanager
+def other_forward(module: Any, make: Callable[[Any], Any]) -> Iterator[None]:
+    """A module has a forward that is made of its own."""
+    module.forward = make(module.forward)
+    try:
+        yield
+    finally:
+        del module.forward
+
+
 def with_hook(hook: Callable[..., Any], path: str = "mlp") -> Program:
     def program(model: Model) -> object:
         with hooked(model, path, hook):
@@ -364,14 +397,14 @@ def own_permutation(model: Model) -> object:
     return with_hook(hook, "post_attention_layernorm")(model)
 
 
-def counter(model: Model) -> object:
-    calls: list[int] = []
+def with_numbered_hook(hook: Callable[[torch.Tensor, int], torch.Tensor]) -> Program:
+    """It is given the number of its call."""
 
-    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return output * len(calls)
+    def program(model: Model) -> object:
+        numbers = count(1)
+        return with_hook(lambda m, args, out: hook(out, next(numbers)), "input_layernorm")(model)
 
-    return with_hook(hook, "input_layernorm")(model)
+    return program
 
 
 class _Kept(torch.autograd.Function):
@@ -398,18 +431,7 @@ class _Kept(torch.autograd.Function):
 
 def kept_by_kernels(part: str) -> Program:
     """Other values in ``part`` of what an operator saves, each time it runs beside a hook."""
-
-    def program(model: Model) -> object:
-        calls: list[int] = []
-
-        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            kept: torch.Tensor = _Kept.apply(output, len(calls), part)
-            return kept
-
-        return with_hook(hook, "input_layernorm")(model)
-
-    return program
+    return with_numbered_hook(lambda output, call: _Kept.apply(output, call, part))
 
 
 def older_hook(model: Model) -> object:
@@ -489,12 +511,8 @@ def with_forward(make: Callable[[Any], Callable[..., Any]]) -> Program:
     """A step in which a module inside a layer has another forward, made of its own."""
 
     def program(model: Model) -> object:
-        mlp = layers_of(model)[1].mlp
-        mlp.forward = make(mlp.forward)
-        try:
+        with other_forward(layers_of(model)[1].mlp, make):
             return STEP(model)
-        finally:
-            del mlp.forward
 
     return program
 
@@ -511,21 +529,16 @@ def saved_inside(*, alone: bool) -> Program:
     """By hooks of a module inside a layer, which keep what they are given: a slot's memory too."""
 
     def program(model: Model) -> object:
-        mlp = layers_of(model)[1].mlp
-        own = mlp.forward
         kept: list[torch.Tensor] = []
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
+        def keeping(own: Any, x: torch.Tensor) -> torch.Tensor:
             with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
                 kept.append(own(x))
             return kept[-1]
 
-        mlp.forward = forward
-        try:
+        with other_forward(layers_of(model)[1].mlp, lambda own: partial(keeping, own)):
             loss = loss_of(model)
             (kept[0].float().square().mean() if alone else loss).backward()
-        finally:
-            del mlp.forward
         return loss
 
     return program

@@ -12,8 +12,8 @@ from poros.api import prepare_with
 from poros.replay.captures import Captures
 from tests import loops
 from tests.loops import adapted, trained
-from tests.support import AS_PLAIN
-from tools.adversary import POISON, AdversarialStreams
+from tests.support import AS_PLAIN, poison_what_is_released
+from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -47,27 +47,17 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[TapeRecorder, list[Any]], 
     patch.setattr(TapeRecorder, "record", record)
 
 
-def train(
-    model: Model, num_steps: int = 9, accumulation: int = 1, change: Any = None, **options: Any
-) -> list[Any]:
+def train(model: Model, num_steps: int = 9, accumulation: int = 1, **options: Any) -> list[Any]:
     """Losses, gradients and adapters of each step; lengths alternate; dropout draws on."""
-    if change is not None:
-        options["between"] = change
-    sizes = (accumulation,) * num_steps
-    return loops.train(model, False, sizes=sizes, lengths=(12, 20), **options)
+    return loops.train(model, False, sizes=(accumulation,) * num_steps, lengths=(12, 20), **options)
 
 
 def gradients(model: Model) -> list[Any]:
     return [each.grad.clone() for each in trained(model)]
 
 
-def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Captures]:
-    """Have every model that is prepared from now on record on a CPU; what they record.
-
-    Args:
-        patch: Undoes it.
-        least_visits: Eager visits of a form before it is recorded.
-    """
+def record_on_tapes(patch: pytest.MonkeyPatch) -> list[Captures]:
+    """Have every model that is prepared from now on record on a CPU, soon; what they record."""
     made: list[Captures] = []
 
     def captures_for(policy: Any, device: Any, recorder: Any, blocks: Any) -> Captures | None:
@@ -77,7 +67,7 @@ def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Ca
         return made[-1]
 
     patch.setattr("poros.model.runtime.captures_for", captures_for)
-    patch.setattr("poros.replay.captures._LEAST_VISITS", least_visits)
+    patch.setattr("poros.replay.captures._LEAST_VISITS", 1)
     return made
 
 
@@ -89,18 +79,7 @@ def poisoned(model: Model, recorder: TapeRecorder | None = None, **policy: Any) 
     usual = {"device": "cpu", "slots": 2, "self_check": "off", **AS_PLAIN}
     chosen = poros.StreamingPolicy(**{**usual, **policy})
     prepare_with(model, chosen, streams=AdversarialStreams(), recorder=recorder)
-    manager = poros.runtime(model).manager
-    genuine, evict = manager.release, manager.evict
-
-    def release(block: int) -> None:
-        genuine(block)
-        if not manager.is_pinned(block):
-            slot = manager._ring.slot(block)
-            evict(block)
-            slot.buffer.fill_(POISON)
-
-    manager.release = release  # type: ignore[method-assign]
-    manager.evict = lambda block: release(block) if manager.is_held(block) else None  # type: ignore[method-assign]
+    poison_what_is_released(model)
     return model
 
 

@@ -3,20 +3,23 @@
 And those that share the dense weights of a layer: the bits of those that do not.
 """
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import poros
+import poros.head.loss as sliced_loss
 from poros.accumulation import group
-from poros.accumulation.draws import Draws, later
+from poros.accumulation.draws import Draws
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.api import prepare_with
-from poros.errors import RematerializationError
+from poros.errors import RematerializationError, UnsupportedModelError
 from poros.gates import tiny
 from poros.kernels import dequantize
 from poros.kernels.dequantize import DenseLayer
@@ -27,15 +30,24 @@ from tests import loops
 from tests.exact.recorded import KEPT, on_tapes, recorded
 from tests.journal import count, walk
 from tests.loops import (
+    SIZES,
     Batch,
     Control,
+    Loss,
     Training,
     adapted,
     dense,
     ends,
+    ends_so,
+    in_autocast,
+    later,
+    made,
     num_groups,
+    of,
+    own_loss,
     program,
     reasons,
+    resident,
     same,
     train,
     training,
@@ -46,7 +58,8 @@ from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
 
 Model = Any
-BF16, FP32 = torch.bfloat16, torch.float32
+Patch = pytest.MonkeyPatch
+FP32 = torch.float32
 NUM_LAYERS = 3
 """Of models that are asked for no other number."""
 MIXED: Any = {"sizes": (3, 1, 5), "clip": 0.5, "padded": True}
@@ -73,9 +86,9 @@ def of_base(*architecture: str, **options: Any) -> Training:
 
 
 def evaluating(model: Model, number: int) -> None:
-    model.eval()
     with torch.no_grad():
-        model(input_ids=torch.arange(9)[None])
+        tokens = torch.arange(9)[None]
+        model.eval()(input_ids=tokens, labels=tokens)
     model.train()
 
 
@@ -115,6 +128,111 @@ PROGRAMS = {
 @pytest.mark.parametrize("which", PROGRAMS)
 def test_programs(which: str) -> None:
     assert ends(PROGRAMS[which])
+
+
+# One pass over a head in host memory for all micro-batches that are grouped.
+
+ON_HOST: Any = {"slots": 2, "loss": "chunked", "stream_head": True, "stream_embedding": True}
+AHEAD = 1 + len(SIZES)
+"""Heads that are brought: for the first one, which runs alone, and for each group."""
+
+
+def read_logits(model: Model, batch: Batch) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    found: torch.Tensor = torch.logsumexp(logits.float(), dim=-1).mean()
+    return found
+
+
+def counted(model: Model) -> Loss:
+    """Losses run once."""
+    calls = model.calls = SimpleNamespace(begun=0, ended=0)
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        calls.begun += 1
+        found = read_logits(model, batch)
+        calls.ended += 1
+        return found
+
+    return loss
+
+
+def numbered(model: Model) -> Loss:
+    """Counts its calls where nobody sees it, and masks other labels each time."""
+    numbers = itertools.count(1)
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        labels = batch["labels"].clone()
+        labels[:, next(numbers) % 5] = -100
+        return own_loss(model, {**batch, "labels": labels})
+
+    return loss
+
+
+def changing(model: Model) -> Loss:
+    """Of the same hidden states and labels: what was computed ahead is not what it asks for."""
+    done: list[int] = []
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        ignored = (-100, int(batch["labels"][0, 3]))[len(done) % 2]
+        found: torch.Tensor = model.get_base_model().loss_function(
+            logits, batch["labels"], vocab_size=logits.shape[-1], ignore_index=ignored
+        )
+        done.append(1)
+        return found
+
+    return loss
+
+
+on_host = partial(program, base=dense, policy=ON_HOST)
+UNSUPPORTED = UnsupportedModelError
+# How often all of the head is brought, if nothing else reads it.
+HEADS: dict[str, tuple[Training, int | None]] = {
+    "once for a group": (on_host(padded=True), AHEAD),
+    "autocast": (on_host(of(in_autocast), base=partial(dense, dtype=torch.float32)), AHEAD),
+    "evaluation between": (on_host(between=evaluating), AHEAD + len(SIZES)),
+    "read logits": (on_host(counted), None),
+    "by number": (on_host(numbered), AHEAD),
+    "adapters of the embedding": (
+        on_host(
+            base=partial(
+                adapted, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "embed_tokens"]
+            )
+        ),
+        None,
+    ),
+    # Slices of other widths come for themselves.
+    "two widths": (on_host(lengths=(12, 20)), AHEAD + len(SIZES)),
+    "it stops coming to the head": (
+        later(read_logits, (UNSUPPORTED, "one backward for each"), base=dense, policy=ON_HOST),
+        None,
+    ),
+    # The part of it before the head would count too little, where others are at the head.
+    "it counts behind its layers": (on_host(changing, "changes done"), None),
+}
+
+
+@pytest.mark.parametrize("which", HEADS)
+def test_programs_with_a_head_on_the_host(which: str, monkeypatch: Patch) -> None:
+    """Four slices of a head of 512 rows."""
+    monkeypatch.setattr(sliced_loss, "_LEAST_WIDTH", 128)
+    monkeypatch.setattr(sliced_loss, "_MOST_WEIGHTS", 64 * 128)
+    if which == "two widths":
+        # 24 tokens or fewer take slices of 256 rows, 40 tokens slices of 128.
+        monkeypatch.setattr(sliced_loss, "_MOST_WEIGHTS", 64 * 256)
+        monkeypatch.setattr(sliced_loss, "_MOST_LOGITS", 24 * 256)
+    each, num_heads = HEADS[which]
+    model, run = made(each, True)
+    assert ends_so(model, run, each.end, partial(resident, each))
+    runtime = poros.runtime(model)
+    if num_heads is not None:
+        head: Any = runtime.head
+        assert runtime.stats()["head_num_bytes"] == num_heads * head.matrix.nbytes
+    if which == "read logits":
+        assert (model.calls.begun, model.calls.ended) == (sum(SIZES), sum(SIZES))
+
+
+# How often blocks are loaded, and what is replayed.
 
 
 def test_a_group_loads_each_block_once_a_pass() -> None:
@@ -167,7 +285,6 @@ def test_a_model_that_is_not_prepared_no_micro_batches_and_no_gradients() -> Non
         poros.accumulate(model, [{"input_ids": tokens, "labels": tokens}] * 2)
 
 
-Patch = pytest.MonkeyPatch
 THREE_EACH = (3,) * 4
 """So that visits are replayed."""
 train_threes = partial(loops.train, sizes=THREE_EACH[:3])
@@ -332,10 +449,6 @@ def test_control_a_fault_of_dense_weights_shows(fault: Plant, monkeypatch: Patch
 FAULTY = program(sizes=(4, 3))
 
 
-def one_too_many(state: RngStash, draws: Draws) -> RngStash:
-    return later(state, Draws(draws.cpu + 1, draws.device))
-
-
 def descending(self: Group, genuine: Any = Group.backward) -> None:
     """The order of sums."""
     self._batches = [*reversed(self._batches[: self.num_done])]
@@ -351,6 +464,10 @@ def last_group_first(
 
 
 def test_a_wrong_random_plan_is_seen_before_gradients_change(monkeypatch: Patch) -> None:
+    def one_too_many(state: RngStash, found: Draws) -> RngStash:
+        return later_state(state, Draws(found.cpu + 1, found.device))
+
+    later_state = group.later
     monkeypatch.setattr(group, "later", one_too_many)
     assert ends(FAULTY._replace(end=(RematerializationError, "random numbers")))
     # And shows if nobody checks it.

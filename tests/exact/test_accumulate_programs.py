@@ -48,11 +48,6 @@ def masking(model: Model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.T
     return own_loss(model, {"input_ids": tokens, "labels": labels})
 
 
-def popping(model: Model, batch: Any) -> torch.Tensor:
-    labels = batch["targets"].pop()
-    return own_loss(model, {**batch["model"], "labels": labels})
-
-
 def viewed(batch: Batch) -> Any:
     labels = batch["labels"].clone()
     return {**batch, "labels": labels, "first": labels[:, :3]}
@@ -60,19 +55,7 @@ def viewed(batch: Batch) -> Any:
 
 def editing_a_view(model: Model, batch: Any) -> torch.Tensor:
     batch["first"][:, int((batch["labels"] == -100).sum(-1).max())] = -100
-    return own_loss(model, {"input_ids": batch["input_ids"], "labels": batch["labels"]})
-
-
-def taking_the_next(model: Model, batch: Any) -> torch.Tensor:
-    return own_loss(model, {"input_ids": batch["input_ids"], "labels": next(batch["rows"])})
-
-
-def rows_of(batch: Batch) -> list[torch.Tensor]:
-    return [batch["labels"], torch.full_like(batch["labels"], 7)]
-
-
-def apart(batch: Batch) -> dict[str, torch.Tensor]:
-    return {key: each.clone() for key, each in batch.items()}
+    return with_labels(model, batch, batch["labels"])
 
 
 def editing(model: Model, batch: Batch) -> torch.Tensor:
@@ -80,16 +63,24 @@ def editing(model: Model, batch: Batch) -> torch.Tensor:
     return own_loss(model, batch)
 
 
+def with_labels(model: Model, batch: Any, labels: torch.Tensor) -> torch.Tensor:
+    return own_loss(model, {"input_ids": batch["input_ids"], "labels": labels})
+
+
 FORMS = {
     "tuple": program(
-        of(lambda model, batch: masking(model, *batch)), form=lambda b: tuple(apart(b).values())
+        of(lambda model, batch: masking(model, *batch)),
+        form=lambda batch: tuple(each.clone() for each in batch.values()),
     ),
     "nested": program(
-        of(popping),
+        of(lambda model, batch: with_labels(model, batch["model"], batch["targets"].pop())),
         form=lambda b: {"model": {"input_ids": b["input_ids"]}, "targets": [b["labels"].clone()]},
     ),
     "a view": program(of(editing_a_view), form=viewed),
-    "an iterator": program(of(taking_the_next), form=lambda b: {**b, "rows": iter(rows_of(b))}),
+    "an iterator": program(
+        of(lambda model, batch: with_labels(model, batch, next(batch["rows"]))),
+        form=lambda b: {**b, "rows": iter([b["labels"], torch.full_like(b["labels"], 7)])},
+    ),
     "edited": program(of(editing)),
 }
 
@@ -100,7 +91,7 @@ FORMS = {
 def masked(model: Model, batch: Batch, number: int) -> torch.Tensor:
     labels = batch["labels"].clone()
     labels[:, : number % 5] = -100
-    return own_loss(model, {"input_ids": batch["input_ids"], "labels": labels})
+    return with_labels(model, batch, labels)
 
 
 def variable(model: Model) -> Loss:
@@ -160,10 +151,6 @@ def on_model(model: Model) -> Loss:
     return loss
 
 
-def of_python(model: Model, batch: Batch) -> torch.Tensor:
-    return masked(model, batch, random.randrange(1, 4))
-
-
 def of_numpy(model: Model, batch: Batch) -> torch.Tensor:
     tokens = batch["input_ids"].clone()
     tokens[:, np.random.randint(0, 4)] = 3
@@ -187,7 +174,9 @@ STATES = {
     "last loss": program(lambda model: Counting().scaled),
     "tokens by number, late": program(lambda model: Counting().late_tokens, "changes calls"),
     "number of the model": program(on_model, "changes the model"),
-    "random numbers of Python": program(of(of_python)),
+    "random numbers of Python": program(
+        of(lambda model, batch: masked(model, batch, random.randrange(1, 4)))
+    ),
     "random numbers of NumPy": program(of(of_numpy)),
     "batches of its own": program(next_batch),
 }
@@ -306,9 +295,12 @@ def in_evaluation_mode(model: Model, batch: Batch) -> torch.Tensor:
         model.train()
 
 
+def in_autocast_at_times(model: Model, batch: Batch) -> torch.Tensor:
+    return (in_autocast if batch["input_ids"].shape[1] % 2 else own_loss)(model, batch)
+
+
 def setting(model: Model, batch: Batch) -> torch.Tensor:
-    is_odd = batch["input_ids"].shape[1] % 2
-    torch.use_deterministic_algorithms(bool(is_odd))
+    torch.use_deterministic_algorithms(batch["input_ids"].shape[1] % 2 == 1)
     return own_loss(model, batch)
 
 
@@ -338,15 +330,6 @@ def frozen_again(model: Model, step: int) -> None:
         parameter.requires_grad_("lora" in name and "layers.1." not in name)
 
 
-def in_autocast_at_times(model: Model, batch: Batch) -> torch.Tensor:
-    return (in_autocast if batch["input_ids"].shape[1] % 2 else own_loss)(model, batch)
-
-
-def with_gradients(model: Model, batch: Batch) -> torch.Tensor:
-    with torch.enable_grad():
-        return own_loss(model, batch)
-
-
 ITSELF = "uses parameters of layers"
 THAWS = UnsupportedModelError, "edits, freezes or thaws"
 LOSSES = {
@@ -372,7 +355,7 @@ LOSSES = {
         of(in_autocast_at_times), base=lambda: training(dtype=torch.float32)
     ),
     "gradients disabled around": program(
-        of(with_gradients), "gradients are disabled", around=torch.no_grad
+        of(torch.enable_grad()(own_loss)), "gradients are disabled", around=torch.no_grad
     ),
 }
 
@@ -433,14 +416,12 @@ def with_a_context(model: Model) -> Loss:
     return loss
 
 
-def half(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient * 0.5
-
-
 def hooked_backward(model: Model, batch: Batch) -> torch.Tensor:
     """A hook on an adapter, around a backward of the loss."""
     found = own_loss(model, batch)
-    handle = trained(model)[0].register_hook(half)
+    handle = trained(model)[0].register_hook(
+        lambda gradient: None if gradient is None else gradient * 0.5
+    )
     found.backward()
     handle.remove()
     return torch.zeros((), requires_grad=True)

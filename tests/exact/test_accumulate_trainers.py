@@ -1,4 +1,4 @@
-"""Trainers whose micro-batches are grouped: the logs and bits of the plain ones."""
+"""Trainers whose micro-batches are grouped: the logs and bits of plain ones, interrupted too."""
 
 import itertools
 from collections.abc import Callable
@@ -14,7 +14,18 @@ from transformers import Trainer, TrainerCallback
 import poros
 from poros.errors import UnsupportedModelError
 from tests.comparing import compare_trajectories
-from tests.loops import Batch, add_noise, build, clamp, dense, ends_so, num_groups, reasons, trained
+from tests.loops import (
+    Batch,
+    add_noise,
+    build,
+    clamp,
+    dense,
+    ends_so,
+    num_groups,
+    reasons,
+    same,
+    trained,
+)
 from tests.support import prepare_plain, same_bits
 from tests.trainers import FULL, Arms, logged, trainer_arguments
 
@@ -127,13 +138,9 @@ def leave(model: Model) -> None:
     """Ends the first epoch within a step."""
 
 
-def write(trainer: Any, inputs: Batch) -> None:
+def mask_more(trainer: Any, inputs: Batch) -> None:
     trainer.text += "x"
     inputs["labels"][:, : len(trainer.text) % 5] = -100
-
-
-def edit(trainer: Any, inputs: Batch) -> None:
-    inputs["input_ids"].add_(1)
 
 
 def late_penalty(trainer: Any, model: Model) -> Any:
@@ -149,10 +156,13 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
     "evaluation mode, called back": (called_back(torch.nn.Module.eval), None),
     "settings, called back": (called_back(settings), None),
     "leaves within a step": (called_back(leave), None),
-    "writes": (with_loss(write), None),
+    "writes": (with_loss(mask_more), None),
     "counts before the mixin": (counting, "number changes between micro-batches"),
     "edits, and a penalty later": (
-        *(with_loss(edit, late_penalty), (UnsupportedModelError, "uses parameters of")),
+        *(
+            with_loss(lambda _, inputs: inputs["input_ids"].add_(1), late_penalty),
+            (UnsupportedModelError, "uses parameters of"),
+        ),
     ),
 }
 
@@ -221,6 +231,40 @@ def test_a_model_that_is_not_prepared(tmp_path: Path) -> None:
     expected = arms.run("resident", max_steps=2)
     found = arms.run("plain", trainer_class=poros.PorosTrainer, max_steps=2)
     assert compare_trajectories(expected, found) == []
+
+
+class Interrupted(Trainer):  # type: ignore[misc]
+    """In the loss of the third micro-batch, or between that and the second."""
+
+    at = "loss"
+    number = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(*args, **kwargs)
+        type(self).number += 1
+        if self.at == "loss" and type(self).number == 3:
+            raise KeyboardInterrupt
+        return found
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        if self.at == "between" and type(self).number == 2:
+            raise KeyboardInterrupt
+        return 0
+
+
+@pytest.mark.parametrize("at", ["loss", "between"])
+def test_one_that_ends_a_trainer(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interrupted, "at", at)
+    arms = Arms(tmp_path, torch.float32)
+    found = []
+    together = type("Together", (poros.BlockMajorMixin, Interrupted), {})
+    for kind, way in ((Interrupted, None), (together, TWO_SLOTS)):
+        monkeypatch.setattr(kind, "number", 0, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            arms.run("interrupted", way, trainer_class=kind, gradient_accumulation_steps=4)
+        found.append([each.grad for each in trained(arms.model) if each.grad is not None])
+    assert num_groups(arms.model) == 1
+    assert same(*found) and len(found[0]) == len(trained(arms.model))
 
 
 def test_other_gpus_of_the_machine_are_left_alone(

@@ -1,4 +1,8 @@
-"""Adapters that come to a prepared model train as those that come to a resident one."""
+"""Adapters that come to a prepared model train as those that come to a resident one.
+
+That they are added, switched, deleted, loaded and cast: ``test_written_programs``; passes of the
+base and of a frozen adapter as references: ``test_trl``.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,9 +18,22 @@ from peft.tuners.lora import LoraLayer
 import poros
 from poros.errors import PreparedModelError, RematerializationError, UnvalidatedArchitectureError
 from poros.gates import kinds as gates
-from poros.gates.reference import TrainingSpec, train
-from tests.comparing import assert_same_run, bits_of, changes, picture
-from tests.loops import batches, build, layers_of, run
+from poros.gates.reference import TrainingSpec, Trajectory, train
+from tests.comparing import assert_same_run, bits_of, changes, digest, picture
+from tests.exact import subjects as S
+from tests.loops import (
+    Model,
+    Subject,
+    batches,
+    build,
+    facts_of,
+    layers_of,
+    mlps,
+    override,
+    run,
+    small_base,
+    streamed,
+)
 from tests.support import AdversarialPrepare, prepare_plain
 
 
@@ -61,42 +78,31 @@ class OtherDevice:
     type = "other"
 
 
-class Sent:
-    """What a forward sends to another device; inside the body of ``to_another_device``."""
+@contextmanager
+def to_another_device(model: Any) -> Iterator[list[torch.Tensor]]:
+    """What a forward sends to another device."""
+    sent, to = list[torch.Tensor](), torch.Tensor.to
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._patch = patch
+    def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not args or not isinstance(args[0], OtherDevice):
+            return to(tensor, *args, **kwargs)
+        sent.append(tensor.clone())
+        return sent[-1]
 
-    @contextmanager
-    def to_another_device(self, model: Any) -> Iterator[None]:
-        to = torch.Tensor.to
-
-        def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if not args or not isinstance(args[0], OtherDevice):
-                return to(tensor, *args, **kwargs)
-            self.tensors.append(tensor.clone())
-            return self.tensors[-1]
-
-        with self._patch.context() as patch, torch.no_grad():
-            patch.setattr(torch.Tensor, "to", moved)
-            patch.setattr(poros.runtime(model)._attachment, "_device", OtherDevice())
-            yield
-
-    def left(self, tensors: dict[str, Any]) -> list[str]:
-        """Those that were not sent."""
-        arrived = {each.data_ptr() for each in self.tensors}
-        return [name for name, each in tensors.items() if each.data_ptr() not in arrived]
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.Tensor, "to", moved)
+        patch.setattr(poros.runtime(model)._attachment, "_device", OtherDevice())
+        yield sent
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    return Sent(monkeypatch)
+def not_sent(sent: list[torch.Tensor], tensors: dict[str, Any]) -> list[str]:
+    arrived = {each.data_ptr() for each in sent}
+    return [name for name, each in tensors.items() if each.data_ptr() not in arrived]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_an_adapter_that_comes_later_is_brought_to_the_device(
-    way: Callable[[Any, Path], None], tmp_path: Path, sent: Sent
+    way: Callable[[Any, Path], None], tmp_path: Path
 ) -> None:
     expected, model = build(), prepare_plain(build())
     for each in (expected, model):
@@ -104,7 +110,7 @@ def test_an_adapter_that_comes_later_is_brought_to_the_device(
         way(each, tmp_path)
     before, bits = late(model), bits_of(model)
     places = {name: each.data_ptr() for name, each in before.items()}
-    with sent.to_another_device(model):
+    with to_another_device(model):
         model(**batches()[0])
     after = late(model)
     assert all(after[name] is each for name, each in before.items())
@@ -127,7 +133,7 @@ def another(model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
+def test_another_adapter_of_any_kind_is_noticed(kind: str) -> None:
     spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
     quantize = gates.KINDS[kind].on_4bit
     expected, model = (build(adapter=kind, quantize=quantize, num_layers=2) for _ in range(2))
@@ -137,13 +143,13 @@ def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
         another(each)
     tensors = late(layers_of(model))
     assert tensors
-    with sent.to_another_device(model), torch.autocast("cpu", torch.bfloat16):
+    with to_another_device(model) as sent, torch.autocast("cpu", torch.bfloat16):
         model.eval()(**batches()[0])
-    assert sent.left(tensors) == []
+    assert not_sent(sent, tensors) == []
     assert_same_run(train(expected, batches(), spec), train(model, batches(), spec))
 
 
-def test_one_that_takes_the_place_of_another_is_noticed(sent: Sent) -> None:
+def test_one_that_takes_the_place_of_another_is_noticed() -> None:
     """Deleted and added again by the same name: neither modules nor names tell."""
     model = prepare_plain(build(adapter="ia3", num_layers=2, quantize=False))
     another(model)
@@ -151,9 +157,9 @@ def test_one_that_takes_the_place_of_another_is_noticed(sent: Sent) -> None:
         model.eval()(**batches()[0])
     model.delete_adapter("late")
     another(model)
-    with sent.to_another_device(model):
+    with to_another_device(model) as sent:
         model(**batches()[0])
-    assert sent.left(late(layers_of(model))) == []
+    assert not_sent(sent, late(layers_of(model))) == []
 
 
 def test_frozen_ones_that_exchange_their_names_are_watched() -> None:
@@ -181,18 +187,17 @@ def test_frozen_ones_that_exchange_their_names_are_watched() -> None:
         loss.backward()
 
 
-def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, model = build(), prepare_plain(build())
-    mlp: Any = type(layers_of(model)[0].mlp)
-    own = mlp.forward
+def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own() -> None:
+    def forward(mlp: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(mlp, "scale"):
+            mlp.register_buffer("scale", torch.full((1,), 0.5, dtype=x.dtype))
+        scaled: torch.Tensor = own(x) * mlp.scale
+        return scaled
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "scale"):
-            self.register_buffer("scale", torch.full((1,), 0.5, dtype=x.dtype))
-        return own(self, x) * self.scale
-
-    monkeypatch.setattr(mlp, "forward", forward)
-    assert_same_run(run(expected), run(model))
+    expected, model = build(), build()
+    for each in (expected, model):
+        override(mlps(each), forward)
+    assert_same_run(run(expected), run(prepare_plain(model)))
 
 
 UNPROVEN = {
@@ -257,33 +262,114 @@ def test_an_initialisation_finds_the_base_on_the_device(
     assert_same_run(run(expected), run(model))
 
 
-WRITERS: dict[str, dict[str, Any]] = {
-    "pissa": {"init_lora_weights": "pissa"},
-    "olora": {"init_lora_weights": "olora"},
-}
-
-
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("init", ["pissa", "olora"])
 @pytest.mark.parametrize("targets", [["q_proj"], ["k_proj"]])
 def test_an_initialisation_that_changes_the_base_is_refused_and_undone(
-    name: str, targets: list[str]
+    init: str, targets: list[str]
 ) -> None:
     base = build(quantize=False)
     if targets == ["k_proj"]:
-        base = base.unload()
-        base.peft_config.clear() if hasattr(base, "peft_config") else None
-        base = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+        base = S.adapters_on("q_proj", quantize=False)()
     expected = copy.deepcopy(base)
     model = prepare_plain(base)
     for each in (expected, model):
         run(each)
     before = picture(model)
-    config = LoraConfig(r=4, target_modules=targets, **WRITERS[name])
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=init)
     with pytest.raises(PreparedModelError, match=r"layers\.0: .*leaves the base as it is"):
         model.add_adapter("late", config)
     assert changes(before, picture(model)) == {}
     assert "late" not in model.peft_config
     assert_same_run(run(expected), run(model))
+
+
+# Adapters that are combined, and that save other modules: lists of calls of a user, on a resident
+# model, and with ``poros.prepare`` before the first of them or half way through.
+
+Call = Callable[[Model], object]
+
+OTHER = {"r": 2, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "lora_dropout": 0.1}
+SAVED = {"modules_to_save": ["lm_head", "input_layernorm"]}
+
+
+def config(**options: Any) -> LoraConfig:
+    return LoraConfig(**{**OTHER, "init_lora_weights": False, "task_type": "CAUSAL_LM", **options})
+
+
+def adding(name: str, **options: Any) -> Call:
+    def call(model: Model) -> None:
+        torch.manual_seed(len(name))
+        model.add_adapter(name, config(**options))
+
+    return call
+
+
+def use(name: str) -> Call:
+    return lambda model: model.set_adapter(name)
+
+
+def train_once(model: Model) -> Trajectory:
+    """A step of the adapters that are active now."""
+    before = {name: digest(each) for name, each in model.named_parameters()}
+    trajectory = run(model, 1)
+    trained = {name for name, each in model.named_parameters() if digest(each) != before[name]}
+    assert trained and trained == set(trajectory.steps[0].gradients), "a parameter was missed"
+    return trajectory
+
+
+def look(model: Model) -> object:
+    """The outputs in evaluation mode."""
+    with torch.no_grad():
+        return {"outputs": digest(model.eval()(**batches()[1]).logits)}
+
+
+def combine(model: Model) -> None:
+    model.add_adapter("c", config(r=8, lora_alpha=16, target_modules=["q_proj", "up_proj"]))
+    model.add_weighted_adapter(["b", "c"], [0.7, 0.3], "sum", combination_type="cat")
+
+
+def saving_modules() -> Model:
+    # A norm in bf16 is too coarse to change in two steps.
+    base = small_base(dtype=torch.float32)
+    torch.manual_seed(4)
+    return get_peft_model(base, config(**SAVED))
+
+
+SCENARIOS: dict[str, tuple[Subject, list[Call]]] = {
+    "a weighted sum": (
+        S.PLAIN,
+        [adding("b"), use("b"), train_once, combine, use("sum"), look, train_once, look],
+    ),
+    "other saved modules": (
+        saving_modules,
+        [train_once, adding("b", **SAVED), use("b"), train_once, look, use("default"), look],
+    ),
+}
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before all calls", "half way"])
+@pytest.mark.parametrize("which", SCENARIOS)
+def test_a_scenario_is_exact(which: str, is_late: bool) -> None:
+    subject, calls = SCENARIOS[which]
+    place = len(calls) // 2 if is_late else 0
+    resident, model = subject(), subject()
+    expected = [call(resident) for call in calls]
+    looks = [str(each) for each in expected if isinstance(each, dict)]
+    assert len(set(looks)) == len(looks), "it shows something only if what comes out changes"
+    found = [call(model) for call in calls[:place]]
+    streamed(model)
+    found += [call(model) for call in calls[place:]]
+    assert changes(facts_of(expected), facts_of(found)) == {}
+    assert poros.runtime(model).stats()["num_loads"] > 0
+    assert changes(bits_of(resident), bits_of(model)) == {}
+
+
+def test_control_an_adapter_that_is_not_switched_shows() -> None:
+    resident, model = S.PLAIN(), streamed(S.PLAIN())
+    for each in (resident, model):
+        adding("b")(each)
+    use("b")(resident)
+    assert look(resident) != look(model)
 
 
 @pytest.mark.gpu

@@ -29,11 +29,12 @@ import poros
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from tests.comparing import compare_mappings
-from tests.loops import slice_resident_loss
+from tests.exact.programs import trained as named_trained
+from tests.loops import ON_HOST, slice_resident_loss, trained
 from tests.support import make_model, prepare_plain
 from tests.trainers import LOG, train_with_trainer, trainer_arguments
 
-NUM_STEPS = 2
+NUM_STEPS, NUM_RANKS = 2, 3
 UNUSED = "second"
 
 Bits = dict[str, torch.Tensor]
@@ -68,26 +69,20 @@ class Cell:
     trains_embedding: bool = False
     quantize: bool = True
     num_layers: int = 3
-    num_ranks: int = 2
-    """The first ranks of those that were started; the others have nothing to do in it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of DistributedDataParallel."""
     policy: dict[str, Any] = field(default_factory=dict)
     """More of the streaming policy. A resident run has a loss of the same kind."""
 
 
-def adapters_of(model: Any) -> list[torch.Tensor]:
-    return [each for each in model.parameters() if each.requires_grad]
-
-
 def by_grad(model: Any, loss: torch.Tensor) -> torch.Tensor:
-    wanted = adapters_of(model)
+    wanted = trained(model)
     found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
     return loss * (1 + sum(float(each.abs().sum()) for each in found if each is not None))
 
 
 def by_inputs(model: Any, loss: torch.Tensor) -> torch.Tensor:
-    loss.backward(inputs=adapters_of(model))
+    loss.backward(inputs=trained(model))
     return loss.detach() * torch.ones((), requires_grad=True)
 
 
@@ -105,27 +100,25 @@ def at_the_end(taking: Any) -> Any:
 grouped = partial(Cell, no_sync=True, together=True, accumulation=3)
 SMALL_BUCKETS, FIND_UNUSED = {"bucket_cap_mb": 0.02}, {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True, **SMALL_BUCKETS}
-ON_HOST = {"loss": "chunked", "stream_head": True, "stream_embedding": True}
 CELLS = {
-    # Not a multiple of the ranks: a ring sums equal parts, and their ends have to cut layers.
-    "default": Cell(accumulation=1, num_layers=5, num_ranks=3),
+    # No multiple of three ranks: a ring sums equal parts, and their ends have to cut layers.
+    "default": Cell(accumulation=1, num_layers=5),
     "no_sync": Cell(no_sync=True, options=SMALL_BUCKETS),
     # Finding unused parameters, DDP sends the logits through a function of its own.
-    "unused": Cell(has_unused=True, options=FIND_UNUSED, policy=ON_HOST),
+    "unused": Cell(
+        has_unused=True, options=FIND_UNUSED, policy={**ON_HOST, "stream_embedding": True}
+    ),
     "every_backward": Cell(options=VIEWS),
     "autocast": Cell(autocast=True, quantize=False, options=FIND_UNUSED),
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
-    "together": grouped(num_layers=5, num_ranks=3, options=SMALL_BUCKETS),
+    "together": grouped(num_layers=5, options=SMALL_BUCKETS),
     "together, bucket views": grouped(trains_embedding=True, options=VIEWS),
     # These run one after the other.
     "together, unused": grouped(
         has_unused=True, options=FIND_UNUSED, reason="find_unused_parameters"
     ),
-    # A trainer takes all ranks there are.
-    "together, trainer": grouped(trainer=True, num_ranks=3),
-    "together, synced": grouped(
-        trainer=True, num_ranks=3, sync_each=True, reason="exchanged for each"
-    ),
+    "together, trainer": grouped(trainer=True),
+    "together, synced": grouped(trainer=True, sync_each=True, reason="exchanged for each"),
     # Gradients that the code of the user takes for itself.
     "taken": grouped(taking=by_grad, reason="gradients are used while"),
     "taken at the end": grouped(taking=at_the_end(by_grad), error="gradients of single parameters"),
@@ -155,13 +148,9 @@ def build(cell: Cell, rank: int) -> Any:
                 parameter.requires_grad_(True)
     model.get_input_embeddings().weight.requires_grad_(cell.trains_embedding)
     with torch.no_grad():
-        for parameter in trainable(model).values():
+        for parameter in named_trained(model).values():
             parameter.add_(0.01 * rank)
     return model
-
-
-def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
-    return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
 def arms_of(name: str) -> list[str]:
@@ -181,13 +170,12 @@ def run_loop(
     *,
     is_wrapped: bool = True,
     is_together: bool = False,
-    group: Any = None,
 ) -> Bits:
     """A plain training loop; everything it computes, by name."""
-    adapters = trainable(model)
+    adapters = named_trained(model)
     ddp = model
     if is_wrapped:
-        ddp = DistributedDataParallel(model, process_group=group, **cell.options)
+        ddp = DistributedDataParallel(model, **cell.options)
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2)
     device = device_of(rank)
     batches = [
@@ -206,11 +194,10 @@ def run_loop(
     last = cell.accumulation - 1
     for step in range(cell.num_steps):
         parts = batches[step * cell.accumulation : (step + 1) * cell.accumulation]
+        losses: list[torch.Tensor] = []
         if is_together:
             losses = poros.accumulate(ddp, parts, loss=cell.taking and partial(loss_of, cell))
             parts = []
-        else:
-            losses = []
         for micro, batch in enumerate(parts):
             hold_back = cell.no_sync and micro != last and is_wrapped
             with ddp.no_sync() if hold_back else nullcontext():
@@ -266,12 +253,7 @@ def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    models = {
-        (name, arm): build(CELLS[name], rank)
-        for name in cells
-        if rank < CELLS[name].num_ranks
-        for arm in arms_of(name)
-    }
+    models = {(name, arm): build(CELLS[name], rank) for name in cells for arm in arms_of(name)}
     dist.init_process_group(
         BACKEND,
         init_method=f"file://{folder / 'rendezvous'}",
@@ -279,8 +261,6 @@ def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
         world_size=world,
         timeout=timedelta(seconds=120),
     )
-    sizes = sorted({min(CELLS[name].num_ranks, world) for name in cells})
-    groups = {size: dist.new_group(list(range(size))) if size < world else None for size in sizes}
     for (name, arm), model in models.items():
         cell = CELLS[name]
         if arm == "streamed":
@@ -299,7 +279,6 @@ def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
                 *(model, cell, rank),
                 is_wrapped=arm != "alone",
                 is_together=cell.together and arm == "streamed",
-                group=groups[min(cell.num_ranks, world)],
             )
             if cell.error and arm == "streamed":
                 with pytest.raises(UnsupportedModelError, match=cell.error):
@@ -378,15 +357,14 @@ def launch(folder: Path, cells: list[str], world: int) -> None:
     assert [rank.exitcode for rank in ranks] == [0] * world, "\n---\n".join(logs)
 
 
-def load(folder: Path, cell: str, arm: str, world: int = 9) -> list[Bits]:
-    """What each rank of the cell has found."""
-    ranks = range(min(CELLS[cell].num_ranks, world))
-    return [torch.load(folder / f"{cell}-{arm}-{rank}.pt") for rank in ranks]
+def load(folder: Path, cell: str, arm: str) -> list[Bits]:
+    """What each rank has found."""
+    return [torch.load(path) for path in sorted(folder.glob(f"{cell}-{arm}-?.pt"))]
 
 
-def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
+def assert_exact(folder: Path, cell: str) -> list[Bits]:
     """Every bit of every rank agrees, and there was something to agree on."""
-    resident, streamed = (load(folder, cell, arm, world) for arm in ("resident", "streamed"))
+    resident, streamed = (load(folder, cell, arm) for arm in ("resident", "streamed"))
     for expected, found in zip(resident, streamed, strict=True):
         assert found.pop("checked").item() is True
         # 3 layers, 2 slots: at least the layer that is not held, forward and backward.
@@ -417,7 +395,7 @@ TOGETHER = [name for name, cell in CELLS.items() if cell.together and name not i
 def essential(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that is not slow, in one start of three ranks: starting costs more than training."""
     folder = tmp_path_factory.mktemp("ddp")
-    launch(folder, ["no_sync", "unused", "default", *TOGETHER, *REFUSED], 3)
+    launch(folder, ["no_sync", "unused", "default", *TOGETHER, *REFUSED], NUM_RANKS)
     return folder
 
 
@@ -456,7 +434,7 @@ def test_sums_are_in_the_order_of_a_resident_run(essential: Path, cell: str) -> 
 
     Of micro-batches that go together there is one exchange of gradients a step.
     """
-    assert len(assert_exact(essential, cell)) == CELLS[cell].num_ranks
+    assert len(assert_exact(essential, cell)) == NUM_RANKS
 
 
 @pytest.mark.parametrize("cell", REFUSED)
@@ -487,4 +465,4 @@ def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = ["default", "no_sync", "every_backward", "autocast", "replayed", "together"]
     launch(tmp_path, cells, 2)
     for cell in cells:
-        assert_exact(tmp_path, cell, 2)
+        assert len(assert_exact(tmp_path, cell)) == 2

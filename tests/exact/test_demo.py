@@ -14,25 +14,16 @@ import poros
 from poros.errors import PorosError
 from poros.examples.demo import MIN_LOSS_DROP, DemoReport, render, run_demo
 from poros.examples.demo_data import ModelSize
+from tests.command import rendered
 
 pytest.importorskip("trl", reason="the demo trains as poros finetune does")
 
 SMALL = ModelSize(num_layers=3, hidden_size=96, intermediate_size=192, vocab_size=512)
 
 
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=200)
-
-
-def rendered(report: DemoReport) -> str:
-    console = quiet()
-    render(report, console)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def small_demo(out_dir: Path, num_steps: int) -> DemoReport:
     options: dict[str, Any] = {"size": SMALL, "device": "cpu"}
-    return run_demo(out_dir, num_steps=num_steps, console=quiet(), **options)
+    return run_demo(out_dir, num_steps=num_steps, console=Console(file=io.StringIO()), **options)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +42,7 @@ def test_a_small_demo_holds_every_claim(demo: DemoReport) -> None:
     assert after <= before - MIN_LOSS_DROP
     streamed, resident = (each.run.end or {} for each in (demo.streamed, demo.resident))
     assert 0 < streamed["device_num_bytes"] < resident["device_num_bytes"]
-    summary = rendered(demo)
+    summary = rendered(render, demo)
     assert "PASSED" in summary and "FAILED" not in summary
 
 
@@ -79,14 +70,14 @@ def test_a_flipped_bit_is_a_failure(
     report = small_demo(tmp_path, 1)
     assert not report.is_exact and not report.passed
     assert report.resident.losses[0] == demo.resident.losses[0], "it repeats itself"
-    assert "FAILED: streamed and resident runs differ" in rendered(report)
+    assert "FAILED: streamed and resident runs differ" in rendered(render, report)
 
 
 def test_a_loss_that_hardly_falls_is_a_failure(demo: DemoReport) -> None:
     run = replace(demo.streamed.run, evaluations=demo.streamed.run.evaluations[:1] * 2)
     report = replace(demo, streamed=replace(demo.streamed, run=run))
     assert not report.has_learned and not report.passed
-    assert "FAILED: the held-out loss did not fall" in rendered(report)
+    assert "FAILED: the held-out loss did not fall" in rendered(render, report)
 
 
 def test_what_it_cannot_use_is_refused(tmp_path: Path) -> None:

@@ -64,10 +64,6 @@ PLAIN = Program(
 )
 
 
-def equal(program: Program) -> Verdict:
-    return Verdict("equal")
-
-
 # Each sort of failure.
 
 

@@ -16,8 +16,59 @@ import torch
 import poros
 from poros.errors import RematerializationError
 from tests.exact.recorded import record_on_tapes
-from tests.exact.writing import DTYPES, PROGRAMS, within
-from tests.loops import Model, adapted, behind, differences, mlps, nothing, step, with_kernels
+from tests.loops import (
+    Model,
+    adapted,
+    behind,
+    differences,
+    layers_of,
+    nothing,
+    override,
+    step,
+    with_kernels,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def scale(module: Any, given: Any, result: torch.Tensor) -> None:
+    result.mul_(1.5)
+
+
+def steer(module: Any, given: Any, result: torch.Tensor) -> None:
+    """As steering vectors and patches of activations are added."""
+    # Made on the device: a copy from the host cannot be recorded.
+    result[:, -1] += torch.linspace(-1, 1, result.shape[-1], device=result.device).to(result.dtype)
+
+
+def within(write: Callable[..., None]) -> Callable[[Model], None]:
+    """Written by the layer's own code, to its last sum: values that a recomputation leaves out."""
+
+    def forward(layer: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        write(layer, args, result)
+        return result
+
+    return lambda model: override(layers_of(model), forward)
+
+
+ALL = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Which model, its adapters, what is done to it before it is trained, and whether its visits can be
+# recorded then.
+PROGRAMS: dict[str, tuple[str, dict[str, Any], Callable[[Model], None], bool]] = {
+    "falcon": ("falcon", {}, nothing, True),
+    "steered": ("qwen2", {}, behind(steer, *ALL), False),
+    "with a bias": ("qwen2", {"lora_bias": True}, behind(steer, *ALL), False),
+    "with DoRA": ("qwen2", {"use_dora": True}, behind(steer, *ALL), False),
+    # 4-bit modules of bitsandbytes with a bias give views themselves.
+    "not adapted": ("qwen2", {"target_modules": ["k_proj"]}, behind(steer, *ALL[2:]), False),
+    "feed-forward": ("qwen2", {}, behind(scale, "mlp"), False),
+    "fused projections": ("phi3", {}, behind(steer, "qkv_proj", "gate_up_proj"), False),
+    "layers": ("qwen2", {}, behind(steer, "layers.0", "layers.1"), True),
+    "all of what is left out": ("qwen2", {}, within(scale), True),
+    "a part of what is left out": ("qwen2", {}, within(steer), True),
+}
+DTYPES = [(BF16, BF16), (BF16, FP32), (FP32, FP32)]
 
 
 @pytest.mark.cover("values")
@@ -110,10 +161,6 @@ def test_what_backward_needs_is_not_written_to_unseen(
         poros.restore(model)
 
 
-def with_hooks_inside(model: Model) -> None:
-    mlps(model)[0].register_forward_hook(lambda *_: None)
-
-
 def reading(layer: Any, _: Any, result: torch.Tensor) -> None:
     """Something in the layer that reads what it returns, without a graph."""
     layer.largest = float(result.detach().abs().max())
@@ -124,7 +171,7 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Model], None], int]] = {
     "qwen2": ("qwen2", nothing, 6),
     "llama": ("llama", nothing, 6),
     "a norm behind": ("gemma3", nothing, 0),
-    "hooks in one layer": ("qwen2", with_hooks_inside, 3),
+    "hooks in one layer": ("qwen2", behind(lambda *_: None, "0.mlp"), 3),
     "a reader": ("qwen2", within(reading), 0),
 }
 

@@ -5,13 +5,16 @@ import functools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from peft.helpers import disable_input_dtype_casting
 from torch import nn
+from torch._dynamo.utils import counters
 
 import poros
 from poros.config import StreamingPolicy
@@ -30,6 +33,7 @@ from tests.loops import (
     adapted,
     differences,
     fill,
+    layers_of,
     mlps,
     several,
     slice_resident_loss,
@@ -40,12 +44,8 @@ from tests.loops import (
 from tests.support import same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
-GROUPED: dict[str, Any] = {"adapter_kernels": "grouped"}
+dora: Callable[..., Model] = partial(adapted, use_dora=True, lora_alpha=2)
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
-
-
-def dora(**options: Any) -> Model:
-    return adapted(**{"use_dora": True, "lora_alpha": 2, **options})
 
 
 def streamed(model: Model, **policy: Any) -> Model:
@@ -212,32 +212,35 @@ def test_a_class_whose_forward_is_wrapped_keeps_it(
     assert not same_bits(plain["loss"], expected["loss"])
 
 
-@pytest.mark.parametrize("how", ["another tensor", "a counted edit", "another adapter"])
+def with_another_scaling(own: Any, module: Any, given: torch.Tensor) -> Any:
+    with mock.patch.dict(module.scaling, default=0.5 * module.scaling["default"]):
+        return own(module, given)
+
+
+OTHERS: dict[str, Callable[..., Any]] = {
+    "another tensor": lambda own, module, given: own(module, given * 0.5),
+    "a counted edit": lambda own, module, given: own(module, given.mul_(0.5)),
+    "another adapter": with_another_scaling,
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
 def test_only_this_very_input_is_shared(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention's own code gives k something else, of which no hook tells."""
     model = adapted(**DENSE)
     kind = type(model.base_model.model.model.layers[0].self_attn)
     genuine = kind.forward
 
-    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = type(self.k_proj).__call__
 
         def call(module: Any, given: torch.Tensor) -> Any:
             is_other = module is self.k_proj
-            if is_other and how == "another tensor":
-                given = given * 0.5
-            elif is_other and how == "a counted edit":
-                given.mul_(0.5)
-            factor = 0.5 if is_other and how == "another adapter" else 1
-            module.scaling["default"] *= factor
-            try:
-                return own(module, given)
-            finally:
-                module.scaling["default"] /= factor
+            return OTHERS[how](own, module, given) if is_other else own(module, given)
 
         with monkeypatch.context() as patch:
             patch.setattr(type(self.k_proj), "__call__", call)
-            return genuine(self, hidden_states, *args, **kwargs)
+            return genuine(self, *args, **kwargs)
 
     def logits() -> torch.Tensor:
         with torch.no_grad():
@@ -359,7 +362,7 @@ def test_other_adapters_are_not_grouped_and_nothing_is_changed(kind: str) -> Non
     forwards = [sorted(module.__dict__) for module in model.modules()]
     for refused in (
         lambda model: poros.use_adapter_kernels(model, "grouped"),
-        lambda model: streamed(model, **GROUPED),
+        lambda model: streamed(model, adapter_kernels="grouped"),
     ):
         with pytest.raises(PolicyError, match=r"layers\.0\..* expected LoRA .*found.*fused"):
             refused(model)
@@ -446,3 +449,18 @@ def test_with_tf32_nothing_is_merged_unless_asked() -> None:
         torch.set_float32_matmul_precision(precision)
     assert all("float32 with float32" in each for each in shapes[0])
     assert all("TF32" in each for each in shapes[1]) and not any("TF32" in s for s in shapes[0])
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_adapter_kernels_do_not_make_a_compiled_layer_compile_anew() -> None:
+    """A counter that a graph looks at would: up to the limit, and from then on nothing is."""
+    model = adapted(quantize=False, target_modules=["q_proj", "down_proj"])
+    plain = step(model)
+    torch._dynamo.reset()
+    counters.clear()
+    poros.use_adapter_kernels(model)
+    for layer in layers_of(model):
+        layer.compile(backend="eager")
+    found = [step(model) for _ in range(3)]
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not any(differences(plain, each) for each in found)

@@ -1,7 +1,8 @@
-"""Adapter kernels with bits of their own: those of a resident model with the same kernels.
+"""Adapter kernels: fused ones, with the bits of PEFT's modules, and some with bits of their own.
 
+Compared are loss, every gradient, the order in which parameters get theirs, and the random state.
 Those of DoRA, of ``adapter_kernels="grouped"`` and of ``lora_paths``: near the bits of PEFT's
-modules, and in each way that layers run the bits of ``poros.use_adapter_kernels``.
+modules, and in each way that layers run the bits of a resident model with the same kernels.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from torch import nn
 
 import poros
 from poros.config import LORA_ORDERS
+from poros.kernels import lora
+from poros.kernels.adapters import tally_of
 from tests.exact.recorded import recorded
 from tests.loops import (
     SEVEN,
@@ -32,22 +35,185 @@ from tests.loops import (
     num_groups,
     own_loss,
     same,
+    several,
     step,
     train,
     trained,
+    with_kernels,
 )
 from tests.support import AdversarialPrepare, same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Bits = dict[str, torch.Tensor]
 ORDERS = ["flops", *LORA_ORDERS[1:]]
-without_a_cache = partial(bf16, cache_enabled=False)
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
 MIXED: dict[str, Any] = {"quantize": False, "dtype": BF16}
 NARROW: dict[str, Any] = {"adapters": BF16}
 
 
-# Which model, and which adapters.
+# Fused kernels, which have the bits of PEFT.
+
+TARGETS = {
+    "seven": (SEVEN, "all-linear"),
+    "qkv": (SEVEN[:3], ["qkv_proj"]),
+    "o": (SEVEN[3:4], ["o_proj"]),
+    "mlp": (SEVEN[4:], ["gate_up_proj"]),
+}
+"""And those of phi3."""
+OPTIONS: list[dict[str, Any]] = [
+    *({"targets": each, "lora_dropout": 0.05} for each in TARGETS),
+    {"targets": "mlp"},
+    {"use_rslora": True},
+    {"adapters": BF16},
+    {"adapters": BF16, "lora_dropout": 0.05},
+    {"init_lora_weights": "olora"},
+    {"r": 1},
+    {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"up_proj": 7}},
+]
+
+
+def double(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
+    return result * 2
+
+
+def changed_by_fused(model: Model, around: Callable[[], Any] = nullcontext) -> list[str]:
+    return differences(step(model, around), with_kernels(model, around))
+
+
+def of_fused(model: Model, around: Callable[[], Any]) -> tuple[int, dict[str, int]]:
+    """Calls with an operator of ours, and the others by reason."""
+    tally = tally_of(poros.use_adapter_kernels(model))
+    step(model, around)
+    poros.restore(model)
+    assert tally is not None
+    return tally.num_fused, dict(tally.unfused)
+
+
+@pytest.mark.cover("pairs")
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("around", [nullcontext, bf16], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "gemma3", "phi3"])
+def test_fused_kernels_change_no_bit(
+    architecture: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    around: Any,
+    quantize: bool,
+) -> None:
+    if "init_lora_weights" in options and quantize:
+        options = {}  # it writes to the base
+    targets = TARGETS[options.get("targets", "seven")][architecture == "phi3"]
+    run = {"dtype": dtype, "quantize": quantize, **options, "target_modules": targets}
+    run.pop("targets", None)
+    model = adapted(architecture, **run)
+    assert changed_by_fused(model, around) == []
+    num_adapted = sum(hasattr(module, "lora_A") for module in model.modules())
+    assert of_fused(model, around) == (num_adapted, {}) and num_adapted >= 2
+
+
+def dora_with_hooks(model: Model) -> None:
+    model.add_adapter("dora", LoraConfig(r=4, target_modules=SEVEN, use_dora=True))
+    model.set_adapter("dora")
+    behind(double, "lora_magnitude_vector.dora")(model)
+
+
+class Own(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1
+
+
+class Lost(torch.autograd.Function):
+    """Hands nothing on in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+A, DROPOUT = "lora_A.default", "lora_dropout.default"
+# What makes PEFT's modules run as they are, in which context, and why; or ours run all the same.
+PROGRAMS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
+    "several": (several, "several active adapters", nullcontext),
+    # As ``lora_bias=True`` has it.
+    "biases": (
+        at(lambda b: setattr(b, "bias", nn.Parameter(b.weight[:, 0].clone())), "lora_B.default"),
+        *("a bias in the adapter", nullcontext),
+    ),
+    "DoRA with hooks": (dora_with_hooks, "DoraLinearVariant", nullcontext),
+    "hooks": (behind(double, "lora_B.default"), "hooks in the adapter", nullcontext),
+    "another class": (
+        at(lambda module: setattr(module, "__class__", Own), A),
+        "modules of other classes in the adapter",
+        nullcontext,
+    ),
+    "own forward": (
+        at(lambda module: setattr(module, "forward", lambda input: input * 0.5), DROPOUT),
+        "hooks in the adapter",
+        nullcontext,
+    ),
+    "transposed": (
+        at(lambda a: setattr(a.weight, "data", a.weight.data.t().contiguous().t()), A),
+        *("tensors that are not contiguous", nullcontext),
+    ),
+    "a tensor": (
+        at(lambda module: module.scaling.update(default=torch.tensor(1.5)), *SEVEN),
+        *("a scaling that is no number", nullcontext),
+    ),
+    "dtypes": (at(nn.Module.bfloat16, A), "matrices of several dtypes", bf16),
+    "an output that is lost": (
+        behind(lambda module, given, result: Lost.apply(result), "1.mlp"),
+        "",
+        nullcontext,
+    ),
+    "a product that is lost": (
+        before(lambda module, given: Lost.apply(given[0]), "1.mlp.down_proj"),
+        "",
+        nullcontext,
+    ),
+    "an edited product": (before(halve_in_place, "down_proj"), "", nullcontext),
+    "an edit below": (before(halve_in_place, "down_proj.base_layer"), "", nullcontext),
+    "another shape": (
+        behind(lambda module, given, result: result.mean(1, True), "up_proj.base_layer"),
+        *("", nullcontext),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_what_programs_do_to_modules_has_the_bits_of_peft(case: str) -> None:
+    """What the operator does not know runs as PEFT has it; hooks see and change the same."""
+    change, reason, around = PROGRAMS[case]
+    model = adapted()
+    change(model)
+    assert changed_by_fused(model, around) == []
+    assert not reason or of_fused(model, around) == (0, {reason: 14})
+
+
+def test_control_a_wrong_operator_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        lora, "add_scaled", lambda result, added, how: result + added.to(result.dtype) * how.scaling
+    )
+    assert "loss" in changed_by_fused(adapted(lora_alpha=5))
+
+
+def test_control_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nodes between that hand A its gradient before B."""
+    genuine = lora._AddLora.apply
+    monkeypatch.setattr(
+        lora._AddLora,
+        "apply",
+        lambda result, input, b, a, *rest: genuine(result, input, b[...], a[...], *rest),
+    )
+    assert changed_by_fused(adapted()) == ["order"]
+
+
+# Others: which model, and which adapters.
 
 
 def streamed_and_resident(
@@ -107,19 +273,10 @@ def wide_norms(model: Model) -> None:
             parameter.data = parameter.data.float()
 
 
-def with_dropout(model: Model) -> None:
-    """One of those that share an input."""
-    at(lambda module: module.lora_dropout.update({"default": nn.Dropout(0.5)}), "k_proj")(model)
-
-
 def tied(model: Model) -> None:
     for layer in model.base_model.model.model.layers:
         attention = layer.self_attn
         attention.v_proj.lora_A["default"].weight = attention.q_proj.lora_A["default"].weight
-
-
-def double(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
-    return result * 2
 
 
 def beside_lora(model: Model) -> None:
@@ -146,11 +303,16 @@ GROUPED = {
     "dense": Row(DENSE),
     "autocast, nf4, adapters in bfloat16": Row(NARROW, bf16),
     "autocast, dense, bfloat16": Row(MIXED, bf16),
-    "autocast without a cache": Row({}, without_a_cache),
+    "autocast without a cache": Row({}, partial(bf16, cache_enabled=False)),
     # A 4-bit weight that multiplies in float32 is not what autocast multiplies in.
     "autocast, nf4, float32": Row({"dtype": FP32}, bf16, num_ours=0),
     "autocast, float32 norms": Row({}, bf16, wide_norms),
-    "dropout in one": Row(NARROW, change=with_dropout, num_ours=12),
+    # One of those that share an input.
+    "dropout in one": Row(
+        NARROW,
+        change=at(lambda k: k.lora_dropout.update({"default": nn.Dropout(0.5)}), "k_proj"),
+        num_ours=12,
+    ),
     "ranks": Row(
         {"rank_pattern": {"q_proj": 3, "up_proj": 1}, "alpha_pattern": {"k_proj": 5}, **NARROW}
     ),
@@ -180,7 +342,6 @@ GROUPED = {
         num_ours=8,
     ),
 }
-LIKE_GEMMA = {"target_modules": SEVEN, "lora_dropout": 0.1}
 DORA = {
     "nf4, adapters narrower, autocast": Row(NARROW, bf16),
     "dense, float32, rsLoRA": Row({"use_rslora": True, **DENSE}),
@@ -192,7 +353,7 @@ DORA = {
         {"target_modules": ["q_proj", "down_proj"]}, change=beside_lora, num_ours=8
     ),
     "phi3": Row({"target_modules": "all-linear"}, architecture="phi3", num_ours=8),
-    "gemma3": Row(LIKE_GEMMA, architecture="gemma3"),
+    "gemma3": Row({"lora_dropout": 0.1}, architecture="gemma3"),
 }
 OWN = {
     **{f"grouped: {name}": ({"kernels": "grouped"}, row) for name, row in GROUPED.items()},
@@ -346,18 +507,13 @@ def expected(kernels: str, around: str) -> list[torch.Tensor]:
     return run(model, around, False)
 
 
+@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.cover("values")
 @pytest.mark.parametrize(("way", "together", "policy", "around"), WAYS)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_training_and_evaluation(
-    kernels: str,
-    way: str,
-    together: bool,
-    policy: str,
-    around: str,
-    monkeypatch: pytest.MonkeyPatch,
+    kernels: str, way: str, together: bool, policy: str, around: str
 ) -> None:
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
     choice, options = KERNELS[kernels]
     model, chosen = model_of(kernels), {**fields_of(choice), **POLICIES[policy]}
     captures = None

@@ -7,6 +7,7 @@ plain PEFT reads it back onto the base it was made for.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,6 @@ def with_lora(**options: Any) -> Attach:
     return attach
 
 
-def with_kind(kind: str) -> Attach:
-    return lambda base: kinds.attach(base, kind, rank=4, dropout=0.05)
-
-
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -89,7 +86,8 @@ def cases() -> Iterator[Case]:
     autocast = {"autocast_dtype": BF16}
     for kind in EIGHT:
         of_base = {"dtype": BF16, "quantize": kinds.KINDS[kind].on_4bit}
-        yield Case(kind, with_kind(kind), of_base, {**autocast, "lr": 0.02})
+        attach = partial(kinds.attach, kind=kind, rank=4, dropout=0.05)
+        yield Case(kind, attach, of_base, {**autocast, "lr": 0.02})
     for name, options in KINDS.items():
         yield Case(f"lora: {name}", with_lora(**options), is_slow=name in REPEATED)
     for place, name in enumerate(("dora", "norm saved", "bias of lora", "lora bias")):
@@ -108,10 +106,6 @@ def cases() -> Iterator[Case]:
             yield Case(name, attach, of_base)
 
 
-def as_parameter(case: Case) -> Any:
-    return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.is_slow else [])
-
-
 def canonical(name: str) -> str:
     """The key under which PEFT saves the parameter ``name`` of a model."""
     for part in (".modules_to_save.default", ".default"):
@@ -119,7 +113,10 @@ def canonical(name: str) -> str:
     return name.removesuffix(".weight") if "magnitude" in name else name
 
 
-@pytest.mark.parametrize("case", [as_parameter(case) for case in cases()])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.is_slow) for case in cases()],
+)
 def test_a_kind_is_trained_saved_and_read_back(case: Case, tmp_path: Path) -> None:
     resident, streamed = (case.attach(case.base()) for _ in range(2))
     prepare_plain(streamed, device="cpu")

@@ -27,41 +27,17 @@ def step(model: Any) -> None:
     model(**batches()[0]).loss.backward()
 
 
-def evaluate(model: Any) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(**batches()[0])
-
-
-def labels(trace: profile) -> list[str]:
-    """In the order of time."""
+def profiled(run: Any, model: Any) -> list[str]:
+    """Labels, in the order of time."""
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run(model)
     found: list[Any] = [each for each in trace.events() or () if each.name.startswith(PREFIX)]
     return [each.name for each in sorted(found, key=lambda each: each.time_range.start)]
 
 
-def of_visits(names: list[str]) -> list[str]:
-    return [each for each in names if not each.startswith((f"{PREFIX}copy", f"{PREFIX}head"))]
-
-
-def of_copies(names: list[str]) -> list[str]:
-    return [each for each in names if each.startswith(f"{PREFIX}copy block")]
-
-
-def profiled(run: Any, model: Any) -> list[str]:
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        run(model)
-    return labels(trace)
-
-
-def streamed(dropout: float = 0.05, **policy: Any) -> tuple[Any, list[Action]]:
-    journal: list[Action] = []
-    model = prepare_with(
-        build(dropout=dropout),
-        StreamingPolicy(self_check="off", **policy),
-        streams=EagerStreams(torch.device("cpu")),
-    )
-    keep_journal(poros.runtime(model).manager, journal)
-    return model, journal
+def streamed(**policy: Any) -> Any:
+    chosen = StreamingPolicy(self_check="off", slots=2, **policy)
+    return prepare_with(build(), chosen, streams=EagerStreams(torch.device("cpu")))
 
 
 def forward_and_backward() -> list[str]:
@@ -73,13 +49,16 @@ def forward_and_backward() -> list[str]:
 
 
 def test_a_trace_shows_each_visit_and_each_copy_in_order() -> None:
-    model, journal = streamed(slots=2)
-    assert not journal
+    model, journal = streamed(), list[Action]()
+    keep_journal(poros.runtime(model).manager, journal)
     found = profiled(step, model)
-    assert of_visits(found) == forward_and_backward()
+    others = (f"{PREFIX}copy", f"{PREFIX}head")
+    assert [each for each in found if not each.startswith(others)] == forward_and_backward()
     copies = [each.block for each in journal if each.kind == "prefetch"]
     assert len(copies) > NUM_LAYERS
-    assert of_copies(found) == [f"{PREFIX}copy block {block}" for block in copies]
+    assert [each for each in found if each.startswith(f"{PREFIX}copy block")] == [
+        f"{PREFIX}copy block {block}" for block in copies
+    ]
     # The copy that a visit begins with, and the one ahead of it, are queued before the layer runs.
     assert found[:3] == [
         f"{PREFIX}copy block 0",
@@ -89,22 +68,22 @@ def test_a_trace_shows_each_visit_and_each_copy_in_order() -> None:
 
 
 def test_the_loss_shows_which_rows_of_the_head_it_reads() -> None:
-    model, _ = streamed(slots=2, stream_head=True)
+    model = streamed(stream_head=True)
     found = profiled(step, model)
     # So small a head comes in one piece.
     assert [each for each in found if " rows " in each] == [
         f"{PREFIX}copy head rows 0",
         f"{PREFIX}head rows 0",
     ]
-    first, last = (found.index(each) for each in [each for each in found if " rows " in each])
+    first, last = (place for place, each in enumerate(found) if " rows " in each)
     assert found.index(PREFIX + f"forward layers.{NUM_LAYERS - 1}") < first < last
     assert last < found.index(PREFIX + f"backward layers.{NUM_LAYERS - 1}")
-    resident, _ = streamed(slots=2, loss="reference", stream_head=False)
+    resident = streamed(loss="reference", stream_head=False)
     assert not any(" rows " in each for each in profiled(step, resident))
 
 
 def test_what_a_layer_computes_is_inside_of_its_label_and_has_the_same_bits() -> None:
-    model, _ = streamed(slots=2)
+    model = streamed()
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         step(model)
     events: list[Any] = list(trace.events() or ())
@@ -114,7 +93,7 @@ def test_what_a_layer_computes_is_inside_of_its_label_and_has_the_same_bits() ->
     for each in products:
         at = each.time_range
         assert any(one.start <= at.start and at.end <= one.end for one in ranges), each
-    plain, _ = streamed(slots=2)
+    plain = streamed()
     step(plain)
     assert changes(bits_of(plain), bits_of(model)) == {}
     assert profiled(step, poros.restore(model)) == [], "it does not stream any more"
@@ -125,10 +104,10 @@ def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError(name)
 
     monkeypatch.setattr("poros.utils.profiling.record_function", refuse)
-    model, _ = streamed(slots=2)
+    model = streamed()
     step(model)
-    with pytest.raises(AssertionError, match=r"poros::inference layers\.0"):
-        profiled(evaluate, model)
+    with torch.no_grad(), pytest.raises(AssertionError, match=r"poros::inference layers\.0"):
+        profiled(lambda model: model.eval()(**batches()[0]), model)
 
 
 class Clock:

@@ -1,6 +1,7 @@
 """Liger's kernels in streamed layers, in Triton's interpreter: the bits of a resident model's."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from tests.liger import liger_alone, liger_interpreted
 from tests.loops import adapted, mlps, same, train
 
 Model = Any
-SIZES = (2, 2)
-LENGTHS = (2,)
+model_of = partial(adapted, dtype=torch.float32, lora_dropout=0.1)
+run = partial(train, together=False, sizes=(2, 2), lengths=(2,))
 EAGER, REPLAYED = {"cuda_graphs": False}, {"cuda_graphs": True}
 LANES: dict[str, tuple[dict[str, Any], bool]] = {
     "replayed, together": (REPLAYED, True),
@@ -36,14 +37,6 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-def model_of(**options: Any) -> Model:
-    return adapted(dtype=torch.float32, lora_dropout=0.1, **options)
-
-
-def run(model: Model, together: bool = False) -> list[torch.Tensor]:
-    return train(model, together, sizes=SIZES, lengths=LENGTHS)
-
-
 @pytest.fixture(scope="module")
 def resident() -> list[torch.Tensor]:
     with liger_alone(modeling_qwen2) as applied:
@@ -56,7 +49,7 @@ def test_streamed_equals_resident(lane: str, resident: list[torch.Tensor]) -> No
     model = model_of()
     assert use_liger(model.get_base_model()) == ["feed-forwards", "norms", "rotary embeddings"]
     captures, _ = recorded(model, **{"slots": 2, **policy})
-    assert same(run(model, together), resident)
+    assert same(run(model, together=together), resident)
     assert poros.runtime(model).self_check["status"] == "passed"
     assert captures is None or (captures.num_replays > 0) == policy["cuda_graphs"]
 
@@ -70,7 +63,7 @@ def test_dora(together: bool) -> None:
     model = model_of(use_dora=True)
     use_liger(model.get_base_model())
     captures, _ = recorded(model, slots=2, cuda_graphs=True)
-    assert same(run(model, together), expected)
+    assert same(run(model, together=together), expected)
     assert captures.num_replays > 0
 
 

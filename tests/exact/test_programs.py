@@ -7,6 +7,8 @@ with the self-check on. `make test` has the first of what may be replayed, and t
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,15 +17,19 @@ import torch
 import poros
 from poros.replay.remat import RematerializeLayer
 from poros.stream.body import LayerBody
+from poros.stream.boundary import is_streamed
 from tests.comparing import changes, digest
 from tests.exact import programs as P
 from tests.exact import subjects as S
 from tests.exact.recorded import on_tapes, poisoned
 from tests.loops import (
+    ON_HOST,
+    Model,
     Program,
     Subject,
     bf16,
     differing_facts,
+    facts_of,
     in_order,
     layers_of,
     observe,
@@ -35,6 +41,7 @@ from tests.loops import (
 from tests.replaced import in_place_of
 
 Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.usefixtures("recorded_soon")
 
 
 class Row(NamedTuple):
@@ -85,7 +92,7 @@ def losses() -> Iterator[tuple[str, Row]]:
     subject = S.adapters_on(
         "q_proj", "down_proj", dropout=0.05, use_dora=True, modules_to_save=["input_layernorm"]
     )
-    yield "norms that are trained", Row(P.train_once, subject)
+    yield "norms that are trained", Row(partial(P.train, num_steps=1), subject)
     score = S.reading("AutoModelForSequenceClassification")
     yield "a classifier", Row(P.classify, score)  # reward models: ``test_trl``
     # A run has four forwards, which are enough to replay some.
@@ -134,12 +141,35 @@ def inside() -> Iterator[tuple[str, Row]]:
     yield "bitsandbytes beside a layer", Row(P.bitsandbytes_beside, beside)
 
 
-ROWS: dict[str, Row] = dict((*backwards(), *losses(), *surroundings(), *inside()))
+MODES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
 
 
-@pytest.fixture(autouse=True)
-def recorded_soon(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
+def evaluations() -> Iterator[tuple[str, Row]]:
+    """Beside those of ``test_cells``, which has all architectures, without autocast."""
+    for (name, mode), subject in product(MODES.items(), (S.PLAIN, S.FP32)):
+        program = partial(P.evaluated_under_autocast, mode=mode)
+        name = f"evaluations under autocast, {name}, {'fp32' if subject is S.FP32 else 'bf16'}"
+        yield name, Row(program, subject, replays=subject is S.PLAIN, is_longer=True)
+    for name, options in {
+        "without a cache": {"use_cache": False},
+        "samples": {"do_sample": True, "top_k": 0},
+        "beams": {"num_beams": 2},
+        "a static cache": {"cache_implementation": "static"},
+    }.items():
+        # With logits whole, as they are read; with the head in host memory or not.
+        policy = {"block_size": 2, **(ON_HOST if "num_beams" in options else {})}
+        yield (
+            f"generation: {name}",
+            Row(partial(P.generated, **options), S.PLAIN, policy, name == "without a cache"),
+        )
+    experts = Row(P.generated, S.small("qwen3_moe"), {"block_size": 2}, replays=False)
+    yield "generation of experts", experts
+
+
+ROWS: dict[str, Row] = dict((*backwards(), *losses(), *surroundings(), *inside(), *evaluations()))
 
 
 def rows(is_checked: bool) -> Any:
@@ -172,13 +202,28 @@ def test_a_program_whose_visits_are_replayed_is_exact(row: Row) -> None:
     assert changes(expected, observe(model, program)) == {}
     captures = poros.runtime(model).captures
     assert captures and (captures.num_replays > 0) == row.replays
-    assert row.replays or row.num_times > 2 or not captures.num_recorded
+    assert row.replays or row.is_longer or not captures.num_recorded
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_prepared_under_a_gradless_mode_is_exact(mode: str) -> None:
+    def train_and_restore(model: Model) -> object:
+        first = P.train(model)
+        if is_streamed(layers_of(model)[0]):
+            poros.restore(model)
+        return first, P.train(model)
+
+    def prepare(model: Model) -> Model:
+        with MODES[mode]():
+            return streamed(model)
+
+    assert differing_facts(S.PLAIN, train_and_restore, prepare) == {}
 
 
 # Controls: resident programs that have to differ, or the rows above would show nothing.
 
 DIFFERENT: dict[str, tuple[Subject, Program, Subject, Program]] = {
-    "autocast in fp32": (S.FP32, P.STEP, S.FP32, P.STEP_UNDER_AUTOCAST),
+    "autocast in fp32": (S.FP32, P.STEP, S.FP32, P.one_step(bf16)),
     "attention backends": (S.FP32_NO_DROPOUT, P.STEP, S.FP32_NO_DROPOUT, P.MATH_STEP),
     "dropout": (S.small(dropout=0.5), P.STEP, S.small(dropout=0.4), P.STEP),
     "an older hook on backward": (S.PLAIN, P.STEP, S.PLAIN, P.older_hook),
@@ -216,6 +261,14 @@ def test_control_per_layer_inputs_without_a_gradient_differ(monkeypatch: Patch) 
     found = observe(streamed(S.adapter_below_the_layers(), self_check="off"), P.STEP)
     gone = resident_facts(S.adapter_below_the_layers, P.STEP).keys() - found.keys()
     assert len(gone) == 2 and not any("layers." in name for name in gone)
+
+
+def test_control_generation_uses_the_adapters() -> None:
+    model = streamed(S.PLAIN())
+    expected = facts_of(P.generated(model))
+    with torch.no_grad():
+        layers_of(model)[1].mlp.up_proj.lora_B["default"].weight.mul_(2)
+    assert changes(expected, facts_of(P.generated(model)))
 
 
 # What is left behind.

@@ -1,8 +1,8 @@
 """Programs whose visits are recorded and replayed, by a stand-in that sees nothing of Python.
 
 They have the bits of a resident run, where layers are recomputed and where they keep their graph.
-How users compute within steps: ``test_programs`` and ``test_written_programs``, which replay them
-too.
+Then what is recorded and when, what makes way, and what is wrong and never replayed. How users
+compute within steps: ``test_programs`` and ``test_written_programs``, which replay them too.
 """
 
 import gc
@@ -14,14 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import poros
+from poros.errors import ParityError, PolicyError
+from poros.io.digests import checksum
+from poros.model import recorded as chosen
+from poros.model.sizing import ResidencyPlan
 from poros.replay.call import CHECK
 from poros.replay.captures import ARGUMENTS, NEW
 from poros.replay.forms import HeldGraphs
 from poros.replay.graphs import Fixed
-from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, train
+from poros.stream.boundary import StreamedLayer
+from poros.stream.offload import ActivationOffloader
+from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, spoil, train
 from tests.loops import bf16, build, differences, mlps, same, step, trained, with_kernels
+from tests.unsteady import make_unsteady
+from tools.tape import TapeRecorder
 
 Model = Any
 Facts = list[Any]
@@ -68,14 +77,13 @@ CHANGES: dict[str, Callable[[Model, int], None]] = {
 
 PROGRAMS: dict[str, Callable[[Model], Facts]] = {
     "nothing": train,
-    **{name: partial(train, change=change) for name, change in CHANGES.items()},
+    **{name: partial(train, between=change) for name, change in CHANGES.items()},
 }
 
 
 @cache
 def resident(which: str) -> Facts:
     model = few(lora_dropout=0.1)
-    torch.manual_seed(3)
     return PROGRAMS[which](model)
 
 
@@ -85,13 +93,16 @@ def resident(which: str) -> Facts:
 def test_a_program(which: str, policy: dict[str, Any]) -> None:
     model = few(lora_dropout=0.1)
     captures, _ = recorded(model, **policy)
-    torch.manual_seed(3)
     assert same(PROGRAMS[which](model), resident(which))
     stats = poros.runtime(model).stats()
     assert captures.num_replays == stats["num_replayed_visits"] > 0
     assert stats["num_eager_visits"] == sum(captures.eager.values())
     if which in CHANGES:  # a control
         assert not same(resident(which), resident("nothing"))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
 
 
 OPTIONS: list[dict[str, Any]] = [{"lora_dropout": 0.1}, {"use_dora": True, "quantize": False}]
@@ -160,7 +171,7 @@ def scaled(mlp: Any, given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 EAGER: dict[str, tuple[Any, Any, str]] = {
-    "the host waits": (waited_for, None, "cannot be recorded"),
+    "the host waits": (waited_for, lambda *_: None, "cannot be recorded"),
     "an exchanged tensor": (scaled, partial(in_a_list, has_list=False), ""),
     "an exchanged tensor, in a list": (scaled, in_a_list, ""),
 }
@@ -176,10 +187,10 @@ def test_feed_forwards_that_are_not_replayed(
     kind = type(mlps(few())[0])
     genuine = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: change(self, x, genuine(self, x)))
-    expected = train(few(), change=between)
+    expected = train(few(), between=between)
     model = few()
     captures, _ = recorded(model, **policy)
-    assert same(train(model, change=between), expected)
+    assert same(train(model, between=between), expected)
     assert captures.num_replays == 0
     assert any(each.startswith(reason) for each in captures.eager)
 
@@ -237,9 +248,8 @@ def test_gradients_of_adapters_keep_no_memory_of_others() -> None:
 def test_of_micro_batches_together_one_call_of_each_layer_is_watched() -> None:
     model = few()
     captures, _ = recorded(model, self_check="off")
-    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
     for _ in range(4):
-        poros.accumulate(model, [dict(batch) for _ in range(4)])
+        poros.accumulate(model, [batch() for _ in range(4)])
     num_before, to_come = captures.num_replays, {0, 1}
 
     def watches(layer: int) -> bool:
@@ -248,8 +258,293 @@ def test_of_micro_batches_together_one_call_of_each_layer_is_watched() -> None:
         return found
 
     poros.runtime(model).context.watches = watches
-    poros.accumulate(model, [dict(batch) for _ in range(4)])
+    poros.accumulate(model, [batch() for _ in range(4)])
     assert captures.eager[CHECK] == 2 and captures.num_replays == num_before + 2 * 2 * 3
+
+
+# Recordings that are wrong.
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
+@pytest.mark.parametrize("operator", ["mm", "bernoulli"])
+def test_a_recording_that_gives_other_bits_is_never_used(
+    operator: str, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that leaves out an operator, a random one too."""
+    model = few(lora_dropout=0.1)
+    captures, recorder = recorded(model)
+
+    def fault(recorder: TapeRecorder, steps: list[Any]) -> None:
+        found = [place for place, (func, *_) in enumerate(steps) if operator in str(func)]
+        if recorder.num_recorded % 2 == 1 - which:
+            del steps[found[0]]
+
+    spoil(monkeypatch, fault)
+    assert same(train(model), resident("nothing"))
+    # A forward is replayed as soon as its own recording is proved.
+    assert (captures.num_replays > 0) == (which == 1) and recorder.num_replays > 0
+    assert any("other bits" in reason for reason in captures.eager)
+
+
+def without_a_product(steps: list[Any]) -> None:
+    del steps[next(place for place, (func, *_) in enumerate(steps) if "mm" in str(func))]
+
+
+def with_a_draw_more(steps: list[Any]) -> None:
+    """Into the mask of a dropout that was applied by then."""
+    steps.append(next(step for step in reversed(steps) if "bernoulli_" in str(step[0])))
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize(
+    ("fault", "found"), [(without_a_product, "result 0"), (with_a_draw_more, "random numbers")]
+)
+def test_under_strict_a_recording_with_other_bits_is_an_error(
+    fault: Callable[[list[Any]], None],
+    found: str,
+    around: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forwards(model: Model) -> None:
+        for number in range(6):  # another row each: memory holds results of the one before
+            with around():
+                loss = loss_of(model, shift=number)
+            if loss.requires_grad:
+                loss.backward()
+
+    spoil(monkeypatch, lambda _, steps: fault(steps))
+    model = few(lora_dropout=0.1)
+    recorded(model, cuda_graphs=True)
+    with pytest.raises(ParityError, match=rf"expected a recorded visit .* found others: {found}"):
+        forwards(model)
+    model = few(lora_dropout=0.1)
+    captures, _ = recorded(model, cuda_graphs=True, self_check="warn")
+    forwards(model)
+    assert captures.num_replays == 0
+
+
+@pytest.mark.parametrize("way", ["recomputed", "kept", "together"])
+def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together, several backwards of a layer come before what proves the first can be recorded."""
+    make_unsteady(monkeypatch)
+    model = few(lora_dropout=0.1)
+    captures, recorder = recorded(model, self_check="off", **(KEPT if way == "kept" else {}))
+    for _ in range(8):
+        if way == "together":
+            poros.accumulate(model, [batch() for _ in range(3)])
+        else:
+            loss_of(model).backward()
+    assert not any("other bits" in reason for reason in captures.eager)
+    assert captures.num_replays >= 2 * 2 * 2
+    # Of each of two layers: a forward, a backward, and the steady one that proves it.
+    assert recorder.num_recorded == 2 * 3
+
+
+def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_unsteady(monkeypatch)
+    model = few(lora_dropout=0.1)
+    captures, _ = recorded(model, self_check="off")
+
+    def fault(recorder: TapeRecorder, steps: list[Any]) -> None:
+        places = [place for place, (func, *_) in enumerate(steps) if "bernoulli" in str(func)]
+        if torch.are_deterministic_algorithms_enabled() or recorder.num_recorded > 4:
+            del steps[places[-1]]
+
+    spoil(monkeypatch, fault)
+    train(model, 8)
+    assert any("other bits" in reason for reason in captures.eager)
+
+
+@pytest.mark.usefixtures("recorded_soon")
+def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed() -> None:
+    model = few()
+    recorded(model, **KEPT)
+    poros.runtime(model).host_slab(1)[0] ^= 1
+    with pytest.raises(ParityError):
+        train(model, 3)
+
+
+# When.
+
+
+def test_graphs_on_a_cpu_are_an_error() -> None:
+    model = few()
+    with pytest.raises(PolicyError, match="cuda_graphs: expected a GPU"):
+        poros.prepare(model, cuda_graphs=True, device="cpu")
+    loss_of(model).backward()
+
+
+def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked() -> None:
+    model = few()
+    captures, recorder = recorded(model, self_check="strict")
+    poros.accumulate(model, [batch() for _ in range(5)])
+    assert poros.runtime(model).self_check["status"] == "passed"
+    assert recorder.num_recorded == 2 * 2
+    # Of four, a forward and a backward run beside what is compared with it.
+    assert captures.num_replays == 2 * (3 + 2)
+
+
+def test_many_tokens_are_not_recorded_unless_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device is busy with them for longer than the host."""
+    expected = train(few(), 6, 2)
+    monkeypatch.setattr(chosen, "_most_parameters", lambda blocks: 10)
+    # Of two rows of 12 and of 20 tokens the first may be recorded.
+    monkeypatch.setattr(chosen, "MOST_FLOP", 2 * 10 * 30)
+    model = few()
+    captures, recorder = recorded(model)
+    assert same(train(model, 6, 2), expected)
+    assert captures.num_replays > 0 and recorder.num_recorded == 2 * 2
+    assert any("so many tokens" in reason for reason in captures.eager)
+    model = few()
+    captures, recorder = recorded(model, cuda_graphs=True)
+    train(model, 6, 2)
+    assert recorder.num_recorded == 2 * 2 * 2
+
+
+def test_nothing_is_recorded_within_a_backward() -> None:
+    """Under a checkpoint around all of the model its forward runs once more in the backward."""
+    model = few()
+    _, recorder = recorded(model, self_check="off")
+    begin, places = recorder.record, []
+
+    def record(run: Callable[[], None], is_held: bool = False) -> Any:
+        places.append(torch._C._current_graph_task_id())
+        return begin(run, is_held)
+
+    recorder.record = record  # type: ignore[method-assign]
+    embedded = torch.randn(1, 12, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def loss(hidden: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=hidden, use_cache=False).logits.float().sum()
+
+    for _ in range(6):
+        checkpoint(loss, embedded, use_reentrant=True).backward()
+    assert set(places) <= {-1} and recorder.num_recorded > 0
+
+
+def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = few()
+    recorded(model, self_check="off", offload_boundaries=True)
+    genuine, indices = ActivationOffloader.offload, list[int]()
+
+    def offload(self: Any, tensor: torch.Tensor, name: str, index: int) -> Any:
+        indices.append(index)
+        return genuine(self, tensor, name, index)
+
+    monkeypatch.setattr(ActivationOffloader, "offload", offload)
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, given, result: None)
+    loss_of(model).backward()
+    assert indices == [0, 1]
+
+
+# What makes way. There are four places for forms of a layer, of which there are two here.
+
+
+def visit(model: Model, *lengths: int, num_times: int = 1) -> None:
+    for length in lengths:
+        for _ in range(num_times):
+            loss_of(model, length).backward()
+
+
+def test_recordings_that_do_not_pay_make_the_next_ones_rarer() -> None:
+    """Lengths that come twice, and not again."""
+    model = few()
+    captures, recorder = recorded(model, self_check="off")
+    visit(model, *range(8, 20), num_times=2)
+    # As many forms as there are places, and one that another made way for.
+    assert recorder.num_recorded == 2 * 2 * (4 + 1)
+    assert captures.num_replays == 0
+    visit(model, 19, num_times=8)  # what comes often is recorded all the same
+    assert captures.num_replays > 0
+
+
+def test_lengths_that_alternate_do_not_drive_each_other_out() -> None:
+    """One length more than there are places: that one runs as always, and nothing anew.
+
+    On a GPU the host waits for the device as memory is given back: only when something is recorded.
+    """
+    model = few()
+    captures, recorder = recorded(model, self_check="off")
+    given_back, after = list[int](), list[int]()
+    recorder.give_back = lambda: given_back.append(captures.num_recorded)  # type: ignore[method-assign]
+    for _ in range(8):
+        visit(model, *range(8, 13))
+        after.append(recorder.num_recorded)
+    assert after[-1] == after[-3] == 2 * 2 * 4
+    assert captures.num_replays > 0
+    assert 0 < len(given_back) == len(set(given_back)) <= 2 * 4
+
+
+def test_a_length_that_does_not_come_back_makes_way() -> None:
+    model = few()
+    captures, _ = recorded(model, self_check="off")
+    visit(model, *range(8, 14), num_times=8)
+    for forms in captures._forms.values():
+        assert sum(form.forward is not None for form in forms.values()) == 4
+    assert captures.num_replays >= 6 * 4 * 2 * 2
+
+
+def test_kept_layers_replay_a_second_length_as_recomputed_ones() -> None:
+    model = few()
+    captures, recorder = recorded(model, self_check="off", **KEPT)
+    eager: list[int] = []
+    for _ in range(10):
+        visit(model, 8, 9)
+        eager.append(captures.eager[NEW])
+    assert recorder.num_recorded == 2 * 2 * 2
+    assert eager[-1] == eager[-3], "neither runs any more"
+
+
+@pytest.mark.parametrize("keep_last", [0, 2])
+def test_what_is_known_of_calls_stays_known_in_other_rooms(
+    keep_last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layer keeps a graph beside its recording: both of all layers may be above a budget."""
+    model = few(lora_dropout=0.1)
+    captures, recorder = recorded(model, self_check="off")
+    eager: list[int] = []
+
+    def refuse_to_keep(*_: Any) -> None:
+        pytest.fail("a graph is kept")
+
+    def change(model: Any, number: int) -> None:
+        eager.append(captures.eager[NEW])
+        if number in (5, 9):
+            assert recorder.num_recorded == 2 * 2 * (1 if number == 5 else 2)
+            room = ResidencyPlan(3, keep_last) if number == 5 else ResidencyPlan(2, 0)
+            poros.runtime(model).resize(room)
+            monkeypatch.setattr(StreamedLayer, "_keep", refuse_to_keep)
+
+    expected = train(few(lora_dropout=0.1), 14)
+    assert same(train(model, 14, between=change), expected)
+    assert recorder.num_recorded == 2 * 2 * 3, "each once more, at once"
+    # One of each runs beside what is compared with it; none is there to be learnt from.
+    assert eager[5] == eager[4] and eager[9] == eager[5] + 2 * 2 == eager[-1] - 2 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_a_checksum_tells_what_regular_edits_do(dtype: torch.dtype) -> None:
+    """Signs, a single bit, neighbours exchanged, rows in another order."""
+    values = (torch.randn(16, 8, generator=torch.Generator().manual_seed(0)) * 20).to(dtype)
+    other = torch.ones(3, dtype=torch.bfloat16)
+    flipped, swapped = values.clone(), values.clone()
+    flipped.view(torch.uint8)[0, 0] ^= 1
+    swapped[0, :2] = values[0, :2].flip(0)
+    edited = [-values, values.flip(0), flipped, swapped, values * 2]
+    found = {int(checksum([each, other])) for each in (values, *edited)}
+    assert len(found) == 1 + len(edited)
+    assert int(checksum([values.clone(), other])) in found
 
 
 # Controls.
@@ -262,7 +557,6 @@ def test_control_gradients_that_are_not_copied_out_are_overwritten(
     model = few(lora_dropout=0.1)
     captures, _ = recorded(model)
     monkeypatch.setattr(Fixed, "copies", lambda self: self.tensors)
-    torch.manual_seed(3)
     assert not same(train(model), resident("nothing")) and captures.num_replays > 0
 
 

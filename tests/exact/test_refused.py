@@ -47,13 +47,9 @@ from tests.loops import (
 )
 
 Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.usefixtures("recorded_soon")
 Provocation = Callable[[Model], Iterator[None]]
 """Of a model: what comes before, a ``yield``, and what should raise."""
-
-
-@pytest.fixture(autouse=True)
-def recorded_soon(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
 
 
 # Changes between a forward and its backward.
@@ -90,10 +86,6 @@ def assign(path: str, value: Callable[[Any], Any]) -> Callable[[Model], None]:
     return change
 
 
-def doubled(value: Any) -> Any:
-    return 2 * value
-
-
 def add_bias(model: Model) -> torch.Tensor:
     """Of a projection of the base that has none."""
     projection = layer(model, 1).self_attn.o_proj.base_layer
@@ -121,7 +113,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "dropout replaced": lambda model: layer(model, 1).mlp.up_proj.lora_dropout.update(
         {"default": nn.Dropout(0.5)}
     ),
-    "scale of attention": assign("0.self_attn.scaling", doubled),
+    "scale of attention": assign("0.self_attn.scaling", lambda value: 2 * value),
     "epsilon": assign("0.input_layernorm.variance_epsilon", lambda _: 1e-3),
     "activation": assign("1.mlp.act_fn.forward", lambda _: torch.relu),
     "last attribute": assign("0.post_attention_layernorm.is_observed", lambda _: True),
@@ -279,12 +271,6 @@ class Fickle(nn.Module):
         return nn.functional.silu(x)
 
 
-def fickle() -> Model:
-    model = build()
-    layer(model, 1).mlp.act_fn = Fickle()
-    return model
-
-
 @dataclass(frozen=True)
 class Row:
     name: str
@@ -337,7 +323,7 @@ def rows() -> Iterator[Row]:
     yield Row("base weight made trainable", made, PREPARED, match, S.DENSE, False)
     for name, program in {
         "own permutation": P.own_permutation,
-        "counter": P.counter,
+        "counter": P.with_numbered_hook(torch.mul),
         "an operator that saves other rows": P.kept_by_kernels("rows"),
     }.items():
         yield Row(name, run(program), REMAT, "the values that the forward", S.PLAIN)
@@ -371,7 +357,9 @@ def test_it_is_refused_and_then_all_is_well(row: Row, way: str) -> None:
 
 @pytest.mark.parametrize("prepare", [poisoned, on_tapes])
 def test_a_layer_that_draws_otherwise_when_recomputed_is_refused(prepare: Any) -> None:
-    steps = behind(lambda model: None)(prepare(fickle()))
+    model = build()
+    layer(model, 1).mlp.act_fn = Fickle()
+    steps = behind(lambda model: None)(prepare(model))
     next(steps)
     with pytest.raises(RematerializationError, match=r"layers\.1: .*random numbers"):
         next(steps)

@@ -14,8 +14,6 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import poros
-from poros.accumulation import foreign
-from poros.accumulation.foreign import LIBRARIES
 from poros.replay import routing
 from poros.replay.call import LayerCall
 from poros.replay.casts import AdapterCasts
@@ -31,6 +29,7 @@ from tests.loops import (
     in_autocast,
     layers_of,
     micro_batches,
+    override,
     own_loss,
     same,
     train,
@@ -62,16 +61,21 @@ def in_two_groups(model: Model, together: bool = True) -> Facts:
     return facts
 
 
-def with_a_hook_on_a_node(model: Model, together: bool = True) -> Facts:
-    """It sees each gradient of an adapter as autograd adds it."""
+def with_a_hook_on_a_node(
+    model: Model,
+    together: bool = True,
+    note: Callable[[Model, torch.Tensor], torch.Tensor] = lambda model, gradient: gradient.clone(),
+    **options: Any,
+) -> Facts:
+    """It sees each gradient of an adapter as autograd adds it; what it notes."""
     node, seen = get_gradient_edge(trained(model)[2]).node, list[torch.Tensor]()
 
     def see(given: Any) -> None:
         if given[0] is not None:
-            seen.append(given[0].clone())
+            seen.append(note(model, given[0]))
 
     node.register_prehook(see)
-    return [*train(model, together, **OFTEN), *seen]
+    return [*train(model, together, **(options or OFTEN)), *seen]
 
 
 RUNS: dict[str, Callable[..., Facts]] = {
@@ -211,22 +215,19 @@ class Closed(torch.autograd.Function):
         return None
 
 
-def with_a_closed_way(model: Model) -> Model:
+@pytest.mark.usefixtures("known")
+def test_a_use_without_a_gradient() -> None:
     """Layers use their hidden states twice, and one of the uses gives no gradient."""
-    for layer in layers_of(model):
-        genuine = type(layer)
 
-        class Layer(genuine):  # type: ignore[valid-type,misc]
-            def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                return super().forward(hidden * 1.0 + Closed.apply(hidden), *args, **kwargs)
+    def forward(layer: Any, own: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(hidden * 1.0 + Closed.apply(hidden), *args, **kwargs)
 
-        layer.__class__ = Layer
-    return model
+    def base() -> Model:
+        model = training()
+        override(layers_of(model), forward)
+        return model
 
-
-def test_a_use_without_a_gradient(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES | {"tests", __name__.partition(".")[0]})
-    assert ends_alike(RUNS["two forms"], lambda: with_a_closed_way(training()))
+    assert ends_alike(RUNS["two forms"], base)
 
 
 def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
@@ -255,11 +256,6 @@ def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
         assert bool(value.isfinite())
 
 
-def left_out(self: GradientSums, recorded: Any) -> bool:
-    """The gradients of those behind the first."""
-    return recorded is not None and recorded is self._recorded
-
-
 def as_known(self: LayerCall, tensors: Any, rng: Any, genuine: Any = LayerCall.again) -> LayerCall:
     """Random states are those of the micro-batch before."""
     return genuine(self, tensors, self.start)
@@ -268,7 +264,12 @@ def as_known(self: LayerCall, tensors: Any, rng: Any, genuine: Any = LayerCall.a
 CONTROLS: dict[str, tuple[Any, str, Any, str]] = {
     "calls of other forms": (LayerCall, "is_like", lambda self, other: True, "two forms"),
     "random states of others": (LayerCall, "again", as_known, "two forms"),
-    "gradients that nobody adds": (GradientSums, "add_all", left_out, "two groups a step"),
+    "gradients that nobody adds": (
+        # Of those behind the first.
+        *(GradientSums, "add_all"),
+        lambda self, recorded: recorded is not None and recorded is self._recorded,
+        "two groups a step",
+    ),
     "hooks that nobody looks for": (
         *(routing, "_has_plain_sum", lambda *_: True),
         "a hook on the node of an adapter",
@@ -341,38 +342,35 @@ def test_control_casts_of_others(monkeypatch: Patch) -> None:
     assert not grouped_ends_alike(POLICIES["two slots"])
 
 
-def among_temporary_tensors(self: AdapterCasts, shapes: Any, dtype: torch.dtype) -> Any:
-    """Casts have memory of the recording, where others of its tensors may lie before."""
-    return [torch.zeros(*each, dtype=dtype) for each in shapes]
+# Nodes cast for themselves; or casts have memory of the recording, where others of its tensors may
+# lie before.
+PLACES: dict[str, Callable[..., Any]] = {
+    "without room": lambda self, shapes, dtype: None,
+    "among temporary tensors": lambda self, shapes, dtype: [
+        torch.zeros(*each, dtype=dtype) for each in shapes
+    ],
+}
 
 
-def without_room(self: AdapterCasts, shapes: Any, dtype: torch.dtype) -> None:
-    """Nodes cast for themselves."""
-
-
-@pytest.mark.parametrize(
-    ("places", "are_others"), [(without_room, False), (among_temporary_tensors, True)]
-)
+@pytest.mark.parametrize("places", PLACES)
 def test_casts_that_are_elsewhere(
-    places: Any, are_others: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+    places: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(AdapterCasts, "places", places)
+    monkeypatch.setattr(AdapterCasts, "places", PLACES[places])
     assert grouped_ends_alike(POLICIES["two slots"])  # nothing is trained with other bits
-    assert (OTHER_BITS in caplog.text) == are_others
+    assert (OTHER_BITS in caplog.text) == places.startswith("among")
 
 
-def with_a_forward_in_a_hook(model: Model, together: bool = True) -> Facts:
+def look(model: Model, gradient: torch.Tensor) -> torch.Tensor:
     """The model runs between the backwards of one layer by two micro-batches."""
-    node, seen = get_gradient_edge(trained(model)[2]).node, list[torch.Tensor]()
-    tokens = torch.arange(4, 16)[None]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found: torch.Tensor = model(input_ids=torch.arange(4, 16)[None], use_cache=False).logits
+    return found
 
-    def see(given: Any) -> None:
-        if given[0] is not None:
-            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-                seen.append(model(input_ids=tokens, use_cache=False).logits)
 
-    node.register_prehook(see)
-    return [*train(model, together, loss=in_autocast, sizes=(4,) * 6, lengths=(12,)), *seen]
+with_a_forward_in_a_hook = partial(
+    with_a_hook_on_a_node, note=look, loss=in_autocast, sizes=(4,) * 6, lengths=(12,)
+)
 
 
 def as_left(self: GradientSums, *given: Any, genuine: Any = GradientSums.add) -> None:

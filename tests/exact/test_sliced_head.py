@@ -1,15 +1,20 @@
 """A prepared model whose loss is computed in slices, and whose head may lie in host memory.
 
-Here: which models have it, what others keep, what moves, and what notices damage.
+Here: which models have it, what others keep, programs that look at the logits or do not, what
+moves, and what notices damage.
 """
 
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
+from peft import LoHaConfig, LoraConfig, get_peft_model
+from transformers import Trainer
 
 import poros
 from poros.errors import ParityError, PreparedModelError
@@ -18,33 +23,105 @@ from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits
 from poros.head.slices import SliceReader
 from poros.model.sizing import ResidencyPlan
-from tests.comparing import assert_same_run
-from tests.exact.heads import (
-    Change,
-    Model,
-    added,
-    both_forms,
-    head_of,
-    outputs,
-    saved_whole,
-    tied,
-    trained,
-    trained_embedding,
-    with_a_forward_of_its_own,
-    with_a_loss_of_its_own,
-    with_another_user,
-    with_loha,
-    with_lora,
-    with_sliced_loss,
-)
-from tests.loops import NUM_LAYERS, ON_HOST, batches, build, run, slice_resident_loss
+from tests.comparing import assert_same_run, compare_trajectories, digest
+from tests.loops import NUM_LAYERS, ON_HOST, batches, build, run, slice_resident_loss, streamed
 from tests.operators import Operators
 from tests.replaced import in_place_of
 from tests.support import prepare_plain
+from tests.trainers import Arms, logged
 
-SHAPE = {"seq_len": 16, "batch_size": 2}
-ROWS: dict[str, Any] = {"slots": 2, "stream_embedding": True}
+Model = Any
+Change = Callable[[Model], Model]
 pytestmark = pytest.mark.usefixtures("narrow")
+
+# Heads and embeddings of small models, changed as PEFT and users change them.
+
+
+def head_of(model: Model) -> torch.Tensor:
+    weight: torch.Tensor = model.get_output_embeddings().weight
+    return weight
+
+
+def outputs(model: Model, **inputs: Any) -> Any:
+    torch.manual_seed(5)
+    return model(**{**batches()[1], **inputs})
+
+
+def peft_model(model: Model, config: Any) -> Model:
+    """The base of ``model`` with these adapters instead."""
+    torch.manual_seed(3)
+    return get_peft_model(model.unload(), config).train()
+
+
+def with_lora(model: Model, **options: Any) -> Model:
+    """On the head, unless ``options`` say otherwise."""
+    usual = {"r": 4, "target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.05}
+    return peft_model(model, LoraConfig(**{**usual, "init_lora_weights": False, **options}))
+
+
+def with_a_second_that_saves_the_head(model: Model) -> Model:
+    """A second adapter, which trains alone."""
+    torch.manual_seed(4)
+    saved = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    model.add_adapter("two", LoraConfig(r=4, init_lora_weights=False, **saved))
+    model.set_adapter("two")
+    return model
+
+
+def saved_whole(model: Model, name: str = "lm_head") -> Model:
+    return peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[name]))
+
+
+def trained(model: Model) -> Model:
+    head_of(model).requires_grad_(True)
+    return model
+
+
+def both_forms(model: Model) -> Model:
+    """A trained bias beside a frozen weight."""
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 512, dtype=head.weight.dtype))
+    return model
+
+
+def with_loha(model: Model) -> Model:
+    return peft_model(model, LoHaConfig(r=4, target_modules=["lm_head"], init_weights=False))
+
+
+def with_a_loss_of_its_own(model: Model) -> Model:
+    def loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+
+    model.get_base_model().loss_function = loss
+    return model
+
+
+def with_a_forward_of_its_own(model: Model) -> Model:
+    head = model.get_output_embeddings()
+    head.forward = partial(type(head).forward, head)
+    return model
+
+
+def with_another_user(model: Model) -> Model:
+    base = model.get_base_model()
+    base.other = torch.nn.Linear(1, 1, bias=False)
+    base.other.weight = base.lm_head.weight
+    return model
+
+
+def tied(model: Model) -> Model:
+    base = model.get_base_model()
+    base.model.embed_tokens.weight = base.lm_head.weight
+    return model
+
+
+def trained_embedding(model: Model) -> Model:
+    model.get_input_embeddings().weight.requires_grad_(True)
+    return model
+
+
+with_sliced_loss: Callable[..., Model] = partial(streamed, slots=2, **ON_HOST)
+"""Prepared, with its head in host memory."""
 
 
 # What is taken over; how it comes back: ``tests/faults/test_restore``.
@@ -80,7 +157,6 @@ class Head(NamedTuple):
     """Whether its loss is; it is then compared with a resident run with the same loss."""
     own: int = 0
     """Tensors of the head that are trained."""
-    architecture: str = "qwen2"
     policy: dict[str, Any] = {}  # noqa: RUF012
 
 
@@ -117,11 +193,11 @@ HEADS = {
 @pytest.mark.parametrize("which", HEADS)
 def test_it_trains_as_a_resident_one(which: str, caplog: pytest.LogCaptureFixture) -> None:
     """And if it stays as it was, that is said."""
-    change, said, is_sliced, own, architecture, policy = HEADS[which]
-    resident = change(build(architecture))
+    change, said, is_sliced, own, policy = HEADS[which]
+    resident = change(build())
     expected = run(slice_resident_loss(resident) if is_sliced else resident)
     with caplog.at_level(logging.WARNING, logger="poros"):
-        model = with_sliced_loss(change(build(architecture)), **policy)
+        model = with_sliced_loss(change(build()), **policy)
     assert said in caplog.text and not (is_sliced and "keeps its own" in caplog.text)
     assert_same_run(expected, run(model))
     found = {n: g for n, g in expected.steps[0].gradients.items() if "lm_head" in n}
@@ -132,21 +208,17 @@ def test_it_trains_as_a_resident_one(which: str, caplog: pytest.LogCaptureFixtur
         assert not any(isinstance(each, HostMatrix) for each in model.parameters())
 
 
-LATER: dict[str, tuple[Change, Change]] = {
+LATER: dict[str, Change] = {
     # PEFT copies the head, and all that is in it; the copy is the one that is read.
-    "a trained copy": (
-        lambda model: model,
-        partial(added, r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    ),
-    "it is made trainable": (lambda model: model, trained),
+    "a trained copy": with_a_second_that_saves_the_head,
+    "it is made trainable": trained,
 }
 
 
 @pytest.mark.parametrize("which", LATER)
 def test_what_comes_to_a_resident_head_later_is_trained(which: str) -> None:
-    before, change = LATER[which]
-    expected = run(change(slice_resident_loss(before(build()))))
-    found = run(change(with_sliced_loss(before(build()), stream_head=False)))
+    expected = run(LATER[which](slice_resident_loss(build())))
+    found = run(LATER[which](with_sliced_loss(build(), stream_head=False)))
     assert_same_run(expected, found)
     assert any("lm_head" in name and g.any() for name, g in found.steps[0].gradients.items())
 
@@ -173,6 +245,121 @@ def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: pytest.Mon
     assert on_host(loss="reference", stream_embedding=False) == (False, False)
     monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", head_of(build()).nbytes + 1)
     assert on_host(loss="chunked") == (False, False)
+
+
+# What looks at the logits.
+
+
+def test_large_logits_that_are_read_are_mentioned_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poros.head.takeover._LOUD_NUM_BYTES", 1)
+    model = with_sliced_loss(build())
+    with caplog.at_level(logging.WARNING, logger="poros.head.takeover"):
+        outputs(model).loss.backward()
+        assert caplog.text == ""
+        for _ in range(2):
+            outputs(model).logits.sum()
+    assert caplog.text.count("reads the logits") == 1
+
+
+def test_labels_for_some_positions_only() -> None:
+    """Shifted by the caller, divided by a number of items, ignored by another number."""
+    given = batches()[0]["labels"]
+    shifted = F.pad(given, (0, 1), value=-100)[..., 1:].contiguous()
+    models = [build(dtype=torch.float32).eval() for _ in range(2)]
+    with_sliced_loss(models[0])
+    for extra in (
+        *({"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(7)}),
+        *({"shift_labels": shifted, "num_items_in_batch": 7}, {"ignore_index": int(given[0, 3])}),
+    ):
+        ours, plain = (
+            float(outputs(model, labels=given, **extra).loss.detach()) for model in models
+        )
+        assert abs(ours - plain) < 1e-5 * plain, extra
+    nothing = torch.full_like(given, -100)
+    model = with_sliced_loss(build()).train()
+    loss = outputs(model, labels=nothing).loss
+    loss.backward()
+    assert bool(loss.isnan())
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+WATCHES: dict[str, Any] = {
+    "hook": lambda output: output.logits.register_hook(lambda gradient: gradient * 0),
+    "retain_grad": lambda output: output.logits.retain_grad(),
+    "hook on a follower": lambda output: output.logits.float().register_hook(print),
+    "grad": lambda output: torch.autograd.grad(output.loss, output.logits, allow_unused=True),
+    "grad by keyword": lambda output: torch.autograd.grad(output.loss, inputs=[output.logits]),
+}
+
+
+@pytest.mark.parametrize("name", WATCHES)
+def test_the_gradient_of_logits_that_the_loss_goes_around_is_refused(name: str) -> None:
+    model = with_sliced_loss(build()).train()
+    with pytest.raises(PreparedModelError, match="expected no use of their gradient"):
+        WATCHES[name](outputs(model))
+    WATCHES["hook"](outputs(model, labels=None))  # no loss was taken of these
+
+
+class WithMetrics(Trainer):  # type: ignore[misc]
+    """Reads the logits of evaluations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, compute_metrics=self.metrics)
+
+    def metrics(self, prediction: Any) -> dict[str, float]:
+        assert prediction.predictions.shape == (4, 20, 512)
+        return {"mean": float(prediction.predictions.mean())}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Trainer, {"torch_compile": False, "average_tokens_across_devices": False}),
+        (WithMetrics, {"bf16": True}),
+        (Trainer, {"label_smoothing_factor": 0.1}),
+    ],
+    ids=str,
+)
+def test_trainer(kind: type[Trainer], options: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, evaluations and metrics: those of a resident model with the same loss."""
+    arms = Arms(tmp_path, torch.bfloat16)
+    given = {"trainer_class": kind, "max_steps": 2, "eval_steps": 1, **options}
+    given |= {"save_strategy": "steps", "save_steps": 2}
+    prepares = (lambda model, **_: slice_resident_loss(model)), with_sliced_loss
+    runs = [arms.run(name, prepare, **given) for name, prepare in zip("ab", prepares, strict=True)]
+    assert compare_trajectories(*runs) == []
+    assert any("eval_mean" in name for name in logged(runs[0])) == (kind is WithMetrics)
+    is_whole = "label_smoothing_factor" in options
+    stats = poros.runtime(arms.model).stats()
+    assert (stats["head_num_bytes"] == 0) == is_whole, "the loss is the Trainer's, on whole logits"
+
+
+@pytest.mark.parametrize("kind", ["the head's", "of all modules"])
+def test_backward_hooks_see_the_gradient_of_the_logits(kind: str) -> None:
+    """So there are logits, and everything is as in a plain model."""
+
+    def gradients(model: Model) -> list[object]:
+        seen: list[torch.Tensor] = []
+
+        def hook(module: torch.nn.Module, _: Any, outputs: Any) -> None:
+            if module is model.get_output_embeddings():
+                seen.append(outputs[0])
+
+        if kind == "the head's":
+            handle = model.get_output_embeddings().register_full_backward_hook(hook)
+        else:
+            handle = torch.nn.modules.module.register_module_full_backward_hook(hook)
+        with handle:
+            outputs(model.train()).loss.backward()
+        assert len(seen) == 1 and seen[0].shape[-1] == 512
+        return [
+            digest(seen[0]),
+            *(digest(p.grad) for p in model.parameters() if p.grad is not None),
+        ]
+
+    assert gradients(build()) == gradients(with_sliced_loss(build()))
 
 
 # What moves, and what is there.
@@ -224,7 +411,7 @@ def test_the_head_has_a_place_once_every_block_has_one(
     policy = {**ON_HOST, "stream_head": None}
     model = with_sliced_loss(build(architecture), **policy, slots=NUM_LAYERS)
     runtime, matrix = poros.runtime(model), head_of(model)
-    plan = poros.plan(model, **SHAPE, **policy, num_slots=NUM_LAYERS)
+    plan = poros.plan(model, seq_len=16, batch_size=2, **policy, num_slots=NUM_LAYERS)
     assert_same_run(expected, run(model))
     assert runtime.head is not None and runtime.head.holds_all
     assert runtime.stats()["head_num_bytes"] == matrix.nbytes
@@ -272,7 +459,7 @@ def test_tied_matrices_are_on_the_host_once(caplog: pytest.LogCaptureFixture) ->
 
 def test_rows_of_an_embedding_in_host_memory_come_as_they_are_asked_for() -> None:
     """It trains with the bits of a resident one: ``test_cells``."""
-    model = prepare_plain(build(), **ROWS)
+    model = prepare_plain(build(), slots=2, stream_embedding=True)
     matrix, host = model.get_input_embeddings().weight, poros.runtime(model).host.num_bytes
     run(model)
     stats = poros.runtime(model).stats()
@@ -362,20 +549,12 @@ def another_weight() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(512, 64, dtype=torch.bfloat16), requires_grad=False)
 
 
-def in_place(edit: Callable[[torch.Tensor], object]) -> Callable[[Model], None]:
-    def change(model: Model) -> None:
-        with torch.no_grad():
-            edit(head_of(model))
-
-    return change
-
-
 CHANGES: dict[str, Callable[[Model], object]] = {
     "cast": lambda model: model.get_output_embeddings().float(),
     "made trainable": lambda model: head_of(model).requires_grad_(True),
     "other data": lambda model: setattr(head_of(model), "data", another_weight().data),
-    "written": in_place(lambda weight: weight.mul_(2)),
-    "written in a row": in_place(lambda weight: weight[3].fill_(1.0)),
+    "written": torch.no_grad()(lambda model: head_of(model).mul_(2)),
+    "written in a row": torch.no_grad()(lambda model: head_of(model)[3].fill_(1.0)),
     "another weight": lambda m: setattr(m.get_output_embeddings(), "weight", another_weight()),
     "swapped": lambda model: torch.utils.swap_tensors(head_of(model), another_weight()),
 }

@@ -43,20 +43,8 @@ class Row(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
     policy: dict[str, Any] = {}  # noqa: RUF012
     of_arms: dict[str, Any] = {}  # noqa: RUF012
-    grouped: type | None = None
-    """The trainer whose micro-batches go through the blocks together."""
-
-
-class GroupedSft(poros.BlockMajorMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-    pass
-
-
-class GroupedDpo(poros.BlockMajorMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
-    pass
-
-
-class GroupedReward(poros.BlockMajorMixin, trl.RewardTrainer):  # type: ignore[misc, name-defined]
-    pass
+    is_grouped: bool = False
+    """Whether micro-batches go through the blocks together."""
 
 
 THREE = {"gradient_accumulation_steps": 3}
@@ -81,21 +69,22 @@ ROWS = {
     # The reference pass runs with the adapter disabled.
     "dpo, the base, accumulation": Row(DPO, {**BY_TRAINER, "gradient_accumulation_steps": 2}),
     "dpo, the base, before": Row(DPO, {**BY_TRAINER, "precompute_ref_log_probs": True}),
-    "sft, packed, grouped": Row(SFT, PACKED, grouped=GroupedSft),
-    "sft, dft, grouped": Row(SFT, {**THREE, "loss_type": "dft"}, SLICED, grouped=GroupedSft),
-    "dpo, on the host, grouped": Row(DPO, THREE, SLICED, grouped=GroupedDpo),
+    "sft, packed, grouped": Row(SFT, PACKED, is_grouped=True),
+    "sft, dft, grouped": Row(SFT, {**THREE, "loss_type": "dft"}, SLICED, is_grouped=True),
+    "dpo, on the host, grouped": Row(DPO, THREE, SLICED, is_grouped=True),
     "reward, an adapter made by the trainer": Row(REWARD, BY_TRAINER, of_arms=OF_REWARDS),
-    "reward, grouped": Row(REWARD, THREE, of_arms=OF_REWARDS, grouped=GroupedReward),
+    "reward, grouped": Row(REWARD, THREE, of_arms=OF_REWARDS, is_grouped=True),
 }
 
 
 @pytest.mark.parametrize("which", ROWS)
 def test_trainers(which: str, tmp_path: Path) -> None:
-    kind, options, policy, of_arms, grouped = ROWS[which]
+    kind, options, policy, of_arms, is_grouped = ROWS[which]
+    grouped = type("Grouped", (poros.BlockMajorMixin, kind[0]), {}) if is_grouped else None
     arms = TrlArms(tmp_path, *kind, **of_arms)
     is_evaluated = options is EVALUATED
     arms.eval_rows = COMPLETIONS[:4] if is_evaluated else None
-    policy = {"slots": 2, **policy} if grouped else policy
+    policy = {"slots": 2, **policy} if is_grouped else policy
     found = check(arms, policy, grouped, **options)
     assert sum("eval_loss" in entry.name for entry in found.extras) == 2 * is_evaluated
     arguments, model = arms.trainer.args, arms.model
@@ -104,7 +93,7 @@ def test_trainers(which: str, tmp_path: Path) -> None:
     if arms.quantize:
         trained = {each.dtype for each in model.parameters() if each.requires_grad}
         assert trained == {torch.bfloat16}, "TRL casts the adapters of 4-bit models"
-    if grouped is not None:
+    if is_grouped:
         # In the first forward of DPO's reference the model takes a note, so two go alone.
         assert num_groups(model) == (1 if kind is DPO else 2) and reasons(model) == []
         assert any("line 0" in each.name for each in found.extras), "what they log is compared"

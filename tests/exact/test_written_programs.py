@@ -2,7 +2,7 @@
 
 What it found is a row of ``FOUND`` as it was printed. It ends in equal bits, or in an error of
 Poros before a wrong update, or raises as the resident run does; which of these is not said: all are
-right. A row of ``written`` says its end. It runs once with the self-check and slots that are
+right. A row of ``ROWS`` says its end. It runs once with the self-check and slots that are
 poisoned, and several times with visits that are recorded on tapes.
 """
 
@@ -180,10 +180,6 @@ def forward(*terms: Term, **options: Any) -> tuple[Forward, ...]:
 
 TWO = (Forward(), Forward(batch=1))
 DENSE, DROPOUT = Subject(quantize=False), Subject(dropout=0.2)
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
-PROJECTIONS = [f"self_attn.{each}" for each in PARTS] + [
-    f"mlp.{each}" for each in ("gate_proj", "up_proj", "down_proj")
-]
 KINDS = ("forward", "forward_pre", "backward", "backward_pre")
 HOOKS = (*KINDS, *(f"global_{kind}" for kind in KINDS))
 NOISE = (
@@ -191,24 +187,6 @@ NOISE = (
     *(Hook("backward_pre", "add_noise", layer=each, tag=11 + each) for each in range(3)),
 )
 """Drawn in the order in which gradients arrive, of all that is trained and at each layer."""
-GRAM = Term("gram")
-
-
-def written() -> Iterator[tuple[str, Row]]:
-    yield from backwards()
-    yield from losses()
-    yield from surroundings()
-    yield from adapters()
-    yield from regions()
-    yield from hooks()
-    yield from together()
-    yield from exchanges()
-    yield from edits()
-    yield from later()
-    yield from in_turn()
-    yield from managed()
-    yield from heads()
-    yield from crossed()
 
 
 def backwards() -> Iterator[tuple[str, Row]]:
@@ -241,7 +219,9 @@ def losses() -> Iterator[tuple[str, Row]]:
     frozen = row(Train(False, "lora"), SetMode(), forwards=forward(inputs="embeds_grad"))
     program = replace(frozen.program, optimizer="in_backward")  # which needs no parameters
     yield "no trainable adapter", Row(program)
-    for place, path in enumerate((*PROJECTIONS, "self_attn", "mlp", "input_layernorm")):
+    paths = [f"self_attn.{each}_proj" for each in "qkvo"]
+    paths += [f"mlp.{each}_proj" for each in ("gate", "up", "down")]
+    for place, path in enumerate((*paths, "self_attn", "mlp", "input_layernorm")):
         capture = Hook("forward", "capture", layer=1, part=path)
         subject = Subject(quantize=place % 2 == 0, targets="qv")
         autocast = ("off", "each")[place // 2 % 2]
@@ -308,7 +288,7 @@ def regions() -> Iterator[tuple[str, Row]]:
         "twice": {"backward": "twice"},
         "by grad": {"backward": "grad"},
         "in evaluation mode": {"before": (SetMode(),), "after": (SetMode(True),)},
-        "a penalty": {"forwards": forward(GRAM)},
+        "a penalty": {"forwards": forward(Term("gram"))},
         "a penalty in full precision": {"forwards": forward(Term("norm"))},
         "a penalty outside": {"forwards": forward(Term("gram", outside=True))},
         "backwards in one region": {"forwards": TWO, "autocast": "shared"},
@@ -495,7 +475,9 @@ def crossed() -> Iterator[tuple[str, Row]]:
         yield f"{optimizer}: {kind}, {frozen}, {how}, {backward}, {keep_last}", Row(program)
 
 
-ROWS = dict(written())
+TABLES = (backwards, losses, surroundings, adapters, regions, hooks, together, exchanges, edits)
+TABLES += (later, in_turn, managed, heads, crossed)
+ROWS = {name: each for table in TABLES for name, each in table()}
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -512,13 +494,11 @@ WAYS = {
 """Fields of the policy, and how often the steps run."""
 
 
+@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ROWS)
-def test_a_program(
-    name: str, way: str, judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
+def test_a_program(name: str, way: str, judge: campaign.Judge) -> None:
     (program, end), (policy, num_times) = ROWS[name], WAYS[way]
     policy = replace(program.policy, **policy)
     if len(program.steps) > 1:
@@ -555,6 +535,7 @@ def in_one_sum(genuine: Any, self: Terms) -> Any:
 DORA = replace(DENSE, kind="dora")
 
 
+@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
@@ -568,7 +549,6 @@ def test_control_a_fault_differs(
     fault: Plant, name: str, judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
     program, (policy, num_times) = ROWS[name].program, WAYS["replayed"]
     policy = replace(program.policy, **policy)
     verdict = judge(replace(program, policy=policy, steps=program.steps * num_times))

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -26,12 +27,12 @@ from poros.stream.settings import Settings
 from poros.stream.state import AmbientState, Surroundings
 from poros.stream.visit import BlockVisit
 from tests import mutants
-from tests.loops import build, layers_of
+from tests.loops import at, before, behind, build, halve_in_place
 from tests.replaced import Plant, in_place_of
-from tools.adversary import AdversarialStreams
+from tests.support import poison_what_is_released
 
 Patch = pytest.MonkeyPatch
-Spoil = Callable[[Any, AdversarialStreams], None]
+Spoil = Callable[[Any], None]
 
 NUM_LAYERS = 4
 
@@ -80,16 +81,16 @@ lose_training_flags = unguarded(replaying(training=lambda modules: (False,) * le
 # The bytes in a slot.
 
 
-def at_acquire(act: Callable[[Any, Slot, int, Phase, AdversarialStreams], None]) -> Spoil:
+def at_acquire(act: Callable[[Any, Slot, int, Phase], None]) -> Spoil:
     """Do something to a slot as soon as a layer has it."""
 
-    def spoil(model: Any, streams: AdversarialStreams) -> None:
+    def spoil(model: Any) -> None:
         runtime = poros.runtime(model)
         genuine = runtime.manager.acquire
 
         def acquire(block: int, phase: Phase) -> Slot:
             slot = genuine(block, phase)
-            act(runtime, slot, block, phase, streams)
+            act(runtime, slot, block, phase)
             return slot
 
         runtime.manager.acquire = acquire  # type: ignore[method-assign]
@@ -98,15 +99,14 @@ def at_acquire(act: Callable[[Any, Slot, int, Phase, AdversarialStreams], None])
 
 
 def flip_in_the_slot(only: Phase | None = None, times: float = float("inf")) -> Spoil:
-    def spoil(model: Any, streams: AdversarialStreams) -> None:
-        left = [times]
+    def spoil(model: Any) -> None:
+        numbers = count()
 
-        def act(_: Any, slot: Slot, block: int, phase: Phase, streams: Any) -> None:
-            if block == 1 and only in (None, phase) and left[0] > 0:
-                left[0] -= 1
+        def act(_: Any, slot: Slot, block: int, phase: Phase) -> None:
+            if block == 1 and only in (None, phase) and next(numbers) < times:
                 slot.buffer[1000] ^= 0x0F
 
-        at_acquire(act)(model, streams)
+        at_acquire(act)(model)
 
     return spoil
 
@@ -114,7 +114,7 @@ def flip_in_the_slot(only: Phase | None = None, times: float = float("inf")) -> 
 def refill_early(only: Phase) -> Spoil:
     """The next block of the slot comes too early: the copy does not wait for the release."""
 
-    def act(runtime: Any, slot: Slot, block: int, phase: Phase, streams: Any) -> None:
+    def act(runtime: Any, slot: Slot, block: int, phase: Phase) -> None:
         if phase is only and block == 1:
             other = runtime.host_slab(2)
             slot.buffer[: other.numel()].copy_(other)
@@ -122,25 +122,10 @@ def refill_early(only: Phase) -> Spoil:
     return at_acquire(act)
 
 
-def overwrite(
-    runtime: Any, slot: Slot, block: int, phase: Phase, streams: AdversarialStreams
-) -> None:
+def overwrite(runtime: Any, slot: Slot, block: int, phase: Phase) -> None:
     """The next block but one is copied into the slot of the block that computes."""
     other = runtime.host_slab((block + 2) % NUM_LAYERS)
-    streams.copy(slot.buffer[: other.numel()], other, after=slot.released)
-
-
-def poison_what_is_released(model: Any, _: AdversarialStreams) -> None:
-    """No fault: whoever reads a slot without asking for its block shows."""
-    manager = poros.runtime(model).manager
-    genuine = manager.release
-
-    def release(block: int) -> None:
-        genuine(block)
-        manager.evict(block)
-        manager._ring.slot(block).buffer.fill_(0xFF)
-
-    manager.release = release  # type: ignore[method-assign]
+    runtime.manager._streams.copy(slot.buffer[: other.numel()], other, after=slot.released)
 
 
 @in_place_of(BlockVisit, "lease")
@@ -149,13 +134,9 @@ def ask_for_no_block(genuine: Any, self: BlockVisit, *_: Any) -> Any:
     return self._manager._ring.slot(self.block).buffer
 
 
-def exchange_slabs(model: Any, _: AdversarialStreams) -> None:
+def exchange_slabs(model: Any) -> None:
     slabs = poros.runtime(model).host.slabs
     slabs[1], slabs[3] = slabs[3], slabs[1]
-
-
-def flip_in_the_slab(model: Any, _: AdversarialStreams) -> None:
-    poros.runtime(model).host_slab(1)[1000] ^= 0x0F
 
 
 # The order of copies.
@@ -202,33 +183,6 @@ def detach_what_is_beside(genuine: Any, self: RecomputedCall, args: Any, kwargs:
     for record in (_active_collector.get() or {}).values():
         record[:] = map(detached, record)
     return result
-
-
-# What a user's own code does.
-
-
-def edit_an_input_inside(model: Any) -> None:
-    """Past PyTorch's count of edits; the forward and the recomputation both do it."""
-
-    def edit(module: Any, args: Any) -> None:
-        args[0].data.add_(1)
-
-    layers_of(model)[1].input_layernorm.register_forward_pre_hook(edit)
-
-
-def edit_an_input_afterwards(model: Any) -> None:
-    """Past PyTorch's count: only the recomputation starts from the edited input."""
-
-    def edit(module: Any, args: Any, output: Any) -> None:
-        args[0].data.mul_(2)
-
-    layers_of(model)[1].register_forward_hook(edit)
-
-
-def hook_backwards(model: Any) -> None:
-    """No fault: hooks of the user see what passes inside each layer."""
-    for layer in layers_of(model):
-        layer.mlp.register_full_backward_hook(lambda *_: None)
 
 
 @dataclass(frozen=True)
@@ -289,6 +243,10 @@ TRACE = "its backward has to leave no trace of random draws"
 STEADY_GRADIENT = "gradient of .*deterministic attention on both sides"
 LOSS_AND_RANDOM = frozenset({"loss", "gradients", "RNG end state"})
 LOSS = frozenset({"loss"})
+
+SAVED_EXCHANGED = Fault(
+    exchange_saved_values, gate=FIRST_GRADIENT, self_check=GRADIENT, unsteady=STEADY_GRADIENT
+)
 
 FAULTS = {
     "random state not restored": Fault(
@@ -356,23 +314,15 @@ FAULTS = {
         spoil=flip_in_the_slot(Phase.BACKWARD), unsteady=STEADY_GRADIENT
     ),
     "nibble flipped in a slab": Fault(
-        spoil=flip_in_the_slab,
+        spoil=lambda model: poros.runtime(model).host_slab(1)[1000].bitwise_xor_(0x0F),
         gate=FIRST_LOSS,
         self_check=r"layers\.1: the host bytes of block 1 are not",
     ),
     "wait removed": Fault(remove_the_wait, gate=FIRST_LOSS, self_check=OUTPUT, unsteady=OUTPUT),
-    "saved values exchanged": Fault(
-        exchange_saved_values,
-        gate=FIRST_GRADIENT,
-        self_check=GRADIENT,
-        unsteady=STEADY_GRADIENT,
-    ),
-    "saved values exchanged, beside hooks": Fault(
-        exchange_saved_values,
-        user=hook_backwards,
-        gate=FIRST_GRADIENT,
-        self_check=GRADIENT,
-        unsteady=STEADY_GRADIENT,
+    "saved values exchanged": SAVED_EXCHANGED,
+    "saved values exchanged, beside hooks": replace(
+        SAVED_EXCHANGED,
+        user=at(lambda mlp: mlp.register_full_backward_hook(lambda *_: None), ".mlp"),
     ),
     "shared key-value states dropped": Fault(
         detach_what_is_beside,
@@ -387,11 +337,16 @@ FAULTS = {
         gate=FIRST_GRADIENT,
         self_check=r"layers\.3: recorded router_logits\[0\] needs a gradient: resident has True",
     ),
+    # Past PyTorch's count of edits; forward and recomputation both do it.
     "input edited inside": Fault(
-        user=edit_an_input_inside,
+        user=before(halve_in_place, "layers.1.input_layernorm"),
         gate="",
         self_check=r"layers\.1: expected the recomputation to save the values that the forward",
         error=RematerializationError,
     ),
-    "input edited afterwards": Fault(user=edit_an_input_afterwards, gate=""),
+    # Only the recomputation starts from the edited input.
+    "input edited afterwards": Fault(
+        user=behind(lambda module, given, result: halve_in_place(module, given), "layers.1"),
+        gate="",
+    ),
 }

@@ -5,7 +5,7 @@ Where nothing else fits, inputs of layers wait on the host: two are on the devic
 
 import gc
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -29,10 +29,11 @@ from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.streams import EagerStreams
+from tests import loops
 from tests.comparing import compare_trajectories
 from tests.covers import with_slow
-from tests.loops import layers_of
-from tests.support import AdversarialPrepare, make_model, prepare_plain
+from tests.loops import layers_of, override
+from tests.support import AdversarialPrepare, prepare_plain
 from tools.adversary import AdversarialStreams, SlotHazard
 
 Patch = pytest.MonkeyPatch
@@ -41,11 +42,7 @@ SPEC = TrainingSpec(num_steps=2, accumulation=2)
 BATCHES = tiny.make_batches(4, num_tokens=16, padded=False)
 SHAPE: dict[str, Any] = {"batch_size": 2, "seq_len": 16, "accumulation": 2, "loss": "reference"}
 SHAPE["cuda_graphs"] = False  # of a CPU
-
-
-def build(**options: Any) -> Any:
-    wanted = {"num_layers": NUM_LAYERS, "hidden_size": 64, "dropout": 0.05, **options}
-    return make_model("qwen2", **wanted)
+build = partial(loops.build, num_layers=NUM_LAYERS)
 
 
 @cache
@@ -447,21 +444,17 @@ def test_a_dropped_graph_waits_on_no_stream(monkeypatch: Patch) -> None:
     assert abandoned == [(3, 4)] * 2
 
 
-def test_an_input_given_twice_passes_the_self_check(monkeypatch: Patch) -> None:
-    model = build()
-    layer = layers_of(model)[1]
-    forward = type(layer).forward
-
-    def twice(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def test_an_input_given_twice_passes_the_self_check() -> None:
+    def twice(layer: Any, own: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("again", None)
-        return forward(self, hidden_states, *args, **kwargs)
-
-    monkeypatch.setattr(type(layer), "forward", twice)
-    model = hostile(model).train()
+        return own(hidden_states, *args, **kwargs)
 
     def add(module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "again": args[0]}
 
+    model = build()
+    override(layers_of(model), twice)
+    hostile(model).train()
     for each in layers_of(model):
         each.register_forward_pre_hook(add, with_kwargs=True)
     model(**BATCHES[0]).loss.backward()

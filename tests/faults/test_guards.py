@@ -271,3 +271,35 @@ def test_changes_of_the_base_raise_at_the_next_step(edit: str, model: Any) -> No
             model(**batches()[0])
         require_restore_named(caught.value)
         assert "layers." in str(caught.value)
+
+
+def test_compiling_layers_and_what_holds_them_is_refused() -> None:
+    model = prepare_plain(build(dropout=0.0))
+    for module in (model, model.get_base_model(), layers_of(model), layers_of(model)[0]):
+        with pytest.raises(PreparedModelError, match="not compiled"):
+            module.compile()
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_a_graph_around_the_layers_is_refused() -> None:
+    batch = batches()[0]
+    model = prepare_plain(build(dropout=0.0)).train()
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    outer = torch.compile(model, backend=backend)
+    first, given = layers_of(model)[0], torch.ones(1)
+    of_a_layer = torch.compile(lambda: first(given), backend=backend)
+    for run_once in (lambda: outer(**batch), of_a_layer):
+        with pytest.raises(PreparedModelError, match="not compiled"):
+            run_once()
+    # Before the compiler, which takes minutes for a large model, has worked on anything.
+    assert compiled == []
+    # Under no_grad there is nothing to compare, and without a graph nothing to refuse.
+    with torch.no_grad():
+        expected = model(**batch).loss
+        assert torch.equal(outer(**batch).loss, expected)
+    assert torch.equal(model(**batch).loss.detach(), expected)

@@ -1,42 +1,58 @@
 """A model whose steps are interrupted: the next ones are bit for bit those of a resident model.
 
 Exceptions out of the middle of a layer, under adversarial streams whose reads are watched; Ctrl-C
-at every step of a visit's begin and end. Within the streams of a GPU: ``test_missing_waits``.
+at every step of a visit's begin and end; both among grouped micro-batches. Within the streams of a
+GPU: ``test_missing_waits``; in trainers: ``tests/exact/test_accumulate_trainers``.
 """
 
 import gc
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 import poros
+from poros.accumulation.group import Group
+from poros.accumulation.parked import ParkedCode
+from poros.api import prepare_with
+from poros.kernels.dequantize import DenseLayer
 from poros.self_check.evidence import CallSnapshot, random_states
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 from poros.stream.attention import deterministic_flag, unchanged_flags
+from poros.stream.body import LayerBody
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.settings import Settings
-from poros.stream.visit import Visits, proxy_leaves
+from poros.stream.visit import BlockVisit, Visits, proxy_leaves
 from tests.comparing import assert_same_run
 from tests.interrupts import Interrupts
-from tests.loops import batches, build, layers_of, resident_run, run
-from tests.support import AdversarialPrepare, prepare_plain
+from tests.loops import (
+    Batch,
+    adapted,
+    batches,
+    build,
+    dense,
+    layers_of,
+    own_loss,
+    resident_run,
+    run,
+    same,
+    train,
+    trained,
+)
+from tests.support import AdversarialPrepare, prepare_plain, same_bits
+from tools.tape import TapeRecorder
 
 Patch = pytest.MonkeyPatch
 Model = Any
 NUM_LAYERS = 4
 BATCHES = batches(3)
-
-
-def layered() -> Model:
-    return build(num_layers=NUM_LAYERS)
 
 
 def loss_of(model: Any, index: int) -> torch.Tensor:
@@ -71,7 +87,7 @@ def raise_in(model: Any, layer: int, where: str, error: BaseException) -> Any:
 def test_healthy_steps_after_exceptions_equal_the_resident_ones() -> None:
     prepare = AdversarialPrepare()
     with prepare.watching():
-        model = prepare(layered(), slots=3)
+        model = prepare(build(num_layers=NUM_LAYERS), slots=3)
         for where in ("forward", "recomputation", "gradient", "evaluation"):
             model.train(where != "evaluation")
             for layer in range(NUM_LAYERS):
@@ -80,7 +96,7 @@ def test_healthy_steps_after_exceptions_equal_the_resident_ones() -> None:
                 with torch.set_grad_enabled(model.training), pytest.raises(type(error)):
                     loss_of(model, 1).backward()
                 handle.remove()
-        assert_same_run(run(layered()), run(model))
+        assert_same_run(run(build(num_layers=NUM_LAYERS)), run(model))
         runtime = poros.runtime(model)
         before = runtime.stats()["num_loads"]
         loss_of(model, 0).backward()
@@ -276,8 +292,7 @@ def test_what_was_interrupted_does_not_put_an_old_state_back_later(
         torch.set_grad_enabled(True)
 
 
-@pytest.mark.parametrize("then", ["train", "restore"])
-def test_a_visit_that_was_never_left_is_undone_by_what_comes_next(then: str) -> None:
+def test_a_visit_that_was_never_left_is_undone_by_restore() -> None:
     """Interrupted between two steps of leaving it, and its frame lives on in a traceback."""
     model = small()
     before = state_of(model)
@@ -285,16 +300,151 @@ def test_a_visit_that_was_never_left_is_undone_by_what_comes_next(then: str) -> 
     leaves, _ = proxy_leaves(layer.contents().adapters().places)
     left = layer.visit(Phase.FORWARD, leaves)
     left.__enter__()
-    inside = state_of(model)
-    assert inside != before
-    if then == "train":
-        model(**batches()[0])
-        assert state_of(model) == before
-    else:
-        poros.restore(model)
-        assert all(
-            id(value) == before[name]
-            for name, value in (*model.named_parameters(), *model.named_buffers())
-            if name in before
-        )
+    assert state_of(model) != before
+    poros.restore(model)
+    named = (*model.named_parameters(), *model.named_buffers())
+    assert all(id(value) == before[name] for name, value in named if name in before)
     assert_same_run(resident_run(), run(model))
+
+
+# Among grouped micro-batches nothing of them is left in the model. An error or Ctrl-C strikes as a
+# context begins, and what that was to undo is undone as its frame goes. If it strikes in a loss,
+# gradients are those of the micro-batches before it.
+
+REPLAYED: Any = {
+    **{"device": "cpu", "slots": 2, "self_check": "off"},
+    **{"loss": "chunked", "stream_head": True, "share_dense": True},
+}
+IN_GROUPS: dict[str, tuple[Any, str]] = {
+    "code of the user": (Group, "_in_place"),
+    "its regions": (ParkedCode, "inside"),
+    "a row": (LayerBody, "in_a_row"),
+    "a row of visits": (BlockVisit, "in_a_row"),
+    "a replayed visit": (BlockVisit, "occupy"),
+    "dense weights": (DenseLayer, "use"),
+}
+TOKENS = torch.arange(4, 52).view(4, 12)
+ROWS = [{"input_ids": row[None], "labels": row[None], "use_cache": False} for row in TOKENS]
+
+
+class Warm(NamedTuple):
+    """A model whose visits are replayed, what it computes, and gradients of a step."""
+
+    model: Model
+    output: torch.Tensor
+    gradients: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def warm() -> Warm:
+    model = adapted(lora_dropout=0.1)
+    prepare_with(model, poros.StreamingPolicy(**REPLAYED), recorder=TapeRecorder())
+    for _ in range(4):
+        poros.accumulate(model, ROWS)
+    return Warm(model, look(model), step(model))
+
+
+def step(model: Model) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(2)
+    poros.accumulate(model, ROWS)
+    return gradients(model)
+
+
+def look(model: Model) -> torch.Tensor:
+    """What it computes with another rate of dropout, as only this model's own code would."""
+    dropouts = [each for each in model.modules() if isinstance(each, torch.nn.Dropout)]
+    for each in dropouts:
+        each.p = 0.5
+    torch.manual_seed(3)
+    tokens = TOKENS[:1]
+    found: torch.Tensor = model(input_ids=tokens.flip(1), labels=tokens, use_cache=False).loss
+    for each in dropouts:
+        each.p = 0.1
+    return found.detach()
+
+
+def striking(owner: Any, name: str, at: int, kept: list[Any]) -> Any:
+    """The context manager of ``owner``, which strikes as it begins for the time ``at``."""
+    number, genuine = count(1), getattr(owner, name)
+
+    @contextmanager
+    def context(*args: Any, **options: Any) -> Iterator[Any]:
+        manager: AbstractContextManager[Any] = genuine(*args, **options)
+        kept.append(manager)
+        if next(number) == at:
+            manager.__enter__()
+            raise KeyboardInterrupt
+        with manager as found:
+            yield found
+
+    return context
+
+
+@pytest.mark.parametrize("share", (0.0, 0.7))
+@pytest.mark.parametrize("which", IN_GROUPS)
+def test_nothing_is_left_behind(
+    which: str, share: float, warm: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that are there are to be thrown away, as after any backward that is interrupted."""
+    model, calls = warm.model, list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(*IN_GROUPS[which], striking(*IN_GROUPS[which], 0, calls))
+        poros.accumulate(model, ROWS)
+    assert calls, "it is used at all"
+    at = 1 + int(share * len(calls))
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(*IN_GROUPS[which], striking(*IN_GROUPS[which], at, calls))
+        with suppress(KeyboardInterrupt):
+            poros.accumulate(model, ROWS)
+    assert len(calls) >= at
+    calls.clear()
+    assert same_bits(look(model), warm.output)
+    assert all(each.state.value != "in use" for each in poros.runtime(model).ring.slots)
+    assert not any(hasattr(each, "is_watched") for each in trained(model))
+    assert same(step(model), warm.gradients) and warm.gradients[0].numel()
+
+
+def gradients(model: Model) -> list[torch.Tensor]:
+    return [torch.empty(0) if each.grad is None else each.grad.clone() for each in trained(model)]
+
+
+@pytest.mark.cover("pairs")
+@pytest.mark.parametrize("where", ["before the model", "behind the model"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("at, step", [(0, 0), (2, 0), (0, 1), (2, 1)])
+def test_micro_batches_before_it_have_their_gradients(
+    at: int, step: int, error: type[BaseException], where: str
+) -> None:
+    """The caller may catch the error and step; and begin again."""
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        is_struck = is_on and batch["input_ids"].shape[1] == 5
+        if is_struck and where.startswith("before"):
+            raise error
+        value = own_loss(model, batch)
+        if is_struck:
+            raise error
+        return value
+
+    found: list[Any] = []
+    for is_grouped in (False, True):
+        model, is_on = dense(), False
+        if is_grouped:
+            prepare_plain(model, slots=2)
+        lengths = [12, 9, 7]
+        lengths[at] = 5
+        options: Any = {"loss": loss, "lengths": lengths, "sizes": (3,)}
+        if step:
+            train(model, is_grouped, **options)
+        is_on = True
+        with pytest.raises(error):
+            train(model, is_grouped, **options)
+        struck, is_on = gradients(model), False
+        model.zero_grad()
+        found.append((struck, train(model, is_grouped, **options)))
+    (*struck,), (*after,) = zip(*found, strict=True)
+    # Ctrl-C as the code runs ahead of its turn: those before it have not been trained yet.
+    is_early = error is KeyboardInterrupt and where.startswith("before") and at > 0
+    assert same(*after) and (is_early or same(*struck))

@@ -17,7 +17,6 @@ import torch
 
 from poros import cuda_streams as streams_module
 from poros.cuda_streams import CudaStreams
-from poros.gates.reference import Trajectory
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
 from poros.slots.ring import SlotState
@@ -35,15 +34,10 @@ from tools.adversary import AdversarialStreams, SlotHazard
 Patch = pytest.MonkeyPatch
 
 Problem = str | None
-Scenario = Callable[[AdversarialStreams, Trajectory], Problem]
+Scenario = Callable[[AdversarialStreams], Problem]
 
 
-@pytest.fixture(scope="module")
-def resident() -> Trajectory:
-    return resident_run()
-
-
-def visit_blocks(streams: AdversarialStreams, _: Trajectory) -> Problem:
+def visit_blocks(streams: AdversarialStreams) -> Problem:
     """Two training steps with an evaluation in between, and a visit that is given up."""
     slots = Slots(5, 2, streams)
     slots.train()
@@ -53,14 +47,14 @@ def visit_blocks(streams: AdversarialStreams, _: Trajectory) -> Problem:
     return None
 
 
-def train_a_model(streams: AdversarialStreams, resident: Trajectory) -> Problem:
+def train_a_model(streams: AdversarialStreams) -> Problem:
     """Two training steps compared with the resident ones."""
     model = AdversarialPrepare(lambda: streams)(build())
-    differences = compare_trajectories(resident, run(model))
+    differences = compare_trajectories(resident_run(), run(model))
     return str(differences[0]) if differences else None
 
 
-def offload_inputs(streams: AdversarialStreams, _: Trajectory) -> Problem:
+def offload_inputs(streams: AdversarialStreams) -> Problem:
     """Passes over five layers whose inputs wait on the host, two of them given up half-way."""
     offloader = ActivationOffloader(streams)
     device = Slots(2, 2, streams)
@@ -78,7 +72,7 @@ def offload_inputs(streams: AdversarialStreams, _: Trajectory) -> Problem:
     return None
 
 
-def read_rows(streams: AdversarialStreams, _: Trajectory) -> Problem:
+def read_rows(streams: AdversarialStreams) -> Problem:
     """Lookups in a matrix on the host, while blocks compute."""
     reader, matrix = RowReader(streams), torch.randn(20, 4)
     device = Slots(2, 2, streams)
@@ -92,7 +86,7 @@ def read_rows(streams: AdversarialStreams, _: Trajectory) -> Problem:
     return None
 
 
-def read_slices(streams: AdversarialStreams, _: Trajectory) -> Problem:
+def read_slices(streams: AdversarialStreams) -> Problem:
     """Passes over a matrix on the host, one of them given up half-way, while blocks compute."""
     matrix = torch.randn(20, 4)
     with Patch.context() as patch:
@@ -111,7 +105,7 @@ def read_slices(streams: AdversarialStreams, _: Trajectory) -> Problem:
     return None
 
 
-def problem_of(scenario: Scenario, resident: Trajectory, watched: bool) -> Problem:
+def problem_of(scenario: Scenario, watched: bool) -> Problem:
     """What goes wrong, in words: a hazard, other bytes or other results; None if nothing does.
 
     Any other exception is not what a missing wait looks like, and is raised.
@@ -119,7 +113,7 @@ def problem_of(scenario: Scenario, resident: Trajectory, watched: bool) -> Probl
     streams = AdversarialStreams()
     try:
         with streams.watch() if watched else nullcontext():
-            return scenario(streams, resident)
+            return scenario(streams)
     except SlotHazard as hazard:
         return f"SlotHazard: {hazard}"
     except AssertionError as error:
@@ -128,20 +122,18 @@ def problem_of(scenario: Scenario, resident: Trajectory, watched: bool) -> Probl
         return str(error)
 
 
+OTHERS = {
+    "poros.stream.offload": offload_inputs,
+    "poros.head.rows": read_rows,
+    "poros.head.slices": read_slices,
+}
+"""Modules that order streams beside those of slots, and what shows it."""
 SCENARIOS = [
-    *(
-        (scenario, is_watched)
-        for scenario in (visit_blocks, train_a_model)
-        for is_watched in (1, 0)
-    ),
-    (offload_inputs, 1),
-    (read_rows, 1),
-    (read_slices, 1),
+    *((scenario, watched) for scenario in (visit_blocks, train_a_model) for watched in (1, 0)),
+    *((scenario, 1) for scenario in OTHERS.values()),
 ]
 CONTEXT_MUTATIONS = mutants.stream_context_mutations()
-OFFLOAD_MUTATIONS = mutants.stream_context_mutations(["poros.stream.offload"])
-ROWS_MUTATIONS = mutants.stream_context_mutations(["poros.head.rows"])
-SLICES_MUTATIONS = mutants.stream_context_mutations(["poros.head.slices"])
+OTHER_MUTATIONS = {each: mutants.stream_context_mutations([each]) for each in OTHERS}
 CUDA_MUTATIONS = mutants.cuda_mutations()
 
 
@@ -150,10 +142,8 @@ def name_of(value: object) -> str:
 
 
 @pytest.mark.parametrize(("scenario", "watched"), SCENARIOS, ids=name_of)
-def test_the_source_as_it_is_passes(
-    scenario: Scenario, watched: bool, resident: Trajectory
-) -> None:
-    assert problem_of(scenario, resident, watched) is None
+def test_the_source_as_it_is_passes(scenario: Scenario, watched: bool) -> None:
+    assert problem_of(scenario, watched) is None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -166,21 +156,15 @@ def test_the_source_as_it_is_passes(
             # A model that trains gives up no visit.
             for each in SCENARIOS[: 2 if "evict" in str(mutation) else 4]
         ),
-        *((mutation, offload_inputs, 1) for mutation in OFFLOAD_MUTATIONS),
-        *((mutation, read_rows, 1) for mutation in ROWS_MUTATIONS),
-        *((mutation, read_slices, 1) for mutation in SLICES_MUTATIONS),
+        *((each, OTHERS[module], 1) for module in OTHERS for each in OTHER_MUTATIONS[module]),
     ],
     ids=name_of,
 )
 def test_a_mutation_is_noticed(
-    mutation: mutants.Mutation,
-    scenario: Scenario,
-    watched: bool,
-    resident: Trajectory,
-    monkeypatch: Patch,
+    mutation: mutants.Mutation, scenario: Scenario, watched: bool, monkeypatch: Patch
 ) -> None:
     mutation.apply(monkeypatch)
-    assert problem_of(scenario, resident, watched), f"nothing notices that {mutation}"
+    assert problem_of(scenario, watched), f"nothing notices that {mutation}"
 
 
 def test_every_point_of_order_is_mutated() -> None:
@@ -195,9 +179,8 @@ def test_every_point_of_order_is_mutated() -> None:
     assert any("manager" in each and "an older event" in each for each in changes)
     assert len({str(mutation) for mutation in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
     # Nobody else in poros/ does so; who starts to, belongs into ``mutants.MANAGED``.
-    others = {f"poros.{name}" for name in ("stream.offload", "head.rows", "head.slices")}
-    assert OFFLOAD_MUTATIONS and ROWS_MUTATIONS and SLICES_MUTATIONS
-    assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
+    assert all(OTHER_MUTATIONS.values())
+    assert mutants.modules_that_order_streams() == {*mutants.MANAGED, *OTHERS}
     methods = {mutation.change.split("(")[0].split(".")[-1] for mutation in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)
     assert len(CUDA_MUTATIONS) >= 6
@@ -222,8 +205,8 @@ class CudaSlots(Slots):
         return [each for each in buffers if isinstance(each, FakeTensor)]
 
 
-def cuda_slots(num_blocks: int = 5) -> CudaSlots:
-    return CudaSlots(num_blocks, 2, CudaStreams(torch.device("cuda", 0)))
+def cuda_slots() -> CudaSlots:
+    return CudaSlots(5, 2, CudaStreams(torch.device("cuda", 0)))
 
 
 def train_in_used_memory(cuda: FakeCuda) -> None:

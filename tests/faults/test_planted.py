@@ -33,12 +33,11 @@ from tests.faults.planted import (
     Patch,
     detach_what_is_beside,
     lose_autocast,
-    poison_what_is_released,
     unguarded,
 )
 from tests.journal import training_visits, walk
-from tests.loops import batches, layers_of
-from tests.support import AdversarialPrepare, same_bits
+from tests.loops import batches, behind
+from tests.support import AdversarialPrepare, poison_what_is_released, same_bits
 from tests.unsteady import Noise, always, make_unsteady
 
 CELLS = dict.fromkeys(fault.cell for fault in FAULTS.values())
@@ -69,7 +68,7 @@ def built(fault: Fault) -> Any:
 def spoiled(fault: Fault, model: Any, prepare: AdversarialPrepare, **policy: Any) -> Any:
     prepare(model, **policy)
     if fault.spoil is not None:
-        fault.spoil(model, prepare.streams)
+        fault.spoil(model)
     return model
 
 
@@ -198,10 +197,7 @@ def never_the_same(is_steady: Callable[[], bool]) -> Callable[[Any], None]:
         calls.append(None)
         return output if is_steady() else output + 2.0 ** -(5 + len(calls) % 3)
 
-    def hook(model: Any) -> None:
-        layers_of(model)[1].mlp.register_forward_hook(change)
-
-    return hook
+    return behind(change, "layers.1.mlp")
 
 
 class Unsteady(NamedTuple):

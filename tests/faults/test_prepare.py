@@ -1,14 +1,17 @@
 """While prepared, a model is to everyone else what it was: names, objects, bytes, files, counts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import poros
 from poros.errors import PreparedModelError
+from poros.stream.layer_index import LayerIndex
 from tests.comparing import assert_same_run, bits_of, changes, picture
 from tests.loops import batches, build, layers_of, resident_run, run, slice_resident_loss
 from tests.support import AS_PLAIN, prepare_plain, same_bits
@@ -206,3 +209,94 @@ def test_what_is_in_place_during_a_visit_is_what_was_there_at_rest() -> None:
     with torch.no_grad():
         model(**batches()[0])
     assert seen[0][0] == seen[1][0] and seen[0][1] != seen[1][1]
+
+
+# ``train()`` and ``eval()`` leave each module in the mode it has otherwise. Trainers ask for it at
+# each micro-batch, so layers pass over modules that are in it already.
+
+
+class Freezing:
+    """Keeps a part in evaluation. Placed before a module's own class."""
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)  # type: ignore[misc]
+        self.mlp.eval()  # type: ignore[attr-defined]
+        return self
+
+
+def freeze(layer: Any) -> None:
+    if not isinstance(layer, Freezing):
+        own = type(layer)
+        layer.__class__ = type(own.__name__, (Freezing, own), {})
+
+
+def count_on_the_instance(layer: Any) -> None:
+    module = layer.mlp.act_fn
+    module.num_calls = 0
+
+    def train(mode: bool = True) -> Any:
+        module.num_calls += 1
+        return nn.Module.train(module, mode)
+
+    module.train = train
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a module": lambda layer: layer.self_attn.q_proj.eval(),
+    "a flag": lambda layer: setattr(layer.self_attn.o_proj, "training", False),
+    "all but the layer's own": lambda layer: (layer.eval(), setattr(layer, "training", True)),
+    "another module": lambda layer: setattr(layer.mlp, "extra", nn.Identity().eval()),
+    "a method": count_on_the_instance,
+    "a class": freeze,
+}
+"""Of a layer, before each call."""
+
+
+def after(
+    is_prepared: bool, change: Callable[[Any], object] = lambda layer: None
+) -> list[list[tuple[str, bool, int]]]:
+    """The modules after each of some calls, with the change before and between."""
+    model = build().train()
+    if change is freeze:  # prepared layers have a class of their own
+        change(layers_of(model)[1])
+    if is_prepared:
+        prepare_plain(model, slots=2)
+    found = []
+    for mode in (True, True, False, False, True):
+        change(layers_of(model)[1])
+        model.train(mode)
+        named = model.named_modules()
+        found.append([(name, m.training, getattr(m, "num_calls", 0)) for name, m in named])
+    return found
+
+
+@pytest.mark.parametrize("which", CHANGES)
+def test_each_module_has_the_mode_it_has_otherwise(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = CHANGES[which]
+    expected = after(False, change)
+    assert after(True, change) == expected
+    # A control: a layer that looks at itself alone is caught by every change within it.
+    monkeypatch.setattr(
+        LayerIndex, "is_in_mode", lambda self, mode: self.modules()[0].training is mode
+    )
+    assert change is freeze or after(True, change) != expected
+
+
+def test_modules_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepare_plain(build().train(), slots=2).train()
+    inner = set(map(id, layers_of(model)[1].modules())) - {id(layers_of(model)[1])}
+    seen = []
+    plain = nn.Module.__setattr__
+
+    def note(self: nn.Module, name: str, value: Any) -> None:
+        if name == "training" and id(self) in inner:
+            seen.append(self)
+        plain(self, name, value)
+
+    monkeypatch.setattr(nn.Module, "__setattr__", note)
+    model.train()
+    assert not seen
+    model.eval()
+    assert len(seen) == len(inner)

@@ -7,6 +7,7 @@ is trained too: ``tests/exact/test_written_programs``.
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,15 +19,11 @@ import poros
 from poros.errors import PreparedModelError, RematerializationError
 from poros.stream.staying import StayingState
 from tests.comparing import assert_same_run, bits_of, changes
-from tests.loops import batches, build, layers_of, run
+from tests.loops import NUM_LAYERS, batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain
 
-NUM_LAYERS = 3
-
-
-def make(**options: Any) -> Any:
-    """In float32, so that a cast of a few tensors is one that a resident model survives."""
-    return build(num_layers=NUM_LAYERS, **{"dtype": torch.float32, **options})
+make: Callable[..., Any] = partial(build, dtype=torch.float32)
+"""So that a cast of a few tensors is one that a resident model survives."""
 
 
 def norm_of(model: Any, layer: int = 1) -> Any:
@@ -114,24 +111,6 @@ def test_a_norm_that_is_trained_trains_as_in_a_resident_run(when: str, quantize:
     assert_same_run(run(expected), run(model))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_biases_trained_by_peft_train_as_in_a_resident_run(dtype: torch.dtype) -> None:
-    """``bias="all"`` trains biases of modules without adapters too."""
-
-    def adapted() -> Any:
-        config = LoraConfig(r=4, target_modules=["q_proj"], bias="all")
-        torch.manual_seed(3)
-        model = get_peft_model(make().unload(), config)
-        for name, each in model.named_parameters():
-            if name.endswith(".bias"):
-                each.data = each.data.to(dtype)  # bitsandbytes casts another one for good
-        return model
-
-    found = run(prepare_plain(adapted()))
-    assert sum("bias" in name for name in found.steps[0].gradients) == 3 * NUM_LAYERS
-    assert_same_run(run(adapted()), found)
-
-
 def test_large_vectors_and_buffers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a bound of 64 bytes the same model is exact too, and guards what streams."""
     monkeypatch.setattr("poros.host.layout.SMALL_NUM_BYTES", 64)
@@ -179,21 +158,43 @@ def test_a_layer_that_writes_is_refused(how: str, grad: bool) -> None:
             model(**batches()[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bias_that_bitsandbytes_casts_for_good_is_cast_as_in_a_resident_run(
-    dtype: torch.dtype,
-) -> None:
-    def cast_biases() -> Any:
-        model = make(dtype=dtype)
-        for layer in layers_of(model):
-            bias = layer.self_attn.q_proj.base_layer.bias
-            bias.data = bias.data.to(torch.float64) * 1.001  # of no dtype that it is used in
-        return model
+def trained_biases(dtype: torch.dtype) -> Any:
+    """``bias="all"`` trains biases of modules without adapters too."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], bias="all")
+    torch.manual_seed(3)
+    model = get_peft_model(make().unload(), config)
+    for name, each in model.named_parameters():
+        if name.endswith(".bias"):
+            each.data = each.data.to(dtype)  # bitsandbytes casts another one for good
+    return model
 
-    expected, model = cast_biases(), prepare_plain(cast_biases())
-    assert_same_run(run(expected), run(model))
+
+def cast_biases(dtype: torch.dtype) -> Any:
+    """As bitsandbytes casts them for good."""
+    model = make(dtype=dtype)
+    for layer in layers_of(model):
+        bias = layer.self_attn.q_proj.base_layer.bias
+        bias.data = bias.data.to(torch.float64) * 1.001  # of no dtype that it is used in
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_biases", "dtype"),
+    [
+        *((trained_biases, dtype) for dtype in (torch.float32, torch.float64)),
+        *((cast_biases, dtype) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_biases_are_trained_and_cast_as_in_a_resident_run(
+    make_biases: Any, dtype: torch.dtype
+) -> None:
+    expected, model = make_biases(dtype), prepare_plain(make_biases(dtype))
+    found = run(model)
+    is_trained = make_biases is trained_biases
+    assert sum("bias" in name for name in found.steps[0].gradients) == 9 * is_trained
+    assert_same_run(run(expected), found)
     assert changes(bits_of(expected), bits_of(model)) == {}
-    assert bias_of(model).bias.dtype == dtype
+    assert is_trained or bias_of(model).bias.dtype == dtype
 
 
 def test_one_that_is_gone_differs_from_one_that_is_there() -> None:

@@ -153,7 +153,7 @@ def test_it_leaves_as_an_ordinary_tensor(use: Program) -> None:
 
 
 def test_hidden_states_of_inference_mode_may_be_written_to() -> None:
-    """Which PyTorch does not count; others are refused: exact/test_logits_readers."""
+    """Which PyTorch does not count; others are refused: exact/test_sliced_head."""
     with torch.inference_mode():
         given = hidden() * 1
         logits, expected = lazily(given), head()(given)

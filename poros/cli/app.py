@@ -1,5 +1,6 @@
 """Assembles the commands."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -13,7 +14,13 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line.
+
+    A layer's work for several micro-batches is queued at once, and more of it than CUDA has room
+    for by default: the host would wait for the device, and later the device for the host. CUDA
+    reads how much room it is to have as a process begins to use it.
+    """
+    os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     app()
 
 

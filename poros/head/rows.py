@@ -7,18 +7,53 @@ Note: Rows
     parameter of its own kind (``poros.head.host_matrix``).
 
     The host has to know which rows are meant, so the indices come to it: one transfer for each
-    lookup on a device, for which it waits. The rows travel on a copy stream of their own, so that
-    they do not queue behind the blocks that are on their way.
+    lookup on a device, for which it waits, and so for all that the device has to do before. Where
+    the host has them still (``HostIndices``) it waits for nothing. The rows travel on a copy stream
+    of their own, so that they do not queue behind the blocks that are on their way.
 """
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from poros.streams import StreamContext
 
 logger = logging.getLogger(__name__)
+
+
+class HostIndices(torch.Tensor):
+    """Indices in host memory, of which copies on a device know where they are from.
+
+    A loader of batches pins it and copies it to the device; both is seen here.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.pin_memory:
+                return found.as_subclass(cls)
+            if func is torch.Tensor.to and isinstance(found, torch.Tensor) and not found.is_cpu:
+                found.__dict__[_SOURCE] = args[0].as_subclass(torch.Tensor), found._version
+        return found
+
+
+_SOURCE = "_poros_source"
+
+
+def read_indices(indices: torch.Tensor) -> torch.Tensor:
+    """Return ``indices`` in host memory.
+
+    Streams:
+        The host waits for them if they are on a device, and nobody knows where they are from, or
+        they were written to since.
+    """
+    source, version = indices.__dict__.get(_SOURCE, (None, None))
+    return source if source is not None and version == indices._version else indices.cpu()
 
 
 class RowReader:
@@ -56,13 +91,12 @@ class RowReader:
             A new tensor of the shape of ``indices`` and the columns, in the dtype of ``matrix``.
 
         Streams:
-            The host waits for ``indices``, if they are on the device. The compute stream waits for
-            the copy.
+            The host waits for ``indices`` as in ``read_indices``, the compute stream for the copy.
 
         Raises:
             IndexError: If an index is out of range.
         """
-        wanted = indices.cpu().reshape(-1)
+        wanted = read_indices(indices).reshape(-1)
         shape = (*indices.shape, matrix.shape[1])
         target = self._streams.borrow((wanted.numel(), matrix.shape[1]), matrix.dtype)
         if target.numel():

@@ -23,7 +23,7 @@ STATS = {
     *("rows_num_bytes", "head_num_bytes"),
     *("num_fused_adapters", "num_grouped_adapters", "num_unfused_adapters"),
     *("num_left_out_adapters", "lora_paths"),
-    *("num_replayed_visits", "num_eager_visits", "attention", "num_groups"),
+    *("num_replayed_visits", "num_joined_visits", "num_eager_visits", "attention", "num_groups"),
 }
 
 

@@ -103,6 +103,8 @@ class Calls:
     Args:
         layers: Of the model, in order.
         around: The watchers around all micro-batches.
+        looks_at_all: Whether autocast and settings are compared at each layer, and not as the first
+            and the last one are called. Between them is code of libraries.
 
     Attributes:
         num_calls: So far.
@@ -111,8 +113,11 @@ class Calls:
             states.
     """
 
-    def __init__(self, layers: Sequence[LayerBody], around: Watchers) -> None:
+    def __init__(
+        self, layers: Sequence[LayerBody], around: Watchers, looks_at_all: bool = False
+    ) -> None:
         self.num_calls = 0
+        self._looks_at_all = looks_at_all
         self._layers = layers
         self._around = around
         self.kind = -1
@@ -145,7 +150,7 @@ class Calls:
         self._require_arguments(args, kwargs, given)
         if index and given is not self.latest:
             raise NotGrouped("the model computes with hidden states between its layers")
-        if index in (0, len(self._layers) - 1):  # it is of libraries, which leave a region as found
+        if self._looks_at_all or index in (0, len(self._layers) - 1):
             surroundings = Surroundings.capture(layer.device)
             if index and surroundings != self._surroundings:
                 raise NotGrouped("the model changes autocast or settings between its layers")

@@ -3,12 +3,9 @@
 Micro-batches that go together run their layers in another order than one after the other. Code may
 pass values from one call to another in objects, in classes, in global variables, which nothing
 sees. Libraries that are known do not in their layers; so only models of these go together.
-
-Nor do they change layers between them: where they alone run, layers are compared once for all
-micro-batches that go together, and otherwise for each, which takes milliseconds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -20,29 +17,6 @@ from poros.stream.body import LayerBody
 LIBRARIES = frozenset(
     {"accelerate", "bitsandbytes", "liger_kernel", "peft", "poros", "torch", "transformers"}
 )
-
-
-_AROUND = LIBRARIES | {"abc", "builtins", "trl", "typing"}
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def is_of_libraries(code: Iterable[Any], modules: Iterable[nn.Module]) -> bool:
-    """Whether what runs outside of layers is of libraries that are known.
-
-    Args:
-        code: Functions and methods that compute a loss; None is left out.
-        modules: Of the model, but for those of its layers.
-    """
-    modules, found = list(modules), [each for each in code if each is not None]
-    owners = [each.__self__ for each in found if hasattr(each, "__self__")]
-    for kind in set(map(type, (*owners, *modules))):
-        found += kind.__mro__
-    for owner in owners:  # methods of its own in the place of its class's
-        found += [each for name, each in vars(owner).items() if hasattr(type(owner), name)]
-    for module in map(vars, modules):
-        found += [hook for name in _HOOKS for hook in module[name].values()]
-        found += [module[name] for name in module.keys() & {"forward"}]
-    return all(_root_of(each) in _AROUND for each in found if callable(each))
 
 
 def _root_of(code: Any) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 _GRAD: Any = torch._C.TensorBase.grad
 _WATCH = "_poros_watch"
@@ -34,16 +33,6 @@ class Gradients:
         ]
 
 
-def num_backwards() -> int:
-    """How many backwards have begun in this process so far, this one included."""
-    seen: list[int] = []
-    with torch.enable_grad(), _disable_current_modes():
-        leaf = torch.zeros((), device="cpu", requires_grad=True)
-        leaf.register_hook(lambda _: seen.append(torch._C._current_graph_task_id()))
-        leaf.backward()
-    return seen[0]
-
-
 def has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether somebody sees gradients of parameters as they arrive."""
     return any(map(any, map(_HOOKS, parameters)))
@@ -53,13 +42,15 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Watch:
-    """Has ``asked`` called before anybody reads or writes the gradient of a parameter.
+    """Has somebody called before anybody reads, writes or takes the gradient of a parameter.
 
     A parameter that is watched is of a class that differs from ``nn.Parameter`` in this alone.
 
     Args:
         parameters: Those of other classes are left as they are.
-        asked: A method, called before; its object is held weakly.
+        asked: A method, called before a gradient is read or written; its object is held weakly.
+        taken: Likewise, called before a backward that is to give gradients of single tensors, with
+            each of the parameters that is among these.
         used: Called with one of them as a graph begins there, if given. Each operator on a
             parameter, and each look at an attribute, passes through Python then.
     """
@@ -68,12 +59,17 @@ class Watch:
         self,
         parameters: Sequence[nn.Parameter],
         asked: Callable[[], None],
+        taken: Callable[[nn.Parameter], None],
         *,
         used: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
         self._parameters = parameters
         self._kind: Any = _Watched if used is None else _Seeing
         self.asked = weakref.WeakMethod(asked)
+        self._taken = weakref.WeakMethod(taken)
+        self._ids = set(map(id, parameters))
+        self._engine: Any = None
+        """What runs backwards, while something else is called in its place."""
         self.used = None if used is None else weakref.WeakMethod(used)
 
     def begin(self) -> None:
@@ -82,10 +78,34 @@ class Watch:
             if type(each) is nn.Parameter:
                 each.__dict__[_WATCH] = weakref.ref(self)
                 each.__class__ = self._kind
+        engine: Any = torch.autograd
+        if self._engine is None:
+            self._engine, held = engine._engine_run_backward, weakref.ref(self)
+
+            def run_backward(*args: Any, genuine: Any = self._engine, **kwargs: Any) -> Any:
+                watch = held()
+                if watch is not None:
+                    watch._look_at(args[4])
+                return genuine(*args, **kwargs)
+
+            engine._engine_run_backward = run_backward
 
     def end(self) -> None:
         """No more."""
         _leave(self._parameters)
+        engine: Any = torch.autograd
+        if self._engine is not None:
+            engine._engine_run_backward, self._engine = self._engine, None
+
+    def _look_at(self, wanted: Iterable[Any]) -> None:
+        """A backward begins that is to give the gradients of ``wanted``, if these are any."""
+        taken = self._taken()
+        for each in wanted:
+            leaf: Any = each
+            if not isinstance(each, torch.Tensor):
+                leaf = getattr(each.node, "variable", None)
+            if id(leaf) in self._ids and taken is not None:
+                taken(leaf)
 
 
 def _leave(parameters: Sequence[Any]) -> None:

@@ -27,11 +27,11 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import Drawn, DrawTable, between, later
-from poros.accumulation.foreign import is_of_libraries
 from poros.accumulation.gradients import Gradients, Watch, has_hooks
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import MicroBatch
@@ -55,7 +55,6 @@ class Group:
         table: What its micro-batches draw.
         ranks: It is trained on.
         shares_head: Whether the head is read once for all of them.
-        code: Of their losses: functions, methods, or objects that are called.
 
     Attributes:
         num_done: Micro-batches whose loss has gone backward to the last layer.
@@ -70,7 +69,6 @@ class Group:
         table: DrawTable,
         ranks: Ranks,
         shares_head: bool,
-        code: Sequence[Any],
     ) -> None:
         self.num_done = 0
         self.behind: MicroBatch | None = None
@@ -81,7 +79,7 @@ class Group:
         self._modules = modules
         self._trained = modules.trained()
         self._mark = modules.mark(self._trained)
-        self._watch = Watch(self._trained, self._asked_for_gradients)
+        self._watch = Watch(self._trained, self._asked_for_gradients, self._taken_gradients)
         self._table = table
         self._ranks = ranks
         reader = runtime.head if shares_head else None
@@ -91,9 +89,7 @@ class Group:
         }
         inside = [module for each in self._layers for module in each.contents().modules()]
         known = set(map(id, inside))
-        outside = [each for each in modules.now() if id(each) not in known]
-        self._is_of_libraries = is_of_libraries(code, outside)
-        self._outside = Outside(outside)
+        self._outside = Outside(each for each in modules.now() if id(each) not in known)
         self._marks = self._outside.marks()
         self._batches: list[MicroBatch] = []
         self._is_confined = not (
@@ -104,7 +100,6 @@ class Group:
         """Whose code has begun, and that is not one of them yet."""
         self._most = 0
         """Micro-batches that there is memory for."""
-        self._num_backwards: Sequence[int] = ()
         self._num_back = 0
         self._running: MicroBatch | None = None
         self._behind_marks = self._marks
@@ -129,21 +124,18 @@ class Group:
 
     # ------------------------------------------------------------------------------- forward
 
-    def start(
-        self, runs: Sequence[Callable[[], Any]], num_backwards: Sequence[int], has_last: bool
-    ) -> None:
+    def start(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Take micro-batches through all layers, as many as may go together.
 
         Args:
             runs: Each calls the model once with gradients, computes a loss, and calls its backward.
-            num_backwards: That each takes behind its last layer, up to that of the loss.
             has_last: Whether the last of them is the last before the optimizer's step.
 
         Exactness:
             No gradient is touched. Random states are those before it.
         """
         start = Start.capture(self._device)
-        self._most, self._num_backwards = len(runs), num_backwards
+        self._most = len(runs)
         try:
             with self._in_place():
                 self._begin(runs, has_last)
@@ -191,7 +183,7 @@ class Group:
                         break
                     before = batch.run_layer(index, visits, before)
                 except Exception:
-                    if batch.error is not None:
+                    if any(each.error is not None for each in batches):
                         raise
                     return batch
                 if self._is_confined:
@@ -290,7 +282,7 @@ class Group:
         if self._conditions is None:
             self._conditions = StackConditions([each.condition() for each in self._layers])
             self._runtime.share_dense()
-        elif not self._is_of_libraries and not self._conditions.still_hold():
+        elif not self._conditions.still_hold():
             raise NotGrouped("layers that the loss changes while it runs")
         if self._conditions.has_hooks:
             raise NotGrouped("hooks inside of layers")
@@ -388,7 +380,7 @@ class Group:
         Raises:
             UnsupportedModelError: If it turns out that it should have run alone.
         """
-        batch, num_backwards = self._batches[self.num_done], self._num_backwards[self.num_done]
+        batch = self._batches[self.num_done]
         if self._ranks.is_synced and not is_last:
             raise UnsupportedModelError(
                 "expected gradients to be exchanged with the last micro-batch of a step alone, "
@@ -405,8 +397,6 @@ class Group:
                 batch.finish()
             if batch.error is not None:
                 raise batch.error
-            if batch.code.has_failed:  # for want of gradients that it has asked for?
-                batch.require_one_backward(num_backwards)
             batch.code.reraise()
             if self._ranks.is_synced and batch.is_awaited and not batch.has_arrived:
                 # DDP waits for gradients in vain.
@@ -451,7 +441,6 @@ class Group:
 
     def _count(self, batch: MicroBatch) -> None:
         """The backward of its loss has come to the last layer."""
-        batch.require_one_backward(self._num_backwards[self.num_done])
         # A parameter of a layer, or before the layers, has its gradient from there alone. If the
         # loss uses it too, one after the other sums both before they are added to what is there.
         if has_hooks(self._trained):
@@ -488,6 +477,14 @@ class Group:
         finally:
             self._watch.begin()
             context.in_place = in_place
+
+    def _taken_gradients(self, parameter: nn.Parameter) -> None:
+        """Code of the user takes the gradient of a parameter: no graph leads to those of layers."""
+        running = self._running
+        if running is not None and (
+            id(parameter) in self._in_layers or id(parameter) in map(id, running.leaves_below())
+        ):
+            raise running.refuse("gradients of single parameters are taken")
 
     # ------------------------------------------------------------------------------ backward
 

@@ -180,10 +180,9 @@ class Samples:
         number = next((n for n, each in enumerate(kinds) if not history.is_good(each)), len(kinds))
         shares_head = all(history.known[each].reads_head for each in kinds[:number])
         modules = history.modules(step.ranks.inner)
-        group = Group(runtime, modules, history.table, step.ranks, shares_head, step.code)
+        group = Group(runtime, modules, history.table, step.ranks, shares_head)
         runs = [partial(step.run, each) for each in self._todo[:number]]
-        counts = [history.known[each].num_backwards for each in kinds[:number]]
-        group.start(runs, counts, has_last=number == len(self._todo))
+        group.start(runs, has_last=number == len(self._todo))
         history.num_groups += group.num_together > 1
         if group.reason is not None:
             note_alone(runtime, group.reason)
@@ -247,8 +246,6 @@ class Kind(NamedTuple):
     """Why they run one after the other; None if they need not."""
     reads_head: bool
     """Whether the loss comes to a head that is not trained, once."""
-    num_backwards: int
-    """That they take behind their last layer, up to that of the loss."""
 
 
 class History:
@@ -283,7 +280,7 @@ class History:
             if observer.may_pass:
                 self._passing.add(kind)
                 return
-        self.known[kind] = Kind(observer.reason, observer.reads_head, observer.num_backwards)
+        self.known[kind] = Kind(observer.reason, observer.reads_head)
         if observer.drawn is not None:
             self.table.note(observer.key, observer.drawn)
 

@@ -30,7 +30,6 @@ from poros.accumulation.calls import (
     key_of,
     require_hidden_states,
 )
-from poros.accumulation.gradients import num_backwards
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.nodes import nodes_from, weakly
@@ -66,7 +65,6 @@ class Cut:
         visit: Likewise, until its gradients were taken.
         edge: Of the graph that has made it; None if nothing in that is trained.
         gradient: What has arrived in backward; None before.
-        arrived_in: The number of that backward (``num_backwards``), and whether it keeps its graph.
         anchor: A leaf below the cut, which gets no gradient.
         is_open: Whether a gradient may arrive now.
     """
@@ -76,7 +74,6 @@ class Cut:
         self.edge = get_gradient_edge(value) if value.requires_grad else None
         self.visit = visit
         self.gradient: torch.Tensor | None = None
-        self.arrived_in: tuple[int, bool] | None = None
         self.anchor: torch.Tensor | None = None
         self.is_open = False
         self._values = [value.detach()]
@@ -148,8 +145,6 @@ class _Taken(torch.autograd.Function):
                 "result, found another one, or one through the result of a layer before, or of "
                 f"another micro-batch. {ADVICE}"
             )
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        ctx.cut.arrived_in = torch._C._current_graph_task_id(), keeps_graph
         ctx.cut.gradient = gradient
         return (None,) * len(ctx.needs_input_grad)
 
@@ -210,8 +205,6 @@ class MicroBatch:
         self._error: Exception | None = None
         """Of a layer that has run."""
         self._source: torch.Tensor | None = None
-        self._num_backwards = 0
-        """As it went on to its end."""
 
     # ------------------------------------------------------------------------------- its code
 
@@ -349,7 +342,6 @@ class MicroBatch:
 
     def finish(self) -> None:
         """Go on to the end."""
-        self._num_backwards = num_backwards()
         self._state.restore()
         self._cuts[-1].is_open = True
         self.code.resume()
@@ -464,26 +456,6 @@ class MicroBatch:
     def has_arrived(self) -> bool:
         """Whether the backward of its loss has come to the last layer."""
         return self._cuts[-1].gradient is not None
-
-    def require_one_backward(self, num_before: int) -> None:
-        """Raise ``UnsupportedModelError`` unless one backward alone has gone into the layers.
-
-        Gradients that it takes of single parameters would not come to the layers.
-
-        Args:
-            num_before: Backwards of its kind between its last layer and that one, and it.
-        """
-        if self._cuts[-1].arrived_in is None:
-            is_one = num_backwards() == self._num_backwards + 1  # none at all
-        else:
-            number, keeps_graph = self._cuts[-1].arrived_in
-            is_one = number == self._num_backwards + num_before
-            is_one &= not keeps_graph or num_backwards() == number + 1
-        if self.is_awaited and not is_one:
-            raise UnsupportedModelError(
-                "expected a loss that takes backwards as the first one of its kind did, found "
-                f"others, which may take gradients of single parameters. {ADVICE}"
-            )
 
     def _note_arrival(self, gradient: torch.Tensor) -> None:
         self.has_arrived_below |= not self._is_going_below

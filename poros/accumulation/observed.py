@@ -24,7 +24,7 @@ from poros.accumulation.calls import (
     watchers,
 )
 from poros.accumulation.draws import Drawn
-from poros.accumulation.gradients import Watch, has_hooks, num_backwards
+from poros.accumulation.gradients import Watch, has_hooks
 from poros.accumulation.modules import Modules, Outside
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import nodes_from, weakly
@@ -48,7 +48,6 @@ class Observer:
         reason: Why micro-batches like it have to run one after the other; None if they need not.
         may_pass: Whether the next one may be another one.
         drawn: What it has drawn, and ``key`` for which shapes; None if no count explains it.
-        num_backwards: That it has taken behind its last layer, up to the one that came there.
         reads_head: Whether its loss comes to a head that is not trained, once.
     """
 
@@ -57,9 +56,6 @@ class Observer:
         self.may_pass = False
         self.drawn: Drawn | None = None
         self.key: Any = None
-        self.num_backwards = 0
-        self._num_before = 0
-        """Backwards of before, as the last layer has run."""
         self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
         self._device = self._layers[0].device
         self._modules = modules
@@ -75,10 +71,10 @@ class Observer:
         """What is in the modules of the layers."""
         ids = {number for each in contents for number in each.adapters().ids}
         self._inside = [each for each in self._trained if id(each) in ids]
-        self._watch = Watch(self._trained, self._asked, used=self._used)
+        self._watch = Watch(self._trained, self._asked, self._taken, used=self._used)
         self._settings = Settings.capture()
         self._names = Names(code)
-        self._calls = Calls(self._layers, watchers())
+        self._calls = Calls(self._layers, watchers(), looks_at_all=True)
         self._conditions: list[Condition] = []
         self._handed: list[torch.Tensor] = []
         """What the model's code was handed of its layers but the last."""
@@ -176,7 +172,6 @@ class Observer:
             self._states.append(self._end_of_layer)
             if found.requires_grad:
                 found.register_hook(weakly(self._arrived))
-                self._num_before = num_backwards()
             self._watch.begin()
             self._names.begin()
         elif type(found) is torch.Tensor:
@@ -212,6 +207,11 @@ class Observer:
         elif not self._backward_states:
             self.refuse("gradients are used while a loss is computed")
 
+    def _taken(self, parameter: nn.Parameter) -> None:
+        """Code of the user takes the gradient of a parameter itself."""
+        if any(parameter is each for each in (*self._inside, *self._below)):
+            self.refuse("the loss takes gradients of single parameters itself")
+
     def _used(self, parameter: nn.Parameter) -> None:
         """A graph begins at a parameter, outside the layers."""
         if any(parameter is each for each in (*self._inside, *self._below)) and (
@@ -222,7 +222,6 @@ class Observer:
     def _arrived(self, gradient: torch.Tensor) -> None:
         """A gradient has come to the last layer."""
         self._watch.end()  # which has adapters run otherwise
-        self.num_backwards = torch._C._current_graph_task_id() - self._num_before
         if self._backward_states:
             self.refuse("a second backward of one loss")
         if not all(map(_is_arrived_at, self._inside)):

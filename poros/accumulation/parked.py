@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
-from poros.errors import PorosError
 from poros.stream.state import Surroundings
 
 
@@ -142,11 +141,6 @@ class ParkedCode:
                 raise error
         finally:
             del error
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended by an error that is not of this package."""
-        return self.error is not None and not isinstance(self.error, PorosError)
 
     @property
     def is_running(self) -> bool:

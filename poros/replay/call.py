@@ -309,6 +309,11 @@ class CallFacts:
         """Whether gradients need no graph around it: it gives one result, and none of casts."""
         return len(self.forms) == 1 and self.forms[0][2] and not self.gives_casts
 
+    @property
+    def has_gradient_of_hidden(self) -> bool:
+        """Whether the first of its tensors needs a gradient."""
+        return bool(self._need_gradients) and self._need_gradients[0]
+
     def is_of_adapter(self, use: int) -> bool:
         """Whether the gradient for that use is an adapter's."""
         return self.uses.sources[use].number >= len(self.specs)

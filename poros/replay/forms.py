@@ -85,7 +85,8 @@ class Row:
         memory: That recordings share.
         facts: Of the form: of hidden states there come such hidden states.
         number: Of the micro-batches.
-        one: The backward of one of them.
+        forward: Of one of them.
+        backward: Likewise.
         total: Like the sum of the gradients of adapters.
 
     Attributes:
@@ -93,7 +94,9 @@ class Row:
         gradients: Those of their results, and after a replay those of their hidden states.
         total: The sum of the gradients of adapters, without those of these micro-batches and then
             with them.
-        forward, backward: The recordings.
+        one_forward, one_backward: The recordings of one of them.
+        forward, backward: Those of all.
+        parts: What these are joined of.
     """
 
     def __init__(
@@ -101,11 +104,13 @@ class Row:
         memory: SharedMemory,
         facts: CallFacts,
         number: int,
-        one: Replayed,
+        forward: Replayed,
+        backward: Replayed,
         total: torch.Tensor,
     ) -> None:
         hidden, *others = facts.specs
-        self._one = one
+        self.one_forward, self.one_backward = forward, backward
+        self.parts: list[Recording] = []
         self.hidden = memory.of("hidden states of a row", [hidden] * number)
         self.gradients = memory.of("gradients of a row", [hidden] * number)
         (self.total,) = memory.of("sums of a row", [Spec.of(total)]).tensors
@@ -114,10 +119,6 @@ class Row:
         self._others = memory.of("what a row is given besides", others * number)
         self._num_others = len(others)
         self._memory = memory
-
-    def is_of(self, one: object) -> bool:
-        """Whether its backwards are that one."""
-        return self._one is one
 
     def given(self, number: int) -> list[torch.Tensor]:
         """What the visit of that number reads."""

@@ -118,7 +118,11 @@ class CudaRecorder(Recorder):
 
     def join(self, recordings: Sequence[Recording]) -> Recording | None:
         graphs = [each for each in recordings if isinstance(each, torch.cuda.CUDAGraph)]
-        return JoinedGraph(graphs) if can_join() and len(graphs) == len(recordings) else None
+        return (
+            JoinedGraph(graphs, self._device)
+            if can_join() and len(graphs) == len(recordings)
+            else None
+        )
 
     def _recover(self, pool: "_Pool") -> None:
         """After a recording that has failed.

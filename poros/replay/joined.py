@@ -17,15 +17,25 @@ import torch
 
 
 class JoinedGraph:
-    """Graphs that were captured with ``keep_graph=True``, in order; on the current device.
+    """Graphs that were captured with ``keep_graph=True``, in order.
+
+    Args:
+        graphs: The graphs.
+        device: Of all of them.
 
     Raises:
         RuntimeError: If the driver cannot join them.
     """
 
-    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph], device: torch.device) -> None:
         self._graphs = graphs  # they hold the memory of their tensors
-        self._device = torch.cuda.current_device()
+        self._device = device
+        with torch.cuda.device(device):
+            self._make()
+        weakref.finalize(self, _call, "cuGraphExecDestroy", self._executable)
+
+    def _make(self) -> None:
+        graphs = self._graphs
         whole, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
         _call("cuGraphCreate", ctypes.byref(whole), ctypes.c_uint(0))
         try:
@@ -40,12 +50,12 @@ class JoinedGraph:
             _call("cuGraphInstantiateWithFlags", made, whole, ctypes.c_ulonglong(0))
         finally:
             _call("cuGraphDestroy", whole)
-        weakref.finalize(self, _call, "cuGraphExecDestroy", self._executable)
 
     def replay(self) -> None:
-        """Queue them on the current stream."""
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
-        _call("cuGraphLaunch", self._executable, stream)
+        """Queue them on the current stream of the device."""
+        with torch.cuda.device(self._device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+            _call("cuGraphLaunch", self._executable, stream)
 
 
 def can_join() -> bool:

@@ -13,6 +13,7 @@ Note: Memory
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -46,8 +47,8 @@ class Recordings:
         self._memory = memory
         self._num_held = 0
         self._dense: DenseLayer | None = None
-        self._known: dict[Hashable, tuple[Recording, Sequence[torch.Tensor]]] = {}
-        """What all layers have recorded likewise, and the tensors that it is done with."""
+        self._known: WeakValueDictionary[Hashable, Recording] = WeakValueDictionary()
+        """What rows of several layers have in common; rows hold the tensors of it."""
 
     def record(self, layer: LayerBody, form: Form) -> None:
         """Record what is wanted of ``form``. Not within a visit.
@@ -103,7 +104,6 @@ class Recordings:
         """Release what is recorded of the recorder's, and in dense weights: blocks will move."""
         if self._dense is not None:
             self._dense.forget_recorded()
-        self._known.clear()
         self._recorder.forget()
 
     def _forward(self, layer: LayerBody, form: Form, facts: CallFacts) -> Replayed:
@@ -216,7 +216,7 @@ class Recordings:
         piece = None if backward is None else backward.gives.piece_of(OF_ADAPTERS)
         if forward is None or backward is None or piece is None or forward.places[0] is None:
             return None
-        row = Row(self._memory, facts, number, backward, piece)
+        row = Row(self._memory, facts, number, forward, backward, piece)
         forwards, backwards = list[Recording](), list[Recording]()
         for part in range(number):
             given, gradient = row.given(part), row.gradients.tensors[part]
@@ -229,12 +229,15 @@ class Recordings:
             found = backward.found_in([*given, gradient], backward.gives.tensors)
             terms = [found[use] for uses in facts.uses_of_tensors for use in uses]
             there = [each for each in terms if each is not None]
+            if terms and not there:
+                return None
             backwards += [
                 self._copies(backward.given.tensors, [*given, gradient]),
                 backward.recording,
                 self._sums(row.total, piece),
                 *([self._copies_of_sum(gradient, there)] if there else []),
             ]
+        row.parts = [*forwards, *backwards]
         row.forward, row.backward = self._recorder.join(forwards), self._recorder.join(backwards)
         return row
 
@@ -258,11 +261,11 @@ class Recordings:
     def _once(self, run: Callable[[], None], what: str, *tensors: torch.Tensor) -> Recording:
         """Record what is done with these tensors, once for all layers."""
         key = what, *[(each.data_ptr(), each.shape, each.dtype) for each in tensors]
-        if key not in self._known:
+        found = self._known.get(key)
+        if found is None:
             with torch.no_grad():
-                # Tensors are held: their memory is nobody else's meanwhile.
-                self._known[key] = self._recorder.record(run), tensors
-        return self._known[key][0]
+                found = self._known[key] = self._recorder.record(run)
+        return found
 
     def _give(self, values: Tensors, groups: Sequence[int] = ()) -> Fixed:
         """Fixed memory with ``values`` in it; the copy is part of what is recorded."""

@@ -33,6 +33,8 @@ from poros.stream.rng import RngStash
 
 _MOST_BYTES = 2**26
 """Of the hidden states of a row. There is memory for these twice."""
+_MOST_ROWS = 4
+"""Of one form: numbers of micro-batches that are joined."""
 _LEAST_ROWS = 4
 """Of one form, before it is joined: the first steps move blocks, and all is recorded anew."""
 
@@ -98,6 +100,7 @@ class Rows:
         sources = [[given, *known.others] for known, given in zip(arguments, hidden, strict=True)]
         with visit.call.layer.weights.occupy(Phase.FORWARD):
             row.fill(sources)
+            row.one_forward.given.forget()  # the last of them is there then
             row.forward.replay()
             results = row.hidden.copies()
         found: list[tuple[Any, ReplayedVisit]] = []
@@ -127,10 +130,10 @@ class Rows:
         if behind is None or not _may_be_together(visits, form, gradients[0]):
             return None
         form.num_rows[number] += 1
-        if form.num_rows[number] == _LEAST_ROWS:
+        if form.num_rows[number] == _LEAST_ROWS and len(form.rows) < _MOST_ROWS:
             form.rows.setdefault(number, None)
         row, total = form.rows.get(number), sums.total_of(behind)
-        if row is None or row.backward is None or total is None or not row.is_of(behind):
+        if row is None or row.backward is None or total is None or row.one_backward is not behind:
             return None
         with torch.no_grad():
             sources = [visit.intact() for visit in visits]
@@ -139,6 +142,7 @@ class Rows:
             with visits[0].call.layer.weights.occupy(Phase.BACKWARD):
                 row.fill(sources)
                 row.fill_gradients(gradients, total)
+                row.one_backward.given.forget()
                 row.backward.replay()
                 total.copy_(row.total)
                 found = row.gradients.copies()
@@ -154,6 +158,8 @@ def _forward_of(visit: ReplayedVisit, arguments: Sequence[LayerCall]) -> Replaye
     """The recorded forward of ``visit``, if calls with these ``arguments`` are of its form."""
     form = visit.form
     is_alike = form.kind == "recomputed" and all(each.is_like(visit.call) for each in arguments)
+    # Hidden states behind the first layer have a graph, if anything before is trained.
+    is_alike &= visit.facts.has_gradient_of_hidden
     forward = form.forward
     return forward if is_alike and forward is not None and forward.is_proved else None
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from poros.accumulation import foreign
 from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode, Regions
 from poros.errors import UnsupportedModelError
@@ -224,6 +223,23 @@ def of_single_parameters_behind(model: Model, batch: Batch) -> torch.Tensor:
     found.backward(retain_graph=True)
     found.backward(inputs=trained(model)[:1])
     return torch.zeros((), requires_grad=True)
+
+
+def gradients_of_logits(model: Model, batch: Batch) -> torch.Tensor:
+    output = model(**batch, use_cache=False)
+    (taken,) = torch.autograd.grad(output.loss, [output.logits], retain_graph=True)
+    return output.loss * (1 + size([taken]))  # type: ignore[no-any-return]
+
+
+def no_gradient(model: Model, batch: Batch) -> torch.Tensor:
+    """As in the place of a loss that is no number."""
+    return own_loss(model, batch).detach().requires_grad_()
+
+
+def another_backward(model: Model, batch: Batch) -> torch.Tensor:
+    other = torch.nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    return own_loss(model, batch)
 
 
 def backward_twice(model: Model, batch: Batch) -> torch.Tensor:
@@ -484,6 +500,9 @@ LATER = {
         of_single_parameters_behind,
         (UNSUPPORTED, "gradients of single parameters"),
     ),
+    "gradients of logits": later(gradients_of_logits),
+    "no gradient for the layers": later(no_gradient),
+    "a backward of another model": later(another_backward),
     "two backwards": later(backward_twice, (UNSUPPORTED, "one backward for each")),
     "two forwards": later(two_forwards, (UNSUPPORTED, "more than once")),
     "hidden states": later(hidden_states, "recorded"),
@@ -503,20 +522,6 @@ def test_programs(which: str) -> None:
         assert ends(PROGRAMS[which])
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def evaluating_short_ones(model: Model, batch: Batch) -> torch.Tensor:
-    model.train(batch["input_ids"].shape[1] > 9)
-    return own_loss(model, batch)
-
-
-@pytest.mark.parametrize("is_library", [False, True])
-def test_changed_layers(is_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also behind code of libraries, of which it is not expected."""
-    if is_library:
-        monkeypatch.setattr(foreign, "_AROUND", foreign._AROUND | {"tests"})
-    end = UNSUPPORTED, "layers that the loss changes while it runs"
-    assert ends(later(evaluating_short_ones, end, lengths=(12, 12, 9)))
 
 
 def without_states(group: Any, genuine: Any = Group.finish_behind) -> Any:

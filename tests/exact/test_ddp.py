@@ -122,7 +122,9 @@ CELLS = {
     # Gradients that the code of the user takes for itself.
     "taken": grouped(taking=by_grad, reason="gradients are used while"),
     "taken at the end": grouped(taking=at_the_end(by_grad), error="gradients of single parameters"),
-    "taken into at the end": grouped(taking=at_the_end(by_inputs), error="reach the layers"),
+    "taken into at the end": grouped(
+        taking=at_the_end(by_inputs), error="gradients of single parameters"
+    ),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(
         num_steps=8, options=SMALL_BUCKETS, policy={"cuda_graphs": True}, no_sync=True

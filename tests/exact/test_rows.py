@@ -4,7 +4,7 @@ Those behind the first are not looked up anew, and their gradients are added by 
 some steps they are joined. Streams are adversarial, slots and what recordings leave are poisoned.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,6 +23,7 @@ from poros.replay.routing import GradientSums
 from poros.replay.rows import Rows
 from tests.exact.recorded import on_tapes
 from tests.loops import (
+    Batch,
     Subject,
     accumulated,
     dense,
@@ -139,6 +140,42 @@ def joined(
     return is_same, poros.runtime(model).stats()["num_joined_visits"]
 
 
+def with_a_mask(batch: Batch) -> Batch:
+    """Each has one of its own, of one form."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, : 1 + int(batch["input_ids"][0, 0]) % 7] = 0
+    return {**batch, "attention_mask": mask}
+
+
+def with_positions(batch: Batch) -> Batch:
+    """Two documents in a row, at a place of its own."""
+    length, first = batch["input_ids"].shape[1], 1 + int(batch["input_ids"][0, 0]) % 7
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+    return {**batch, "position_ids": positions.expand_as(batch["input_ids"]).contiguous()}
+
+
+def trained_below() -> Model:
+    """Embeddings are trained, and the first layer is not adapted."""
+    model = dense(dropout=0.0, num_layers=3)
+    for name, each in model.named_parameters():
+        if ".layers.0." in name:
+            each.requires_grad_(False)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    return model
+
+
+def first_embedded(number: Iterator[int], batch: Batch) -> Batch:
+    """The first of a step comes as embeddings that are not trained."""
+    if next(number) % 4:
+        return batch
+    table = torch.randn(1000, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    return {"inputs_embeds": 0.02 * table[batch["input_ids"]], "labels": batch["labels"]}
+
+
+def embedded_first(model: Model, together: bool = True) -> Facts:
+    return train(model, together, form=partial(first_embedded, count()), **ALIKE)
+
+
 JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "LoRA": joined,
     "dense": partial(joined, base=BASES["nothing is drawn"]),
@@ -148,6 +185,9 @@ JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
         joined, partial(train, loss=in_autocast, **ALIKE), adapter_kernels="grouped"
     ),
     "of two lengths": partial(joined, partial(train, **{**ALIKE, "lengths": (12,) * 15 + (9,)})),
+    "masks of their own": partial(joined, partial(train, form=with_a_mask, **ALIKE)),
+    "positions of their own": partial(joined, partial(train, form=with_positions, **ALIKE)),
+    "embeddings trained below": partial(joined, embedded_first, trained_below),
     "clipped": partial(joined, partial(train, clip=0.1, **ALIKE)),
     "two groups a step": partial(joined, in_two_groups),
 }

@@ -163,16 +163,7 @@ CELLS = [
     ),
     # Micro-batches together.
     *(
-        Cell(
-            *(
-                {"dtype": dtype, "dropout": dropout},
-                TOGETHER,
-                {"cuda_graphs": graphs},
-                None,
-                graphs,
-            ),
-            is_joined=graphs and not dropout,
-        )
+        Cell({"dtype": dtype, "dropout": dropout}, TOGETHER, {"cuda_graphs": graphs}, None, graphs)
         for dtype, dropout, graphs in product(DTYPES, DROPOUT, BOTH)
     ),
     *(
@@ -189,17 +180,16 @@ CELLS = [
     Cell({"dtype": FP32}, {**TOGETHER, "autocast": True, "size": 8}, {}, replays=None),
     *(
         Cell(
-            {"dtype": dtype, "dropout": 0.0, **model},
+            {"dtype": dtype, "dropout": 0.0},
             {**TOGETHER, "lengths": (64,), "num_steps": 10, "autocast": dtype is BF16},
             {"adapter_kernels": kernels, **GRAPHS, **policy},
-            kernels if kernels == "grouped" or model else None,
-            is_joined=not model,
+            kernels if kernels == "grouped" else None,
+            is_joined=True,
         )
-        for kernels, dtype, policy, model in (
-            ("grouped", BF16, {}, {}),
-            ("grouped", FP32, {"slots": 4, "keep_last": 1}, {}),
-            ("exact", BF16, {"share_dense": True}, {}),
-            ("fused", BF16, {}, {"use_dora": True}),
+        for kernels, dtype, policy in (
+            ("grouped", BF16, {}),
+            ("grouped", FP32, {"slots": 4, "keep_last": 1}),
+            ("exact", BF16, {"share_dense": True}),
         )
     ),
     *(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import Trainer
 
-from poros.finetune.trainers import Sft
+from poros.finetune.trainers import Sft, logging_steps
 from tests.covers import with_slow
 from tests.finetune.arms import arm
 from tests.finetune.subjects import at_step, recipe_of, rows, run, write_rows
@@ -76,3 +76,8 @@ def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(
     losses = [each["loss"] for each in logs(tmp_path / "run")]
     assert not math.isfinite(losses[1])
     assert [*losses[:1], *losses[2:]] == [*expected.losses[:1], *expected.losses[2:]]
+
+
+def test_logs_of_a_long_run_are_some_steps_apart() -> None:
+    """20 of a run, if it has as many steps: each makes the host wait for the device."""
+    assert [logging_steps(each) for each in (1, 39, 40, 100, 199, 5000)] == [1, 1, 2, 5, 9, 10]

@@ -1,6 +1,7 @@
 """The command line: what it says before it imports anything slow, exit codes, and its answers."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 import poros
 import poros.api
 import poros.examples.demo
-from poros.cli.app import app
+from poros.cli.app import app, main
 from poros.cli.shared import BAD_INPUT
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.examples.demo import run_demo
@@ -24,6 +25,7 @@ from tests.children import run_python
 from tests.command import poros_command, text
 from tests.comparing import compare_mappings
 
+QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 SLOW = (
     *("torch", "numpy", "transformers", "peft", "bitsandbytes", "huggingface_hub"),
     *("datasets", "trl"),
@@ -33,7 +35,7 @@ SLOW = (
 RUNNER = f"""
 import json, os, sys
 from typer.testing import CliRunner
-from poros.cli.app import app
+from poros.cli.app import app, main
 os.chdir(sys.argv[1])
 os.environ["HF_HUB_OFFLINE"] = "1"
 for arguments in json.loads(sys.argv[2]):
@@ -330,3 +332,15 @@ def test_the_gpu_of_this_machine_is_taken_if_no_other_is_named(
     assert values["forecast"] == "the published rates of an RTX 3090"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Apple Z9")
     assert json.loads(plan(checkpoint, "--json").stdout)["tokens_per_s"] is None
+
+
+def test_room_in_the_queues_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for before CUDA begins, unless somebody has asked for other room."""
+    monkeypatch.setattr("sys.argv", ["poros", "--version"])
+    for before, after in (("2x", "2x"), (None, "4x")):
+        monkeypatch.setenv(QUEUES, before or "")
+        if before is None:
+            monkeypatch.delenv(QUEUES)
+        with pytest.raises(SystemExit):
+            main()
+        assert os.environ[QUEUES] == after

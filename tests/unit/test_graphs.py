@@ -39,6 +39,9 @@ class Cuda:
 class Graph:
     cuda: Cuda
 
+    def __init__(self, keep_graph: bool) -> None:
+        assert not keep_graph  # as there is no driver that joins graphs
+
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
         self.cuda.is_capturing = True

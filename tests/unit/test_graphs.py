@@ -39,7 +39,7 @@ class Cuda:
 class Graph:
     cuda: Cuda
 
-    def __init__(self, keep_graph: bool) -> None:
+    def __init__(self, keep_graph: bool = False) -> None:
         assert not keep_graph  # as there is no driver that joins graphs
 
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:

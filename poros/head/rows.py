@@ -37,7 +37,9 @@ class HostIndices(torch.Tensor):
             found = func(*args, **(kwargs or {}))
             if func is torch.Tensor.pin_memory:
                 return found.as_subclass(cls)
-            if func is torch.Tensor.to and isinstance(found, torch.Tensor) and not found.is_cpu:
+            if func is torch.Tensor.to and found.is_cpu:
+                return found.as_subclass(torch.Tensor)
+            if func is torch.Tensor.to:
                 found.__dict__[_SOURCE] = args[0].as_subclass(torch.Tensor), found._version
         return found
 

@@ -143,6 +143,7 @@ def test_indices_whose_source_is_known() -> None:
     copied = indices.to("meta", non_blocking=True)
     assert type(copied) is torch.Tensor and read_indices(copied).tolist() == list(range(6))
     assert type(read_indices(copied)) is type(indices.to("cpu")) is torch.Tensor
+    assert copy.deepcopy(indices).tolist() == pickle.loads(pickle.dumps(indices)).tolist()
     with pytest.raises(NotImplementedError):
         read_indices(copied.add_(1))
     with pytest.raises(NotImplementedError):

@@ -88,8 +88,7 @@ class Group:
             number for each in self._layers for number in each.contents().adapters().ids
         }
         inside = [module for each in self._layers for module in each.contents().modules()]
-        known = set(map(id, inside))
-        self._outside = Outside(each for each in modules.now() if id(each) not in known)
+        self._outside = Outside(modules.now(), inside)
         self._marks = self._outside.marks()
         self._batches: list[MicroBatch] = []
         self._is_confined = not (

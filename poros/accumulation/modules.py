@@ -107,10 +107,15 @@ class Outside:
     """The modules of a model that are not in its layers, as code that runs may change them.
 
     Training flags are not looked at, nor which parameters and children there are.
+
+    Args:
+        modules: Of the model.
+        inside: Those of its layers.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._owners = list(map(vars, modules))
+    def __init__(self, modules: Iterable[nn.Module], inside: Iterable[nn.Module]) -> None:
+        left_out = set(map(id, inside))
+        self._owners = [vars(module) for module in modules if id(module) not in left_out]
 
     def marks(self) -> Marks:
         """Those of now."""

@@ -63,8 +63,7 @@ class Observer:
         self._mark = modules.mark(self._trained)
         contents = [each.contents() for each in self._layers]
         inside = [module for each in contents for module in each.modules()]
-        known = set(map(id, inside))
-        self._outside = Outside(each for each in modules.now() if id(each) not in known)
+        self._outside = Outside(modules.now(), inside)
         self._marks = self._outside.marks()
         self._tables = list(map(vars, inside))
         self._left = list(map(contents_of, self._tables))

@@ -99,6 +99,10 @@ class Row:
         parts: What these are joined of.
     """
 
+    forward: Recording
+    backward: Recording
+    parts: Sequence[Recording]
+
     def __init__(
         self,
         memory: SharedMemory,
@@ -110,12 +114,9 @@ class Row:
     ) -> None:
         hidden, *others = facts.specs
         self.one_forward, self.one_backward = forward, backward
-        self.parts: list[Recording] = []
         self.hidden = memory.of("hidden states of a row", [hidden] * number)
         self.gradients = memory.of("gradients of a row", [hidden] * number)
         (self.total,) = memory.of("sums of a row", [Spec.of(total)]).tensors
-        self.forward: Recording | None = None
-        self.backward: Recording | None = None
         self._others = memory.of("what a row is given besides", others * number)
         self._num_others = len(others)
         self._memory = memory
@@ -125,8 +126,9 @@ class Row:
         first = number * self._num_others
         return [self.hidden.tensors[number], *self._others.tensors[first:][: self._num_others]]
 
-    def fill(self, sources: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Have the tensors of each call there, for one replay."""
+    def fill(self, one: Replayed, sources: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Have the tensors of each call there, for one replay of a recording made of ``one``."""
+        one.given.forget()  # those of the last call are there then
         self._memory.fill(self.hidden, [each[0] for each in sources])
         self._memory.fill(self._others, [tensor for each in sources for tensor in each[1:]])
         self.hidden.forget()  # results take their places

@@ -1,7 +1,7 @@
 """CUDA graphs one behind the other, as one graph: PyTorch has no way to join them.
 
-The driver takes copies of graphs as nodes of another one. Its interface is in C, and has not
-changed since CUDA 12; it is called through ``ctypes``.
+The driver takes copies of graphs as nodes of another one. Its interface is in C, and is called
+through ``ctypes``.
 
 Source:
     NVIDIA, CUDA Driver API, "Graph Management": ``cuGraphAddChildGraphNode``.
@@ -30,26 +30,21 @@ class JoinedGraph:
     def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph], device: torch.device) -> None:
         self._graphs = graphs  # they hold the memory of their tensors
         self._device = device
+        whole, before, self._executable = (ctypes.c_void_p() for _ in range(3))
         with torch.cuda.device(device):
-            self._make()
-        weakref.finalize(self, _call, "cuGraphExecDestroy", self._executable)
-
-    def _make(self) -> None:
-        graphs = self._graphs
-        whole, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
-        _call("cuGraphCreate", ctypes.byref(whole), ctypes.c_uint(0))
-        try:
-            before = ctypes.c_void_p()
-            for number, graph in enumerate(graphs):
-                node = ctypes.c_void_p()
-                child = ctypes.c_void_p(graph.raw_cuda_graph())
-                behind = ctypes.byref(before), ctypes.c_size_t(min(number, 1))
-                _call("cuGraphAddChildGraphNode", ctypes.byref(node), whole, *behind, child)
-                before = node
-            made = ctypes.byref(self._executable)
-            _call("cuGraphInstantiateWithFlags", made, whole, ctypes.c_ulonglong(0))
-        finally:
-            _call("cuGraphDestroy", whole)
+            _call("cuGraphCreate", ctypes.byref(whole), ctypes.c_uint(0))
+            try:
+                for number, graph in enumerate(graphs):
+                    node, child = ctypes.c_void_p(), ctypes.c_void_p(graph.raw_cuda_graph())
+                    behind = ctypes.byref(before), ctypes.c_size_t(min(number, 1))
+                    _call("cuGraphAddChildGraphNode", ctypes.byref(node), whole, *behind, child)
+                    before = node
+                made = ctypes.byref(self._executable)
+                _call("cuGraphInstantiateWithFlags", made, whole, ctypes.c_ulonglong(0))
+            finally:
+                _call("cuGraphDestroy", whole)
+        # At the end of the process the driver may be gone before.
+        weakref.finalize(self, _call, "cuGraphExecDestroy", self._executable).atexit = False
 
     def replay(self) -> None:
         """Queue them on the current stream of the device."""

@@ -97,8 +97,11 @@ class Recordings:
             RuntimeError: If it cannot be.
         """
         for number in [each for each, made in form.rows.items() if made is None]:
-            if form.facts is not None:
-                form.rows[number] = self._row(form, form.facts, number)
+            row = None if form.facts is None else self._row(form, form.facts, number)
+            if row is None:
+                del form.rows[number]
+            else:
+                form.rows[number] = row
 
     def forget(self) -> None:
         """Release what is recorded of the recorder's, and in dense weights: blocks will move."""
@@ -210,11 +213,14 @@ class Recordings:
         return recording, casts.record(self._recorder)
 
     def _row(self, form: Form, facts: CallFacts, number: int) -> Row | None:
-        """The visits of so many micro-batches, joined; None if one alone is not recorded yet."""
+        """The visits of so many micro-batches, joined; None if they cannot be."""
         forward = form.forward
         backward = next((each for each in form.backwards.values() if each is not None), None)
         piece = None if backward is None else backward.gives.piece_of(OF_ADAPTERS)
         if forward is None or backward is None or piece is None or forward.places[0] is None:
+            return None
+        uses = [use for each in facts.uses_of_tensors for use in each]
+        if uses and all(backward.places[use] is None for use in uses):
             return None
         row = Row(self._memory, facts, number, forward, backward, piece)
         forwards, backwards = list[Recording](), list[Recording]()
@@ -227,18 +233,18 @@ class Recordings:
                 self._copies([given[0]], [result]),
             ]
             found = backward.found_in([*given, gradient], backward.gives.tensors)
-            terms = [found[use] for uses in facts.uses_of_tensors for use in uses]
-            there = [each for each in terms if each is not None]
-            if terms and not there:
-                return None
+            terms = [each for use in uses if (each := found[use]) is not None]
             backwards += [
                 self._copies(backward.given.tensors, [*given, gradient]),
                 backward.recording,
                 self._sums(row.total, piece),
-                *([self._copies_of_sum(gradient, there)] if there else []),
+                *([self._copies_of_sum(gradient, terms)] if terms else []),
             ]
+        forward_of_all, backward_of_all = map(self._recorder.join, (forwards, backwards))
+        if forward_of_all is None or backward_of_all is None:
+            return None
+        row.forward, row.backward = forward_of_all, backward_of_all
         row.parts = [*forwards, *backwards]
-        row.forward, row.backward = self._recorder.join(forwards), self._recorder.join(backwards)
         return row
 
     def _copies(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Recording:

@@ -14,6 +14,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import poros
+from poros.kernels.dequantize import DenseLayer
+from poros.model.sizing import ResidencyPlan
 from poros.replay import routing
 from poros.replay.call import LayerCall
 from poros.replay.casts import AdapterCasts
@@ -210,6 +212,13 @@ def without_what_was_there(self: Row, gradients: Any, total: torch.Tensor) -> No
     self.total.zero_()
 
 
+def with_tables_of_before(self: Row, one: Replayed, sources: Any) -> None:
+    """The next layer's first visit takes what it is given besides to be there still."""
+    self._memory.fill(self.hidden, [each[0] for each in sources])
+    self._memory.fill(self._others, [tensor for each in sources for tensor in each[1:]])
+    self.hidden.forget()
+
+
 def as_if_there(self: Fixed) -> None:
     """What results have taken the places of is taken to be there still."""
     self.__dict__.setdefault("filled", [None] * len(self.tensors))
@@ -222,6 +231,7 @@ JOINED_CONTROLS: dict[str, tuple[Any, str, Any]] = {
     ),
     "sums of these alone": (Row, "fill_gradients", without_what_was_there),
     "results for hidden states": (Fixed, "forget", as_if_there),
+    "masks of the last": (Row, "fill", with_tables_of_before),
 }
 
 
@@ -229,7 +239,7 @@ JOINED_CONTROLS: dict[str, tuple[Any, str, Any]] = {
 def test_controls_of_joined(which: str, monkeypatch: Patch) -> None:
     owner, name, instead = JOINED_CONTROLS[which]
     monkeypatch.setattr(owner, name, instead)
-    is_same, number = joined()
+    is_same, number = JOINED["masks of their own"]()
     assert number > 0 and not is_same
 
 
@@ -429,3 +439,18 @@ def test_casts_behind_a_hook_that_runs_the_model(is_control: bool, monkeypatch: 
     resident = poros.use_adapter_kernels(base(), "grouped")
     found = with_a_forward_in_a_hook(streamed)
     assert same(found, with_a_forward_in_a_hook(resident, together=False)) != is_control
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+def test_dense_weights_of_blocks_that_have_moved(is_control: bool, monkeypatch: Patch) -> None:
+    """What makes them dense is recorded anew: it would read the slots of before."""
+    if is_control:
+        monkeypatch.setattr(DenseLayer, "forget_recorded", DenseLayer.forget)
+
+    def move(model: Model, number: int) -> None:
+        if number == 3:
+            poros.runtime(model).resize(ResidencyPlan(3, 0))
+
+    base = partial(training, dropout=0.0, num_layers=4)
+    found = train(on_tapes(base(), slots=2, share_dense=True), between=move, **ALIKE)
+    assert same(found, train(base(), together=False, **ALIKE)) != is_control

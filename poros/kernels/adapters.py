@@ -19,7 +19,7 @@ from torch import nn
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.dora import Dora, SquaresOfRows, dora_linear
 from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
-from poros.kernels.grouped import Casts, Projection, Shared, SharingForward, project, sharing
+from poros.kernels.grouped import ATTENTION, Casts, Projection, Shared, project, share_inputs
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, add_lora
 from poros.kernels.paths import PEFT, InOrder, LoraShape, merges, multiply_in_order, order_of
@@ -200,9 +200,9 @@ class _Forward(PatchedForward):
         if dtype is None and seen != a.dtype:
             return self.own(module, input)  # which says what is wrong
         if self._tally.is_grouped:
-            grouped = self._run_grouped(module, input, lora, dtype)
-            if grouped is not None:
-                return grouped
+            found = self._run_grouped(module, input, lora, dtype)
+            if found is not None:
+                return found
         how = Added(lora.scaling, lora.dropout, seen, rounds, not self._is_4bit)
         base = module._modules["base_layer"]
         leaves_out = self._tally.leaves_out(self)
@@ -380,11 +380,16 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     def forward_of(module: nn.Module) -> PatchedForward | None:
         if _is_known(module):
             return _Forward(module, tally, is_4bit=type(module) is Linear4bit)
-        if tally.is_grouped and sum(map(_is_known, sharing(module))) > 1:
-            return SharingForward(module, tally)
         return None
 
+    def names_of(module: nn.Module) -> list[str]:
+        parts = module._modules
+        return [name for name in ATTENTION if name in parts and _is_known(parts[name])]
+
+    modules = list(modules)
     replace(modules, forward_of)
+    if tally.is_grouped:
+        share_inputs(modules, tally, names_of)
 
 
 def tally_of(model: nn.Module) -> KernelStats | None:
@@ -393,7 +398,7 @@ def tally_of(model: nn.Module) -> KernelStats | None:
     return next((each._tally for each in found if isinstance(each, _Forward)), None)
 
 
-def _is_known(module: nn.Module) -> bool:
+def _is_known(module: nn.Module | None) -> bool:
     """Whether ``module`` is a LoRA module of PEFT that may run by our operators."""
     from peft.tuners.lora import Linear, Linear4bit
 

@@ -7,7 +7,7 @@ class, its parameters and its hooks, and gets its own forward back by losing the
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,13 @@ class PatchedForward:
 
     Args:
         module: Whose it is; held weakly, or the module would live until Python looks for cycles.
+
+    Attributes:
+        before: The forward that a library had set on the module, which runs in the place of its own
+            and is put back at the end; None if there was none.
     """
+
+    before: Callable[..., Any] | None = None
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Callable[[], Any] = weakref.ref(module)
@@ -40,7 +46,7 @@ class PatchedForward:
             )
         if type(module).forward is not self._known or torch.compiler.is_compiling():
             # Somebody has given the class another one since; and graphs have its operators.
-            return type(module).forward(module, *args, **kwargs)
+            return (self.before or partial(type(module).forward, module))(*args, **kwargs)
         return self.run(module, *args, **kwargs)
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +54,9 @@ class PatchedForward:
         raise NotImplementedError
 
     def own(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the module itself does."""
+        """What the module does without this one."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
         return self._known(module, *args, **kwargs)
 
     @property
@@ -150,5 +158,8 @@ def use_others(modules: Iterable[nn.Module], are_own: bool) -> Callable[[], None
 def unpatch(modules: Iterable[nn.Module]) -> None:
     """Have modules run their own forwards."""
     for module in modules:
-        if isinstance(module.__dict__.get("forward"), PatchedForward):
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, PatchedForward) and forward.before is not None:
+            module.__dict__["forward"] = forward.before
+        elif isinstance(forward, PatchedForward):
             del module.__dict__["forward"]

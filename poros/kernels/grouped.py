@@ -26,7 +26,8 @@ Note: Which
 
 Note: Sharing
     Which modules share an input is said around them: an attention module opens a call in which q, k
-    and v may share. In it the first computes the results of those behind it too. Each of these
+    and v may share, a feed-forward one for gate and up; whether it runs its own forward or one of
+    Liger's. In it the first computes the results of those behind it too. Each of these
     takes its own if it is called within that call, with that very tensor, which nobody has written
     to since, with the same adapter, and with gradients and autocast as they were. Otherwise it
     computes for itself, as modules with hooks do: what those do to a tensor may not be counted.
@@ -50,7 +51,7 @@ Note: Bound
     for each.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -59,7 +60,7 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_as, autocast_dtype
 from poros.kernels.copies import copy_all
-from poros.kernels.forwards import PatchedForward, has_hooks
+from poros.kernels.forwards import PatchedForward, has_hooks, is_of_liger
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.nodes import saved_tensors
 from poros.kernels.product import Product
@@ -67,8 +68,8 @@ from poros.kernels.swiglu import parts_of
 
 Optional = torch.Tensor | None
 
-_NAMES = ("q_proj", "k_proj", "v_proj")
-"""Of what shares an input in an attention module, in the order of the calls."""
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+"""Names of what shares an input in an attention module, in the order of the calls."""
 
 Waiting = Mapping[nn.Module, tuple[tuple[Any, ...], torch.Tensor]]
 """By module, what it adds to its linear module, and its result."""
@@ -345,29 +346,56 @@ def sharing_within(sharer: Sharer, modules: Sequence[nn.Module]) -> Iterator[Non
         sharer.shared = before
 
 
-def sharing(module: nn.Module) -> list[nn.Module]:
-    """The projections in an attention module that may share its input, in order."""
-    found = [module._modules.get(name) for name in _NAMES]
-    return [each for each in found if each is not None]
-
-
 class SharingForward(PatchedForward):
-    """``forward`` of an attention module whose projections share their input."""
+    """``forward`` of a module with projections that share their input.
 
-    def __init__(self, module: nn.Module, sharer: Sharer) -> None:
+    Args:
+        module: Whose it is.
+        sharer: Told of it while the module runs.
+        names: Of the projections in the module, in the order of their calls.
+        before: See ``PatchedForward``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharer: Sharer,
+        names: Sequence[str],
+        before: Callable[..., Any] | None,
+    ) -> None:
         super().__init__(module)
-        self._sharer = sharer
+        self._sharer, self._names, self.before = sharer, names, before
 
     @property
     def is_exact(self) -> bool:
         return False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self._sharer)
+        return type(self), (self._module(), self._sharer, self._names, self.before)
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        with sharing_within(self._sharer, sharing(module)):
+        with sharing_within(self._sharer, [module._modules[name] for name in self._names]):
             return self.own(module, *args, **kwargs)
+
+
+def share_inputs(
+    modules: Iterable[nn.Module],
+    sharer: Sharer,
+    names_of: Callable[[nn.Module], Sequence[str]],
+) -> None:
+    """Have modules say to ``sharer`` which of their projections share an input.
+
+    Those whose forward somebody has set are left alone, but for forwards of Liger's, which call
+    the projections as the modules' own do. ``poros.kernels.forwards.unpatch`` undoes it.
+
+    Args:
+        names_of: The projections of a module, in order; fewer than two leave it alone.
+    """
+    for module in modules:
+        before = module.__dict__.get("forward")
+        names = names_of(module) if before is None or is_of_liger(before) else ()
+        if len(names) > 1:
+            module.__dict__["forward"] = SharingForward(module, sharer, names, before)
 
 
 def _state_of(input: torch.Tensor) -> tuple[object, ...]:

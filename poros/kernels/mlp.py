@@ -16,7 +16,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
-from poros.kernels.grouped import sharing_within
+from poros.kernels.grouped import share_inputs, sharing_within
 from poros.kernels.swiglu import forget_parts, swiglu
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)
@@ -112,7 +112,8 @@ class _Forward(PatchedForward):
 def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     """Have feed-forward modules take our operator; with grouped adapters gate and up are one.
 
-    Modules of other forms, and those whose forward somebody has set, are left alone.
+    Modules of other forms are left alone, and so are those whose forward somebody has set; where it
+    is Liger's, gate and up are one all the same.
     ``poros.kernels.forwards.unpatch`` undoes it.
     """
 
@@ -121,7 +122,14 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
             return None
         return None if names_in(type(module).forward) is None else _Forward(module, tally)
 
+    def names_of(module: nn.Module) -> list[str]:
+        names = names_in(type(module).forward)
+        return [] if names is None or names.up is None else [names.gate, names.up]
+
+    modules = list(modules)
     replace(modules, forward_of)
+    if tally.is_grouped:
+        share_inputs(modules, tally, names_of)
 
 
 @cache

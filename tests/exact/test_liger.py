@@ -11,6 +11,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 import poros
 from poros.finetune.liger import use_liger
+from poros.kernels import adapters
 from poros.kernels.forwards import PatchedForward, is_of_liger
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
@@ -100,6 +101,31 @@ def test_modules_keep_forwards_of_ligers() -> None:
         assert is_of_liger(one.__dict__["forward"])
         assert isinstance(plain.__dict__["forward"], PatchedForward)
         assert isinstance(one.down_proj.__dict__["forward"], PatchedForward)
+
+
+def test_grouped_adapters_share_inputs_under_ligers_forwards(monkeypatch: Any) -> None:
+    """A layer has a node for q, k and v, one for o, one for gate and up, and one for down."""
+    widths = []
+    project = adapters.project
+
+    def noted(projections: Any, *args: Any) -> Any:
+        widths.append(len(projections))
+        return project(projections, *args)
+
+    monkeypatch.setattr(adapters, "project", noted)
+    options = {"lora_dropout": 0.0, "target_modules": "all-linear"}
+    with liger_alone(modeling_qwen2) as applied:
+        resident = poros.use_adapter_kernels(applied(model_of(**options)), "grouped")
+        expected = run(resident)
+    model = model_of(**options)
+    use_liger(model.get_base_model())
+    before = [module.__dict__.get("forward") for module in model.modules()]
+    captures, _ = recorded(model, slots=2, cuda_graphs=True, adapter_kernels="grouped")
+    assert same(run(model, together=True), expected)
+    assert captures.num_replays > 0
+    assert set(zip(*[iter(widths)] * 4, strict=True)) == {(3, 1, 2, 1)}
+    poros.restore(model)
+    assert [module.__dict__.get("forward") for module in model.modules()] == before
 
 
 def test_another_activation_is_computed_as_it_is() -> None:

@@ -11,7 +11,7 @@ Note: Packed rows
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints
 from poros.finetune.images import ImageCollator
-from poros.head.rows import HostIndices
 from poros.kernels import packed_attention
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of, refusals
@@ -199,17 +198,6 @@ class _PackedRows:
         return found
 
 
-@dataclass
-class _Known:
-    """Collates rows into batches whose tokens the host does not ask the device for."""
-
-    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        found = self.collate(rows)
-        return found | {"input_ids": found["input_ids"].as_subclass(HostIndices)}
-
-
 def make_trainer(
     recipe: Recipe,
     arguments: TrainingArguments,
@@ -248,7 +236,7 @@ def make_trainer(
                 collator: Any = images.padded
             else:
                 pad = tokenizer.pad_token_id
-                collator = _Known(_collator(recipe, model, pad, row_length, num_documents))
+                collator = _collator(recipe, model, pad, row_length, num_documents)
             trainer: Any = Sft(model, data_collator=collator, **options)
         elif training.method == "reward":
             trainer = Reward(model, **options)

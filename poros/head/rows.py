@@ -1,63 +1,31 @@
 """Serves embeddings from host memory: only the rows of a batch are copied.
 
 Note: Rows
-    A lookup copies bytes and computes nothing, so the rows that the host gathers are, bit for bit,
-    those that the device would have read. What a module does with them (Gemma scales them, a hook
-    adds noise) it does on the device, in its own forward: the matrix is taken over below it, as a
-    parameter of its own kind (``poros.head.host_matrix``).
+    A lookup copies bytes and computes nothing, so the rows that come are, bit for bit, those that
+    the device would have read. What a module does with them (Gemma scales them, a hook adds noise)
+    it does on the device, in its own forward: the matrix is taken over below it, as a parameter of
+    its own kind (``poros.head.host_matrix``).
 
-    The host has to know which rows are meant, so the indices come to it: one transfer for each
-    lookup on a device, for which it waits, and so for all that the device has to do before. Where
-    the host has them still (``HostIndices``) it waits for nothing. The rows travel on a copy stream
-    of their own, so that they do not queue behind the blocks that are on their way.
+    A GPU reads rows of page-locked memory by a kernel of its own, and the host waits for nothing.
+    Where the memory could not be locked, or there is no Triton, the host gathers the rows: it needs
+    the indices, and so waits for all that the device has to do before. These rows travel on a copy
+    stream of their own, so that they do not queue behind the blocks that are on their way.
 """
 
 import logging
+import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
 
 import torch
 
+from poros.errors import HostMemoryError
+from poros.host.limits import require_host_memory
+from poros.host.slab import page_lock
 from poros.streams import StreamContext
+from poros.utils.devices import runs_triton
 
 logger = logging.getLogger(__name__)
-
-
-class HostIndices(torch.Tensor):
-    """Indices in host memory, of which copies on a device know where they are from.
-
-    A loader of batches pins it and copies it to the device; both is seen here.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__deepcopy__:  # which is not made for classes of somebody's own
-            return args[0].as_subclass(torch.Tensor).clone()
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            if func is torch.Tensor.pin_memory:
-                return found.as_subclass(cls)
-            if func is torch.Tensor.to and found.is_cpu:
-                return found.as_subclass(torch.Tensor)
-            if func is torch.Tensor.to:
-                found.__dict__[_SOURCE] = args[0].as_subclass(torch.Tensor), found._version
-        return found
-
-
-_SOURCE = "_poros_source"
-
-
-def read_indices(indices: torch.Tensor) -> torch.Tensor:
-    """Return ``indices`` in host memory.
-
-    Streams:
-        The host waits for them if they are on a device, and nobody knows where they are from, or
-        they were written to since.
-    """
-    source, version = indices.__dict__.get(_SOURCE, (None, None))
-    return source if source is not None and version == indices._version else indices.cpu()
 
 
 class RowReader:
@@ -70,6 +38,7 @@ class RowReader:
         h2d_num_bytes: Of rows that went to the device, one by one or all of them.
         check: Called with a matrix's name, the matrix, indices and the rows that came, if set.
         fallbacks: What could not be had, one line each; each was logged once.
+        pinned_num_bytes: Of the matrices that this has page-locked.
     """
 
     def __init__(self, streams: StreamContext) -> None:
@@ -77,45 +46,81 @@ class RowReader:
         self.check: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
         self.fallbacks: list[str] = []
         self._streams = streams.beside()
+        self._locks: dict[int, weakref.finalize[..., RowReader] | None] = {}
+        """By the address of a matrix that the device may read; None if its lock is another's."""
+        self.pinned_num_bytes = 0
 
     @property
     def device(self) -> torch.device:
         """The device of the rows."""
         return self._streams.device
 
+    def lock(self, matrix: torch.Tensor) -> None:
+        """Page-lock a matrix for a GPU that can read rows of it, if there is memory for that.
+
+        It may be a part of a file, of which it takes a copy then.
+        """
+        if not runs_triton(self.device):
+            return
+        lock = None
+        if not matrix.is_pinned():
+            with suppress(HostMemoryError):
+                require_host_memory(matrix.nbytes, "the embedding")
+                lock = page_lock(self, matrix, matrix.untyped_storage(), self.device)
+            if lock is None:
+                self.note_pageable("the embedding")
+                return
+            self.pinned_num_bytes += matrix.nbytes
+        self._locks[matrix.data_ptr()] = lock
+
+    def unlock(self) -> None:
+        """Undo ``lock`` once the device has read what it was to read. Idempotent."""
+        locks, self._locks, self.pinned_num_bytes = self._locks, {}, 0
+        for lock in filter(None, locks.values()):
+            lock()
+
     def rows(self, name: str, matrix: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``matrix`` at ``indices``, on the device.
 
         Args:
             name: Of the matrix.
-            matrix: In host memory, of shape (rows, columns).
+            matrix: In host memory, of shape (rows, columns), contiguous.
             indices: Integers of any shape, on the device or the host.
 
         Returns:
             A new tensor of the shape of ``indices`` and the columns, in the dtype of ``matrix``.
 
         Streams:
-            The host waits for ``indices`` as in ``read_indices``, the compute stream for the copy.
+            Queued on the compute stream if the matrix was locked and the indices are on the device.
+            Else the host waits for ``indices``, and the compute stream for the copy.
 
         Raises:
-            IndexError: If an index is out of range.
+            IndexError: If an index is out of range and the host gathers. A GPU stops by an
+                assertion then, as it does for an embedding of its own.
         """
-        wanted = read_indices(indices).reshape(-1)
-        shape = (*indices.shape, matrix.shape[1])
-        target = self._streams.borrow((wanted.numel(), matrix.shape[1]), matrix.dtype)
+        flat = indices.reshape(-1)
+        target = self._streams.borrow((flat.numel(), matrix.shape[1]), matrix.dtype)
         if target.numel():
-            staged = self._host_memory_like(target)
-            torch.index_select(matrix, 0, wanted, out=staged)
-            copied = self._streams.copy(target, staged, after=self._streams.record())
-            try:
-                self._streams.wait(copied)
-            except BaseException:
-                self._streams.abandon(target, copied)
-                raise
+            if indices.device == target.device and matrix.data_ptr() in self._locks:
+                from poros.kernels import gather_gpu
+
+                gather_gpu.gather(matrix, flat, target)
+            else:
+                self._copy(matrix, flat.cpu(), target)
             self.h2d_num_bytes += target.nbytes
         if self.check is not None:
-            self.check(name, matrix, wanted, target)
-        return target.view(shape)
+            self.check(name, matrix, flat.cpu(), target)
+        return target.view(*indices.shape, matrix.shape[1])
+
+    def _copy(self, matrix: torch.Tensor, indices: torch.Tensor, target: torch.Tensor) -> None:
+        staged = self._host_memory_like(target)
+        torch.index_select(matrix, 0, indices, out=staged)
+        copied = self._streams.copy(target, staged, after=self._streams.record())
+        try:
+            self._streams.wait(copied)
+        except BaseException:
+            self._streams.abandon(target, copied)
+            raise
 
     def whole(self, matrix: torch.Tensor) -> torch.Tensor:
         """Copy ``matrix``, which is in host memory, to the device.

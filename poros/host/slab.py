@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from poros.io.reading import mapping_flags
 logger = logging.getLogger(__name__)
 
 NamedTensor = tuple[str, torch.Tensor]
+T = TypeVar("T")
 
 
 class Arena:
@@ -98,15 +100,8 @@ class HostSlab:
         """Page-lock the slab for ``device``; False, with nothing changed, if the driver refuses."""
         if not self.layout.num_bytes:
             return True
-        pointer = self.bytes.data_ptr()
-        runtime = torch.cuda.cudart()
-        with torch.cuda.device(device):
-            if int(runtime.cudaHostRegister(pointer, self.layout.num_bytes, 0)) != 0:
-                _clear_cuda_error(device)
-                return False
-        # The mapping outlives the finalizer: the finalizer's own reference keeps it until then.
-        self._unpin = weakref.finalize(self, _unregister, self._memory, pointer, device)
-        return True
+        self._unpin = page_lock(self, self.bytes, self._memory, device)
+        return self._unpin is not None
 
     def unpin(self) -> None:
         """Undo ``pin`` once the device has no copy from the slab in flight. Idempotent."""
@@ -143,7 +138,28 @@ class HostSlab:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
-def _unregister(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
+def page_lock(
+    owner: T, tensor: torch.Tensor, memory: object, device: torch.device
+) -> "weakref.finalize[..., T] | None":
+    """Page-lock host memory in place for a device, whose kernels may read it then.
+
+    Args:
+        owner: When it is gone, so is the lock.
+        tensor: The bytes, contiguous.
+        memory: Keeps the bytes alive; kept itself until the lock is gone.
+
+    Returns:
+        What ends the lock; None, with nothing changed, if the driver refuses.
+    """
+    pointer = tensor.data_ptr()
+    with torch.cuda.device(device):
+        if int(torch.cuda.cudart().cudaHostRegister(pointer, tensor.nbytes, 0)) != 0:
+            _clear_cuda_error(device)
+            return None
+    return weakref.finalize(owner, _unregister, memory, pointer, device)
+
+
+def _unregister(memory: object, pointer: int, device: torch.device) -> None:
     # A copy may still read the slab when the last reference to it goes.
     try:
         torch.cuda.synchronize(device)

@@ -131,6 +131,7 @@ class Runtime:
             self._attachment.move_to_host(model, self.digests)
             self._attachment.move_small(self.small)
             self.rows = RowReader(streams)
+            undo.callback(self.rows.unlock)
             self._attachment.keep_embeddings(model, self.rows, self.digests)
             self.head = self._attachment.take_head(model, self.rows, streams, self.digests)
             if self.head is not None:
@@ -335,7 +336,9 @@ class Runtime:
             "host_num_bytes": host.num_bytes
             + self._matrices_num_bytes
             + (head.matrix.nbytes if head else 0),
-            "pinned_num_bytes": host.pinned_num_bytes + (head.pinned_num_bytes if head else 0),
+            "pinned_num_bytes": host.pinned_num_bytes
+            + rows.pinned_num_bytes
+            + (head.pinned_num_bytes if head else 0),
             "disk_num_bytes": host.disk_num_bytes,
             "disk_stall_ms": host.disk_stall_ms,
             "offloaded_num_bytes": self.offloader.num_bytes,
@@ -495,6 +498,7 @@ class Runtime:
         self._release()
         self.host.unpin()
         self.offloader.unpin()
+        self.rows.unlock()
         if self.head is not None:
             self.head.unpin()
 

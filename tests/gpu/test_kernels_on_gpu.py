@@ -1,5 +1,7 @@
 """Kernels on a GPU: against bitsandbytes' to the bit, and against their references."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -13,9 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
 import poros.kernels.linear4bit
+from poros.cuda_streams import streams_for
 from poros.errors import ParityError
 from poros.gates import tiny
 from poros.head.loss import sliced_cross_entropy
+from poros.head.rows import RowReader
 from poros.kernels.copies import copy_all
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import unpatch, use_others
@@ -43,6 +47,50 @@ def quantized(
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [3584, 1001, 6])
+def test_the_gpu_reads_rows_of_locked_memory(columns: int, dtype: torch.dtype) -> None:
+    """The host waits for nothing; where the memory is not locked it waits for the indices."""
+    matrix = torch.randn(300, columns).to(dtype)
+    indices = torch.randint(0, 300, (2, 70), device="cuda")
+    reader = RowReader(streams_for(torch.device("cuda", torch.cuda.current_device())))
+    reader.lock(matrix)
+    assert reader.pinned_num_bytes == matrix.nbytes and matrix.is_pinned()
+    reader.rows("matrix", matrix, indices)  # compiles the kernel
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = reader.rows("matrix", matrix, indices)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            reader.rows("another", matrix.clone(), indices)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(bits(found.cpu()), bits(matrix[indices.cpu()]))
+    reader.unlock()
+    assert reader.pinned_num_bytes == 0 and not matrix.is_pinned()
+    assert torch.equal(bits(reader.rows("matrix", matrix, indices)), bits(found))
+
+
+OUT_OF_RANGE = """
+import torch
+from poros.head.rows import RowReader
+from poros.cuda_streams import streams_for
+matrix = torch.randn(300, 8)
+reader = RowReader(streams_for(torch.device("cuda", 0)))
+reader.lock(matrix)
+reader.rows("matrix", matrix, torch.tensor([299, INDEX], device="cuda")).sum().item()
+"""
+
+
+@pytest.mark.parametrize("index", [0, 300, -1])
+def test_an_index_out_of_range_stops_the_gpu(index: int) -> None:
+    program = OUT_OF_RANGE.replace("INDEX", str(index))
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ran.returncode == 0) == (index == 0), ran.stderr
+    assert ("expected indices of rows" in ran.stdout + ran.stderr) == (index != 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,7 +13,7 @@ from torch import nn
 from poros.errors import PreparedModelError
 from poros.head.embedding import keep_on_host
 from poros.head.host_matrix import HostMatrix
-from poros.head.rows import HostIndices, RowReader, read_indices
+from poros.head.rows import RowReader
 from poros.streams import EagerStreams
 from tests.support import same_bits
 
@@ -135,17 +135,3 @@ def test_what_is_trained_or_cast_unnoticed_is_noticed_at_the_next_lookup() -> No
     module.half()
     with pytest.raises(PreparedModelError, match=r"embed\.weight: expected torch\.bfloat16"):
         module(IDS)
-
-
-def test_indices_whose_source_is_known() -> None:
-    """A copy that was written to since is read from the device, which ``meta`` cannot be."""
-    indices = torch.arange(6).as_subclass(HostIndices)
-    copied = indices.to("meta", non_blocking=True)
-    assert type(copied) is torch.Tensor and read_indices(copied).tolist() == list(range(6))
-    assert type(read_indices(copied)) is type(indices.to("cpu")) is torch.Tensor
-    assert copy.deepcopy(indices).tolist() == pickle.loads(pickle.dumps(indices)).tolist()
-    with pytest.raises(NotImplementedError):
-        read_indices(copied.add_(1))
-    with pytest.raises(NotImplementedError):
-        read_indices(indices.to("meta") * 1)
-    assert read_indices(torch.arange(3)).tolist() == [0, 1, 2]

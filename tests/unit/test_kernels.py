@@ -39,6 +39,21 @@ def test_copies(sizes: Sequence[int]) -> None:
     assert all(map(torch.equal, places, sources)) and beyond.tolist() == [1.0] * 8 + [-7.0] * 8
 
 
+@pytest.mark.parametrize("columns", [1, 6, 7, 1030])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_a_matrix(columns: int, dtype: torch.dtype) -> None:
+    gather_gpu = interpreted("poros.kernels.gather_gpu")
+    matrix = torch.randn(20, columns).to(dtype)
+    matrix[3] = float("nan")
+    indices = torch.tensor([3, 19, 0, 3], dtype=torch.int32)
+    both = torch.zeros(5, columns, dtype=dtype)
+    gather_gpu.gather(matrix, indices, both[:4])
+    assert torch.equal(bits(both[:4]), bits(matrix[indices])) and not both[4].any()
+    for index in (20, -1):
+        with pytest.raises(RuntimeError, match=r"expected indices of rows .* below 20"):
+            gather_gpu.gather(matrix, torch.tensor([index]), both[:1])
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 

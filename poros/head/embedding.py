@@ -125,7 +125,6 @@ def keep_on_host(
         What undoes it.
     """
     own: Any = users[0]._parameters["weight"]
-    reader.lock(own.detach())
     matrix = as_parameter(HostMatrix(own.detach(), reader, name))
     handles = []
     for module in users:

@@ -13,7 +13,6 @@ Note: Rows
 """
 
 import logging
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -26,6 +25,9 @@ from poros.streams import StreamContext
 from poros.utils.devices import runs_triton
 
 logger = logging.getLogger(__name__)
+
+Lock = Callable[[], object]
+"""Ends a page lock."""
 
 
 class RowReader:
@@ -46,7 +48,7 @@ class RowReader:
         self.check: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
         self.fallbacks: list[str] = []
         self._streams = streams.beside()
-        self._locks: dict[int, weakref.finalize[..., RowReader] | None] = {}
+        self._locks: dict[int, Lock | None] = {}
         """By the address of a matrix that the device may read; None if its lock is another's."""
         self.pinned_num_bytes = 0
 
@@ -63,15 +65,19 @@ class RowReader:
         if not runs_triton(self.device):
             return
         lock = None
-        if not matrix.is_pinned():
-            with suppress(HostMemoryError):
-                require_host_memory(matrix.nbytes, "the embedding")
-                lock = page_lock(self, matrix, matrix.untyped_storage(), self.device)
-            if lock is None:
-                self.note_pageable("the embedding")
-                return
-            self.pinned_num_bytes += matrix.nbytes
-        self._locks[matrix.data_ptr()] = lock
+        with suppress(HostMemoryError):
+            require_host_memory(matrix.nbytes, "the embedding")
+            lock = page_lock(self, matrix, matrix.untyped_storage(), self.device)
+        if lock is None:
+            self.note_pageable("the embedding")
+            return
+        self.pinned_num_bytes += matrix.nbytes
+        self.read_in_place(matrix, lock)
+
+    def read_in_place(self, matrix: torch.Tensor, lock: Lock | None = None) -> None:
+        """Have the device read rows of a matrix that is page-locked as long as this is used."""
+        if runs_triton(self.device):
+            self._locks[matrix.data_ptr()] = lock
 
     def unlock(self) -> None:
         """Undo ``lock`` once the device has read what it was to read. Idempotent."""
@@ -109,7 +115,7 @@ class RowReader:
                 self._copy(matrix, flat.cpu(), target)
             self.h2d_num_bytes += target.nbytes
         if self.check is not None:
-            self.check(name, matrix, flat.cpu(), target)
+            self.check(name, matrix, flat, target)
         return target.view(*indices.shape, matrix.shape[1])
 
     def _copy(self, matrix: torch.Tensor, indices: torch.Tensor, target: torch.Tensor) -> None:

@@ -163,7 +163,8 @@ def keep_head(head: Head, rows: RowReader, streams: StreamContext) -> SliceReade
 
     Args:
         head: Whose matrix it is.
-        rows: Says so if the memory cannot be page-locked.
+        rows: Reads rows of it, where an embedding is tied to it; says so if it cannot be
+            page-locked.
         streams: Of the blocks.
 
     Returns:
@@ -179,6 +180,9 @@ def keep_head(head: Head, rows: RowReader, streams: StreamContext) -> SliceReade
     matrix = slab.bytes.view(source.dtype).view(source.shape)
     matrix.copy_(source)
     reader = SliceReader(head.name, matrix, streams, slab)
-    if streams.device.type == "cuda" and not slab.pin(streams.device):
-        rows.note_pageable("the head")
+    if streams.device.type == "cuda":
+        if slab.pin(streams.device):
+            rows.read_in_place(matrix)
+        else:
+            rows.note_pageable("the head")
     return reader

@@ -101,7 +101,8 @@ def attend_packed(
     longest = query.shape[2] if max_length_q is None else max_length_q
     has_window = sliding_window is not None and sliding_window < longest
     if has_flash_kernel(query, query.device) and not dropout and not has_window:
-        queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+        # Not each[0], whose backward would fill and copy a tensor.
+        queries, keys, values = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
         found = flash_attention(queries, keys, values, cu_seq_lens_q, longest, scaling)
         return found[None], None
     # PyTorch's kernels take no mask where key heads are shared.

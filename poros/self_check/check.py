@@ -250,6 +250,8 @@ class SelfCheck:
         what = f"{name}[{places.start}:{places.stop}]" if isinstance(places, slice) else name
         if what in self._read:
             return
+        if isinstance(places, torch.Tensor):
+            places = places.cpu()
         mismatch = None
         if name not in self._hashed and digest(matrix) != self._digests[name]:
             mismatch = "its bytes in host memory are not those that poros.prepare took over"

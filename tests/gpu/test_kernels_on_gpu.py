@@ -58,6 +58,7 @@ def test_the_gpu_reads_rows_of_locked_memory(columns: int, dtype: torch.dtype) -
     reader = RowReader(streams_for(torch.device("cuda", torch.cuda.current_device())))
     reader.lock(matrix)
     assert reader.pinned_num_bytes == matrix.nbytes and matrix.is_pinned()
+    reader.check = lambda *_: None
     reader.rows("matrix", matrix, indices)  # compiles the kernel
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -67,6 +68,9 @@ def test_the_gpu_reads_rows_of_locked_memory(columns: int, dtype: torch.dtype) -
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(bits(found.cpu()), bits(matrix[indices.cpu()]))
+    again = RowReader(reader._streams)
+    again.lock(matrix)  # as another's lock would end before it, it takes none
+    assert again.pinned_num_bytes == 0 and len(again.fallbacks) == 1
     reader.unlock()
     assert reader.pinned_num_bytes == 0 and not matrix.is_pinned()
     assert torch.equal(bits(reader.rows("matrix", matrix, indices)), bits(found))

@@ -32,7 +32,8 @@ NUM_READERS = 2
 class Checkpoint:
     """The tensors of a checkpoint by name, read from disk when they are asked for.
 
-    A context manager. No file stays open, and after ``close`` none is read ahead.
+    A context manager. No file stays open, and after ``close`` none is read ahead. Made by ``open``,
+    whose errors are those of a tensor in two shards too, and of shards without any.
 
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
@@ -47,8 +48,17 @@ class Checkpoint:
         self._entries: dict[str, TensorEntry] = {}
         self._shard_of: dict[str, Shard] = {}
         for shard in shards:
-            self._entries |= shard.header.tensors
-            self._shard_of |= dict.fromkeys(shard.header.tensors, shard)
+            for name, entry in shard.header.tensors.items():
+                if name in self._shard_of:
+                    raise defect(
+                        shard.file,
+                        "expected each tensor in one file, found it in "
+                        f"{shown(self._shard_of[name].file)} too",
+                        tensor=name,
+                    )
+                self._entries[name], self._shard_of[name] = entry, shard
+        if not self._entries:
+            raise defect(source.path, "expected tensors, found a checkpoint of none")
         self.names = tuple(self._entries)
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
@@ -78,9 +88,7 @@ class Checkpoint:
                 Nothing is left open in either case.
         """
         located = find_source(source, hub)
-        shards = [Shard.open(file) for file in located.files]
-        _check_shards(located, shards)
-        return cls(located, shards)
+        return cls(located, [Shard.open(file) for file in located.files])
 
     def entry(self, name: str) -> TensorEntry:
         """Return the file, dtype, shape and offset of a tensor.
@@ -239,22 +247,6 @@ class CheckpointSlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor and index it; ``[...]`` is all of it. Raises as ``fetch`` does."""
         return self._checkpoint.take(self._name, self._place)[index]
-
-
-def _check_shards(source: Source, shards: list[Shard]) -> None:
-    """Refuse a tensor that two shards have, and shards without any."""
-    of: dict[str, Shard] = {}
-    for shard in shards:
-        for name in shard.header.tensors:
-            if name in of:
-                raise defect(
-                    shard.file,
-                    f"expected each tensor in one file, found it in {shown(of[name].file)} too",
-                    tensor=name,
-                )
-            of[name] = shard
-    if not of:
-        raise defect(source.path, "expected tensors, found a checkpoint of none")
 
 
 def _framed(text: bytes) -> bytes:

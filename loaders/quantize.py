@@ -18,9 +18,8 @@ Note: Two pieces in flight
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_all
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,14 +47,14 @@ class _Buffer:
     """Page-locked memory for the packed bytes that come back."""
     arrived: Event = None
     """After this event the copy out of ``host`` is complete."""
-    pending: list[Future[None]] = field(default_factory=list)
+    pending: Future[None] | None = None
+    """The write of the results to their place, until somebody waits for it."""
 
     def wait(self) -> None:
-        """Wait until the results are in their places."""
-        pending, self.pending = self.pending, []
-        wait_for_all(pending)
-        for future in pending:
-            future.result()
+        """Wait until the results are in their place."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
 
 
 class Quantizer:
@@ -187,7 +186,7 @@ class Quantizer:
             self._streams.synchronize(arrived)
             target.copy_(packed)
 
-        buffer.pending.append(self._writer.submit(write))
+        buffer.pending = self._writer.submit(write)
 
     def flush(self) -> None:
         """Wait until the bytes of every call are in their places."""

@@ -53,7 +53,7 @@ class SlabWriter:
         drops_towers: Drop the towers of a multimodal model, while it is on the meta device.
 
     Attributes:
-        store: One slab per decoder layer; None before ``plan``.
+        store: One slab per decoder layer; empty before ``plan``.
         fallbacks: One line for each tensor that did not fit its place.
     """
 
@@ -66,7 +66,7 @@ class SlabWriter:
         drops_towers: bool = False,
     ) -> None:
         self.path = path
-        self.store: HostStore | None = None
+        self.store = HostStore([])
         self.fallbacks: list[str] = []
         self.layers_name = ""
         self._allocate = allocate
@@ -210,13 +210,6 @@ class SlabWriter:
             if part in MOVING:
                 self._require_shape(part_name(name, part), parts[part].shape, form[part].shape)
         require_codes(self._where(name), state, parts, form)
-
-    @property
-    def finished(self) -> HostStore:
-        """The slabs, after ``plan``."""
-        if self.store is None:
-            raise ValueError("expected a plan, found none; call plan first")
-        return self.store
 
     def finish(self, model: nn.Module) -> None:
         """Move tensors that came another way, and check that all are in their places.

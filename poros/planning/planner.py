@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
+from poros.errors import (
+    PolicyError,
+    PorosError,
+    UnsupportedModelError,
+    VRAMBudgetError,
+    quoted,
+)
 from poros.loaders.settings import describe_error
 from poros.model.sizing import SURELY_KEPT, is_quicker_alone, room_of
 from poros.model.vision import base_of
@@ -182,11 +188,10 @@ class Planner:
             except (PorosError, MemoryError):
                 raise
             except Exception as error:
-                if self._adapters is not None:
-                    raise  # the model is there, and runs
                 raise UnsupportedModelError(
-                    "expected a configuration whose model can be run, found "
-                    f"{describe_error(error)}; check its settings, and the release of transformers"
+                    f"expected a model of type {quoted(self._recipe.config.model_type)} that can "
+                    f"be run on shapes alone, found {describe_error(error)}; check its settings, "
+                    "and the release of transformers"
                 ) from error
 
     def _plan(self, request: PlanRequest) -> MemoryPlan:

@@ -317,7 +317,7 @@ class _CheckpointLoader:
             arguments = {"config": config, "dtype": dtype}
             model = fill(model_class, slab_writer, quantization, slices, arguments)
         clean(model)
-        require_floats(checkpoint, model)
+        require_floats(checkpoint, model, slab_writer.floats)
         slab_writer.finish(model)
         checkpoint.check_unchanged()
         _set_generation(model, generation)

@@ -35,7 +35,7 @@ from poros.kernels.use import patch
 from poros.model.inspect import find_layers
 from poros.model.stats import attention_of
 from poros.model.vision import base_of
-from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
+from poros.planning.formula import LayerCost, MemoryPlan, StepCost, least_plan, plan_for
 from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.request import PlanRequest
 
@@ -56,6 +56,10 @@ class CostModel:
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
         return plan_for(self.shapes, self.cost(request), request)
+
+    def least(self, request: PlanRequest) -> MemoryPlan:
+        """Plan a step with the least memory, whether that fits its budget or not."""
+        return least_plan(self.shapes, self.cost(request), request)
 
     def cost(self, request: PlanRequest) -> StepCost:
         """Compute the cost of one micro-batch of a requested step."""

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from poros.config import MIN_SLOTS
 from poros.errors import VRAMBudgetError
@@ -199,35 +199,46 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
         PolicyError: If its optimizer is not known.
         VRAMBudgetError: If not even two slots fit; it names the floor and the terms.
     """
-    # From the fastest choice to the one that needs the least memory.
+    for choice in _choices(shapes, cost, request):
+        found = _fitting(shapes, cost, request, choice)
+        if found is not None:
+            return found
+    raise VRAMBudgetError(_does_not_fit(least_plan(shapes, cost, request), request.budget or 0))
+
+
+def least_plan(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan:
+    """Plan a step with the least memory that it can do with, whether that fits a budget or not."""
+    choice = _choices(shapes, cost, request)[-1]
+    formula, policy = _Formula(shapes, cost, request, choice), request.policy
+    asked = policy.offload_boundaries
+    plans = [
+        formula.plan(policy.slots or MIN_SLOTS, policy.keep_last or 0, offload)
+        for offload in ((False, True) if asked is None else (asked,))
+    ]
+    return min(plans, key=lambda plan: plan.total_num_bytes)
+
+
+class _Choice(NamedTuple):
+    """What a plan chooses beside slots and kept layers; see the fields of ``MemoryPlan``."""
+
+    replays: bool
+    check_kernels: str
+    micro_batches: int
+    shares_dense: bool
+
+
+def _choices(shapes: Shapes, cost: StepCost, request: PlanRequest) -> list[_Choice]:
+    """List the choices from the fastest to the one that needs the least memory."""
     flop = 2 * request.batch_size * request.seq_len * shapes.num_linear_parameters
     pays = flop <= MOST_FLOP * len(shapes.layers)
-    choices = [
-        (replays, kernels, together, shares)
+    return [
+        _Choice(replays, kernels, together, shares)
         for replays in _recording(request)
         if pays or not replays or request.policy.cuda_graphs
         for kernels in (("peft", "fused") if request.self_check and cost.checked else ("peft",))
         for together in fewer(request.micro_batches)
         for shares in _sharing(shapes, request, together)
     ]
-    for replays, kernels, together, shares in choices:
-        chosen = cost if kernels == "peft" else replace(cost, checked=())
-        # None is left where visits might be recorded, but are not.
-        graphs = replays or (None if request.policy.cuda_graphs is None else False)
-        asked = request.override(cuda_graphs=graphs, micro_batches=together, share_dense=shares)
-        try:
-            found = _plan_for(shapes, chosen, asked)
-            return replace(
-                found,
-                check_kernels=kernels,
-                replays=replays,
-                micro_batches=together,
-                shares_dense=shares,
-            )
-        except VRAMBudgetError:
-            if (replays, kernels, together, shares) == choices[-1]:
-                raise
-    raise AssertionError("expected a choice")
 
 
 def _recording(request: PlanRequest) -> tuple[bool, ...]:
@@ -252,8 +263,11 @@ def fewer(number: int) -> Iterator[int]:
     yield 1
 
 
-def _plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan:
-    formula = _Formula(shapes, cost, request)
+def _fitting(
+    shapes: Shapes, cost: StepCost, request: PlanRequest, choice: _Choice
+) -> MemoryPlan | None:
+    """Plan a step with the most room that fits the budget; None if not even the least does."""
+    formula = _Formula(shapes, cost, request, choice)
     budget, num_blocks = request.budget, len(formula.blocks)
     least = min(MIN_SLOTS, num_blocks)
     slots, kept = request.policy.slots or least, request.policy.keep_last or 0
@@ -266,24 +280,28 @@ def _plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPla
 
     if request.policy.offload_boundaries is None and not fits(slots, kept):
         offload = True
-        if not fits(slots, kept):
-            lowest = (formula.plan(slots, kept, choice) for choice in (False, True))
-            offload = min(lowest, key=lambda plan: plan.total_num_bytes).offload_boundaries
     if request.policy.slots is None:
         slots = _most(least, num_blocks, lambda number: fits(number, kept))
     if request.policy.keep_last is None and slots == num_blocks:
         kept = _most(0, len(shapes.layers), lambda number: fits(slots, number))
-    chosen = formula.plan(slots, kept, offload)
-    if chosen.total_num_bytes > budget:
-        raise VRAMBudgetError(_does_not_fit(chosen, budget))
-    return chosen
+    return formula.plan(slots, kept, offload) if fits(slots, kept) else None
 
 
 class _Formula:
     """Plans of one model and one micro-batch."""
 
-    def __init__(self, shapes: Shapes, cost: StepCost, request: PlanRequest) -> None:
-        self.shapes, self.cost, self.request = shapes, cost, request
+    def __init__(
+        self, shapes: Shapes, cost: StepCost, request: PlanRequest, choice: _Choice
+    ) -> None:
+        # None is left where visits might be recorded, but are not.
+        may_record = request.policy.cuda_graphs is None
+        request = request.override(
+            cuda_graphs=choice.replays or (None if may_record else False),
+            micro_batches=choice.micro_batches,
+            share_dense=choice.shares_dense,
+        )
+        self.shapes, self.request, self.choice = shapes, request, choice
+        self.cost = cost if choice.check_kernels == "peft" else replace(cost, checked=())
         self.optimizer = optimizer_cost(request, shapes.adapter_sizes)
         self.dense_weight = shapes.dense_weight if request.policy.cuda_graphs is None else 0
         self.num_layers, size = len(shapes.layers), request.policy.block_size
@@ -362,6 +380,7 @@ class _Formula:
             step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, first_kept),
             speeds=request.speeds,
             options={"batch_size": request.batch_size, "seq_len": request.seq_len},
+            **self.choice._asdict(),
         )
 
     def _recordings(self, first_kept: int) -> int:

@@ -229,23 +229,22 @@ class _Choice(NamedTuple):
 
 def _choices(shapes: Shapes, cost: StepCost, request: PlanRequest) -> list[_Choice]:
     """List the choices from the fastest to the one that needs the least memory."""
-    flop = 2 * request.batch_size * request.seq_len * shapes.num_linear_parameters
-    pays = flop <= MOST_FLOP * len(shapes.layers)
     return [
         _Choice(replays, kernels, together, shares)
-        for replays in _recording(request)
-        if pays or not replays or request.policy.cuda_graphs
+        for replays in _recording(shapes, request)
         for kernels in (("peft", "fused") if request.self_check and cost.checked else ("peft",))
         for together in fewer(request.micro_batches)
         for shares in _sharing(shapes, request, together)
     ]
 
 
-def _recording(request: PlanRequest) -> tuple[bool, ...]:
+def _recording(shapes: Shapes, request: PlanRequest) -> tuple[bool, ...]:
     """List the choices of whether visits are recorded, the fastest first."""
     if request.policy.cuda_graphs is not None:
         return (request.policy.cuda_graphs,)
-    return (False,) if request.without_recordings else (True, False)
+    flop = 2 * request.batch_size * request.seq_len * shapes.num_linear_parameters
+    pays = flop <= MOST_FLOP * len(shapes.layers)
+    return (True, False) if pays and not request.without_recordings else (False,)
 
 
 def _sharing(shapes: Shapes, request: PlanRequest, together: int) -> tuple[bool, ...]:

@@ -47,11 +47,6 @@ class TrainingSpec:
     seed: int = 0
     """Seed of every generator, set before the first step."""
 
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
-
 
 @dataclass
 class StepRecord:

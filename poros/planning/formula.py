@@ -35,7 +35,7 @@ larger of wire and compute in forward, and again in backward.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -292,17 +292,13 @@ class _Formula:
     def __init__(
         self, shapes: Shapes, cost: StepCost, request: PlanRequest, choice: _Choice
     ) -> None:
-        # None is left where visits might be recorded, but are not.
-        may_record = request.policy.cuda_graphs is None
-        request = request.override(
-            cuda_graphs=choice.replays or (None if may_record else False),
-            micro_batches=choice.micro_batches,
-            share_dense=choice.shares_dense,
-        )
-        self.shapes, self.request, self.choice = shapes, request, choice
-        self.cost = cost if choice.check_kernels == "peft" else replace(cost, checked=())
+        self.shapes, self.cost, self.request, self.choice = shapes, cost, request, choice
+        self.together = choice.micro_batches
+        self.checked = (choice.check_kernels == "peft" and cost.checked) or cost.layers
         self.optimizer = optimizer_cost(request, shapes.adapter_sizes)
-        self.dense_weight = shapes.dense_weight if request.policy.cuda_graphs is None else 0
+        # Where visits might be recorded, but are not.
+        has_workspace = request.policy.cuda_graphs is None and not choice.replays
+        self.dense_weight = shapes.dense_weight if has_workspace else 0
         self.num_layers, size = len(shapes.layers), request.policy.block_size
         starts = range(0, self.num_layers, size)
         # Layers that are alike are one layout.
@@ -346,9 +342,9 @@ class _Formula:
             "head": shapes.head - on_host["head"] + buffers,
             **({"vision": shapes.vision} if shapes.vision else {}),
             "other": shapes.other - on_host["other"],
-            "inputs": request.micro_batches * (self.cost.inputs + self.cost.shared),
-            "recordings": self._recordings(first_kept) if request.policy.cuda_graphs else 0,
-            "dense layer": shapes.dense_layer if request.policy.share_dense else 0,
+            "inputs": self.together * (self.cost.inputs + self.cost.shared),
+            "recordings": self._recordings(first_kept) if self.choice.replays else 0,
+            "dense layer": shapes.dense_layer if self.choice.shares_dense else 0,
             "dense weight": self.dense_weight,
             "libraries": request.libraries,
         }
@@ -358,9 +354,8 @@ class _Formula:
             terms["self-check"] = max(0, *self._first_step(first_kept, offload), later) - later
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
-        together = request.micro_batches
-        forward = (sum(loaded[found.ring_slots :]) + travelling) // together
-        backward = sum(loaded[: len(loaded) - found.ring_slots]) // together
+        forward = (sum(loaded[found.ring_slots :]) + travelling) // self.together
+        backward = sum(loaded[: len(loaded) - found.ring_slots]) // self.together
         boundaries = first_kept * self.cost.boundary if offload else 0
         return MemoryPlan(
             terms=terms,
@@ -373,7 +368,7 @@ class _Formula:
             bytes_per_step=forward + backward + 2 * boundaries,
             host_num_bytes=sum(block.num_bytes for block in self.blocks)
             + on_host.total()
-            + together * boundaries,
+            + self.together * boundaries,
             vram_budget=request.budget,
             # Boundaries leave against the direction of the blocks and come back with it.
             step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, first_kept),
@@ -405,21 +400,20 @@ class _Formula:
         Each of the micro-batches that go together, but one, waits with one tensor more: the last
         layer's result, or a gradient.
         """
-        together = self.request.micro_batches
-        num_waiting = together - 1
-        num_there = min(num_inputs * together, 2) if offload else num_inputs * together
+        num_waiting = self.together - 1
+        num_there = min(num_inputs * self.together, 2) if offload else num_inputs * self.together
         return (num_there + num_waiting) * self.cost.boundary
 
     def _later_step(self, first_kept: int, offload: bool) -> Iterator[tuple[int, int, int, int]]:
         """Return the temporary bytes of a step at each moment that may be the largest."""
         adapters, cost = self.shapes.adapters, self.cost
         sizes = (layer.saved + layer.kept_input for layer in cost.layers[first_kept:])
-        together = self.request.micro_batches
-        graphs = list(accumulate((together * size for size in sizes), initial=0))
+        graphs = list(accumulate((self.together * size for size in sizes), initial=0))
         # Gradients are there from the first micro-batch on, layer by layer from the last.
         before = adapters if self.request.accumulation > 1 else 0
         # Ahead of losses that share the head's slices: hidden states, and their sums in float32.
-        ahead = 3 * cost.boundary * together if together > 1 and self._streamed_head() else 0
+        shares_head = self.together > 1 and self._streamed_head() is not None
+        ahead = 3 * cost.boundary * self.together * shares_head
         yield before, self._boundaries(first_kept, offload), graphs[-1], cost.loss_peak + ahead
         yield adapters, 0, 0, self.optimizer.temporaries
         for index, layer in enumerate(cost.layers):
@@ -435,9 +429,8 @@ class _Formula:
 
     def _first_step(self, first_kept: int, offload: bool) -> Iterator[int]:
         """Return the same while a layer is checked, without the optimizer's."""
-        layers = self.cost.checked or self.cost.layers
         kept = 0
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.checked):
             if index >= first_kept:  # checked behind its forward, above the graphs before it
                 kept += self.cost.layers[index].saved + self.cost.layers[index].kept_input
             yield (
@@ -462,7 +455,7 @@ class _Formula:
         # Frozen weights need no gradient: one product each. Of attention it is five, forward two.
         backward = [products + 2.5 * layer.attention_flop for layer in self.cost.layers]
         # Of micro-batches that go together one keeps its graph where visits are replayed.
-        others = (1 - 1 / self.request.micro_batches) * bool(self.request.policy.cuda_graphs)
+        others = (1 - 1 / self.together) * self.choice.replays
         recomputed = sum(forward[:first_kept]) + others * sum(forward[first_kept:])
         per_flop = 1e-9 / speeds.tflop_per_s
         flop = (sum(forward) + head, sum(backward) + recomputed + head)

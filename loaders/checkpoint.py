@@ -65,7 +65,7 @@ class Checkpoint:
         self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
         self._asked: dict[str, Future[torch.Tensor]] = {}
         self._order: list[str] = []
-        self._ahead_num_bytes = self._begun = 0
+        self._begun = 0
 
     @classmethod
     def open(
@@ -121,14 +121,12 @@ class Checkpoint:
         shard.check_unchanged()
         return tensor
 
-    def slices(
-        self, names: Sequence[str] | None = None, *, ahead_num_bytes: int = AHEAD_NUM_BYTES
-    ) -> dict[str, "CheckpointSlice"]:
+    def slices(self, names: Sequence[str] | None = None) -> dict[str, "CheckpointSlice"]:
         """Return slices that are read later, to pass to transformers as a ``state_dict``.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
         ``safetensors.safe_open``; that is ``fetch``. It takes them in its own order (layer 2 before
-        layer 10), and while one is used the next ``ahead_num_bytes`` are being read, each once.
+        layer 10), and while one is used the next ``AHEAD_NUM_BYTES`` are being read, each once.
 
         Args:
             names: Names of the tensors; None takes all of them.
@@ -136,7 +134,6 @@ class Checkpoint:
         from transformers.core_model_loading import dot_natural_key
 
         self._order = sorted(self.names if names is None else names, key=dot_natural_key)
-        self._ahead_num_bytes = ahead_num_bytes
         places = {name: place for place, name in enumerate(self._order)}
         self._begun = 0  # place in the order up to which reads have begun
         return {name: CheckpointSlice(self, name, place) for name, place in places.items()}
@@ -146,7 +143,7 @@ class Checkpoint:
 
         Threads begin with the first call and end with ``close``, after which none is read ahead.
         """
-        left = self._ahead_num_bytes
+        left = AHEAD_NUM_BYTES
         with self._lock:  # transformers may take slices in several threads
             for index in range(place + 1, len(self._order)):
                 following = self._order[index]

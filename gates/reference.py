@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poros.self_check.compare import Difference, differing_or_absent, hash_tensor
+from poros.io.digests import digest
+from poros.self_check.compare import Difference, bits, differing_or_absent
 
-Digests = dict[str, str]
-"""SHA-256, in hex, by the name of a tensor."""
+Digests = dict[str, bytes]
+"""Digests of tensors (``poros.io.digests``) by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,6 @@ class TrainingSpec:
 
     seed: int = 0
     """Seed of every generator, set before the first step."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
 
 
 @dataclass
@@ -199,7 +195,7 @@ def start_digests(model: torch.nn.Module) -> Digests:
     """
     tensors = {**dict(model.named_buffers()), **model.state_dict()}
     return {
-        name: hash_tensor(tensor)
+        name: digest(bits(tensor).cpu().contiguous())
         for name, tensor in tensors.items()
         if isinstance(tensor, torch.Tensor)
     }

@@ -38,18 +38,14 @@ ARCHITECTURES = {
 }
 
 # Sizes that only one family has, and what makes a variant of it.
+_GEMMA4 = {
+    "global_head_dim": 48,
+    "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 16,
+}
 _SPECIAL: dict[str, dict[str, Any]] = {
-    "gemma4": {
-        "global_head_dim": 48,
-        "vocab_size_per_layer_input": 512,
-        "hidden_size_per_layer_input": 16,
-    },
-    "gemma4_shared_kv": {
-        "global_head_dim": 48,
-        "vocab_size_per_layer_input": 512,
-        "hidden_size_per_layer_input": 16,
-        "num_kv_shared_layers": 2,
-    },
+    "gemma4": _GEMMA4,
+    "gemma4_shared_kv": {**_GEMMA4, "num_kv_shared_layers": 2},
     "mixtral": {"output_router_logits": True},
     "qwen3_moe": {"output_router_logits": True},
 }

@@ -89,7 +89,7 @@ def _unfit(writer: SlabWriter, error: Exception) -> PorosError:
             f"{shown(writer.path)}: expected host memory for what the configuration asks for, "
             f"found {describe_error(error)}; check its sizes, or free memory"
         )
-    if writer.store is None:
+    if not writer.store.slabs:
         return defect(
             writer.path / "config.json",
             "expected settings that transformers builds a model from, found "

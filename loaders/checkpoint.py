@@ -32,7 +32,8 @@ NUM_READERS = 2
 class Checkpoint:
     """The tensors of a checkpoint by name, read from disk when they are asked for.
 
-    A context manager. No file stays open, and after ``close`` none is read ahead.
+    A context manager. No file stays open, and after ``close`` none is read ahead. Made by ``open``,
+    whose errors are those of a tensor in two shards too, and of shards without any.
 
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
@@ -47,15 +48,24 @@ class Checkpoint:
         self._entries: dict[str, TensorEntry] = {}
         self._shard_of: dict[str, Shard] = {}
         for shard in shards:
-            self._entries |= shard.header.tensors
-            self._shard_of |= dict.fromkeys(shard.header.tensors, shard)
+            for name, entry in shard.header.tensors.items():
+                if name in self._shard_of:
+                    raise defect(
+                        shard.file,
+                        "expected each tensor in one file, found it in "
+                        f"{shown(self._shard_of[name].file)} too",
+                        tensor=name,
+                    )
+                self._entries[name], self._shard_of[name] = entry, shard
+        if not self._entries:
+            raise defect(source.path, "expected tensors, found a checkpoint of none")
         self.names = tuple(self._entries)
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
         self._asked: dict[str, Future[torch.Tensor]] = {}
         self._order: list[str] = []
-        self._ahead_num_bytes = self._begun = 0
+        self._begun = 0
 
     @classmethod
     def open(
@@ -78,9 +88,7 @@ class Checkpoint:
                 Nothing is left open in either case.
         """
         located = find_source(source, hub)
-        shards = [Shard.open(file) for file in located.files]
-        _check_shards(located, shards)
-        return cls(located, shards)
+        return cls(located, [Shard.open(file) for file in located.files])
 
     def entry(self, name: str) -> TensorEntry:
         """Return the file, dtype, shape and offset of a tensor.
@@ -113,14 +121,12 @@ class Checkpoint:
         shard.check_unchanged()
         return tensor
 
-    def slices(
-        self, names: Sequence[str] | None = None, *, ahead_num_bytes: int = AHEAD_NUM_BYTES
-    ) -> dict[str, "CheckpointSlice"]:
+    def slices(self, names: Sequence[str] | None = None) -> dict[str, "CheckpointSlice"]:
         """Return slices that are read later, to pass to transformers as a ``state_dict``.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
         ``safetensors.safe_open``; that is ``fetch``. It takes them in its own order (layer 2 before
-        layer 10), and while one is used the next ``ahead_num_bytes`` are being read, each once.
+        layer 10), and while one is used the next ``AHEAD_NUM_BYTES`` are being read, each once.
 
         Args:
             names: Names of the tensors; None takes all of them.
@@ -128,7 +134,6 @@ class Checkpoint:
         from transformers.core_model_loading import dot_natural_key
 
         self._order = sorted(self.names if names is None else names, key=dot_natural_key)
-        self._ahead_num_bytes = ahead_num_bytes
         places = {name: place for place, name in enumerate(self._order)}
         self._begun = 0  # place in the order up to which reads have begun
         return {name: CheckpointSlice(self, name, place) for name, place in places.items()}
@@ -138,7 +143,7 @@ class Checkpoint:
 
         Threads begin with the first call and end with ``close``, after which none is read ahead.
         """
-        left = self._ahead_num_bytes
+        left = AHEAD_NUM_BYTES
         with self._lock:  # transformers may take slices in several threads
             for index in range(place + 1, len(self._order)):
                 following = self._order[index]
@@ -239,22 +244,6 @@ class CheckpointSlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor and index it; ``[...]`` is all of it. Raises as ``fetch`` does."""
         return self._checkpoint.take(self._name, self._place)[index]
-
-
-def _check_shards(source: Source, shards: list[Shard]) -> None:
-    """Refuse a tensor that two shards have, and shards without any."""
-    of: dict[str, Shard] = {}
-    for shard in shards:
-        for name in shard.header.tensors:
-            if name in of:
-                raise defect(
-                    shard.file,
-                    f"expected each tensor in one file, found it in {shown(of[name].file)} too",
-                    tensor=name,
-                )
-            of[name] = shard
-    if not of:
-        raise defect(source.path, "expected tensors, found a checkpoint of none")
 
 
 def _framed(text: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +14,7 @@ import torch
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.host.disk import DiskStore
-from poros.host.layout import BlockLayout, slab_offsets
+from poros.host.layout import BlockLayout, slabs_num_bytes
 from poros.host.limits import require_host_memory
 from poros.host.store import HostStore, attach_store
 from poros.kernels.nf4 import QUANT_TYPES
@@ -28,6 +28,7 @@ from poros.loaders.options import (
     Unset,
     device_name,
     dtype_name,
+    loadable_dtype,
     quantizing_device,
 )
 from poros.loaders.quantize import Quantizer
@@ -44,7 +45,7 @@ from poros.loaders.source import CONFIG, GENERATION, commit_of
 from poros.loaders.store import PLACE, OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents, small_files
 from poros.model.inspect import require_language_model
-from poros.model.origin import Origin, put_origin
+from poros.model.origin import Origin, origin_of, put_origin
 from poros.model.saving import watch_saving
 from poros.utils.formatting import size
 from poros.utils.logging_setup import show_info_by_default
@@ -155,10 +156,11 @@ def load(
         loader = _CheckpointLoader(source, options, quantizing_device(device))
         if store is None:
             return loader.into_memory()
-        origin = loader.into_store_unless_there(store)
+        place = loader.into_store_unless_there(store)
         model = _open(store, budget, options)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
-    put_origin(model, origin)
+    made = origin_of(model) or place  # the bytes are those of the store, wherever it was made
+    put_origin(model, replace(made, source=place.source, revision=place.revision))
     return model
 
 
@@ -196,7 +198,7 @@ class _CheckpointLoader:
         with self._checkpoint() as checkpoint:
             model, slab_writer, *_ = self._read(checkpoint)
             origin = self._origin(checkpoint)
-        store = slab_writer.finished
+        store = slab_writer.store
         store.fallbacks += slab_writer.fallbacks
         model.name_or_path = model.config.name_or_path = os.fspath(self._source)
         put_origin(model, origin)
@@ -204,7 +206,11 @@ class _CheckpointLoader:
         return model
 
     def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> Origin:
-        """Write the store unless it exists; refuse a store of another checkpoint."""
+        """Write the store unless it exists; refuse a store of another checkpoint.
+
+        Returns:
+            Where the checkpoint lies now.
+        """
         if not is_store(directory):
             try:
                 return self.into_store(directory)
@@ -248,15 +254,14 @@ class _CheckpointLoader:
                 "num_threads": torch.get_num_threads(),
             }
             writers[0].commit(rest, about, small_files(checkpoint))
-            return _in_store(origin, about, directory)
+            return origin
 
     def require_made_of_it(self, directory: "str | os.PathLike[str]") -> Origin:
-        """Refuse a store of another checkpoint; return what it was made from: this one."""
+        """Refuse a store of another checkpoint."""
         with self._checkpoint() as checkpoint, open_store(directory) as opened:
-            about = opened.manifest.about
-            if about.get("source_seen") != checkpoint.seen():
+            if opened.manifest.about.get("source_seen") != checkpoint.seen():
                 opened.require_source(checkpoint.fingerprint())
-            return _in_store(self._origin(checkpoint), about, directory)
+            return self._origin(checkpoint)
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint.open(self._source, self._options.hub)
@@ -290,7 +295,8 @@ class _CheckpointLoader:
         model_class, config = model_class_of(config, options.auto_class)
         require_language_model(model_class.__name__, config)
         if options.dtype == "auto":
-            options = options.of_dtype(getattr(config, "dtype", None) or checkpoint.float_dtype())
+            found = getattr(config, "dtype", None) or checkpoint.float_dtype()
+            options = replace(options, dtype=loadable_dtype(found))
         if stored is not None:
             options.require_format(stored, quoted(os.fspath(path)))
         dtype = options.chosen_dtype
@@ -311,7 +317,7 @@ class _CheckpointLoader:
             arguments = {"config": config, "dtype": dtype}
             model = fill(model_class, slab_writer, quantization, slices, arguments)
         clean(model)
-        require_floats(checkpoint, model)
+        require_floats(checkpoint, model, slab_writer.floats)
         slab_writer.finish(model)
         checkpoint.check_unchanged()
         _set_generation(model, generation)
@@ -364,18 +370,6 @@ def _open(
     return model
 
 
-def _in_store(
-    origin: Origin, about: Mapping[str, Any], directory: "str | os.PathLike[str]"
-) -> Origin:
-    """Add to where a checkpoint lies what its store, made or opened, says of its bytes."""
-    return replace(
-        origin,
-        fingerprint=about.get("source"),
-        seen=about.get("source_seen"),
-        store=os.path.abspath(directory),
-    )
-
-
 def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
     """Return the dtype and the quantization of a store."""
     from transformers import BitsAndBytesConfig
@@ -403,12 +397,11 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
 def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
     """Read the slabs that ``budget`` has room for into memory, and map the others."""
     layouts = opened.layouts
-    starts = slab_offsets(layouts)
-    ends = [start + layout.padded_num_bytes for start, layout in zip(starts, layouts, strict=True)]
-    first = len(layouts) if budget is None else sum(end <= budget for end in ends)
-    require_host_memory(
-        ends[first - 1] if first else 0, f"the first layers of {shown(opened.path)}"
-    )
+    first = len(layouts)
+    while budget is not None and first and slabs_num_bytes(layouts[:first]) > budget:
+        first -= 1
+    what = f"the first layers of {shown(opened.path)}"
+    require_host_memory(slabs_num_bytes(layouts[:first]), what)
     resident = HostStore.allocate(layouts[:first])
     opened.read_into(resident)
     if first == len(layouts):
@@ -420,7 +413,7 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
         len(layouts) - first,
         len(layouts),
         shown(opened.slabs),
-        size(ends[-1] - (ends[first - 1] if first else 0)),
+        size(slabs_num_bytes(layouts[first:])),
     )
     return DiskStore.over_file(
         resident,

@@ -123,11 +123,6 @@ def slab_name(index: int) -> str:
     return f"slab.{index:05d}"
 
 
-def data_num_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Count the bytes of all slabs, each padded to a page."""
-    return sum(layout.padded_num_bytes for layout in layouts)
-
-
 def forms_of(tensors: Mapping[str, torch.Tensor] | Mapping[str, TensorEntry]) -> Forms:
     """Return the dtype and shape of each tensor."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -7,7 +7,7 @@ contradict the store or the checkpoint that is opened.
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -105,18 +105,10 @@ class LoadOptions:
         _refuse(left)
         hub = {key: left.pop(key) for key in _HUB if key in left}
         chosen = _auto_class(auto_class)
-        options = cls(quantization, _dtype(dtype), device, hub, vision, chosen, left)
+        options = cls(quantization, loadable_dtype(dtype), device, hub, vision, chosen, left)
         if quantization is not UNSET:
             options.wanted(torch.bfloat16)  # refused here if it makes no sense
         return options
-
-    def of_dtype(self, dtype: Any) -> "LoadOptions":
-        """Copy the options with the dtype that "auto" resolved to.
-
-        Raises:
-            PolicyError: If nothing can be loaded in it.
-        """
-        return replace(self, dtype=_dtype(dtype))
 
     @property
     def chosen_dtype(self) -> torch.dtype:
@@ -243,7 +235,12 @@ def _refuse(options: dict[str, Any]) -> None:
         )
 
 
-def _dtype(value: Any) -> "torch.dtype | str | Unset":
+def loadable_dtype(value: Any) -> "torch.dtype | str | Unset":
+    """Parse a dtype to load in.
+
+    Raises:
+        PolicyError: If nothing can be loaded in it.
+    """
     if value is UNSET or value == "auto":
         return "auto" if value == "auto" else UNSET
     dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value

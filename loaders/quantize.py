@@ -8,19 +8,16 @@ quantization looks at the whole tensor, and only at its float32 absmax, which is
 
 A sum per piece would give another offset, and a piece that ends within a block other bytes.
 
-Note: Two pieces in flight
-    On a GPU piece i is quantized on the compute stream while the host reads piece i + 1 into the
-    other page-locked buffer and the copy stream moves it. bitsandbytes launches its quantization
-    kernels on the *default* stream whatever stream is current, so that is the compute stream here.
-    The packed bytes come back to a page-locked buffer, from which a thread writes them to their
-    place while the next piece is under way. Page-locked buffers are used again only when the copy
-    out of them, or the write, is over; the host waits for that.
+Note: Pieces in flight
+    On a GPU a piece goes through page-locked memory of PyTorch's, which is used again only when the
+    copy out of it is over, so that the host reads the next piece meanwhile. The packed bytes come
+    back to such memory, from which a thread writes them to their place. All of it is queued on the
+    *default* stream: bitsandbytes launches its quantization kernels there whatever is current.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_all
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,62 +25,34 @@ import torch
 from poros.cuda_streams import streams_for
 from poros.errors import CheckpointFormatError
 from poros.kernels.nf4 import MOVING, NESTED_BLOCKSIZE, Format, Parts
-from poros.streams import Event, StreamContext
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
 _CHUNK_NUM_BYTES = {"cpu": 1 << 19, "cuda": 16 << 20}
 
-
-@dataclass
-class _Buffer:
-    """One of the two staging buffers for pieces on their way to the device."""
-
-    host: torch.Tensor
-    device: torch.Tensor
-    released: Event
-    """After this event the compute stream no longer reads ``device``."""
-    packed: torch.Tensor
-    """Page-locked memory for the packed bytes that come back."""
-    arrived: Event = None
-    """After this event the copy out of ``host`` is complete."""
-    pending: list[Future[None]] = field(default_factory=list)
-
-    def wait(self) -> None:
-        """Wait until the results are in their places."""
-        pending, self.pending = self.pending, []
-        wait_for_all(pending)
-        for future in pending:
-            future.result()
+MOST_WRITES = 2
+"""Pieces that may be on their way back while the next one is quantized."""
 
 
 class Quantizer:
-    """Stages pieces of a tensor to a device and quantizes them there.
+    """Copies pieces of a tensor to a device and quantizes them there.
 
     Args:
         device: Where to quantize. Bytes are those of bitsandbytes on that device.
         chunk_num_bytes: Size of a piece, rounded down to whole blocks but at least one block. None
             is 512 KiB on a CPU and 16 MiB on a GPU.
-        streams: Stage through these even on a CPU (for tests). None takes the device's own.
 
     Streams:
         Compute runs on the default stream of ``device``.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        chunk_num_bytes: int | None = None,
-        streams: StreamContext | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, *, chunk_num_bytes: int | None = None) -> None:
         self.device = device
         self._chunk_num_bytes = chunk_num_bytes or _CHUNK_NUM_BYTES[device.type]
-        self._is_staged = streams is not None or device.type != "cpu"
-        self._streams = streams or streams_for(device)
-        self._buffers: list[_Buffer] = []
+        self._streams = streams_for(device)
         self._writer = ThreadPoolExecutor(1, "poros-writer")
+        self._writes: deque[Future[object]] = deque()
 
     def quantize_into(
         self,
@@ -122,9 +91,8 @@ class Quantizer:
                 scales = self._quantize_pieces(tensor, where or name, format, targets["packed"])
             except BaseException:
                 # Nothing may be written to the caller's memory once it has the error.
-                for buffer in self._buffers:
-                    with suppress(Exception):
-                        buffer.wait()
+                wait(self._writes)
+                self._writes.clear()
                 raise
             made = {"absmax": scales}
             if format.double_quant:
@@ -148,81 +116,47 @@ class Quantizer:
         num_blocks = -(-num_elements // blocksize)
         scales = torch.empty(num_blocks, dtype=torch.float32, device=self.device)
         extremes: list[torch.Tensor] = []
-        starts = range(0, num_elements, chunk)
-        staged = self._stage(flat, 0, chunk)
-        for index, start in enumerate(starts):
-            piece, arrived = staged
-            self._streams.wait(arrived)
+        for start in range(0, num_elements, chunk):
+            piece = self._on_device(flat[start : start + chunk])
             extremes.extend(torch.aminmax(piece))
             values, piece_scales = torch.ops.bitsandbytes.quantize_4bit.default(
                 piece, blocksize, format.quant_type, torch.uint8
             )
             scales[start // blocksize :][: piece_scales.numel()].copy_(piece_scales)
-            if self._is_staged:
-                self._buffers[index % 2].released = self._streams.record()
-            if start + chunk < num_elements:
-                staged = self._stage(flat, index + 1, chunk)
-            target = packed_bytes[start // 2 :][: values.numel()]
-            self._bring_back(values.view(-1), target, index)
+            self._bring_back(values.view(-1), packed_bytes[start // 2 :][: values.numel()])
         if extremes:
             require_finite(torch.stack(extremes), where)
         return scales
 
-    def _bring_back(self, values: torch.Tensor, target: torch.Tensor, index: int) -> None:
+    def _on_device(self, piece: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return piece
+        return piece.pin_memory().to(self.device, non_blocking=True)
+
+    def _bring_back(self, values: torch.Tensor, target: torch.Tensor) -> None:
         """Write packed bytes to host memory: from a device in a thread, behind the next piece.
 
         Host memory is touched for the first time here, which takes as long as the copy.
         """
-        if not self._is_staged:
+        if self.device.type == "cpu":
             target.copy_(values)
             return
-        buffer = self._buffers[index % 2]
-        buffer.wait()
-        packed = buffer.packed[: values.numel()]
+        packed = torch.empty_like(values, device="cpu", pin_memory=True)
         packed.copy_(values, non_blocking=True)
-        # The copy back is behind the quantization on the same stream.
         arrived = self._streams.record()
 
         def write() -> None:
             self._streams.synchronize(arrived)
             target.copy_(packed)
 
-        buffer.pending.append(self._writer.submit(write))
+        if len(self._writes) == MOST_WRITES:
+            self._writes.popleft().result()
+        self._writes.append(self._writer.submit(write))
 
     def flush(self) -> None:
         """Wait until the bytes of every call are in their places."""
-        for buffer in self._buffers:
-            buffer.wait()
-
-    def _stage(self, flat: torch.Tensor, index: int, chunk: int) -> tuple[torch.Tensor, Event]:
-        """Return piece ``index`` on the device, and the event of its arrival."""
-        source = flat[index * chunk : (index + 1) * chunk]
-        if not self._is_staged:
-            return source, None
-        buffer = self._buffer(index % 2, chunk * flat.element_size())
-        host, device = buffer.host[: source.nbytes], buffer.device[: source.nbytes]
-        if buffer.arrived is not None:
-            self._streams.synchronize(buffer.arrived)
-        host.view(source.dtype).copy_(source)
-        arrived = buffer.arrived = self._streams.copy(device, host, after=buffer.released)
-        return device.view(source.dtype), arrived
-
-    def _buffer(self, index: int, num_bytes: int) -> _Buffer:
-        if not self._buffers or self._buffers[0].host.numel() < num_bytes:
-            pinned = self.device.type == "cuda"
-            self.flush()
-            self._buffers = []  # before there are others
-            self._buffers = [
-                _Buffer(
-                    torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned),
-                    self._streams.allocate(num_bytes),
-                    self._streams.record(),
-                    # Packed bytes are at most half of those that they come from.
-                    torch.empty(num_bytes // 2, dtype=torch.uint8, pin_memory=pinned),
-                )
-                for _ in range(2)
-            ]
-        return self._buffers[index]
+        while self._writes:
+            self._writes.popleft().result()
 
     def _on_default_stream(self) -> AbstractContextManager[None]:
         if self.device.type != "cuda":

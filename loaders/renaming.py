@@ -7,17 +7,15 @@ tensor to the dtype to load in. Both give a model, but not the one that was save
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from poros.errors import quoted
-from poros.kernels.nf4 import state_of
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.model.vision import find_towers
-from poros.stream.adapters import named_tensors
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 _STATE = ".quant_state."
@@ -95,22 +93,21 @@ def require_whole_experts(checkpoint: Checkpoint) -> None:
             )
 
 
-def require_floats(checkpoint: Checkpoint, model: Any) -> None:
-    """Refuse whole numbers that were cast to floating point, such as weights of 8 bits.
+def require_floats(checkpoint: Checkpoint, model: Any, floats: Collection[str]) -> None:
+    """Refuse whole numbers in place of weights, such as those of 8 bits; transformers casts them.
+
+    Args:
+        floats: Names of the model's tensors that the configuration wants in floating point.
 
     Raises:
-        CheckpointFormatError: If one of its tensors was made of whole numbers, and is none.
+        CheckpointFormatError: If the checkpoint has one of them in whole numbers.
     """
     packed = {name.partition(_STATE)[0] for name in checkpoint.names if _STATE in name}
     whole = [
         name for name in checkpoint.names if not checkpoint.entry(name).dtype.is_floating_point
     ]
-    tensors = dict(named_tensors(model))
     for name, own in own_names(model, whole).items():
-        tensor = tensors.get(own.name)
-        if tensor is None or name in packed:
-            continue
-        if tensor.is_floating_point() or state_of(tensor) is not None:
+        if own.name in floats and name not in packed:
             raise defect(
                 checkpoint.entry(name).file,
                 "expected weights in floating point for this configuration, found "

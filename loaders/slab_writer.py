@@ -53,8 +53,9 @@ class SlabWriter:
         drops_towers: Drop the towers of a multimodal model, while it is on the meta device.
 
     Attributes:
-        store: One slab per decoder layer; None before ``plan``.
+        store: One slab per decoder layer; empty before ``plan``.
         fallbacks: One line for each tensor that did not fit its place.
+        floats: Names of the tensors that the configuration wants in floating point, 4-bit included.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class SlabWriter:
         drops_towers: bool = False,
     ) -> None:
         self.path = path
-        self.store: HostStore | None = None
+        self.store = HostStore([])
         self.fallbacks: list[str] = []
         self.layers_name = ""
+        self.floats: set[str] = set()
         self._allocate = allocate
         self._drops_towers = drops_towers
         self._quantizer = quantizer
         self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._is_4bit: set[str] = set()
-        self._is_float: set[str] = set()
         self._checked: set[str] = set()
         """Names of tensors that are known to be finite, and of computed buffers (masks)."""
 
@@ -93,9 +94,7 @@ class SlabWriter:
         if self._drops_towers:
             drop_towers(model)
         self._shapes = {name: tensor.shape for name, tensor in named_tensors(model)}
-        self._is_float = {
-            name for name, tensor in named_tensors(model) if tensor.is_floating_point()
-        }
+        self.floats = {name for name, tensor in named_tensors(model) if tensor.is_floating_point()}
         self._is_4bit = {name for name, tensor in named_tensors(model) if is_params4bit(tensor)}
         loaded = model.state_dict().keys()
         self._checked = self._shapes.keys() - loaded
@@ -211,13 +210,6 @@ class SlabWriter:
                 self._require_shape(part_name(name, part), parts[part].shape, form[part].shape)
         require_codes(self._where(name), state, parts, form)
 
-    @property
-    def finished(self) -> HostStore:
-        """The slabs, after ``plan``."""
-        if self.store is None:
-            raise ValueError("expected a plan, found none; call plan first")
-        return self.store
-
     def finish(self, model: nn.Module) -> None:
         """Move tensors that came another way, and check that all are in their places.
 
@@ -231,11 +223,6 @@ class SlabWriter:
                 raise self.dense(name, tensor)
             if name in self._shapes and not is_packed:
                 self._require_shape(name, tensor.shape, self._shapes[name])
-                if name in self._is_float and not tensor.is_floating_point():
-                    raise CheckpointFormatError(
-                        f"{self._where(name)}: expected weights in floating point, found "
-                        f"{tensor.dtype}; load the checkpoint that it was made from"
-                    )
             if is_packed or self.is_placed(name, tensor):
                 continue
             if name in self._places:

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from poros.errors import quoted
-from poros.host.layout import BlockLayout, slab_offsets
+from poros.host.layout import BlockLayout, slab_offsets, slabs_num_bytes
 from poros.host.store import HostStore
 from poros.io.digests import (
     PIECE_NUM_BYTES,
@@ -48,7 +48,6 @@ from poros.loaders.manifest import (
     REST,
     SLABS,
     Manifest,
-    data_num_bytes,
     read_manifest,
     slab_name,
     slabs_header,
@@ -194,12 +193,11 @@ def is_store(directory: str | os.PathLike[str]) -> bool:
 
 
 @contextmanager
-def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> Iterator[OpenStore]:
+def open_store(directory: str | os.PathLike[str]) -> Iterator[OpenStore]:
     """Open a store for the body, and check it: manifest, names, forms and sizes, small files.
 
     Args:
         directory: What ``StoreWriter.commit`` returned.
-        verify: Also read every byte and compare its digest.
 
     Raises:
         CheckpointFormatError: If anything is not as it was written.
@@ -225,7 +223,7 @@ def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> It
         slabs, status = open_regular(path / SLABS)
         undo.callback(os.close, slabs)
         written = slabs_header(manifest.layouts)
-        expected, found = len(written) + data_num_bytes(manifest.layouts), status.st_size
+        expected, found = len(written) + slabs_num_bytes(manifest.layouts), status.st_size
         if found != expected:
             raise defect(path / SLABS, f"expected {expected} bytes, found {found}", remedy=REMEDY)
         if read_at(slabs, len(written), 0, path / SLABS) != written:
@@ -244,8 +242,6 @@ def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> It
         )
         for name in manifest.files:
             opened.text(name)
-        if verify:
-            opened.verify()
         yield opened
 
 

@@ -14,19 +14,12 @@ from typing import Any
 
 import torch
 
-from poros.host.layout import BlockLayout
+from poros.host.layout import BlockLayout, slabs_num_bytes
 from poros.host.slab import Arena
 from poros.host.store import HostStore
 from poros.io.digests import as_bytes, digest_of, num_threads, sha256
 from poros.io.writing import partial_folder, put_in_place, writing
-from poros.loaders.manifest import (
-    REST,
-    SLABS,
-    Manifest,
-    data_num_bytes,
-    rest_header,
-    slabs_header,
-)
+from poros.loaders.manifest import REST, SLABS, Manifest, rest_header, slabs_header
 
 
 class StoreWriter:
@@ -112,7 +105,7 @@ class StoreWriter:
 
     def _map_slabs(self) -> None:
         header = slabs_header(self._layouts)
-        size = data_num_bytes(self._layouts)
+        size = slabs_num_bytes(self._layouts)
         _write(self._partial / SLABS, [header])
         self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CLOEXEC)
         self._undo.callback(os.close, self._file)

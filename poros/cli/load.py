@@ -74,7 +74,8 @@ def load(
         if verify:
             from poros.loaders.store import open_store
 
-            with open_store(source, verify=True) as store:
+            with open_store(source) as store:
+                store.verify()
                 shown = quoted(source, is_bare=True)
                 typer.echo(f"{shown}: {len(store.layouts)} layers, every byte is as written")
             return

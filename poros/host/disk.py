@@ -38,11 +38,11 @@ from typing import Any
 import torch
 
 from poros.errors import CheckpointFormatError
-from poros.host.layout import BlockLayout, slab_offsets
+from poros.host.layout import BlockLayout, slab_offsets, slabs_num_bytes
 from poros.host.slab import Arena, HostSlab, NamedTensor
 from poros.host.store import HostStore
 from poros.io.digests import Identity, identity_of
-from poros.io.reading import read_exactly
+from poros.io.reading import read_into
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -149,8 +149,8 @@ class DiskStore(HostStore):
         first, rest = len(resident.slabs), layouts[len(resident.slabs) :]
         if not any(layout.num_bytes for layout in rest):
             return resident
-        num_bytes = sum(layout.padded_num_bytes for layout in rest)
-        opened = SlabFile(file, data_offset + slab_offsets(layouts)[first], num_bytes, identity)
+        offset = data_offset + slab_offsets(layouts)[first]
+        opened = SlabFile(file, offset, slabs_num_bytes(rest), identity)
         behind = HostStore.over(opened.arena, rest)
         return cls(
             [*resident.slabs, *behind.slabs],
@@ -257,19 +257,13 @@ class DiskStore(HostStore):
     def _is_on_disk(self, slab: HostSlab) -> bool:
         return slab.arena is self.behind.arena
 
-    def _on_disk(self) -> list[int]:
-        return [
-            index
-            for index, slab in enumerate(self.slabs)
-            if self._is_on_disk(slab) and slab.layout.num_bytes
-        ]
-
     def _make_staging(self) -> None:
-        on_disk = self._on_disk()
-        self.disk_num_bytes = sum(self.slabs[index].layout.num_bytes for index in on_disk)
+        layouts = (slab.layout for slab in self.slabs if self._is_on_disk(slab))
+        on_disk = [layout for layout in layouts if layout.num_bytes]
+        self.disk_num_bytes = sum(layout.num_bytes for layout in on_disk)
         if self._staging or not on_disk:
             return
-        largest = max(self.slabs[index].layout.padded_num_bytes for index in on_disk)
+        largest = max(layout.padded_num_bytes for layout in on_disk)
         buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
         self._staging = buffers.slabs
         self._idle.extend((slab, None) for slab in buffers.slabs)
@@ -373,7 +367,9 @@ class _Reader:
             flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
             self._descriptor = os.open(self._behind.path, flags)
             self._close = weakref.finalize(self, os.close, self._descriptor)
-        read_exactly(self._descriptor, memory, place)
+        done = read_into(self._descriptor, memory, place)
+        if done < len(memory):
+            raise EOFError(f"the end of the file at {place + done}")
 
 
 def num_written_pages(flat: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ Note: Layers start on pages
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -88,12 +89,13 @@ class BlockLayout:
 
 def slab_offsets(layouts: Iterable[BlockLayout]) -> list[int]:
     """Return the offset of each slab, in bytes, when they follow one another on pages."""
-    offsets = []
-    end = 0
-    for layout in layouts:
-        offsets.append(end)
-        end = align(end + layout.num_bytes, PAGE_NUM_BYTES)
+    *offsets, _ = accumulate((layout.padded_num_bytes for layout in layouts), initial=0)
     return offsets
+
+
+def slabs_num_bytes(layouts: Iterable[BlockLayout]) -> int:
+    """Count the bytes of all slabs, each padded to a page."""
+    return sum(layout.padded_num_bytes for layout in layouts)
 
 
 def is_small(tensor: torch.Tensor, *, is_buffer: bool = False) -> bool:

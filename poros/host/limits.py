@@ -33,8 +33,11 @@ def host_memory_left(root: Path = Path("/")) -> MemoryLimit | None:
     Args:
         root: Folder of the file systems ``proc`` and ``sys`` (for tests).
     """
-    rooms = [*_machine(root), *_control_groups(root)]
-    return min(rooms, default=None)
+    machine = [
+        MemoryLimit(num_bytes, f"the machine has {size(num_bytes)} available")
+        for num_bytes in _meminfo(root, "MemAvailable")
+    ]
+    return min([*machine, *_control_groups(root)], default=None)
 
 
 def host_memory() -> int | None:
@@ -87,19 +90,10 @@ def explain_pin_budget(root: Path = Path("/")) -> str:
     return hint
 
 
-def _machine(root: Path) -> Iterator[MemoryLimit]:
-    for num_bytes in _meminfo(root, "MemAvailable"):
-        yield MemoryLimit(num_bytes, f"the machine has {size(num_bytes)} available")
-
-
-def _meminfo(root: Path, field: str) -> Iterator[int]:
-    """Yield the bytes that the kernel reports under that name."""
-    fields = dict(
-        line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line
-    )
-    found = fields.get(field, "").split()
-    if found and found[0].isdecimal():
-        yield int(found[0]) * 1024
+def _meminfo(root: Path, field: str) -> list[int]:
+    """Return the bytes that the kernel reports under that name, if it does."""
+    found = _fields(root / "proc/meminfo").get(f"{field}:")
+    return [] if found is None else [1024 * found]
 
 
 def _control_groups(root: Path) -> Iterator[MemoryLimit]:
@@ -143,8 +137,9 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _text(path).splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+    """Read names and numbers, line by line; a unit may follow."""
+    lines = (line.split() for line in _text(path).splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
 
 
 def _number(path: Path) -> int | None:

@@ -17,12 +17,13 @@ import torch
 
 from poros.errors import HostMemoryError
 from poros.host.layout import BlockLayout, TensorSpec, align
-from poros.io.reading import mapping_flags
 
 logger = logging.getLogger(__name__)
 
 NamedTensor = tuple[str, torch.Tensor]
 T = TypeVar("T")
+
+_MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
 
 
 class Arena:
@@ -47,10 +48,10 @@ class Arena:
         private: bool = False,
     ) -> None:
         where = -1 if file is None else file
+        # Nothing is reserved for pages that may be written: a file may be larger than memory.
+        flags = _MAP_NORESERVE | (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
         try:
-            self.memory = mmap.mmap(
-                where, max(num_bytes, 1), offset=offset, **mapping_flags(private)
-            )
+            self.memory = mmap.mmap(where, max(num_bytes, 1), offset=offset, flags=flags)
         except (OSError, OverflowError) as error:
             raise HostMemoryError(
                 f"expected {num_bytes} bytes of host memory (for the frozen base, or for inputs of "

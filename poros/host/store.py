@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
+from poros.host.layout import BlockLayout, TensorSpec, slab_offsets, slabs_num_bytes
 from poros.host.limits import explain_pin_budget
 from poros.host.slab import Arena, HostSlab, NamedTensor
 from poros.streams import Event, StreamContext
@@ -53,7 +53,7 @@ class HostStore:
         Raises:
             HostMemoryError: If the mapping is refused.
         """
-        return cls.over(Arena(_num_bytes(layouts)), layouts)
+        return cls.over(Arena(slabs_num_bytes(layouts)), layouts)
 
     @classmethod
     def over(cls, arena: Arena, layouts: Sequence[BlockLayout]) -> "HostStore":
@@ -215,9 +215,3 @@ class _Attached:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-
-def _num_bytes(layouts: Sequence[BlockLayout]) -> int:
-    return (
-        align(slab_offsets(layouts)[-1] + layouts[-1].num_bytes, PAGE_NUM_BYTES) if layouts else 0
-    )

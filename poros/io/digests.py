@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 PIECE_NUM_BYTES = 16 * 2**20
 """Size of a piece. With another size the same bytes have another digest."""
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by their bytes, to read the bits of an element."""
+
 Identity = tuple[int, ...]
 
 
@@ -170,12 +173,9 @@ def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     with torch.no_grad():
         flat = [each.detach().reshape(-1) for each in tensors]
-        bits = torch.cat([each.view(_INTEGERS[each.element_size()]) for each in flat])
+        bits = torch.cat([each.view(INTEGERS[each.element_size()]) for each in flat])
         mixed = torch.arange(1, len(bits) + 1, device=bits.device).mul_(-0x61C8864680B583EB)
         mixed += bits
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
             mixed.bitwise_xor_(mixed >> shift).mul_(factor)
         return mixed.bitwise_xor_(mixed >> 31).sum()
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

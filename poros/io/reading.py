@@ -1,13 +1,11 @@
-"""Opens files for reading, reads parts of them into existing memory, and maps them."""
+"""Opens files for reading, and reads parts of them into existing memory."""
 
-import mmap
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
 
 _AT_ONCE_NUM_BYTES = 64 * 2**20
-_MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
 
 
 def open_descriptor(path: Path) -> tuple[int, os.stat_result]:
@@ -55,22 +53,3 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> int:
             break
         done += count
     return done
-
-
-def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
-    """As ``read_into``, but raise if there are too few bytes.
-
-    Raises:
-        EOFError: If the file ends before.
-        OSError: If the system reports an error.
-    """
-    done = read_into(descriptor, target, offset)
-    if done < len(target):
-        raise EOFError(f"the end of the file at {offset + done}")
-
-
-def mapping_flags(private: bool) -> dict[str, int]:
-    """Options of ``mmap``; private, what is written to a page stays in this process."""
-    kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-    # Nothing is reserved for pages that may be written: a file may be larger than memory.
-    return {"flags": kind | _MAP_NORESERVE}

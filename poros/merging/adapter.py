@@ -34,7 +34,8 @@ class Adapter:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import ModulesToSaveWrapper
 
-        tied, config = _tied(model), saved.config
+        config, used_twice = saved.config, model.all_tied_weights_keys
+        tied = {*used_twice, *used_twice.values()}
         of_base = {id(each) for each in (*model.parameters(), *model.buffers())}
         _require_base_as_it_is(config)
         with saved.fitting():
@@ -176,17 +177,6 @@ def _trained_of_base(adapted: Any, weights: dict[str, torch.Tensor]) -> dict[str
         for name, value in weights.items()
         if name in names
     }
-
-
-def _tied(model: "PreTrainedModel") -> set[str]:
-    """Return the names of tensors that the model uses in two places."""
-    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    ends = [each for each in ends if hasattr(each, "weight")]
-    own = {id(each.weight) for each in ends}
-    if len(own) == len(ends):
-        return set()
-    every = model.named_parameters(remove_duplicate=False)
-    return {name for name, each in every if id(each) in own}
 
 
 def _give_memory(adapted: Any, base: set[int]) -> None:

@@ -19,7 +19,6 @@ Note: Micro-batches that go together
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -323,7 +322,7 @@ class MeasuredSizer(Sizer):
             (needs.scaled(growth(shape, known)) for known, needs in self._measured),
             key=lambda scaled: scaled.transient,
         )
-        if self._fits(room, needs):
+        if step_num_bytes(room, self._sizes, needs) <= (self.budget or 0):
             if self._stage is Stage.SETTLED:
                 self._measure(Stage.MEASURING)
             return room
@@ -336,9 +335,6 @@ class MeasuredSizer(Sizer):
             _words(smaller),
         )
         return smaller
-
-    def _fits(self, room: ResidencyPlan, needs: Needs) -> bool:
-        return step_num_bytes(room, self._sizes, needs) <= (self.budget or 0)
 
     def _affordable(
         self, needs: Needs, room: ResidencyPlan, spare_share: float = 0.0
@@ -363,23 +359,18 @@ class MeasuredSizer(Sizer):
         wanted = Wanted(least.num_slots, least.keep_last, self.wanted.offload_inputs)
         try:
             least = room_of(self.estimated(shape, wanted, is_checking))
-        except VRAMBudgetError as error:
-            if self._is_given:
-                raise
-            self._warn(error)
         except PorosError as error:
-            self._warn(error)
+            if self._is_given and isinstance(error, VRAMBudgetError):
+                raise
+            logger.warning(
+                "poros: the memory of a step could not be estimated for a budget of %s; continuing "
+                "with the fewest blocks on the device (%s: %s)",
+                size(self.budget or 0),
+                type(error).__name__,
+                error,
+            )
         self._estimated = with_shape(self._estimated, shape)
         return least
-
-    def _warn(self, error: Exception) -> None:
-        logger.warning(
-            "poros: the memory of a step could not be estimated for a budget of %s; continuing "
-            "with the fewest blocks on the device (%s: %s)",
-            size(self.budget or 0),
-            type(error).__name__,
-            error,
-        )
 
     def _spend(self, room: ResidencyPlan) -> ResidencyPlan:
         """Return the room for steps like the measured one, which ran in ``room``."""
@@ -420,7 +411,7 @@ class MeasuredSizer(Sizer):
         if self.is_quicker_alone or not (self._may_be_alone and _are_together(self._seen)):
             return False
         # Inputs and waiting tensors of several are more than those of one.
-        of_one = replace(needs, graph=self.graph_num_bytes).scaled(self._reserve)
+        of_one = needs._replace(graph=self.graph_num_bytes).scaled(self._reserve)
         most = self._affordable(of_one, room)
         self.is_quicker_alone = most is not None and self._keeps_most(most, SURELY_KEPT)
         return self.is_quicker_alone

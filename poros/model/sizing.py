@@ -24,6 +24,7 @@ cannot fit is refused. No decision changes a bit of the result.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -126,8 +127,7 @@ class BlockSizes:
         return room.num_slots >= len(self.layouts)
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """Bytes that a step needs besides its slots."""
 
     persistent: int
@@ -144,12 +144,7 @@ class Needs:
 
 def most_of(steps: Iterable[Needs]) -> Needs:
     """Return the maximum of each need over these steps."""
-    found = list(steps)
-    return Needs(
-        max(needs.persistent for needs in found),
-        max(needs.transient for needs in found),
-        max(needs.graph for needs in found),
-    )
+    return Needs(*map(max, zip(*steps, strict=True)))
 
 
 def step_num_bytes(room: ResidencyPlan, sizes: BlockSizes, needs: Needs) -> int:
@@ -180,12 +175,9 @@ def affordable(
         return None
     best = fitting[-1]
     if wanted.keep_last is None and best.num_slots >= num_blocks and needs.graph:
-        whole_blocks = range(0, sizes.num_layers + 1, sizes.block_size)
-        for num_layers in sorted({*whole_blocks, sizes.num_layers}):
-            room = best._replace(keep_last=num_layers)
-            if step_num_bytes(room, sizes, needs) > budget:
-                break
-            best = room
+        numbers = {*range(0, sizes.num_layers, sizes.block_size), sizes.num_layers}
+        rooms = [best._replace(keep_last=number) for number in sorted(numbers)]
+        best = [room for room in rooms if step_num_bytes(room, sizes, needs) <= budget][-1]
     return best
 
 
@@ -270,9 +262,7 @@ class Sizer:
             return room
         plans = [self.estimated(known, self.wanted, is_checking) for known in shapes]
         rooms = [room_of(plan) for plan in plans]
-        chosen = rooms[0]
-        for other in rooms[1:]:
-            chosen = chosen.within(other)
+        chosen = reduce(ResidencyPlan.within, rooms)
         if any(other != chosen for other in rooms):
             fixed = Wanted(*chosen)
             plans = [self.estimated(known, fixed, is_checking) for known in shapes]

@@ -132,15 +132,10 @@ def find_card(name: str) -> Card:
     Raises:
         PolicyError: If there is none, or several; it says which are near.
     """
-    wanted = _plain(name)
-    plain = {_plain(known): known for known in CARDS}
+    wanted, plain = _plain(name), {_plain(known): known for known in CARDS}
     if wanted in plain:
         return CARDS[plain[wanted]]
-    short = {each.removeprefix("rtx"): known for each, known in plain.items()}
-    number = wanted.removeprefix("rtx")
-    if number in short:
-        return CARDS[short[number]]
-    found = [known for each, known in short.items() if number and each.startswith(number)]
+    found = [known for each, known in plain.items() if wanted and each.startswith(wanted)]
     if len(found) == 1:
         return CARDS[found[0]]
     near = found or [plain[each] for each in get_close_matches(wanted, plain, n=4)] or list(CARDS)
@@ -159,6 +154,6 @@ def card_of(name: str) -> Card | None:
 
 
 def _plain(name: str) -> str:
-    """Reduce a name to letters and digits, without the vendor."""
+    """Reduce a name to letters and digits, without the vendor and "RTX"."""
     text = "".join(letter for letter in name.lower() if letter.isalnum())
-    return text.removeprefix("nvidia").removeprefix("geforce")
+    return text.removeprefix("nvidia").removeprefix("geforce").removeprefix("rtx")

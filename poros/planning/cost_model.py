@@ -35,7 +35,7 @@ from poros.kernels.use import patch
 from poros.model.inspect import find_layers
 from poros.model.stats import attention_of
 from poros.model.vision import base_of
-from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
+from poros.planning.formula import LayerCost, MemoryPlan, StepCost, least_plan, plan_for
 from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.request import PlanRequest
 
@@ -57,33 +57,26 @@ class CostModel:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
         return plan_for(self.shapes, self.cost(request), request)
 
-    def cost(self, request: PlanRequest) -> StepCost:
-        """Compute the cost of one micro-batch of a requested step.
+    def least(self, request: PlanRequest) -> MemoryPlan:
+        """Plan a step with the least memory, whether that fits its budget or not."""
+        return least_plan(self.shapes, self.cost(request), request)
 
-        Raises:
-            UnsupportedModelError: If the model cannot be run on the meta device.
-        """
+    def cost(self, request: PlanRequest) -> StepCost:
+        """Compute the cost of one micro-batch of a requested step."""
         batch_size, seq_len, policy = request.batch_size, request.seq_len, request.policy
         loss, kernels, lora_paths = policy.loss, policy.adapter_kernels, policy.lora_paths
         shape = batch_size, seq_len, loss, kernels, lora_paths
-        try:
-            if shape not in self._costs:
-                with (
-                    _loss_as(loss, self.model),
-                    adapter_kernels_as(kernels, self.layers, False, lora_paths),
-                ):
-                    self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
-            cost, calls = self._costs[shape]
-            if request.self_check and kernels != "peft" and not cost.checked:
-                with adapter_kernels_as(kernels, self.layers, True, lora_paths):
-                    cost = replace(cost, checked=_layer_costs(self.layers, calls))
-                self._costs[shape] = cost, calls
-        except (RuntimeError, NotImplementedError) as error:
-            name, config = type(self.model).__name__, self.model.config
-            raise UnsupportedModelError(
-                f"expected a model whose operators run on shapes alone, found {name} of "
-                f"{config.model_type!r}, which does not: {error}"
-            ) from error
+        if shape not in self._costs:
+            with (
+                _loss_as(loss, self.model),
+                adapter_kernels_as(kernels, self.layers, False, lora_paths),
+            ):
+                self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
+        cost, calls = self._costs[shape]
+        if request.self_check and kernels != "peft" and not cost.checked:
+            with adapter_kernels_as(kernels, self.layers, True, lora_paths):
+                cost = replace(cost, checked=_layer_costs(self.layers, calls))
+            self._costs[shape] = cost, calls
         return cost
 
 

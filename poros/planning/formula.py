@@ -35,10 +35,10 @@ larger of wire and compute in forward, and again in backward.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from poros.config import MIN_SLOTS
 from poros.errors import VRAMBudgetError
@@ -199,42 +199,52 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
         PolicyError: If its optimizer is not known.
         VRAMBudgetError: If not even two slots fit; it names the floor and the terms.
     """
-    # From the fastest choice to the one that needs the least memory.
-    flop = 2 * request.batch_size * request.seq_len * shapes.num_linear_parameters
-    pays = flop <= MOST_FLOP * len(shapes.layers)
-    choices = [
-        (replays, kernels, together, shares)
-        for replays in _recording(request)
-        if pays or not replays or request.policy.cuda_graphs
+    for choice in _choices(shapes, cost, request):
+        found = _fitting(shapes, cost, request, choice)
+        if found is not None:
+            return found
+    raise VRAMBudgetError(_does_not_fit(least_plan(shapes, cost, request), request.budget or 0))
+
+
+def least_plan(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan:
+    """Plan a step with the least memory that it can do with, whether that fits a budget or not."""
+    choice = _choices(shapes, cost, request)[-1]
+    formula, policy = _Formula(shapes, cost, request, choice), request.policy
+    asked = policy.offload_boundaries
+    plans = [
+        formula.plan(policy.slots or MIN_SLOTS, policy.keep_last or 0, offload)
+        for offload in ((False, True) if asked is None else (asked,))
+    ]
+    return min(plans, key=lambda plan: plan.total_num_bytes)
+
+
+class _Choice(NamedTuple):
+    """What a plan chooses beside slots and kept layers; see the fields of ``MemoryPlan``."""
+
+    replays: bool
+    check_kernels: str
+    micro_batches: int
+    shares_dense: bool
+
+
+def _choices(shapes: Shapes, cost: StepCost, request: PlanRequest) -> list[_Choice]:
+    """List the choices from the fastest to the one that needs the least memory."""
+    return [
+        _Choice(replays, kernels, together, shares)
+        for replays in _recording(shapes, request)
         for kernels in (("peft", "fused") if request.self_check and cost.checked else ("peft",))
         for together in fewer(request.micro_batches)
         for shares in _sharing(shapes, request, together)
     ]
-    for replays, kernels, together, shares in choices:
-        chosen = cost if kernels == "peft" else replace(cost, checked=())
-        # None is left where visits might be recorded, but are not.
-        graphs = replays or (None if request.policy.cuda_graphs is None else False)
-        asked = request.override(cuda_graphs=graphs, micro_batches=together, share_dense=shares)
-        try:
-            found = _plan_for(shapes, chosen, asked)
-            return replace(
-                found,
-                check_kernels=kernels,
-                replays=replays,
-                micro_batches=together,
-                shares_dense=shares,
-            )
-        except VRAMBudgetError:
-            if (replays, kernels, together, shares) == choices[-1]:
-                raise
-    raise AssertionError("expected a choice")
 
 
-def _recording(request: PlanRequest) -> tuple[bool, ...]:
+def _recording(shapes: Shapes, request: PlanRequest) -> tuple[bool, ...]:
     """List the choices of whether visits are recorded, the fastest first."""
     if request.policy.cuda_graphs is not None:
         return (request.policy.cuda_graphs,)
-    return (False,) if request.without_recordings else (True, False)
+    flop = 2 * request.batch_size * request.seq_len * shapes.num_linear_parameters
+    pays = flop <= MOST_FLOP * len(shapes.layers)
+    return (True, False) if pays and not request.without_recordings else (False,)
 
 
 def _sharing(shapes: Shapes, request: PlanRequest, together: int) -> tuple[bool, ...]:
@@ -252,8 +262,11 @@ def fewer(number: int) -> Iterator[int]:
     yield 1
 
 
-def _plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan:
-    formula = _Formula(shapes, cost, request)
+def _fitting(
+    shapes: Shapes, cost: StepCost, request: PlanRequest, choice: _Choice
+) -> MemoryPlan | None:
+    """Plan a step with the most room that fits the budget; None if not even the least does."""
+    formula = _Formula(shapes, cost, request, choice)
     budget, num_blocks = request.budget, len(formula.blocks)
     least = min(MIN_SLOTS, num_blocks)
     slots, kept = request.policy.slots or least, request.policy.keep_last or 0
@@ -266,26 +279,26 @@ def _plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPla
 
     if request.policy.offload_boundaries is None and not fits(slots, kept):
         offload = True
-        if not fits(slots, kept):
-            lowest = (formula.plan(slots, kept, choice) for choice in (False, True))
-            offload = min(lowest, key=lambda plan: plan.total_num_bytes).offload_boundaries
     if request.policy.slots is None:
         slots = _most(least, num_blocks, lambda number: fits(number, kept))
     if request.policy.keep_last is None and slots == num_blocks:
         kept = _most(0, len(shapes.layers), lambda number: fits(slots, number))
-    chosen = formula.plan(slots, kept, offload)
-    if chosen.total_num_bytes > budget:
-        raise VRAMBudgetError(_does_not_fit(chosen, budget))
-    return chosen
+    return formula.plan(slots, kept, offload) if fits(slots, kept) else None
 
 
 class _Formula:
     """Plans of one model and one micro-batch."""
 
-    def __init__(self, shapes: Shapes, cost: StepCost, request: PlanRequest) -> None:
-        self.shapes, self.cost, self.request = shapes, cost, request
+    def __init__(
+        self, shapes: Shapes, cost: StepCost, request: PlanRequest, choice: _Choice
+    ) -> None:
+        self.shapes, self.cost, self.request, self.choice = shapes, cost, request, choice
+        self.together = choice.micro_batches
+        self.checked = (choice.check_kernels == "peft" and cost.checked) or cost.layers
         self.optimizer = optimizer_cost(request, shapes.adapter_sizes)
-        self.dense_weight = shapes.dense_weight if request.policy.cuda_graphs is None else 0
+        # Where visits might be recorded, but are not.
+        has_workspace = request.policy.cuda_graphs is None and not choice.replays
+        self.dense_weight = shapes.dense_weight if has_workspace else 0
         self.num_layers, size = len(shapes.layers), request.policy.block_size
         starts = range(0, self.num_layers, size)
         # Layers that are alike are one layout.
@@ -329,9 +342,9 @@ class _Formula:
             "head": shapes.head - on_host["head"] + buffers,
             **({"vision": shapes.vision} if shapes.vision else {}),
             "other": shapes.other - on_host["other"],
-            "inputs": request.micro_batches * (self.cost.inputs + self.cost.shared),
-            "recordings": self._recordings(first_kept) if request.policy.cuda_graphs else 0,
-            "dense layer": shapes.dense_layer if request.policy.share_dense else 0,
+            "inputs": self.together * (self.cost.inputs + self.cost.shared),
+            "recordings": self._recordings(first_kept) if self.choice.replays else 0,
+            "dense layer": shapes.dense_layer if self.choice.shares_dense else 0,
             "dense weight": self.dense_weight,
             "libraries": request.libraries,
         }
@@ -341,9 +354,8 @@ class _Formula:
             terms["self-check"] = max(0, *self._first_step(first_kept, offload), later) - later
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
-        together = request.micro_batches
-        forward = (sum(loaded[found.ring_slots :]) + travelling) // together
-        backward = sum(loaded[: len(loaded) - found.ring_slots]) // together
+        forward = (sum(loaded[found.ring_slots :]) + travelling) // self.together
+        backward = sum(loaded[: len(loaded) - found.ring_slots]) // self.together
         boundaries = first_kept * self.cost.boundary if offload else 0
         return MemoryPlan(
             terms=terms,
@@ -356,12 +368,13 @@ class _Formula:
             bytes_per_step=forward + backward + 2 * boundaries,
             host_num_bytes=sum(block.num_bytes for block in self.blocks)
             + on_host.total()
-            + together * boundaries,
+            + self.together * boundaries,
             vram_budget=request.budget,
             # Boundaries leave against the direction of the blocks and come back with it.
             step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, first_kept),
             speeds=request.speeds,
             options={"batch_size": request.batch_size, "seq_len": request.seq_len},
+            **self.choice._asdict(),
         )
 
     def _recordings(self, first_kept: int) -> int:
@@ -387,21 +400,20 @@ class _Formula:
         Each of the micro-batches that go together, but one, waits with one tensor more: the last
         layer's result, or a gradient.
         """
-        together = self.request.micro_batches
-        num_waiting = together - 1
-        num_there = min(num_inputs * together, 2) if offload else num_inputs * together
+        num_waiting = self.together - 1
+        num_there = min(num_inputs * self.together, 2) if offload else num_inputs * self.together
         return (num_there + num_waiting) * self.cost.boundary
 
     def _later_step(self, first_kept: int, offload: bool) -> Iterator[tuple[int, int, int, int]]:
         """Return the temporary bytes of a step at each moment that may be the largest."""
         adapters, cost = self.shapes.adapters, self.cost
         sizes = (layer.saved + layer.kept_input for layer in cost.layers[first_kept:])
-        together = self.request.micro_batches
-        graphs = list(accumulate((together * size for size in sizes), initial=0))
+        graphs = list(accumulate((self.together * size for size in sizes), initial=0))
         # Gradients are there from the first micro-batch on, layer by layer from the last.
         before = adapters if self.request.accumulation > 1 else 0
         # Ahead of losses that share the head's slices: hidden states, and their sums in float32.
-        ahead = 3 * cost.boundary * together if together > 1 and self._streamed_head() else 0
+        shares_head = self.together > 1 and self._streamed_head() is not None
+        ahead = 3 * cost.boundary * self.together * shares_head
         yield before, self._boundaries(first_kept, offload), graphs[-1], cost.loss_peak + ahead
         yield adapters, 0, 0, self.optimizer.temporaries
         for index, layer in enumerate(cost.layers):
@@ -417,9 +429,8 @@ class _Formula:
 
     def _first_step(self, first_kept: int, offload: bool) -> Iterator[int]:
         """Return the same while a layer is checked, without the optimizer's."""
-        layers = self.cost.checked or self.cost.layers
         kept = 0
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.checked):
             if index >= first_kept:  # checked behind its forward, above the graphs before it
                 kept += self.cost.layers[index].saved + self.cost.layers[index].kept_input
             yield (
@@ -444,7 +455,7 @@ class _Formula:
         # Frozen weights need no gradient: one product each. Of attention it is five, forward two.
         backward = [products + 2.5 * layer.attention_flop for layer in self.cost.layers]
         # Of micro-batches that go together one keeps its graph where visits are replayed.
-        others = (1 - 1 / self.request.micro_batches) * bool(self.request.policy.cuda_graphs)
+        others = (1 - 1 / self.together) * self.choice.replays
         recomputed = sum(forward[:first_kept]) + others * sum(forward[first_kept:])
         per_flop = 1e-9 / speeds.tflop_per_s
         flop = (sum(forward) + head, sum(backward) + recomputed + head)

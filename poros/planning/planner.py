@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
+from poros.errors import (
+    PolicyError,
+    PorosError,
+    UnsupportedModelError,
+    VRAMBudgetError,
+    quoted,
+)
 from poros.loaders.settings import describe_error
 from poros.model.sizing import SURELY_KEPT, is_quicker_alone, room_of
 from poros.model.vision import base_of
@@ -151,6 +157,10 @@ class Planner:
         except VRAMBudgetError:
             return None
 
+    def least(self, request: PlanRequest) -> MemoryPlan:
+        """Plan a step with the least memory, whether that fits its budget or not."""
+        return self._apart(lambda request: self._cost_model().least(request), request)
+
     def remedies(self, request: PlanRequest) -> list[Remedy]:
         """Find what would make a step fit, each change alone; some seconds for 72B."""
         return self._apart(lambda request: _remedies(self._cost_model(), request), request)
@@ -182,11 +192,10 @@ class Planner:
             except (PorosError, MemoryError):
                 raise
             except Exception as error:
-                if self._adapters is not None:
-                    raise  # the model is there, and runs
                 raise UnsupportedModelError(
-                    "expected a configuration whose model can be run, found "
-                    f"{describe_error(error)}; check its settings, and the release of transformers"
+                    f"expected a model of type {quoted(self._recipe.config.model_type)} that can "
+                    f"be run on shapes alone, found {describe_error(error)}; check its settings, "
+                    "and the release of transformers"
                 ) from error
 
     def _plan(self, request: PlanRequest) -> MemoryPlan:
@@ -222,16 +231,10 @@ class Planner:
 def _remedies(cost_model: CostModel, request: PlanRequest) -> list[Remedy]:
     """Find for each setting the least change that fits, or the largest saving."""
     budget = request.budget or 0
-    # With the fewest slots, no kept layers or recordings, and boundaries where they would be with a
-    # budget that is too small.
-    offload = request.policy.offload_boundaries is not False
-    request = request.override(
-        vram_budget=None, offload_boundaries=offload, without_recordings=True
-    )
-    before = cost_model.plan(request).total_num_bytes
+    before = cost_model.least(request).total_num_bytes
 
     def changed(knob: str, value: int | bool) -> Remedy:
-        needed = cost_model.plan(request.override(**{knob: value})).total_num_bytes
+        needed = cost_model.least(request.override(**{knob: value})).total_num_bytes
         return Remedy(knob, value, before - needed, needed <= budget)
 
     ranges = {
@@ -239,7 +242,8 @@ def _remedies(cost_model: CostModel, request: PlanRequest) -> list[Remedy]:
         "seq_len": (LEAST_TOKENS, request.seq_len),
         "batch_size": (1, request.batch_size),
     }
-    tried = [] if offload else [changed("offload_boundaries", True)]
+    may_offload = request.policy.offload_boundaries is not False
+    tried = [] if may_offload else [changed("offload_boundaries", True)]
     for knob, (lowest, most) in ranges.items():
         if most <= lowest:
             continue

@@ -93,7 +93,7 @@ class FitReport:
             request = request.override(speeds=device.rates(request.seq_len * request.batch_size))
         self.request, self.device, self.ram = request, device, ram
         found = planner.find(request)
-        self.plan = found or _least(planner, request)
+        self.plan = found or planner.least(request)
         self.fits_device = found is not None
         self.remedies = () if found else planner.remedies(request)
         self.resident = _resident(planner, request, keep_last=_EVERYTHING)
@@ -234,18 +234,6 @@ def _resident(planner: Planner, request: PlanRequest, keep_last: int) -> MemoryP
     return planner.plan(everything)
 
 
-def _least(planner: Planner, request: PlanRequest, **changes: Any) -> MemoryPlan:
-    """Plan the requested step with the least memory, with other fields changed."""
-    least = {"vram_budget": None, "micro_batches": 1, "without_recordings": True}
-    request = request.override(**least, **changes)
-    offload = request.policy.offload_boundaries
-    plans = (
-        planner.plan(request.override(offload_boundaries=choice))
-        for choice in ((False, True) if offload is None else (offload,))
-    )
-    return min(plans, key=lambda plan: plan.total_num_bytes)
-
-
 def _together(
     planner: Planner, request: PlanRequest, found: MemoryPlan | None
 ) -> MemoryPlan | None:
@@ -262,7 +250,7 @@ def _together(
 def _longest(planner: Planner, request: PlanRequest, ram: int | None) -> int:
     """Find the longest rows that fit: a multiple of ``LENGTH_STEP``, or all positions; or 0."""
     # If the base alone does not fit the host, part of it is on a disk, and the host is no limit.
-    if not _holds(ram, _least(planner, request, offload_boundaries=False)):
+    if not _holds(ram, planner.least(request.override(offload_boundaries=False))):
         ram = None
 
     def fits(seq_len: int) -> bool:

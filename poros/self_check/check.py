@@ -94,10 +94,11 @@ class SelfCheck:
         self._block_size = runtime.policy.block_size
         self._host = runtime.host
         self._small = runtime.small
-        self._digests = _digests(runtime)
+        self._digests = runtime.digests.results() if runtime.digests is not None else {}
+        """Of what streams, by name, from before ``poros.prepare`` moved it."""
         self.unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
-        self._read: set[str] = set()
         self._is_reported = False
+        self._read: set[str] = set()
         """Matrices in host memory whose rows were checked, and slices of them."""
         self._hashed: set[str] = set()
         """Matrices of which all bytes were."""
@@ -447,10 +448,3 @@ def _without_saved_tensors_hooks() -> AbstractContextManager[object]:
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()  # any at all would switch off autograd's own check of versions
     return torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
-
-
-def _digests(runtime: Runtime) -> dict[str, bytes]:
-    """Return digests of what streams, by name, from before ``poros.prepare`` moved it."""
-    if runtime.digests is None:
-        raise ValueError("expected a runtime with digests, found self_check switched off")
-    return runtime.digests.results()

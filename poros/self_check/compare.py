@@ -5,16 +5,15 @@ rejects two equal NaNs. Every element is therefore read as the integer that its 
 elements are equal exactly when those integers are.
 """
 
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-Kind = Literal["value", "dtype", "shape", "missing", "extra"]
+from poros.io.digests import INTEGERS
 
-_INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Kind = Literal["value", "dtype", "shape", "missing", "extra"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
-    return plain.view(_INTEGER_OF_WIDTH[plain.element_size()])
+    return plain.view(INTEGERS[plain.element_size()])
 
 
 def differing(expected: torch.Tensor, found: torch.Tensor, name: str) -> Difference | None:
@@ -126,13 +125,6 @@ def differing_or_absent(
     if found is not None:
         return Difference(name, "extra", found.numel(), found=_outline(found))
     return None
-
-
-def hash_tensor(tensor: torch.Tensor) -> str:
-    """Return the SHA-256, in hex, of a tensor's dtype, shape and bytes in row-major order."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    digest.update(bits(tensor).contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _largest(expected: torch.Tensor, found: torch.Tensor, mask: torch.Tensor) -> float | None:

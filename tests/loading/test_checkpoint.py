@@ -144,9 +144,10 @@ def test_while_one_tensor_is_used_the_next_ones_are_read(
         return read(shard, name, entry)
 
     monkeypatch.setattr(checkpoint_module, "NUM_READERS", 1)
+    monkeypatch.setattr(checkpoint_module, "AHEAD_NUM_BYTES", 2 * MIB)
     monkeypatch.setattr(Shard, "read", note)
     with Checkpoint.open(big_checkpoint(tmp_path, num_mib=1, num_tensors=12)) as checkpoint:
-        slices = checkpoint.slices(ahead_num_bytes=2 * MIB)
+        slices = checkpoint.slices()
         for index in range(12):
             assert int(slices[f"layers.{index}"][...][0]) == index + 1
         assert slices["layers.2"][1:3].tolist() == [3, 3]

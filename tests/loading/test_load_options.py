@@ -312,5 +312,5 @@ def test_control_a_name_of_a_repository_is_asked_for_once(monkeypatch: pytest.Mo
 def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
     """Found when it is run on paper, not when it is built."""
     config(layer_types=["sliding_attention"] * 2, sliding_window=None)(path)
-    with pytest.raises(UnsupportedModelError, match="whose model can be run, found ValueError"):
+    with pytest.raises(UnsupportedModelError, match="run on shapes alone, found ValueError"):
         poros.plan(path, seq_len=8)

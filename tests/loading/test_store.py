@@ -49,7 +49,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert not directory.exists()
         assert writer.commit(some_rest(), ABOUT, FILES) == directory
     assert is_store(directory) and os.listdir(tmp_path) == ["store"]
-    with open_store(directory, verify=True) as opened:
+    with open_store(directory) as opened:
+        opened.verify()
         assert_same_store(expected, read(opened))
         found, rest = opened.rest(), some_rest()
         assert compare_mappings(rest, found) == []
@@ -84,21 +85,21 @@ def test_one_flipped_bit_is_found(name: str, store: Path) -> None:
         damaged = bytearray(sound)
         damaged[place] ^= 1 << generator.randrange(8)
         (store / name).write_bytes(damaged)
-        with pytest.raises(CheckpointFormatError, match=name), open_store(store, verify=True):
-            pass
+        with pytest.raises(CheckpointFormatError, match=name), open_store(store) as opened:
+            opened.verify()
         if data_offset is not None and place >= data_offset:
             changed = pytest.raises(CheckpointFormatError, match=rf"{name}.*bytes changed")
             with open_store(store) as opened, changed:
                 read(opened) if name == SLABS else opened.rest()
     (store / name).write_bytes(sound)
-    with open_store(store, verify=True):
-        pass
+    with open_store(store) as opened:
+        opened.verify()
 
 
 def assert_one_good_store(folder: Path) -> None:
     assert os.listdir(folder) == ["store"]
-    with open_store(folder / "store", verify=True):
-        pass
+    with open_store(folder / "store") as opened:
+        opened.verify()
 
 
 def test_a_full_disk_is_refused_before_anything_is_computed(

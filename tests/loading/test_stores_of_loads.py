@@ -90,7 +90,8 @@ def test_saving_a_loaded_model(
 
 def test_what_a_store_remembers(kinds: Kinds) -> None:
     """Who made it, of what, and how."""
-    with open_store(kinds.store(), verify=True) as opened:
+    with open_store(kinds.store()) as opened:
+        opened.verify()
         about = opened.manifest.about
     assert about["versions"]["torch"] == version("torch")  # of the package, without its build
     assert about["device"] == "cpu" and about["num_threads"] == torch.get_num_threads()
@@ -218,6 +219,6 @@ def test_a_writer_that_is_killed_leaves_nothing_that_opens(
         pass
     expected = kinds.expected(kinds.dense(), quantization())
     assert differences(load(kinds.dense(), store=store), expected) == []
-    with open_store(store, verify=True):
-        pass
+    with open_store(store) as opened:
+        opened.verify()
     assert list(tmp_path.iterdir()) == [store]

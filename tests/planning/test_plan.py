@@ -16,7 +16,7 @@ from poros.planning import cost_model
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import StepCost
 from poros.planning.meta_model import Recipe, shapes_of
-from poros.planning.planner import plan
+from poros.planning.planner import Planner, plan
 from poros.planning.request import PlanRequest
 from tests.covers import with_slow
 from tests.loops import narrow_slices
@@ -154,10 +154,16 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return hidden * hidden.nonzero().shape[0]
 
-    costs = CostModel(recipe_of(config_of()))
-    costs.layers[0].mlp = Curious()
-    with pytest.raises(UnsupportedModelError, match=r"operators run on shapes alone.*'qwen2'"):
-        costs.plan(PlanRequest.of(seq_len=8))
+    class Wrong(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            raise ValueError("expected numbers")
+
+    for source in (config_of(), prepare_plain(make_model("qwen2"), device="cpu")):
+        for module in (Curious(), Wrong()):
+            planner = Planner(source)
+            planner._cost_model().layers[0].mlp = module
+            with pytest.raises(UnsupportedModelError, match="'qwen2' that can be run on shapes al"):
+                planner.plan(PlanRequest.of(seq_len=8))
 
 
 # What layers cost on the meta device.

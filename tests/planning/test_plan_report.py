@@ -89,6 +89,18 @@ def test_what_does_not_fit_is_told_with_what_would_change_that(planner: Planner)
     assert found.as_dict()["total_num_bytes"] == needed(planner, 256, batch_size=4).total_num_bytes
 
 
+def test_what_a_step_needs_at_least_is_the_floor_of_a_run(planner: Planner) -> None:
+    """Where the check of the first step decides: its layers run our kernels then, not PEFT's."""
+    found = ask(planner, "200kB", seq_len=1024, self_check=True)
+    least = found.plan.total_num_bytes
+    assert found.plan.check_kernels == "fused" and found.plan.terms["self-check"] > 0
+    with pytest.raises(VRAMBudgetError, match=f"at least {least / 2**30:.2f} GiB"):
+        planner.plan(found.request)
+    for budget, fits in ((least, True), (least - 1, False)):
+        plan = planner.find(found.request.override(vram_budget=f"{budget}B"))
+        assert (plan is not None and plan.total_num_bytes == least) == fits
+
+
 def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Planner) -> None:
     budget = 2 * needed(planner, 256).total_num_bytes
     slow = ask(planner, budget, num_slots=2, keep_last=0, speeds=SLOW_LINK)

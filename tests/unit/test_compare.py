@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poros.self_check.compare import bits, differing, hash_tensor
+from poros.self_check.compare import bits, differing
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DTYPES = (
@@ -54,7 +54,6 @@ def test_one_flipped_bit_is_found_at_its_index(data: st.DataObject) -> None:
     index = found.first_index or ()
     assert sum(i * math.prod(shape[axis + 1 :]) for axis, i in enumerate(index)) == element
     assert len(index) == len(shape)
-    assert hash_tensor(tensor) != hash_tensor(flip_bit(tensor, element, bit))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -11,7 +11,6 @@ from poros.errors import CheckpointFormatError
 from poros.kernels.nf4 import Format, streams
 from poros.loaders.quantize import Quantizer
 from tests.support import same_bits
-from tools.adversary import AdversarialStreams, SlotHazard
 
 CPU = torch.device("cpu")
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -95,10 +94,7 @@ def differences(left: Result, right: Result) -> list[str]:
 def test_pieces_give_the_bytes_of_the_whole(
     quant_type: str, double_quant: bool, blocksize: int, dtype: torch.dtype, device: str
 ) -> None:
-    """For every format of bitsandbytes, at a size that is no multiple of a piece or a block.
-
-    The pieces take turns in the two buffers of a GPU.
-    """
+    """For every format of bitsandbytes, at a size that is no multiple of a piece or a block."""
     tensor = draw(61, 7 * blocksize // 8 + 3, dtype=dtype)
     assert tensor.numel() % blocksize and tensor.numel() > 6 * blocksize
     piece = 3 * blocksize * tensor.element_size()
@@ -161,44 +157,25 @@ def test_nonfinite_weights_are_refused(value: float, index: int, device: str) ->
         in_pieces(tensor, quantizer=quantizer)
 
 
-# Staging: two buffers, each overwritten only when nobody reads it, under adversarial streams.
-
-
-def test_one_quantizer_for_all_tensors() -> None:
-    """Of several sizes and dtypes, every piece through its buffers."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_quantizer_for_all_tensors(device: str) -> None:
+    """Of several sizes and dtypes; on a GPU with the memory of the pieces before."""
     tensors = [draw(61, 96), draw(10, 64, dtype=torch.float32, seed=1), draw(200, 50, seed=2)]
-    streams = AdversarialStreams()
-    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
-    with streams.watch():
-        for tensor in tensors:
-            assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
-    assert streams.num_bytes == sum(tensor.nbytes for tensor in tensors)
+    quantizer = Quantizer(torch.device(device), chunk_num_bytes=512)
+    for tensor in tensors * 3:
+        expected = at_once(tensor.to(device))
+        assert differences(in_pieces(tensor, quantizer=quantizer), expected) == []
 
 
-class NoWait(AdversarialStreams):
-    """A piece is read before it has arrived."""
-
-    def wait(self, event: Any) -> None:
-        pass
-
-
-class FirstEventForever(AdversarialStreams):
-    """A piece is overwritten while it may be read."""
-
-    def record(self) -> Any:
-        self.first = getattr(self, "first", None) or super().record()
-        return self.first
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [(NoWait, "read without waiting"), (FirstEventForever, "overwrite a slot")],
-)
-def test_control_staging_without_a_wait_is_found(make: type[AdversarialStreams], says: str) -> None:
-    streams = make()
-    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
-    with streams.watch(), pytest.raises(SlotHazard, match=says):
-        in_pieces(draw(61, 96), quantizer=quantizer)
+@pytest.mark.gpu
+def test_bytes_are_in_their_place_however_late_the_device_is() -> None:
+    """Behind kernels that take a while; the memory of a piece is used again only after them."""
+    quantizer = Quantizer(torch.device("cuda"), chunk_num_bytes=1 << 16)
+    tensor = draw(1000, 512)
+    expected = at_once(tensor.cuda())
+    for _ in range(3):
+        torch.cuda._sleep(200_000_000)
+        assert differences(in_pieces(tensor, quantizer=quantizer), expected) == []
 
 
 @pytest.mark.gpu

@@ -78,7 +78,7 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "a list": (['[{"prompt": "a"}]'], 1, "found a list", "write one a line"),
     "missing key": ([GOOD, '{"prompt": "a"}'], 2, "found 'prompt'", "write rows such as"),
     "number for a text": ([GOOD, '{"prompt": "a", "completion": 3}'], 2, "a number", "quotes"),
-    "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "an empty one", "fill it in"),
+    "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "a blank one", "fill it in"),
     "key twice": (['{"prompt": "a", "prompt": "b", "completion": "c"}'], 1, "twice", "remove one"),
     "mixed forms": ([GOOD, '{"text": "a"}'], 2, "rows of one form", "write them all alike"),
     "two forms": (['{"text": "a", "prompt": "a", "completion": "b"}'], 1, "one kind", "remove"),
@@ -86,7 +86,7 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "half a surrogate": (['{"text": "\\ud800"}'], 1, "surrogate", "remove it"),
     "empty file": ([""], 1, "found none", "one JSON object a line"),
     "unknown role": ([json.dumps(CHAT).replace("user", "human")], 1, "[0].role", "one of them"),
-    "no role": ([json.dumps({"messages": [{"content": "a"}]})], 1, "the key 'role'", "add one of"),
+    "no role": ([json.dumps({"messages": [{"content": "a"}]})], 1, "[0].role", "write one of"),
     "unknown key of a message": (
         [json.dumps(CHAT).replace('"content": "b"', '"content": "b", "weight": 0')],
         1, "messages[1].weight", "remove it",

@@ -21,9 +21,9 @@ from typing import Any
 
 from poros.errors import RunFolderError, quoted, reason_of
 from poros.finetune import hub
-from poros.finetune.checkpoints import STAGE, damage_of, numbered
+from poros.finetune.checkpoints import damage_of, numbered
 from poros.io.reading import open_regular
-from poros.io.writing import require_folder, write_json, write_text, writing
+from poros.io.writing import PARTIAL, require_folder, write_json, write_text, writing
 from poros.recipes.recipe import Recipe
 from poros.utils.versions import library_versions
 
@@ -275,9 +275,8 @@ def lock_run_dir(
             write_json(run.path / _RUN, {**(run.begun or new), "recipe": asked})
         write_text(run.path / _RECIPE, recipe.as_yaml())
         with writing(run.path):
-            for left in (STAGE, f"{_ADAPTER}.part"):
-                if (run.path / left).exists():
-                    shutil.rmtree(run.path / left)
+            for left in run.path.glob(f".*{PARTIAL}"):
+                shutil.rmtree(left)
             for file in run.path.glob("r*.*?*.part"):  # of run.json and recipe.yaml
                 file.unlink()
         yield run

@@ -1,7 +1,6 @@
 """Trains the adapter of a checked recipe."""
 
 import gc
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,11 +33,16 @@ from poros.finetune.resuming import (
     lock_run_dir,
     require_base,
 )
-from poros.finetune.stopping import Stopping
 from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, image_collator, load_tokenizer, tokenize
-from poros.finetune.trainers import few_updates, make_arguments, make_trainer, num_steps
-from poros.io.writing import writing
+from poros.finetune.trainers import (
+    Stopping,
+    few_updates,
+    make_arguments,
+    make_trainer,
+    num_steps,
+)
+from poros.io.writing import partial_folder, put_in_place, writing
 from poros.kernels import packed_attention
 from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import configuration, model_class_of
@@ -370,12 +374,8 @@ def _save(
     run: RunFolder,
 ) -> None:
     """Write the adapter beside its place, then move it there as a whole."""
-    part = run.adapter.with_name(f"{run.adapter.name}.part")
-    try:
-        with writing(run.adapter, Exception):
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(part)
-            tokenizer.save_pretrained(part)
-            (part / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
-            part.rename(run.adapter)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with writing(run.adapter, Exception), partial_folder(run.adapter) as part:
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        (part / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
+        put_in_place(part, run.adapter)

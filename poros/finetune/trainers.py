@@ -11,15 +11,25 @@ Note: Packed rows
 """
 
 import math
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, get_scheduler
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
@@ -27,7 +37,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.finetune import hub
-from poros.finetune.checkpoints import StagedCheckpoints
+from poros.finetune.checkpoints import StagedCheckpoints, note_best
 from poros.finetune.images import ImageCollator
 from poros.head.rows import HostIndices
 from poros.kernels import packed_attention
@@ -44,6 +54,7 @@ _OURS = ("method", "lora_plus", "early_stopping_patience", "adapter_kernels")
 _FEW_UPDATES = 50
 """A run with fewer optimizer steps gets a note before it begins."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Own(StagedCheckpoints):
@@ -153,6 +164,41 @@ class _Lines(PrinterCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         print(f"step {state.global_step} of {state.max_steps}: ", end="")
         super().on_log(args, state, control, logs, **kwargs)
+
+
+class Stopping(TrainerCallback):
+    """Ends a run at the next step, with a checkpoint, when a signal comes."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM for the body; a second one acts as it always does."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are the main thread's
+            return
+        before = {each: signal.signal(each, self._came) for each in _SIGNALS}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint of a run that goes on, wherever its folder is now."""
+        note_best(args, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self.signal is not None:
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal = number
 
 
 class _NoModel(nn.Module):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTok
 from poros.finetune.data import read_data
 from poros.finetune.resuming import require_usable
 from poros.finetune.run import finetune
-from poros.finetune.stopping import Stopping
+from poros.finetune.trainers import Stopping
 from poros.gates import tiny
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe

@@ -2,7 +2,6 @@
 
 import inspect
 import shlex
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -80,8 +79,6 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()  # one for each short pass
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
-
     console = Console()
     try:
         adapter = finetune(recipe, train, validation, console, is_dry=is_dry, num_shown=num_shown)

@@ -2,9 +2,9 @@
 
 Note: Parts
     The Trainer writes a checkpoint file by file. It does so in a hidden folder, in which an older
-    one is removed too, and the checkpoint gets its name once ``whole.json``, which has size and digest of each file, is beside the others.
-    A process that is killed therefore leaves no part of one under the name of a checkpoint: what
-    has the name and is not whole was damaged later.
+    checkpoint is removed too, and the new one gets its name once ``whole.json``, which has size and
+    digest of each file, is beside the others. A process that is killed therefore leaves no part of
+    one under the name of a checkpoint: what has the name and is not whole was damaged later.
 """
 
 import json

@@ -106,15 +106,32 @@ def _decoded(lines: Iterable[bytes], shown: str, note: Note) -> Iterator[str]:
 def _objects(lines: Iterable[str], shown: str, note: Note) -> Iterator[Row]:
     """Yield the rows of JSON Lines."""
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{shown}:{number}", strict_json.parse(line)
-        except json.JSONDecodeError as error:
-            what = f"expected JSON, found: {error.msg}; {_json_remedy(line)}"
-            note(f"{shown}:{number}:{error.colno}", what)
-        except (ValueError, RecursionError) as error:
-            note(f"{shown}:{number}", f"expected JSON, found {quoted(str(error), is_bare=True)}")
+        if line.strip():
+            for row in _parsed(line.rstrip(), shown, number, note, _json_remedy(line)):
+                yield f"{shown}:{number}", row
+
+
+def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
+    """Yield the elements of a list of JSON, or of an object that has it as its data."""
+    for found in _parsed(text, shown, 1, note, "look at this column"):
+        rows = found["data"] if isinstance(found, dict) else found
+        for number, row in enumerate(rows, start=1):
+            yield f"{shown}, row {number}", row
+
+
+def _parsed(text: str, shown: str, line: int, note: Note, remedy: str) -> Iterator[Any]:
+    """Yield the one value that a text is in JSON, or note why it is none.
+
+    Args:
+        line: The line of the file that the text begins on.
+    """
+    try:
+        yield strict_json.parse(text)
+    except json.JSONDecodeError as error:
+        where = f"{shown}:{line + error.lineno - 1}:{error.colno}"
+        note(where, f"expected JSON, found: {error.msg}; {remedy}")
+    except (ValueError, RecursionError) as error:
+        note(f"{shown}:{line}", f"expected JSON, found {quoted(str(error), is_bare=True)}")
 
 
 def _json_remedy(line: str) -> str:
@@ -124,22 +141,6 @@ def _json_remedy(line: str) -> str:
     if start == "{" or not line.strip().endswith("}"):
         return "each object has to stand on one line: jq -c . FILE > FILE.jsonl"
     return "look at this column: quotes, commas and braces"
-
-
-def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
-    """Yield the elements of a list of JSON, or of an object that has it as its data."""
-    try:
-        found = strict_json.parse(text)
-    except json.JSONDecodeError as error:
-        what = f"expected a list of rows, found: {error.msg}; look at this column"
-        note(f"{shown}:{error.lineno}:{error.colno}", what)
-        return
-    except (ValueError, RecursionError) as error:
-        note(f"{shown}:1", f"expected JSON, found {quoted(str(error), is_bare=True)}")
-        return
-    rows = found["data"] if isinstance(found, dict) else found
-    for number, row in enumerate(rows, start=1):
-        yield f"{shown}, row {number}", row
 
 
 def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iterator[Row]:

@@ -165,7 +165,7 @@ def finetune(
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
     plan = summary.planned(recipe, size, adapter_config(recipe), device)
-    summary.show(console, recipe, plan, size, rows, tokens, tokenizer, kernels, notes)
+    summary.show(console, recipe, plan, size, rows, tokens, kernels, notes)
     if is_dry:
         return None
     with lock_run_dir(given, digests, computed_on, run) as run:
@@ -198,13 +198,7 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
         require_attention(chosen.attention)
         options["attn_implementation"] = chosen.attention
     source = str(Path(chosen.source).expanduser())
-    try:
-        config = configuration(*find_config(source), options)
-    except PorosError as error:
-        raise RecipeError(
-            f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
-            f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
-        ) from error
+    config = configuration(*find_config(source), options)
     if recipe.training.method == "reward":
         model_class_of(config, REWARD_CLASS)  # raises if there is none
     if options or recipe.adapter.more or recipe.adapter.target_modules != "all-linear":

@@ -1,8 +1,6 @@
 """Trains the adapter of a checked recipe."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,7 +166,7 @@ def finetune(
     summary.show(console, recipe, plan, size, rows, tokens, kernels, notes)
     if is_dry:
         return None
-    with lock_run_dir(given, digests, computed_on, run) as run:
+    with lock_run_dir(given, digests, computed_on) as run:
         model = _model(recipe, device, run)
         processing = processor or tokenizer
         trainer = make_trainer(
@@ -283,8 +281,13 @@ def _train(
         return run.adapter
     stopping = Stopping()
     trainer.add_callback(stopping)
-    with stopping.listening(), _frozen_objects():
-        trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
+    gc.collect()
+    gc.freeze()  # to look through the model and the libraries takes 0.3 s, every twenty steps or so
+    try:
+        with stopping.listening():
+            trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
+    finally:
+        gc.unfreeze()
     is_finished = trainer.state.global_step >= trainer.state.max_steps
     if stopping.signal is not None and not is_finished:
         raise Interrupted(
@@ -295,23 +298,6 @@ def _train(
         )
     _save(recipe, trainer, tokenizer, run)
     return run.adapter
-
-
-@contextmanager
-def _frozen_objects() -> Iterator[None]:
-    """Python's collector leaves out the objects that are there now, unless it leaves out some.
-
-    To look through those of the model and of libraries takes it 0.3 s, every twenty steps or so.
-    """
-    is_ours = not gc.get_freeze_count()
-    if is_ours:
-        gc.collect()
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_ours:
-            gc.unfreeze()
 
 
 def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:

@@ -22,7 +22,7 @@ import pytest
 
 from poros.errors import PorosError, RunFolderError, StoreWriteError
 from poros.finetune.checkpoints import damage_of
-from poros.finetune.resuming import inspect_run_dir, lock_run_dir
+from poros.finetune.resuming import lock_run_dir
 from tests.command import poros_command
 from tests.covers import cover, with_slow
 from tests.damage import ANY, NO_JSON, Damage, field
@@ -194,8 +194,7 @@ def test_going_on(cell: tuple[str, str], copy: Path, interrupted: Interrupted) -
     digests = json.loads((interrupted.folder / "run.json").read_text())["digests"]
     digests = {name: each for name, each in digests.items() if not name.startswith("weights")}
     try:
-        seen = inspect_run_dir(recipe, digests, {})
-        with lock_run_dir(recipe, digests, {}, seen) as found:
+        with lock_run_dir(recipe, digests, {}) as found:
             assert found.checkpoint is not None
             assert found.step == 2 and damage_of(copy / "checkpoint-2") is None
             assert files(found.checkpoint) == files(interrupted.folder / found.checkpoint.name)

@@ -10,7 +10,6 @@ Note: Parts
 import json
 import os
 import re
-from collections.abc import Iterable
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -33,17 +32,13 @@ _NEEDED = {
 """Files without which the Trainer resumes with other bits, or fails."""
 
 
-def numbered(run: Path, names: Iterable[str] | None = None) -> list[tuple[int, Path]]:
+def numbered(run: Path) -> list[tuple[int, Path]]:
     """List step and path of each checkpoint, whole or not, the newest first.
-
-    Args:
-        names: Names of the files in ``run``, if they are known.
 
     Raises:
         OSError: If the folder cannot be read.
     """
-    found = os.listdir(run) if names is None else names
-    matches = (re.fullmatch(r"checkpoint-(\d+)", name) for name in found)
+    matches = (re.fullmatch(r"checkpoint-(\d+)", name) for name in os.listdir(run))
     return sorted(((int(each[1]), run / each[0]) for each in matches if each), reverse=True)
 
 

@@ -30,16 +30,10 @@ Row = tuple[str, Any]
 Note = Callable[[str, str], None]
 """Takes a place and what is wrong there."""
 
+_JSON_REMEDY = (
+    "look at this column; in .jsonl each object is on one line: jq -c . FILE > FILE.jsonl"
+)
 _OPENING = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
-# What datasets reads, and what to do where it cannot.
-_TABLES = {
-    Kind.FILES: ("a Parquet file", "write it anew"),
-    Kind.SAVED: ("a folder of save_to_disk", "check data.split (--split), or save it anew"),
-    Kind.NAMED: (
-        "a file, a folder or a data set on the hub",
-        "check the name, data.config (--config) and data.split (--split)",
-    ),
-}
 
 
 def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
@@ -107,19 +101,19 @@ def _objects(lines: Iterable[str], shown: str, note: Note) -> Iterator[Row]:
     """Yield the rows of JSON Lines."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            for row in _parsed(line.rstrip(), shown, number, note, _json_remedy(line)):
+            for row in _parsed(line.rstrip(), shown, number, note):
                 yield f"{shown}:{number}", row
 
 
 def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
     """Yield the elements of a list of JSON, or of an object that has it as its data."""
-    for found in _parsed(text, shown, 1, note, "look at this column"):
+    for found in _parsed(text, shown, 1, note):
         rows = found["data"] if isinstance(found, dict) else found
         for number, row in enumerate(rows, start=1):
             yield f"{shown}, row {number}", row
 
 
-def _parsed(text: str, shown: str, line: int, note: Note, remedy: str) -> Iterator[Any]:
+def _parsed(text: str, shown: str, line: int, note: Note) -> Iterator[Any]:
     """Yield the one value that a text is in JSON, or note why it is none.
 
     Args:
@@ -129,18 +123,9 @@ def _parsed(text: str, shown: str, line: int, note: Note, remedy: str) -> Iterat
         yield strict_json.parse(text)
     except json.JSONDecodeError as error:
         where = f"{shown}:{line + error.lineno - 1}:{error.colno}"
-        note(where, f"expected JSON, found: {error.msg}; {remedy}")
+        note(where, f"expected JSON, found: {error.msg}; {_JSON_REMEDY}")
     except (ValueError, RecursionError) as error:
         note(f"{shown}:{line}", f"expected JSON, found {quoted(str(error), is_bare=True)}")
-
-
-def _json_remedy(line: str) -> str:
-    start = line.strip()[:2]
-    if start.startswith("["):
-        return "a list has to be one object a line: jq -c '.[]' FILE > FILE.jsonl"
-    if start == "{" or not line.strip().endswith("}"):
-        return "each object has to stand on one line: jq -c . FILE > FILE.jsonl"
-    return "look at this column: quotes, commas and braces"
 
 
 def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iterator[Row]:
@@ -200,8 +185,9 @@ def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row
             number += 1
             yield f"{shown}, row {number}", remove_none_values(row)
     except Exception as error:  # of the network, the hub, the data set, and its builder
-        wanted, remedy = _TABLES[kind]
         reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
-        note(f"{shown}, row {number + 1}", f"expected {wanted}, found: {reason}; {remedy}")
+        what = f"expected rows that the library datasets can read, found: {reason}"
+        remedy = "check the name, data.config (--config) and data.split (--split), or save it anew"
+        note(f"{shown}, row {number + 1}", f"{what}; {remedy}")
     finally:
         logging.set_verbosity(verbosity)

@@ -138,7 +138,7 @@ def inspect_run_dir(
     before = {name: each for name, each in run["digests"].items() if name != _BASE}
     _require_same(path, before, digests)
     notes = tuple(_notes(run, recipe, machine))
-    for step, checkpoint in numbered(path, names):
+    for step, checkpoint in numbered(path):
         wrong = damage_of(checkpoint)
         if wrong is None:
             return RunFolder(path, checkpoint, step, notes, run)

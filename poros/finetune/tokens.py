@@ -143,11 +143,6 @@ def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTra
             f"model.source: expected a tokenizer with an end-of-text token, found {quoted(source)} "
             "without one; set eos_token in its tokenizer_config.json"
         )
-    if not tokenizer.is_fast:
-        raise DataFormatError(
-            f"model.source: expected a fast tokenizer, found a {type(tokenizer).__name__} for "
-            f"{quoted(source)}; convert it to a tokenizer.json"
-        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if processor is not None:

@@ -4,7 +4,7 @@ Nothing is raised for the first thing that is wrong: all problems are collected,
 and line or the flag that it comes from, what was expected, what was found, and what to do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -107,7 +107,7 @@ def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
         if section in SECTIONS and name:
             draft.written[key] = text
         else:
-            _unknown(draft, key, "", section, None)
+            _unknown(draft, key, "", section)
     _read_values(draft)
     return draft
 
@@ -193,16 +193,16 @@ def _passed_on(draft: Draft, key: str, method: str) -> Any:
         draft.problem(key, f"expected a field that a recipe passes on, found one of others: {why}")
         return None
     if section not in passing.SECTIONS:
-        _unknown(draft, key, section, name, None)
+        _unknown(draft, key, section, name)
         return None
     try:
-        hint = passing.types_of(section, method).get(name)
+        theirs = passing.types_of(section, method)
     except ImportError as error:
         draft.problem(key, f"expected trl and peft to read it with, found: {error}; install them")
         return None
-    if hint is None:
-        _unknown(draft, key, section, name, passing.remedy(section, name, method))
-    return hint
+    if name not in theirs:
+        _unknown(draft, key, section, name, theirs)
+    return theirs.get(name)
 
 
 def _example(before: str, default: Any) -> str:
@@ -256,7 +256,7 @@ def _read_file(draft: Draft, file: Path) -> None:
     for (name, value), (key, node) in zip(said.items(), root.value, strict=True):
         draft.origins[name] = f"{where}:{key.start_mark.line + 1}"
         if name not in SECTIONS:
-            _unknown(draft, name, "", name, None)
+            _unknown(draft, name, "", name)
         elif isinstance(value, dict):
             for (setting, written), (entry, _) in zip(value.items(), node.value, strict=True):
                 draft.origins[f"{name}.{setting}"] = f"{where}:{entry.start_mark.line + 1}"
@@ -272,20 +272,22 @@ def _read_file(draft: Draft, file: Path) -> None:
             )
 
 
-def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None) -> None:
-    """Note an unknown name: of a setting, or of a section if ``section`` is empty."""
+def _unknown(draft: Draft, key: str, section: str, name: str, theirs: Iterable[str] = ()) -> None:
+    """Note an unknown name: of a setting, or of a section if ``section`` is empty.
+
+    Args:
+        theirs: Names of the library's fields for this section and method.
+    """
     own = settings()
     known = [each.split(".")[1] for each in own if each.startswith(f"{section}.")]
     known = known if section else list(SECTIONS)
     flag = f"--{name.replace('_', '-')}"
     same = [each for each in own if each.endswith(f".{name}") or own[each].flag == flag]
-    near = same or get_close_matches(name, known, n=1)
-    if remedy is None or same:
-        remedy = f"there are {', '.join(sorted(known))}"
-        others = {"adapter": "peft.LoraConfig", "training": "TRL's configuration"}
-        if section in others:
-            remedy += f", fields of {others[section]}"
-        if near:
-            remedy = f"did you mean {near[0]}{' here' if same else ''}?"
+    near = same or get_close_matches(name, [*known, *theirs], n=1, cutoff=0.7)
+    remedy = f"there are {', '.join(sorted(known))}"
+    if near:
+        remedy = f"did you mean {near[0]}{' here' if same else ''}?"
+    elif section in passing.SECTIONS:
+        remedy += ", and fields of the library's configuration for this method"
     what = f"a setting of {section}" if section else "a section"
     draft.problem(key, f"expected {what}, found an unknown name; {remedy}")

@@ -129,12 +129,9 @@ def verdict(run: Run) -> str:
         parts.append("Its first step was checked and gave the bits of a resident run.")
     elif check.get("status"):
         parts.append(f"The status of its first step's check is {check['status']}.")
-    damaged = [str(number) for number in run.damaged]
-    if run.is_cut:
-        damaged.pop()
-        parts.append("The last line of its event log was cut off and is skipped.")
-    if damaged:
-        lines = ", ".join(damaged[:10]) + (" and others" if len(damaged) > 10 else "")
+    if run.damaged:
+        lines = ", ".join(map(str, run.damaged[:10]))
+        lines += " and others" if len(run.damaged) > 10 else ""
         parts.append(f"Damaged lines of its event log that are skipped: {lines}.")
     return " ".join(parts)
 

@@ -20,7 +20,7 @@ SEVERAL = "model: model\ndata:\n  source:\n  - rows.jsonl\n  - more.jsonl\n"
 RECIPES: dict[str, tuple[str, int, str, str]] = {
     "unknown section": ("trainning:\n  seed: 1\n", 3, "unknown name", "did you mean training?"),
     "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
-    "name without a hint": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train"),
+    "name without a hint": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "for this method"),
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
     "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
@@ -32,15 +32,12 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "epochs and steps": (
         "training:\n  num_train_epochs: 1\n  max_steps: 5\n", 5, "found both", "remove one",
     ),
-    "beta of sft": ("training:\n  beta: 0.1\n", 4, "dpo or kto", "remove it"),
+    "beta of sft": ("training:\n  beta: 0.1\n", 4, "unknown", "for this method"),
     "field of TRL, of another type": (
         "training:\n  adam_beta1: high\n", 4, "a valid number, found 'high'", "leave it out",
     ),
     "field of TRL, no such choice": (
         "training:\n  eval_strategy: often\n", 4, "'no', 'steps' or 'epoch'", "leave it out",
-    ),
-    "field of another method": (
-        "training:\n  desirable_weight: 2\n", 4, "unknown", "one of training.method: kto; remove",
     ),
     "field that Poros sets": ("training:\n  output_dir: a\n", 4, "passes on", "output.folder"),
     "field that would break": ("training:\n  torch_compile: true\n", 4, "layers come and", "go"),
@@ -211,22 +208,22 @@ FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     "row of a list": ("a.json", LIST.replace(b'"b"', b'""'), ", row 2:", "text: exp", "fill it in"),
     "one object on several lines": ("a.json", b'{\n"text": "a"\n}', ":1:2:", "JSON", "jq -c"),
     "empty list": ("a.json", b"[]", ":1:", "found none", "write some"),
-    "Parquet cut off": ("a.parquet", parquet()[:-20], ", row 1:", "a Parquet file", "anew"),
+    "Parquet cut off": ("a.parquet", parquet()[:-20], ", row 1:", "expected rows", "anew"),
     "gzip cut off": (
         "a.jsonl.gz", gzip.compress(LINES * 9)[:-9], ":10:", "expected gzip", "compress it anew",
     ),
     "no gzip": ("a.csv.gz", b"text\na\n", ":1:", "expected gzip", "compress it anew"),
     "line in gzip": ("a.jsonl.gz", gzip.compress(LINES + b"{"), ":2:2:", "expected JSON", "jq -c"),
     "other suffix in gzip": ("a.parquet.gz", b"a", "DATA:", ".jsonl.gz", "one JSON object"),
-    "other suffix": ("a.txt", b"a", "DATA:", "ends in .jsonl, .json, .csv", "one JSON object"),
-    "folder without rows": ("a", {"a.txt": b""}, "DATA:", "files that end in", "write JSON"),
+    "other suffix": ("a.txt", b"a", "DATA:", "end in .jsonl, .json, .csv", "one JSON object"),
+    "folder without rows": ("a", {"a.txt": b""}, "DATA:", "end in .jsonl", "one JSON object"),
     "folder of two kinds": (
         "a", {"a.jsonl": LINES, "b.csv": b"text\na\n"}, "DATA:", ".csv and .jsonl", "[a.jsonl, b",
     ),
     "folder of rows twice": (
         "a", {"a.jsonl": LINES, "a.jsonl.gz": b""}, "DATA:", ".jsonl and .jsonl.gz", "[a.jsonl, b",
     ),
-    "saved folder damaged": ("a", saved(b"{"), "[train], row 1:", "save_to_disk", "save it anew"),
+    "saved folder damaged": ("a", saved(b"{"), "[train], row 1:", "expected rows", "anew"),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+import yaml
 from pydantic import Field
 
 from poros.recipes.values import Modules, ShareOrFile, ShareOrNumber, Size, Text
@@ -286,8 +287,6 @@ class Recipe:
 
     def as_yaml(self) -> str:
         """The recipe as a file, every value spelled out."""
-        import yaml
-
         return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 

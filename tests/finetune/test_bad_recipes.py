@@ -22,7 +22,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
     "name without a hint": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "for this method"),
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
-    "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
+    "wrong section": ("data:\n  rank: 4\n", 3, "on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
     "number too small": ("adapter:\n  r: 0\n", 4, "greater than or equal to 1", "r: 16"),
     "optimizer of all weights": ("training:\n  optim: flora\n", 4, "adapters", "poros.optim"),
@@ -62,7 +62,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  hub_strategy: every_save\n", 4, "once the run has ended", "no checkpoint",
     ),
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "greater than 0", "save_steps: 50"),
-    "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
+    "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias", "write"),
     "name twice in a mapping": (
         "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "on line 4 too", "remove one",
     ),

@@ -117,37 +117,39 @@ def finetune(
     recipe, kernels = choose_liger(recipe, config, device)
     processor = load_processor(recipe) if has_images else None
     tokenizer = load_tokenizer(recipe, train.form, processor)
-    has_template = bool(tokenizer.chat_template)
-    rows = train.settled(has_template=has_template)
-    others = validation and validation.settled(has_template=has_template)
     images = None if processor is None else image_collator(processor, recipe)
+    rows = {
+        name: each.settled(has_template=bool(tokenizer.chat_template))
+        for name, each in {TOKENS: train, HELD_OUT: validation}.items()
+        if each is not None
+    }
     with tokenizer_errors(recipe.model.source):
-        num_proc = recipe.training.more.get("dataset_num_proc")
-        tokens = tokenize(rows, tokenizer, recipe, num_proc, images)
-        held_out = tokenize(others, tokenizer, recipe, num_proc, images) if others else None
-    require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
+        every = {name: tokenize(each, tokenizer, recipe, images) for name, each in rows.items()}
+    largest = max(each.largest for each in every.values())
+    require_known_tokens(largest, vocab_size, recipe.model.source)
+    tokens = every[TOKENS]
     if num_shown:
-        summary.show_rows(console, num_shown, rows, tokens, tokenizer)
+        summary.show_rows(console, num_shown, rows[TOKENS], tokens, tokenizer)
         if not is_dry:
             return None
     row_length = _row_length(recipe, tokens)
-    digests = {TOKENS: token_digest(tokens)}
-    if held_out:
-        digests[HELD_OUT] = token_digest(held_out)
+    digests = {name: token_digest(each) for name, each in every.items()}
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
     run = inspect_run_dir(given, digests, computed_on)
-    dataset = _dataset(recipe, tokens, row_length, rows if has_images else None)
-    evaluated = None
-    if others and held_out:
-        evaluated = _dataset(recipe, held_out, row_length, others if has_images else None)
-    num_documents = most_documents(dataset, evaluated) if recipe.is_packed else 0
+    datasets = {
+        name: _dataset(recipe, each, row_length, rows[name] if has_images else None)
+        for name, each in every.items()
+    }
+    dataset, evaluated = datasets[TOKENS], datasets.get(HELD_OUT)
+    num_documents = 0
     if recipe.is_packed:
+        num_documents = most_documents(*datasets.values())
         recipe = choose_attention(recipe, config, device, num_documents, row_length)
     size = Size(
         row_length=row_length,
         num_rows=len(dataset),
         num_steps=num_steps(len(dataset), recipe),
-        num_validation=len(held_out.lengths) if held_out else 0,
+        num_validation=len(every[HELD_OUT].lengths) if HELD_OUT in every else 0,
     )
     arguments = make_arguments(
         recipe,
@@ -163,7 +165,7 @@ def finetune(
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
     plan = summary.planned(recipe, size, adapter_config(recipe), device)
-    summary.show(console, recipe, plan, size, rows, tokens, kernels, notes)
+    summary.show(console, recipe, plan, size, rows[TOKENS], tokens, kernels, notes)
     if is_dry:
         return None
     with lock_run_dir(given, digests, computed_on) as run:
@@ -241,11 +243,6 @@ def _fit_to_model(
             "default leave it out (--attention)"
         )
     return recipe, notes, getattr(text, "vocab_size", None)
-
-
-def _largest(*every: Any) -> int:
-    columns = [rows for each in every if each for rows in each.columns.values()]
-    return max(max(row, default=0) for rows in columns for row in rows)
 
 
 def _row_length(recipe: Recipe, tokens: Tokens) -> int:

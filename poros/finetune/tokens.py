@@ -75,6 +75,12 @@ class Tokens:
     num_cut: int = 0
     num_dropped: int = 0
 
+    @property
+    def largest(self) -> int:
+        """The largest token."""
+        columns = self.columns.values()
+        return max(max(row, default=0) for rows in columns for row in rows)
+
     def dataset(self, *, has_lengths: bool = False) -> "Dataset":
         """Convert to a dataset for TRL's trainers, with a column ``length`` if asked for."""
         import numpy
@@ -174,14 +180,13 @@ def tokenize(
     rows: Rows,
     tokenizer: "PreTrainedTokenizerBase",
     recipe: Recipe,
-    num_proc: int | None = None,
     images: ImageCollator | None = None,
 ) -> Tokens:
     """Tokenize rows and make their labels.
 
     Args:
         rows: Rows whose form is settled.
-        num_proc: Processes that share the work; None does it in this process.
+        recipe: Its ``dataset_num_proc`` processes share the work.
 
     Raises:
         DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,
@@ -190,6 +195,7 @@ def tokenize(
     work = _Work(tokenizer, recipe, rows.form, images)
     tokens = Tokens()
     wrong: list[str] = []
+    num_proc = recipe.training.more.get("dataset_num_proc")
     with ProcessPoolExecutor(num_proc) if num_proc else nullcontext() as pool:
         parts = rows.rows
         made = pool.map(work.made, parts, chunksize=256) if pool else map(work.made, parts)

@@ -83,13 +83,6 @@ class _Own(StagedCheckpoints):
             )
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
-    def _set_signature_columns_if_needed(self) -> None:
-        """As the trainer's own; with the lengths of rows, by which batches may be made."""
-        trainer: Any = self
-        super()._set_signature_columns_if_needed()  # type: ignore[misc]
-        if trainer.args.length_column_name not in trainer._signature_columns:
-            trainer._signature_columns.append(trainer.args.length_column_name)
-
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card: PEFT writes one beside the adapter, and checkpoints need none."""
 
@@ -363,6 +356,8 @@ def make_arguments(
         "report_to": [],
         "disable_tqdm": not has_bar,
         "dataloader_pin_memory": not is_cpu,
+        # By the lengths of rows batches may be made; collators take what they know.
+        "remove_unused_columns": False,
         # The host would wait for all that was queued before the copy.
         "accelerator_config": {"non_blocking": not is_cpu},
     }

@@ -105,10 +105,7 @@ def types_of(section: str, method: str) -> dict[str, Any]:
     Raises:
         ImportError: If the library is not there.
     """
-    if section == "training":
-        config = config_of(method)
-    else:
-        from peft import LoraConfig as config
+    config = config_of(method if section == "training" else None)
     hints = get_type_hints(config)
     found = {}
     for each in dataclasses.fields(config):
@@ -134,8 +131,12 @@ def refusals(section: str, library: str) -> Iterator[None]:
         ) from error
 
 
-def config_of(method: str) -> Any:
-    """TRL's configuration of a method; imports TRL."""
+def config_of(method: str | None) -> Any:
+    """TRL's configuration of a method; PEFT's of adapters for None. Imports the library."""
+    if method is None:
+        from peft import LoraConfig
+
+        return LoraConfig
     import trl
 
     return getattr(trl, "RewardConfig" if method == "reward" else f"{method.upper()}Config")

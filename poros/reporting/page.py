@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 from markupsafe import Markup
@@ -114,7 +113,7 @@ def verdict(run: Run) -> str:
         seconds = sum(_seconds(run))
         if seconds:
             parts.append(f"It took {duration(seconds)}.")
-        rates = _tokens_per_s(run)
+        rates = [rate for _, rate in run.values("poros/tokens_per_s")]
         if rates:
             parts.append(f"It trained on {statistics.median(rates):,.0f} tokens per second.")
     else:
@@ -210,22 +209,6 @@ def _seconds(run: Run) -> list[float]:
         end = begins[place + 1] if place + 1 < len(begins) else float("inf")
         found.append(max((t for t in times if begin <= t < end), default=begin) - begin)
     return found
-
-
-def _tokens_per_s(run: Run) -> list[float]:
-    """Return tokens per second of each step after another one of the same start."""
-    starts = [float(each["time"]) for each in run.starts if "time" in each]
-    times = dict(finite(run.logs, "time"))
-    counts = finite(run.logs, "num_tokens")
-    steps = [(step, count, times[step]) for step, count in counts if step in times]
-    return [
-        (count - before) / (now - then)
-        for (first, before, then), (second, count, now) in pairwise(steps)
-        if second == first + 1
-        and count > before
-        and now > then
-        and not any(then < start < now for start in starts)
-    ]
 
 
 def _counters(last: Mapping[str, Any]) -> dict[str, object]:

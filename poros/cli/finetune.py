@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from poros.cli.merge import merge_with_bar
-from poros.cli.shared import field_and_value, importing, quieten_libraries, readable_errors
+from poros.cli.shared import field_and_value, importing, readable_errors
 from poros.recipes.recipe import Recipe, settings
 from poros.recipes.values import shown
 
@@ -52,7 +52,6 @@ def finetune(
     for key, value in (("model.source", model), ("data.source", data)):
         if value is not None:
             flags[key] = value
-    quieten_libraries()
     with readable_errors():
         draft = read_recipe(file, flags)
         recipe = checked(draft)

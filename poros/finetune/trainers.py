@@ -53,7 +53,6 @@ _OURS = ("method", "lora_plus", "early_stopping_patience", "adapter_kernels")
 """Settings of ``training`` that TRL does not know."""
 _FEW_UPDATES = 50
 """A run with fewer optimizer steps gets a note before it begins."""
-_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -226,9 +225,8 @@ class _PackedRows:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = self.collate(rows)
         if not self.has_cu_seqlens:
-            # Their shapes differ from batch to batch, and this attention does not read them.
-            for name in _VARLEN:
-                found.pop(name, None)
+            # The shapes of the others differ from batch to batch, and attention does not read them.
+            found = {name: found[name] for name in ("input_ids", "labels", "position_ids")}
         if self.num_documents is not None:
             length = found["input_ids"].shape[1]
             ends = torch.full((self.num_documents + 2,), length, dtype=torch.int32)

@@ -39,15 +39,16 @@ class _Loader(yaml.BaseLoader):
     """Reads texts, lists and mappings of YAML; types are those of the settings.
 
     Raises:
-        yaml.MarkedYAMLError: Also for an alias, since a few lines of them are as much as any
-            memory, and for a name that stands twice.
+        MarkedYAMLError: Also for an alias of a list or a mapping, since a few lines of them are as
+            much as any memory, and for a name that stands twice.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise MarkedYAMLError(problem="an alias; write the value out", problem_mark=mark)
-        return super().compose_node(parent, index)
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        node = super().compose_node(parent, index)
+        if is_alias and not isinstance(node, yaml.ScalarNode):
+            raise MarkedYAMLError(problem="an alias of a list; write it out", problem_mark=mark)
+        return node
 
     def construct_scalar(self, node: Any) -> Any:
         is_nothing = node.style is None and node.value.lower() in ("", "null", "~")

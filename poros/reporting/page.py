@@ -19,13 +19,11 @@ _TEMPLATE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ run.name }}</title>
 <style>
-:root { --ink: #1f2933; --soft: #52606d; --page: #ffffff; --box: #f5f7fa; --rule: #cbd2d9;
-  --a: #2563a8; --b: #b44d12; --c: #0c7a5a; --e: #a61b5b }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #9aa5b1; --page: #171c22;
-  --box: #212830; --rule: #3e4c59; --a: #7db4f0; --b: #f0a06b; --c: #5fd3b0; --e: #ff9ccc } }
+:root { color-scheme: light dark; --soft: GrayText; --box: color-mix(in srgb, CanvasText 5%, Canvas);
+  --rule: color-mix(in srgb, CanvasText 20%, Canvas);
+  --a: #3f82c8; --b: #cc6a2c; --c: #189970; --e: #d04a8c }
 * { box-sizing: border-box }
-body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--page);
-  color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
+body { margin: 0 auto; max-width: 60rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.5rem; margin: .5rem 0; overflow-wrap: anywhere }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 .verdict { background: var(--box); border-left: 4px solid var(--c); padding: .75rem 1rem;

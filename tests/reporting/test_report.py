@@ -59,7 +59,7 @@ def test_the_page_of_a_real_run(run: Path) -> None:
     assert "bits of a resident run" in verdict(read_run(run))
     assert re.search(r"trained on [\d,]+ tokens per second", verdict(read_run(run)))
     assert not re.search(r"(src|href)=|url\(|@import|<script", text)
-    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+    assert "color-scheme: light dark" in text and 'name="viewport"' in text
 
 
 def test_what_comes_from_files_is_no_code(run: Path, tmp_path: Path) -> None:

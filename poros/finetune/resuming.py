@@ -269,8 +269,9 @@ def lock_run_dir(
             write_json(run.path / _RUN, {**(run.begun or new), "recipe": asked})
         write_text(run.path / _RECIPE, recipe.as_yaml())
         with writing(run.path):
-            for left in run.path.glob(f".*{PARTIAL}"):
-                shutil.rmtree(left)
+            for name in ("checkpoint-*", _ADAPTER):
+                for left in run.path.glob(f".{name}.poros{PARTIAL}"):
+                    shutil.rmtree(left)
             for file in run.path.glob("r*.*?*.part"):  # of run.json and recipe.yaml
                 file.unlink()
         yield run

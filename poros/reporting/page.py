@@ -19,7 +19,8 @@ _TEMPLATE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ run.name }}</title>
 <style>
-:root { color-scheme: light dark; --soft: GrayText; --box: color-mix(in srgb, CanvasText 5%, Canvas);
+:root { color-scheme: light dark; --soft: GrayText;
+  --box: color-mix(in srgb, CanvasText 5%, Canvas);
   --rule: color-mix(in srgb, CanvasText 20%, Canvas);
   --a: #3f82c8; --b: #cc6a2c; --c: #189970; --e: #d04a8c }
 * { box-sizing: border-box }

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from poros.cli import chat, check, demo, finetune, load, merge, plan, report
+from poros.cli.shared import quieten_libraries
 
 app = typer.Typer(
     help="Fine-tune adapters exactly on models that do not fit on the GPU.",
@@ -41,7 +42,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    pass
+    quieten_libraries()
 
 
 _COMMANDS = (

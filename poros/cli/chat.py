@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli.shared import importing, quieten_libraries, readable_errors
+from poros.cli.shared import importing, readable_errors
 
 _OPTIONS = {"vram_budget": "--vram"}
 
@@ -34,7 +34,6 @@ def chat(
 
     /reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer.
     """
-    quieten_libraries()
     with readable_errors(_OPTIONS):
         with importing():
             from poros.cli.conversation import Chat, questions

@@ -5,7 +5,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from poros.cli.shared import NOT_HELD, importing, quieten_libraries, readable_errors
+from poros.cli.shared import NOT_HELD, importing, readable_errors
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import UnsupportedModelError, quoted
 from poros.io.writing import require_file
@@ -74,7 +74,6 @@ def check(
         if out is not None:
             require_file(out, "--out")
 
-    quieten_libraries()
     with importing():
         from poros.gates import parity
         from poros.gates.report import render

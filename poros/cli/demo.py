@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
+from poros.cli.shared import NOT_HELD, readable_errors
 from poros.io.writing import require_empty_folder
 
 
@@ -30,7 +30,6 @@ def demo(
     with readable_errors():
         if out is not None:
             require_empty_folder(out, "--out")
-    quieten_libraries()
     from poros.examples.demo import run_demo
 
     given: dict[str, Any] = {} if steps is None else {"num_steps": steps}

@@ -2,7 +2,6 @@
 
 import inspect
 import shlex
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from poros.cli.merge import merge_with_bar
-from poros.cli.shared import field_and_value, importing, quieten_libraries, readable_errors
+from poros.cli.shared import field_and_value, importing, readable_errors
 from poros.recipes.recipe import Recipe, settings
 from poros.recipes.values import shown
 
@@ -53,7 +52,6 @@ def finetune(
     for key, value in (("model.source", model), ("data.source", data)):
         if value is not None:
             flags[key] = value
-    quieten_libraries()
     with readable_errors():
         draft = read_recipe(file, flags)
         recipe = checked(draft)
@@ -80,8 +78,6 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()  # one for each short pass
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
-
     console = Console()
     try:
         adapter = finetune(recipe, train, validation, console, is_dry=is_dry, num_shown=num_shown)

@@ -9,7 +9,6 @@ from poros.cli.shared import (
     DtypeName,
     dtype_name,
     importing,
-    quieten_libraries,
     readable_errors,
 )
 from poros.errors import PolicyError, quoted
@@ -66,7 +65,6 @@ def load(
     given = {name: value for name, value in options.items() if value is not None}
     if verify and given:
         raise typer.BadParameter(f"--verify takes no --{', --'.join(given)}: nothing is quantized")
-    quieten_libraries()
     with readable_errors(_OPTIONS):
         require_source(source, "SOURCE")
         if out is not None and out.is_file():

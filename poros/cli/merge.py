@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from poros.cli.shared import DtypeName, dtype_named, importing, quieten_libraries, readable_errors
+from poros.cli.shared import DtypeName, dtype_named, importing, readable_errors
 
 
 def merge(
@@ -27,7 +27,6 @@ def merge(
 
     transformers, vLLM and other tools load the result like any checkpoint.
     """
-    quieten_libraries()
     with readable_errors():
         merge_with_bar(adapter, out, base=base, dtype=dtype_named(dtype))
     typer.echo(f"merged: {out}")

@@ -15,7 +15,6 @@ from poros.cli.shared import (
     DtypeName,
     dtype_named,
     field_and_value,
-    quieten_libraries,
     readable_errors,
 )
 from poros.config import parse_num_bytes
@@ -109,7 +108,6 @@ def plan(
         }
         request = PlanRequest.of(seq_len=seq, batch_size=batch, **fields)
         optimizer_cost(request, ())  # raises here if the optimizer is unknown
-    quieten_libraries()
     from rich.console import Console
 
     if "torch" not in sys.modules:

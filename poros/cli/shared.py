@@ -58,7 +58,7 @@ def importing() -> Iterator[None]:
 
 
 def quieten_libraries() -> None:
-    """Silence messages that a user of these commands cannot act on. Call it before the imports.
+    """Silence messages that a user of these commands cannot act on. Called before the imports.
 
     Without an optional package, bitsandbytes logs that it uses its own CPU kernel. PEFT asks
     transformers for a property by its former name.

@@ -1,17 +1,15 @@
 """Writes checkpoints of a run, and detects damaged ones.
 
 Note: Parts
-    The Trainer writes a checkpoint file by file. It does so in a hidden folder, and the checkpoint
-    gets its name once ``whole.json``, which has size and digest of each file, is beside the others.
-    A process that is killed therefore leaves no part of one under the name of a checkpoint: what
-    has the name and is not whole was damaged later.
+    The Trainer writes a checkpoint file by file. It does so in a hidden folder, in which an older
+    checkpoint is removed too, and the new one gets its name once ``whole.json``, which has size and
+    digest of each file, is beside the others. A process that is killed therefore leaves no part of
+    one under the name of a checkpoint: what has the name and is not whole was damaged later.
 """
 
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterable
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,9 @@ from xxhash import xxh3_128
 
 from poros.errors import RunFolderError, quoted, reason_of
 from poros.io.reading import open_regular
-from poros.io.writing import write_json, writing
+from poros.io.writing import partial_folder, put_in_place, write_json, writing
 
 WHOLE = "whole.json"
-STAGE = ".checkpoint.part"
-"""The folder in which a checkpoint is written, or an old one is removed."""
 _NEEDED = {
     "adapter_config.json",
     "adapter_model.safetensors",
@@ -36,17 +32,13 @@ _NEEDED = {
 """Files without which the Trainer resumes with other bits, or fails."""
 
 
-def numbered(run: Path, names: Iterable[str] | None = None) -> list[tuple[int, Path]]:
+def numbered(run: Path) -> list[tuple[int, Path]]:
     """List step and path of each checkpoint, whole or not, the newest first.
-
-    Args:
-        names: Names of the files in ``run``, if they are known.
 
     Raises:
         OSError: If the folder cannot be read.
     """
-    found = os.listdir(run) if names is None else names
-    matches = (re.fullmatch(r"checkpoint-(\d+)", name) for name in found)
+    matches = (re.fullmatch(r"checkpoint-(\d+)", name) for name in os.listdir(run))
     return sorted(((int(each[1]), run / each[0]) for each in matches if each), reverse=True)
 
 
@@ -94,29 +86,24 @@ class StagedCheckpoints:
     args: Any
     state: Any
 
+    _partial: Path
+
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._stage)
+        return str(self._partial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = Path(self.args.output_dir)
         target = run / f"checkpoint-{self.state.global_step}"
-        try:
-            with writing(target, Exception):
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                _mark_complete(self._stage / target.name)
-                (self._stage / target.name).rename(target)
-                best = self.state.best_global_step if self.args.load_best_model_at_end else None
-                note_best(self.args, self.state)
-                # Only now is an older one not needed any more.
-                for step, old in numbered(run)[self.args.save_total_limit :]:
-                    if step != best:
-                        old.rename(self._stage / old.name)
-        finally:
-            shutil.rmtree(self._stage, ignore_errors=True)
-
-    @property
-    def _stage(self) -> Path:
-        return Path(self.args.output_dir) / STAGE
+        with writing(target, Exception), partial_folder(target) as self._partial:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            _mark_complete(self._partial / target.name)
+            put_in_place(self._partial / target.name, target)
+            best = self.state.best_global_step if self.args.load_best_model_at_end else None
+            note_best(self.args, self.state)
+            # Only now is an older one not needed any more.
+            for step, old in numbered(run)[self.args.save_total_limit :]:
+                if step != best:
+                    old.rename(self._partial / old.name)
 
 
 def note_best(args: Any, state: Any) -> None:

@@ -30,16 +30,10 @@ Row = tuple[str, Any]
 Note = Callable[[str, str], None]
 """Takes a place and what is wrong there."""
 
+_JSON_REMEDY = (
+    "look at this column; in .jsonl each object is on one line: jq -c . FILE > FILE.jsonl"
+)
 _OPENING = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
-# What datasets reads, and what to do where it cannot.
-_TABLES = {
-    Kind.FILES: ("a Parquet file", "write it anew"),
-    Kind.SAVED: ("a folder of save_to_disk", "check data.split (--split), or save it anew"),
-    Kind.NAMED: (
-        "a file, a folder or a data set on the hub",
-        "check the name, data.config (--config) and data.split (--split)",
-    ),
-}
 
 
 def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
@@ -106,40 +100,32 @@ def _decoded(lines: Iterable[bytes], shown: str, note: Note) -> Iterator[str]:
 def _objects(lines: Iterable[str], shown: str, note: Note) -> Iterator[Row]:
     """Yield the rows of JSON Lines."""
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{shown}:{number}", strict_json.parse(line)
-        except json.JSONDecodeError as error:
-            what = f"expected JSON, found: {error.msg}; {_json_remedy(line)}"
-            note(f"{shown}:{number}:{error.colno}", what)
-        except (ValueError, RecursionError) as error:
-            note(f"{shown}:{number}", f"expected JSON, found {quoted(str(error), is_bare=True)}")
-
-
-def _json_remedy(line: str) -> str:
-    start = line.strip()[:2]
-    if start.startswith("["):
-        return "a list has to be one object a line: jq -c '.[]' FILE > FILE.jsonl"
-    if start == "{" or not line.strip().endswith("}"):
-        return "each object has to stand on one line: jq -c . FILE > FILE.jsonl"
-    return "look at this column: quotes, commas and braces"
+        if line.strip():
+            for row in _parsed(line.rstrip(), shown, number, note):
+                yield f"{shown}:{number}", row
 
 
 def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
     """Yield the elements of a list of JSON, or of an object that has it as its data."""
+    for found in _parsed(text, shown, 1, note):
+        rows = found["data"] if isinstance(found, dict) else found
+        for number, row in enumerate(rows, start=1):
+            yield f"{shown}, row {number}", row
+
+
+def _parsed(text: str, shown: str, line: int, note: Note) -> Iterator[Any]:
+    """Yield the one value that a text is in JSON, or note why it is none.
+
+    Args:
+        line: The line of the file that the text begins on.
+    """
     try:
-        found = strict_json.parse(text)
+        yield strict_json.parse(text)
     except json.JSONDecodeError as error:
-        what = f"expected a list of rows, found: {error.msg}; look at this column"
-        note(f"{shown}:{error.lineno}:{error.colno}", what)
-        return
+        where = f"{shown}:{line + error.lineno - 1}:{error.colno}"
+        note(where, f"expected JSON, found: {error.msg}; {_JSON_REMEDY}")
     except (ValueError, RecursionError) as error:
-        note(f"{shown}:1", f"expected JSON, found {quoted(str(error), is_bare=True)}")
-        return
-    rows = found["data"] if isinstance(found, dict) else found
-    for number, row in enumerate(rows, start=1):
-        yield f"{shown}, row {number}", row
+        note(f"{shown}:{line}", f"expected JSON, found {quoted(str(error), is_bare=True)}")
 
 
 def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iterator[Row]:
@@ -199,8 +185,9 @@ def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row
             number += 1
             yield f"{shown}, row {number}", remove_none_values(row)
     except Exception as error:  # of the network, the hub, the data set, and its builder
-        wanted, remedy = _TABLES[kind]
         reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
-        note(f"{shown}, row {number + 1}", f"expected {wanted}, found: {reason}; {remedy}")
+        what = f"expected rows that the library datasets can read, found: {reason}"
+        remedy = "check the name, data.config (--config) and data.split (--split), or save it anew"
+        note(f"{shown}, row {number + 1}", f"{what}; {remedy}")
     finally:
         logging.set_verbosity(verbosity)

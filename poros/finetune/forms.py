@@ -20,7 +20,7 @@ Other ways to write them are read as well, and become one of these:
     {"question": "...", "answer": "..."}
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from poros.errors import quoted
@@ -130,17 +130,12 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
             "remove those of all but one"
         )
     if not fitting:
-        return no_form(keys)
+        shown = ", ".join(quoted(key, limit=40) for key in sorted(keys)[:12]) or "none"
+        return f"expected the keys of a row, found {shown}; {_WANTED}"
     chosen = fitting[0]
     may_be_chat = chosen.form in ("completions", "preferences", "labelled")
     is_list = may_be_chat and isinstance(row[chosen.keys[1]], list)
     return Form(chosen, is_chat=is_list or chosen.form == "messages")
-
-
-def no_form(keys: set[str]) -> str:
-    """Describe the problem with the keys of a row that are those of no form."""
-    shown = ", ".join(quoted(key, limit=40) for key in sorted(keys)[:12]) or "none"
-    return f"expected the keys of a row, found {shown}; {_WANTED}"
 
 
 def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
@@ -198,20 +193,16 @@ def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
         parts = (used[question], used.get(form.format.others[0]))
         used = {"prompt": "\n\n".join(filter(None, parts)), "completion": used[answer]}
         return {**used, "system": system} if system else used
-    if "messages" in used:
-        paths = list(_images_in(used["messages"])) or used.pop("images", [])
-        used["messages"] = [_plain_message(each) for each in used["messages"]]
-        return {**used, "images": paths} if paths else used
-    if form.name == "messages":
-        spoken = used.pop(form.format.keys[0])
-        messages = [_as_message(each) for each in spoken]
-        paths = used.pop("images", []) or [used[name] for name in ("image",) if name in used]
-        used.pop("image", None)
-        if paths:
-            messages = [_with_places(each) for each in messages]
-            used["images"] = paths
-        used["messages"] = _opened(system, messages)
-    return used
+    if form.name != "messages":
+        return used
+    messages = used.pop(form.format.keys[0])
+    one, several = used.pop("image", None), used.pop("images", [])
+    paths = list(_images_in(messages)) or several or [one] * (one is not None)
+    if paths:
+        used["images"] = paths
+    has_marks = bool(paths) and form.format.keys != ("messages",)
+    plain = [_plain_message(each, has_marks=has_marks) for each in messages]
+    return {**used, "messages": _opened(system, plain)}
 
 
 def _images_in(messages: list[dict[str, Any]]) -> Iterator[str]:
@@ -223,15 +214,27 @@ def _images_in(messages: list[dict[str, Any]]) -> Iterator[str]:
                 yield path
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the images in a message by placeholders; a list of texts becomes one text."""
+def _plain_message(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, Any]:
+    """Write a message as role and content: a text, or a list with places of images.
+
+    Args:
+        has_marks: Whether ``<image>`` in its text is the place of one, as LLaVA writes it.
+    """
+    if message.get("from") is not None:
+        message = {"role": SPEAKERS[message["from"]], "content": message["value"]}
     content = message.get("content")
-    if not isinstance(content, list):
+    if isinstance(content, list):
+        if all(part["type"] == "text" for part in content):
+            return {**message, "content": "".join(part["text"] for part in content)}
+        parts = [part if part["type"] == "text" else {"type": "image"} for part in content]
+        return {**message, "content": parts}
+    if not has_marks or IMAGE not in (content or ""):
         return dict(message)
-    if all(part["type"] == "text" for part in content):
-        return {**message, "content": "".join(part["text"] for part in content)}
-    places = [part if part["type"] == "text" else {"type": "image"} for part in content]
-    return {**message, "content": places}
+    parts = []
+    for number, text in enumerate(message["content"].split(IMAGE)):
+        parts += [{"type": "image"}] * (number > 0)
+        parts += [{"type": "text", "text": text.strip()}] * bool(text.strip())
+    return {**message, "content": parts}
 
 
 def as_messages(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,42 +257,16 @@ def _opened(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message.get("from") is None:
-        return dict(message)
-    return {"role": SPEAKERS[message["from"]], "content": message["value"]}
-
-
-def _with_places(message: dict[str, Any]) -> dict[str, Any]:
-    """Replace LLaVA's marks ``<image>`` by placeholders of images."""
-    texts = message["content"].split(IMAGE)
-    if len(texts) == 1:
-        return message
-    parts: list[dict[str, str]] = []
-    for number, text in enumerate(texts):
-        parts += [{"type": "image"}] * (number > 0)
-        parts += [{"type": "text", "text": text.strip()}] * bool(text.strip())
-    return {**message, "content": parts}
-
-
 def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
     if not form.is_chat:
         yield from _text_problems(key, value)
     elif isinstance(value, list):
         yield from _message_problems(key, value, form)
-    elif form.name == "messages":
-        yield f"{key}: expected a list of messages, found {_type(value)}; write one"
     else:
-        yield (
-            f"{key}: expected a list of messages as in the row before, found {_type(value)}; "
-            "write all rows alike"
-        )
+        yield f"{key}: expected a list of messages, found {_type(value)}; write all rows alike"
 
 
 def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str]:
-    if not messages:
-        yield f"{key}: expected messages, found an empty list; remove the row"
-        return
     roles = []
     for number, message in enumerate(messages):
         where = f"{key}[{number}]"
@@ -301,9 +278,10 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
             continue
         given = {name: value for name, value in message.items() if value is not None}
         roles.append(given.get("role", SPEAKERS.get(str(given.get("from")))))
-        is_spoken = key.startswith("conversation") and not {"role", "content"} & given.keys()
-        takes_parts = form.format.keys == ("messages",)
-        yield from _one_message(where, given, is_spoken=is_spoken, takes_parts=takes_parts)
+        if key.startswith("conversation") and not {"role", "content"} & given.keys():
+            yield from _one_message(where, given, _SPOKEN_KEYS, tuple(SPEAKERS), form)
+        else:
+            yield from _one_message(where, given, _MESSAGE_KEYS, ROLES, form)
     if key != "prompt" and "assistant" not in roles:
         yield (
             f"{key}: expected a message of the assistant to learn from, found none; add one, or "
@@ -312,36 +290,30 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
 
 
 def _one_message(
-    where: str, given: dict[str, Any], *, is_spoken: bool, takes_parts: bool
+    where: str, given: dict[str, Any], known: Sequence[str], roles: Sequence[str], form: Form
 ) -> Iterator[str]:
-    """List the problems of a message: of ShareGPT if it ``is_spoken``."""
-    known, roles = (_SPOKEN_KEYS, tuple(SPEAKERS)) if is_spoken else (_MESSAGE_KEYS, ROLES)
-    speaker, text = known[:2]
-    for name in sorted(given.keys() - set(known)):
+    """List the problems of a message; its speaker and its text have the first two known keys."""
+    for name in sorted(given.keys() - {*known}):
         shown = quoted(name, is_bare=True, limit=40)
         yield f"{where}.{shown}: expected only {', '.join(known)}, found it; rename or remove it"
+    speaker, text = known[:2]
     role, content = given.get(speaker), given.get(text)
-    if role is None:
-        yield f"{where}: expected the key {speaker!r}, found none; add one of {', '.join(roles)}"
-    elif role not in roles:
+    if role not in roles:
         yield (
             f"{where}.{speaker}: expected one of {', '.join(roles)}, found "
             f"{quoted(role, limit=40)}; write one of them"
         )
-    if content is None and not given.get("tool_calls"):
-        yield f"{where}: expected the key {text!r}, found none; add a text"
-    elif isinstance(content, list):
-        yield from _part_problems(f"{where}.{text}", content, takes_parts=takes_parts)
-    elif content is not None and not (isinstance(content, str) and given.get("tool_calls")):
+    if given.get("tool_calls") and (content is None or isinstance(content, str)):
+        return
+    if form.format.keys == ("messages",) and isinstance(content, list) and content:
+        yield from _part_problems(f"{where}.{text}", content)
+    else:
         yield from _text_problems(f"{where}.{text}", content)
 
 
-def _part_problems(key: str, parts: list[Any], *, takes_parts: bool) -> Iterator[str]:
+def _part_problems(key: str, parts: list[Any]) -> Iterator[str]:
     """List the problems of a message's content that is a list of texts and images."""
-    if not takes_parts or not parts:
-        found = "a list" if parts else "an empty list"
-        yield f"{key}: expected a text, found {found}; images go with rows of messages alone"
-    for number, part in enumerate(parts if takes_parts else ()):
+    for number, part in enumerate(parts):
         where = f"{key}[{number}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text":
@@ -367,10 +339,9 @@ def _image_problems(key: str, images: Any) -> Iterator[str]:
 
 def _text_problems(key: str, value: Any) -> Iterator[str]:
     if not isinstance(value, str):
-        yield f"{key}: expected a text, found {_type(value)}; put it in quotes"
+        yield f"{key}: expected a text, found {_type(value)}; write one, in quotes"
     elif not value.strip():
-        found = "an empty one" if not value else "blanks alone"
-        yield f"{key}: expected a text, found {found}; fill it in, or remove the row"
+        yield f"{key}: expected a text, found a blank one; fill it in, or remove the row"
     elif not value.isascii():
         try:
             value.encode()

@@ -67,9 +67,9 @@ def keeps_apart(config: "PreTrainedConfig", attention: str | None = None) -> boo
     return reads_documents and config.model_type in families
 
 
-def most_documents(*datasets: "Dataset | None") -> int:
+def most_documents(*datasets: "Dataset") -> int:
     """Return the number of documents in the fullest of packed rows."""
-    return max(len(row) for rows in datasets if rows for row in rows["seq_lengths"])
+    return max(len(row) for rows in datasets for row in rows["seq_lengths"])
 
 
 def choose_attention(

@@ -11,7 +11,6 @@ adapter-N/       that of N steps, if the run was trained further
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,9 +20,9 @@ from typing import Any
 
 from poros.errors import RunFolderError, quoted, reason_of
 from poros.finetune import hub
-from poros.finetune.checkpoints import STAGE, damage_of, numbered
+from poros.finetune.checkpoints import damage_of, numbered
 from poros.io.reading import open_regular
-from poros.io.writing import require_folder, write_json, write_text, writing
+from poros.io.writing import PARTIAL, require_folder, write_json, write_text, writing
 from poros.recipes.recipe import Recipe
 from poros.utils.versions import library_versions
 
@@ -88,9 +87,9 @@ def require_usable(recipe: Recipe) -> dict[str, Any] | None:
         RunFolderError: If a finished run lies there, one of another recipe, or something that is
             no run; or if it cannot be read.
     """
-    path = Path(recipe.output.folder or "").expanduser()
+    path = _path(recipe)
     names = _names(path)
-    if names and _RUN not in names:
+    if names and not names & {_RUN, _LOCK}:
         raise RunFolderError(
             f"output.folder: expected a new or empty folder, or one of a run, found "
             f"{quoted(str(path))} with {quoted(min(names), limit=60)} in it; {_OTHER}"
@@ -130,7 +129,7 @@ def inspect_run_dir(
         RunFolderError: As ``require_usable``; if rows have become other tokens, or the newest
             checkpoint is damaged.
     """
-    path = Path(recipe.output.folder or "").expanduser()
+    path = _path(recipe)
     run = require_usable(recipe)
     names = _names(path)
     if run is None:
@@ -139,7 +138,7 @@ def inspect_run_dir(
     before = {name: each for name, each in run["digests"].items() if name != _BASE}
     _require_same(path, before, digests)
     notes = tuple(_notes(run, recipe, machine))
-    for step, checkpoint in numbered(path, names):
+    for step, checkpoint in numbered(path):
         wrong = damage_of(checkpoint)
         if wrong is None:
             return RunFolder(path, checkpoint, step, notes, run)
@@ -149,6 +148,10 @@ def inspect_run_dir(
             f"the one before it; or {_OTHER}"
         )
     return RunFolder(path, notes=notes, begun=run)
+
+
+def _path(recipe: Recipe) -> Path:
+    return Path(recipe.output.folder or "").expanduser()
 
 
 def _notes(run: Mapping[str, Any], recipe: Recipe, machine: Mapping[str, str]) -> list[str]:
@@ -181,9 +184,8 @@ def _is_longer(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _names(path: Path) -> set[str]:
-    """List a folder, without files that a process leaves which is killed at its start."""
     try:
-        found = set(os.listdir(path)) - {_LOCK}
+        return set(os.listdir(path))
     except FileNotFoundError:
         return set()
     except (OSError, ValueError) as error:
@@ -191,7 +193,6 @@ def _names(path: Path) -> set[str]:
             f"output.folder: expected a folder to read, found {quoted(str(path))}: "
             f"{quoted(reason_of(error), is_bare=True)}; {_OTHER}"
         ) from error
-    return {name for name in found if not re.fullmatch(rf"{re.escape(_RUN)}\w+\.part", name)}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -242,30 +243,23 @@ def _flat(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def lock_run_dir(
-    recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str], seen: RunFolder
+    recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str]
 ) -> Iterator[RunFolder]:
     """Lock the folder of a run while it trains.
 
     The adapter of a run that is trained further is renamed; what a killed process has left is
-    removed.
-
-    Args:
-        seen: The folder as it was inspected.
+    removed. If another process has trained there since the folder was inspected, the run goes on
+    from its last checkpoint.
 
     Raises:
         PolicyError: If nothing can be written there.
-        RunFolderError: If another process holds it, or has trained there meanwhile; and as
-            ``inspect_run_dir``.
+        RunFolderError: If another process holds it; and as ``inspect_run_dir``.
         StoreWriteError: If the disk is full.
     """
-    require_folder(seen.path, "output.folder")
-    with _locked(seen.path):
+    path = _path(recipe)
+    require_folder(path, "output.folder")
+    with _locked(path):
         run = inspect_run_dir(recipe, digests, machine)
-        if run.step != seen.step:
-            raise RunFolderError(
-                f"output.folder: expected a run after step {seen.step}, found that another process "
-                f"has taken it to step {run.step} meanwhile; start the same command again"
-            )
         if run.adapter.exists():
             with writing(run.adapter):
                 run.adapter.rename(run.path / f"{_ADAPTER}-{run.step}")
@@ -275,9 +269,9 @@ def lock_run_dir(
             write_json(run.path / _RUN, {**(run.begun or new), "recipe": asked})
         write_text(run.path / _RECIPE, recipe.as_yaml())
         with writing(run.path):
-            for left in (STAGE, f"{_ADAPTER}.part"):
-                if (run.path / left).exists():
-                    shutil.rmtree(run.path / left)
+            for name in ("checkpoint-*", _ADAPTER):
+                for left in run.path.glob(f".{name}.poros{PARTIAL}"):
+                    shutil.rmtree(left)
             for file in run.path.glob("r*.*?*.part"):  # of run.json and recipe.yaml
                 file.unlink()
         yield run

@@ -1,9 +1,6 @@
 """Trains the adapter of a checked recipe."""
 
 import gc
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,11 +31,16 @@ from poros.finetune.resuming import (
     lock_run_dir,
     require_base,
 )
-from poros.finetune.stopping import Stopping
 from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, image_collator, load_tokenizer, tokenize
-from poros.finetune.trainers import few_updates, make_arguments, make_trainer, num_steps
-from poros.io.writing import writing
+from poros.finetune.trainers import (
+    Stopping,
+    few_updates,
+    make_arguments,
+    make_trainer,
+    num_steps,
+)
+from poros.io.writing import partial_folder, put_in_place, writing
 from poros.kernels import packed_attention
 from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import configuration, model_class_of
@@ -115,37 +117,39 @@ def finetune(
     recipe, kernels = choose_liger(recipe, config, device)
     processor = load_processor(recipe) if has_images else None
     tokenizer = load_tokenizer(recipe, train.form, processor)
-    has_template = bool(tokenizer.chat_template)
-    rows = train.settled(has_template=has_template)
-    others = validation and validation.settled(has_template=has_template)
     images = None if processor is None else image_collator(processor, recipe)
+    rows = {
+        name: each.settled(has_template=bool(tokenizer.chat_template))
+        for name, each in {TOKENS: train, HELD_OUT: validation}.items()
+        if each is not None
+    }
     with tokenizer_errors(recipe.model.source):
-        num_proc = recipe.training.more.get("dataset_num_proc")
-        tokens = tokenize(rows, tokenizer, recipe, num_proc, images)
-        held_out = tokenize(others, tokenizer, recipe, num_proc, images) if others else None
-    require_known_tokens(_largest(tokens, held_out), vocab_size, recipe.model.source)
+        every = {name: tokenize(each, tokenizer, recipe, images) for name, each in rows.items()}
+    largest = max(each.largest for each in every.values())
+    require_known_tokens(largest, vocab_size, recipe.model.source)
+    tokens = every[TOKENS]
     if num_shown:
-        summary.show_rows(console, num_shown, rows, tokens, tokenizer)
+        summary.show_rows(console, num_shown, rows[TOKENS], tokens, tokenizer)
         if not is_dry:
             return None
     row_length = _row_length(recipe, tokens)
-    digests = {TOKENS: token_digest(tokens)}
-    if held_out:
-        digests[HELD_OUT] = token_digest(held_out)
+    digests = {name: token_digest(each) for name, each in every.items()}
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
     run = inspect_run_dir(given, digests, computed_on)
-    dataset = _dataset(recipe, tokens, row_length, rows if has_images else None)
-    evaluated = None
-    if others and held_out:
-        evaluated = _dataset(recipe, held_out, row_length, others if has_images else None)
-    num_documents = most_documents(dataset, evaluated) if recipe.is_packed else 0
+    datasets = {
+        name: _dataset(recipe, each, row_length, rows[name] if has_images else None)
+        for name, each in every.items()
+    }
+    dataset, evaluated = datasets[TOKENS], datasets.get(HELD_OUT)
+    num_documents = 0
     if recipe.is_packed:
+        num_documents = most_documents(*datasets.values())
         recipe = choose_attention(recipe, config, device, num_documents, row_length)
     size = Size(
         row_length=row_length,
         num_rows=len(dataset),
         num_steps=num_steps(len(dataset), recipe),
-        num_validation=len(held_out.lengths) if held_out else 0,
+        num_validation=len(every[HELD_OUT].lengths) if HELD_OUT in every else 0,
     )
     arguments = make_arguments(
         recipe,
@@ -161,10 +165,10 @@ def finetune(
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
     plan = summary.planned(recipe, size, adapter_config(recipe), device)
-    summary.show(console, recipe, plan, size, rows, tokens, tokenizer, kernels, notes)
+    summary.show(console, recipe, plan, size, rows[TOKENS], tokens, kernels, notes)
     if is_dry:
         return None
-    with lock_run_dir(given, digests, computed_on, run) as run:
+    with lock_run_dir(given, digests, computed_on) as run:
         model = _model(recipe, device, run)
         processing = processor or tokenizer
         trainer = make_trainer(
@@ -194,13 +198,7 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
         require_attention(chosen.attention)
         options["attn_implementation"] = chosen.attention
     source = str(Path(chosen.source).expanduser())
-    try:
-        config = configuration(*find_config(source), options)
-    except PorosError as error:
-        raise RecipeError(
-            f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
-            f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
-        ) from error
+    config = configuration(*find_config(source), options)
     if recipe.training.method == "reward":
         model_class_of(config, REWARD_CLASS)  # raises if there is none
     if options or recipe.adapter.more or recipe.adapter.target_modules != "all-linear":
@@ -247,11 +245,6 @@ def _fit_to_model(
     return recipe, notes, getattr(text, "vocab_size", None)
 
 
-def _largest(*every: Any) -> int:
-    columns = [rows for each in every if each for rows in each.columns.values()]
-    return max(max(row, default=0) for rows in columns for row in rows)
-
-
 def _row_length(recipe: Recipe, tokens: Tokens) -> int:
     """Return the length of the longest padded row: a multiple, so that shapes recur."""
     longest = max(tokens.lengths)
@@ -285,8 +278,13 @@ def _train(
         return run.adapter
     stopping = Stopping()
     trainer.add_callback(stopping)
-    with stopping.listening(), _frozen_objects():
-        trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
+    gc.collect()
+    gc.freeze()  # to look through the model and the libraries takes 0.3 s, every twenty steps or so
+    try:
+        with stopping.listening():
+            trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
+    finally:
+        gc.unfreeze()
     is_finished = trainer.state.global_step >= trainer.state.max_steps
     if stopping.signal is not None and not is_finished:
         raise Interrupted(
@@ -297,23 +295,6 @@ def _train(
         )
     _save(recipe, trainer, tokenizer, run)
     return run.adapter
-
-
-@contextmanager
-def _frozen_objects() -> Iterator[None]:
-    """Python's collector leaves out the objects that are there now, unless it leaves out some.
-
-    To look through those of the model and of libraries takes it 0.3 s, every twenty steps or so.
-    """
-    is_ours = not gc.get_freeze_count()
-    if is_ours:
-        gc.collect()
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_ours:
-            gc.unfreeze()
 
 
 def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
@@ -370,12 +351,8 @@ def _save(
     run: RunFolder,
 ) -> None:
     """Write the adapter beside its place, then move it there as a whole."""
-    part = run.adapter.with_name(f"{run.adapter.name}.part")
-    try:
-        with writing(run.adapter, Exception):
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(part)
-            tokenizer.save_pretrained(part)
-            (part / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
-            part.rename(run.adapter)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with writing(run.adapter, Exception), partial_folder(run.adapter) as part:
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        (part / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
+        put_in_place(part, run.adapter)

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
 
 
-_SHORT = 160
-"""Characters of a prompt or an answer in the row that is shown."""
-
-
 class Size(NamedTuple):
     """The size of a run, beside its rows of tokens."""
 
@@ -95,7 +91,6 @@ def show(
     size: Size,
     rows: Rows,
     tokens: Tokens,
-    tokenizer: "PreTrainedTokenizerBase",
     kernels: str,
     notes: list[str],
 ) -> None:
@@ -122,8 +117,6 @@ def show(
         read = [f"{each} x {weight:g}" for each, weight in pairs]
     table.add_row("rows", "; ".join(read))
     table.add_row("data", _data_line(recipe, size, tokens))
-    for name, text in _marked(tokens, 0, tokenizer, console.encoding, _SHORT):
-        table.add_row(name, text)
     per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
     table.add_row(
         "training",
@@ -158,21 +151,20 @@ def _marked(
     row: int,
     tokenizer: "PreTrainedTokenizerBase",
     encoding: str,
-    limit: int | None = None,
 ) -> Iterator[tuple[str, "Text"]]:
-    """Yield the texts of a row with marks, every stretch cut to ``limit`` characters."""
+    """Yield the texts of a row with marks."""
     columns = {name: list(rows[row]) for name, rows in tokens.columns.items()}
     if "labels" in columns:
         # The first token has nothing before it to be predicted from.
         learnt = [False, *(label != IGNORED for label in columns["labels"][1:])]
-        yield "row", _text(columns["input_ids"], learnt, tokenizer, encoding, limit)
+        yield "row", _text(columns["input_ids"], learnt, tokenizer, encoding)
         return
     prompt = columns.get("prompt_ids", [])
     answers = ("completion",) if "label" in columns else ("chosen", "rejected")
     for name in answers:
         answer = columns[f"{name}_ids"]
         learnt = [False] * len(prompt) + [True] * len(answer)
-        yield name, _text(prompt + answer, learnt, tokenizer, encoding, limit)
+        yield name, _text(prompt + answer, learnt, tokenizer, encoding)
 
 
 def _text(
@@ -180,7 +172,6 @@ def _text(
     learnt: Sequence[bool],
     tokenizer: "PreTrainedTokenizerBase",
     encoding: str,
-    limit: int | None,
 ) -> "Text":
     from rich.text import Text
 
@@ -194,8 +185,6 @@ def _text(
         )
         start = last + 1
         part = upto[len(before) :]
-        if limit is not None and len(part) > limit:
-            part = f"{part[: limit // 2]}...{part[-limit // 2 :]}"
         # No row of data can move the cursor, or turn the direction of writing.
         part = "".join(
             each if each.isprintable() else each.encode("unicode_escape").decode() for each in part

@@ -75,6 +75,12 @@ class Tokens:
     num_cut: int = 0
     num_dropped: int = 0
 
+    @property
+    def largest(self) -> int:
+        """The largest token."""
+        columns = self.columns.values()
+        return max(max(row, default=0) for rows in columns for row in rows)
+
     def dataset(self, *, has_lengths: bool = False) -> "Dataset":
         """Convert to a dataset for TRL's trainers, with a column ``length`` if asked for."""
         import numpy
@@ -143,11 +149,6 @@ def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTra
             f"model.source: expected a tokenizer with an end-of-text token, found {quoted(source)} "
             "without one; set eos_token in its tokenizer_config.json"
         )
-    if not tokenizer.is_fast:
-        raise DataFormatError(
-            f"model.source: expected a fast tokenizer, found a {type(tokenizer).__name__} for "
-            f"{quoted(source)}; convert it to a tokenizer.json"
-        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if processor is not None:
@@ -179,14 +180,13 @@ def tokenize(
     rows: Rows,
     tokenizer: "PreTrainedTokenizerBase",
     recipe: Recipe,
-    num_proc: int | None = None,
     images: ImageCollator | None = None,
 ) -> Tokens:
     """Tokenize rows and make their labels.
 
     Args:
         rows: Rows whose form is settled.
-        num_proc: Processes that share the work; None does it in this process.
+        recipe: Its ``dataset_num_proc`` processes share the work.
 
     Raises:
         DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,
@@ -195,6 +195,7 @@ def tokenize(
     work = _Work(tokenizer, recipe, rows.form, images)
     tokens = Tokens()
     wrong: list[str] = []
+    num_proc = recipe.training.more.get("dataset_num_proc")
     with ProcessPoolExecutor(num_proc) if num_proc else nullcontext() as pool:
         parts = rows.rows
         made = pool.map(work.made, parts, chunksize=256) if pool else map(work.made, parts)
@@ -267,23 +268,17 @@ class _Work:
 
             row = {**row, **extract_prompt(row)}
         prompt = row["prompt"]
-        wholes = [prompt + row[name] for name in self._answers]
+        texts = [prompt + row[name] for name in self._answers]
         if form.is_chat:
             before, _ = self._learnt(self._render(row, prompt, add_generation_prompt=True))
-            made = [self._conversation(row, each) for each in wholes]
+            made = [self._conversation(row, each) for each in texts]
         else:
             before, _ = self._learnt(prompt)
-            made = [self._learnt(self._ended(each)) for each in wholes]
-        if form.name == "preferences":
-            return self._pair(before, *(ids for ids, _ in made))
+            made = [self._learnt(self._ended(each)) for each in texts]
+        start = min(common_prefix_length(before, ids) for ids, _ in made)
+        if form.name != "completions":
+            return self._judged(row, start, [ids for ids, _ in made])
         ((ids, mask),) = made
-        start = common_prefix_length(before, ids)
-        if form.name == "labelled":
-            cut = ids[: self._most]
-            columns = {"prompt_ids": cut[:start], "completion_ids": cut[start:]}
-            columns["label"] = [int(row["label"])]
-            num_learnt = max(0, len(cut) - start)
-            return _Made(columns, len(cut), len(cut), num_learnt, len(ids) > self._most)
         if self._loss_on != "all":
             mask[:start] = [0] * start
         return self._example(ids, mask)
@@ -317,28 +312,28 @@ class _Work:
         columns = {"input_ids": ids, "labels": labels}
         return _Made(columns, len(ids), len(ids), num_learnt, is_cut)
 
-    def _pair(self, prompt: list[int], chosen: list[int], rejected: list[int]) -> _Made:
-        """A row of DPO, or of a reward model: those that are too long TRL leaves out there."""
-        length = max(len(chosen), len(rejected))
+    def _judged(self, row: dict[str, Any], start: int, answers: list[list[int]]) -> _Made:
+        """A row of DPO, of KTO, or of a reward model, for which TRL leaves out long ones.
+
+        Args:
+            start: Length of the prompt, with which each of the answers begins.
+        """
+        length = max(map(len, answers))
+        is_cut = length > self._most
         if self._is_reward:
-            columns = {"chosen_ids": chosen, "rejected_ids": rejected}
-            num_tokens = len(chosen) + len(rejected)
-            return _Made(columns, length, num_tokens, num_tokens if length <= self._most else 0)
-        start = min(common_prefix_length(prompt, chosen), common_prefix_length(prompt, rejected))
-        chosen, rejected = chosen[: self._most], rejected[: self._most]
-        num_tokens = len(chosen) + len(rejected)
-        has_answers = start < min(len(chosen), len(rejected))
-        return _Made(
-            {
-                "prompt_ids": prompt[:start],
-                "chosen_ids": chosen[start:],
-                "rejected_ids": rejected[start:],
-            },
-            min(length, self._most),
-            num_tokens,
-            num_tokens - 2 * start if has_answers else 0,
-            length > self._most,
-        )
+            columns = {f"{name}_ids": ids for name, ids in zip(self._answers, answers, strict=True)}
+            num_tokens = sum(map(len, answers))
+            return _Made(columns, length, num_tokens, 0 if is_cut else num_tokens)
+        answers = [ids[: self._most] for ids in answers]
+        columns = {"prompt_ids": answers[0][:start]}
+        for name, ids in zip(self._answers, answers, strict=True):
+            columns[f"{name}_ids"] = ids[start:]
+        if self._form.name == "labelled":
+            columns["label"] = [int(row["label"])]
+        num_tokens = sum(map(len, answers))
+        has_answers = start < min(map(len, answers))
+        num_learnt = num_tokens - start * len(answers) if has_answers else 0
+        return _Made(columns, min(length, self._most), num_tokens, num_learnt, is_cut)
 
     def _spans(
         self, messages: list[dict[str, Any]], row: dict[str, Any]

@@ -11,15 +11,25 @@ Note: Packed rows
 """
 
 import math
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, get_scheduler
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
@@ -27,7 +37,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
 from poros.finetune import hub
-from poros.finetune.checkpoints import StagedCheckpoints
+from poros.finetune.checkpoints import StagedCheckpoints, note_best
 from poros.finetune.images import ImageCollator
 from poros.kernels import packed_attention
 from poros.model.stats import attention_of
@@ -42,7 +52,7 @@ _OURS = ("method", "lora_plus", "early_stopping_patience", "adapter_kernels")
 """Settings of ``training`` that TRL does not know."""
 _FEW_UPDATES = 50
 """A run with fewer optimizer steps gets a note before it begins."""
-_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Own(StagedCheckpoints):
@@ -70,13 +80,6 @@ class _Own(StagedCheckpoints):
                 trainer.model, kind, loraplus_lr_ratio=ratio, **options
             )
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-
-    def _set_signature_columns_if_needed(self) -> None:
-        """As the trainer's own; with the lengths of rows, by which batches may be made."""
-        trainer: Any = self
-        super()._set_signature_columns_if_needed()  # type: ignore[misc]
-        if trainer.args.length_column_name not in trainer._signature_columns:
-            trainer._signature_columns.append(trainer.args.length_column_name)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card: PEFT writes one beside the adapter, and checkpoints need none."""
@@ -154,6 +157,41 @@ class _Lines(PrinterCallback):
         super().on_log(args, state, control, logs, **kwargs)
 
 
+class Stopping(TrainerCallback):
+    """Ends a run at the next step, with a checkpoint, when a signal comes."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM for the body; a second one acts as it always does."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are the main thread's
+            return
+        before = {each: signal.signal(each, self._came) for each in _SIGNALS}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint of a run that goes on, wherever its folder is now."""
+        note_best(args, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self.signal is not None:
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal = number
+
+
 class _NoModel(nn.Module):
     """A placeholder for the reference model while a trainer of preferences is built.
 
@@ -186,9 +224,8 @@ class _PackedRows:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = self.collate(rows)
         if not self.has_cu_seqlens:
-            # Their shapes differ from batch to batch, and this attention does not read them.
-            for name in _VARLEN:
-                found.pop(name, None)
+            # The shapes of the others differ from batch to batch, and attention does not read them.
+            found = {name: found[name] for name in ("input_ids", "labels", "position_ids")}
         if self.num_documents is not None:
             length = found["input_ids"].shape[1]
             ends = torch.full((self.num_documents + 2,), length, dtype=torch.int32)
@@ -305,6 +342,8 @@ def make_arguments(
         "report_to": [],
         "disable_tqdm": not has_bar,
         "dataloader_pin_memory": not is_cpu,
+        # By the lengths of rows batches may be made; collators take what they know.
+        "remove_unused_columns": False,
         # The host would wait for all that was queued before the copy.
         "accelerator_config": {"non_blocking": not is_cpu},
     }

@@ -152,22 +152,13 @@ def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
     if kind_of(source, is_split=is_split) is not Kind.FILES:
         return None
     suffixes = sorted({suffix_of(each) for each in files_of(path)})
-    if not suffixes:
-        return (
-            f"expected files that end in {', '.join(SUFFIXES)} in {shown}, found none; write JSON "
-            "objects, one a line"
-        )
-    if len(suffixes) > 1:
-        return (
-            f"expected files of one kind in {shown}, found {' and '.join(suffixes)}; name those to "
-            "read: data.source: [a.jsonl, b.csv]"
-        )
-    if suffixes == [""]:
-        return (
-            f"expected a file that ends in {', '.join(SUFFIXES)}, found {shown}; write one JSON "
-            "object a line"
-        )
-    return None
+    if len(suffixes) == 1 and suffixes[0]:
+        return None
+    found = f": {' and '.join(suffixes)}" if len(suffixes) > 1 else ""
+    return (
+        f"expected files of one kind, which end in {', '.join(SUFFIXES)}, found {shown}{found}; "
+        "name those to read (data.source: [a.jsonl, b.csv]), or write one JSON object a line"
+    )
 
 
 def _check_training(draft: Draft, recipe: Recipe) -> None:

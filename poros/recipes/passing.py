@@ -8,11 +8,9 @@ them imports the libraries, which takes seconds, so it waits until a recipe name
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_type_hints
 
 from poros.errors import RecipeError, quoted
-from poros.recipes.recipe import METHODS
 from poros.recipes.values import readable, refusing
 
 SECTIONS = ("adapter", "training")
@@ -107,7 +105,7 @@ def types_of(section: str, method: str) -> dict[str, Any]:
     Raises:
         ImportError: If the library is not there.
     """
-    config = _config(section, method)
+    config = config_of(method if section == "training" else None)
     hints = get_type_hints(config)
     found = {}
     for each in dataclasses.fields(config):
@@ -133,32 +131,15 @@ def refusals(section: str, library: str) -> Iterator[None]:
         ) from error
 
 
-def remedy(section: str, name: str, method: str) -> str | None:
-    """Suggest what an unknown name may mean: a field of this method, or of another one."""
-    others = [
-        each
-        for each in METHODS
-        if section == "training" and each != method and name in types_of(section, each)
-    ]
-    if others:
-        return f"it is one of training.method: {' or '.join(others)}; remove it"
-    near = get_close_matches(name, types_of(section, method), n=1, cutoff=0.7)
-    return f"did you mean {near[0]}?" if near else None
+def config_of(method: str | None) -> Any:
+    """TRL's configuration of a method; PEFT's of adapters for None. Imports the library."""
+    if method is None:
+        from peft import LoraConfig
 
-
-def config_of(method: str) -> Any:
-    """TRL's configuration of a method; imports TRL."""
+        return LoraConfig
     import trl
 
     return getattr(trl, "RewardConfig" if method == "reward" else f"{method.upper()}Config")
-
-
-def _config(section: str, method: str) -> Any:
-    if section == "training":
-        return config_of(method)
-    from peft import LoraConfig
-
-    return LoraConfig
 
 
 def _particular(name: str, method: str) -> Any:

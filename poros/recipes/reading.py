@@ -4,22 +4,21 @@ Nothing is raised for the first thing that is wrong: all problems are collected,
 and line or the flag that it comes from, what was expected, what was found, and what to do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
+from yaml.error import MarkedYAMLError
 
 from poros.errors import RecipeError, quoted, reason_of
 from poros.recipes import passing
 from poros.recipes.recipe import METHODS, SECTIONS, Recipe, settings
 from poros.recipes.values import UnexpectedValueError, described, takes_list, value_of
 
-if TYPE_CHECKING:
-    from yaml import Node
-
 _MOST_SHOWN = 60
-_NULL = "tag:yaml.org,2002:null"
 
 _INSTEAD = {
     "training.max_steps": "training.num_train_epochs",
@@ -30,12 +29,42 @@ _INSTEAD = {
 """Settings of which one is given: a flag for it replaces what a file says of the other."""
 
 
-class _MarkedError(ValueError):
-    """A mistake of a file, and its line."""
+class _Name(str):
+    """A name in a file, with its line."""
 
-    def __init__(self, message: str, node: "Node") -> None:
-        super().__init__(message)
-        self.line = node.start_mark.line + 1
+    line = 0
+
+
+class _Loader(yaml.BaseLoader):
+    """Reads texts, lists and mappings of YAML; types are those of the settings.
+
+    Raises:
+        MarkedYAMLError: Also for an alias of a list or a mapping, since a few lines of them are as
+            much as any memory, and for a name that stands twice.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        node = super().compose_node(parent, index)
+        if is_alias and not isinstance(node, yaml.ScalarNode):
+            raise MarkedYAMLError(problem="an alias of a list; write it out", problem_mark=mark)
+        return node
+
+    def construct_scalar(self, node: Any) -> Any:
+        is_nothing = node.style is None and node.value.lower() in ("", "null", "~")
+        return None if is_nothing else super().construct_scalar(node)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[_Name, Any]:
+        found: dict[_Name, Any] = {}
+        for key, value in node.value:
+            name = _Name(self.construct_object(key))
+            name.line = key.start_mark.line + 1
+            for each in found:
+                if each == name:
+                    problem = f"{name} on line {each.line} too; remove one"
+                    raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            found[name] = self.construct_object(value)
+        return found
 
 
 @dataclass
@@ -107,7 +136,7 @@ def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
         if section in SECTIONS and name:
             draft.written[key] = text
         else:
-            _unknown(draft, key, "", section, None)
+            _unknown(draft, key, "", section)
     _read_values(draft)
     return draft
 
@@ -116,45 +145,12 @@ def _flag(key: str) -> str:
     return settings()[key].flag if key in settings() else ""
 
 
-def _tree(node: "Node | None", seen: set[int] | None = None) -> Any:
-    """Convert a node to a text, None, a list, or a mapping.
-
-    Raises:
-        _MarkedError: If an alias stands for a list or a mapping, since a few lines of them are as
-            much as any memory; or if a name stands twice.
-    """
-    import yaml
-
-    if node is None or isinstance(node, yaml.ScalarNode):
-        return None if node is None or node.tag == _NULL else node.value
-    seen = set() if seen is None else seen
-    if id(node) in seen:
-        raise _MarkedError("expected values, found an alias of a list; write it out", node)
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        return [_tree(each, seen) for each in node.value]
-    found: dict[str, Any] = {}
-    lines: dict[str, int] = {}
-    for key, value in node.value:
-        name = str(key.value) if isinstance(key, yaml.ScalarNode) else described(_tree(key))
-        if name in found:
-            shown = quoted(name, is_bare=True)
-            raise _MarkedError(
-                f"{shown}: expected it once, found it on line {lines[name]} too; remove one", key
-            )
-        lines[name] = key.start_mark.line + 1
-        found[name] = _tree(value, seen)
-    return found
-
-
 def _from_flag(text: str) -> Any:
     """Read a flag whose setting takes lists: a list or a mapping of YAML, or names with commas."""
-    import yaml
-
     if text.startswith(("[", "{")):
         try:
-            return _tree(yaml.compose(text, Loader=yaml.SafeLoader))
-        except (yaml.YAMLError, _MarkedError):
+            return yaml.load(text, _Loader)
+        except yaml.YAMLError:
             return text
     names = [each.strip() for each in text.split(",")]
     return names if len(names) > 1 else text
@@ -193,16 +189,16 @@ def _passed_on(draft: Draft, key: str, method: str) -> Any:
         draft.problem(key, f"expected a field that a recipe passes on, found one of others: {why}")
         return None
     if section not in passing.SECTIONS:
-        _unknown(draft, key, section, name, None)
+        _unknown(draft, key, section, name)
         return None
     try:
-        hint = passing.types_of(section, method).get(name)
+        theirs = passing.types_of(section, method)
     except ImportError as error:
         draft.problem(key, f"expected trl and peft to read it with, found: {error}; install them")
         return None
-    if hint is None:
-        _unknown(draft, key, section, name, passing.remedy(section, name, method))
-    return hint
+    if name not in theirs:
+        _unknown(draft, key, section, name, theirs)
+    return theirs.get(name)
 
 
 def _example(before: str, default: Any) -> str:
@@ -213,8 +209,6 @@ def _example(before: str, default: Any) -> str:
 
 
 def _read_file(draft: Draft, file: Path) -> None:
-    import yaml
-
     where = draft.file or ""
     try:
         data = file.read_bytes()
@@ -231,7 +225,7 @@ def _read_file(draft: Draft, file: Path) -> None:
         )
         return
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        said = yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
@@ -241,25 +235,20 @@ def _read_file(draft: Draft, file: Path) -> None:
             "it: indentation by spaces, a space after each colon, quotes closed"
         )
         return
-    if root is None or not isinstance(root, yaml.MappingNode):
-        found = "an empty file" if root is None else "something else"
+    if not isinstance(said, dict):
+        found = "an empty file" if said is None else "something else"
         draft.problems.append(
             f"{where}:1: expected sections such as `model:` and `data:`, found {found}; "
             "`poros finetune MODEL DATA --dry-run` prints a whole recipe"
         )
         return
-    try:
-        said = _tree(root)
-    except _MarkedError as error:
-        draft.problems.append(f"{where}:{error.line}: {error}")
-        return
-    for (name, value), (key, node) in zip(said.items(), root.value, strict=True):
-        draft.origins[name] = f"{where}:{key.start_mark.line + 1}"
+    for name, value in said.items():
+        draft.origins[name] = f"{where}:{name.line}"
         if name not in SECTIONS:
-            _unknown(draft, name, "", name, None)
+            _unknown(draft, name, "", name)
         elif isinstance(value, dict):
-            for (setting, written), (entry, _) in zip(value.items(), node.value, strict=True):
-                draft.origins[f"{name}.{setting}"] = f"{where}:{entry.start_mark.line + 1}"
+            for setting, written in value.items():
+                draft.origins[f"{name}.{setting}"] = f"{where}:{setting.line}"
                 draft.written[f"{name}.{setting}"] = written
         elif isinstance(value, str) and name in ("model", "data"):
             draft.origins[f"{name}.source"] = draft.origins[name]
@@ -272,20 +261,22 @@ def _read_file(draft: Draft, file: Path) -> None:
             )
 
 
-def _unknown(draft: Draft, key: str, section: str, name: str, remedy: str | None) -> None:
-    """Note an unknown name: of a setting, or of a section if ``section`` is empty."""
+def _unknown(draft: Draft, key: str, section: str, name: str, theirs: Iterable[str] = ()) -> None:
+    """Note an unknown name: of a setting, or of a section if ``section`` is empty.
+
+    Args:
+        theirs: Names of the library's fields for this section and method.
+    """
     own = settings()
     known = [each.split(".")[1] for each in own if each.startswith(f"{section}.")]
     known = known if section else list(SECTIONS)
     flag = f"--{name.replace('_', '-')}"
     same = [each for each in own if each.endswith(f".{name}") or own[each].flag == flag]
-    near = same or get_close_matches(name, known, n=1)
-    if remedy is None or same:
-        remedy = f"there are {', '.join(sorted(known))}"
-        others = {"adapter": "peft.LoraConfig", "training": "TRL's configuration"}
-        if section in others:
-            remedy += f", fields of {others[section]}"
-        if near:
-            remedy = f"did you mean {near[0]}{' here' if same else ''}?"
+    near = same or get_close_matches(name, [*known, *theirs], n=1, cutoff=0.7)
+    remedy = f"there are {', '.join(sorted(known))}"
+    if near:
+        remedy = f"did you mean {near[0]}{' here' if same else ''}?"
+    elif section in passing.SECTIONS:
+        remedy += ", and fields of the library's configuration for this method"
     what = f"a setting of {section}" if section else "a section"
     draft.problem(key, f"expected {what}, found an unknown name; {remedy}")

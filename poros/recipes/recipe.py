@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+import yaml
 from pydantic import Field
 
 from poros.recipes.values import Modules, ShareOrFile, ShareOrNumber, Size, Text
@@ -29,8 +30,9 @@ Share = Annotated[float, Field(ge=0, le=0.9)]
 Often = Annotated[ShareOrNumber, Field(gt=0)]
 
 
-def _setting(default: Any, flag: str, about: str) -> Any:
-    return field(default=default, metadata={"flag": flag, "about": about})
+def _setting(default: Any, about: str, *, flag: str | None = None) -> Any:
+    """Declare a setting; its flag is that of its own name, unless it has another or none ("")."""
+    return field(default=default, metadata={"about": about, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,34 +40,25 @@ class ModelPart:
     """The frozen base."""
 
     source: Text = _setting(
-        "", "MODEL", "Checkpoint folder, store written by `poros load`, or name on the hub."
+        "", "Checkpoint folder, store written by `poros load`, or name on the hub.", flag="MODEL"
     )
     quantization: Literal["nf4", "fp4", "none"] = _setting(
-        "nf4", "--quantization", "Quantization of the base; none keeps it dense."
+        "nf4", "Quantization of the base; none keeps it dense."
     )
     dtype: Literal["bfloat16", "float16", "float32"] = _setting(
-        "bfloat16",
-        "--dtype",
-        "Dtype in which the base computes, and of its weights that are not quantized.",
+        "bfloat16", "Dtype in which the base computes, and of its weights that are not quantized."
     )
     attention: Text | None = _setting(
         None,
-        "--attention",
         "Attention: sdpa, eager, flash_attention_2, ... of transformers; packed, of documents in "
         "packed rows. Default: packed on a GPU, where it fits; else the choice of transformers.",
     )
     vision: Literal["keep", "drop"] = _setting(
-        "keep",
-        "--vision",
-        "Towers of the base for images and sound: keep them on the device, or drop them.",
+        "keep", "Towers of the base for images and sound: keep them on the device, or drop them."
     )
-    store: Text | None = _setting(
-        None, "--store", "Folder that keeps the quantized base for the next run."
-    )
+    store: Text | None = _setting(None, "Folder that keeps the quantized base for the next run.")
     host_budget: Size | None = _setting(
-        None,
-        "--host-budget",
-        "Host memory for the base (64GiB); the rest is read from the store.",
+        None, "Host memory for the base (64GiB); the rest is read from the store."
     )
 
 
@@ -75,24 +68,19 @@ class DataPart:
 
     source: Text | tuple[Text, ...] = _setting(
         "",
-        "DATA",
         "File or folder of rows (JSON, CSV, Parquet), or name of a data set on the hub; or a list.",
+        flag="DATA",
     )
-    weights: tuple[Weight, ...] | None = _setting(None, "", "")
+    weights: tuple[Weight, ...] | None = _setting(None, "", flag="")
     """How often each epoch takes the rows of each source: 2 takes them twice, 0.5 half of them."""
-    config: Text | None = _setting(None, "--config", "Configuration of a data set on the hub.")
-    split: Text | None = _setting(
-        None, "--split", "Split of a data set on the hub; default: train."
-    )
+    config: Text | None = _setting(None, "Configuration of a data set on the hub.")
+    split: Text | None = _setting(None, "Split of a data set on the hub; default: train.")
     validation: ShareOrFile = _setting(
-        0.0, "--validation", "Share of the rows that is held out, or a file of rows."
+        0.0, "Share of the rows that is held out, or a file of rows."
     )
-    chat_template: Text = _setting(
-        "model", "--chat-template", "model: its own; chatml, llama3; or a .jinja file."
-    )
+    chat_template: Text = _setting("model", "model: its own; chatml, llama3; or a .jinja file.")
     loss_on: Literal["auto", "assistant", "completion", "all"] = _setting(
         "auto",
-        "--loss-on",
         "Tokens to train on; auto: the assistant's messages, completions, or all of plain text.",
     )
 
@@ -105,18 +93,16 @@ class DataPart:
 class AdapterPart:
     """The adapter: fields of ``peft.LoraConfig``."""
 
-    r: Count = _setting(16, "--rank", "Rank of the adapter's matrices.")
+    r: Count = _setting(16, "Rank of the adapter's matrices.", flag="--rank")
     lora_alpha: Positive | None = _setting(
-        None, "--alpha", "LoRA alpha, the numerator of the scaling; default: 2 x rank."
+        None, "LoRA alpha, the numerator of the scaling; default: 2 x rank.", flag="--alpha"
     )
-    lora_dropout: Share = _setting(0.0, "--dropout", "Dropout on the adapter's input.")
-    target_modules: Modules = _setting(
-        "all-linear", "--target-modules", "Modules that get an adapter."
-    )
-    use_dora: bool = _setting(False, "", "")
-    use_rslora: bool = _setting(False, "", "")
+    lora_dropout: Share = _setting(0.0, "Dropout on the adapter's input.", flag="--dropout")
+    target_modules: Modules = _setting("all-linear", "Modules that get an adapter.")
+    use_dora: bool = _setting(False, "", flag="")
+    use_rslora: bool = _setting(False, "", flag="")
     dtype: Literal["float32", "bfloat16"] = _setting(
-        "float32", "--adapter-dtype", "Dtype of the adapter's weights."
+        "float32", "Dtype of the adapter's weights.", flag="--adapter-dtype"
     )
     more: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of ``LoraConfig``."""
@@ -128,70 +114,66 @@ class TrainingPart:
 
     method: Method = _setting(
         "sft",
-        "--method",
         "sft: on examples; dpo: on preferences; kto: on answers that are good or bad; reward: a "
         "reward model, on preferences.",
     )
-    num_train_epochs: Positive = _setting(1.0, "--epochs", "Number of passes over all rows.")
+    num_train_epochs: Positive = _setting(1.0, "Number of passes over all rows.", flag="--epochs")
     max_steps: Number | None = _setting(
-        None, "--steps", "Number of optimizer steps, instead of epochs."
+        None, "Number of optimizer steps, instead of epochs.", flag="--steps"
     )
     per_device_train_batch_size: Count = _setting(
-        1, "--batch-size", "Rows per micro-batch; 2 with kto."
+        1, "Rows per micro-batch; 2 with kto.", flag="--batch-size"
     )
     gradient_accumulation_steps: Count = _setting(
-        8, "--accumulation", "Micro-batches of a step, for which a block is loaded once."
+        8, "Micro-batches of a step, for which a block is loaded once.", flag="--accumulation"
     )
     learning_rate: Annotated[float, Field(gt=0, le=10)] = _setting(
-        2e-4, "--lr", "Peak learning rate; 2e-05 with dpo and kto, 0.0001 with reward."
+        2e-4, "Peak learning rate; 2e-05 with dpo and kto, 0.0001 with reward.", flag="--lr"
     )
     lr_scheduler_type: Annotated[str, THEIRS] = _setting(
-        "cosine", "--schedule", "Learning-rate schedule after the warm-up: linear, constant, ..."
+        "cosine",
+        "Learning-rate schedule after the warm-up: linear, constant, ...",
+        flag="--schedule",
     )
     warmup_steps: ShareOrNumber = _setting(
-        0.03, "--warmup", "Warm-up steps: a share below 1, or a number."
+        0.03, "Warm-up steps: a share below 1, or a number.", flag="--warmup"
     )
     optim: Annotated[str, THEIRS] = _setting(
         "adamw_torch_fused",
-        "--optimizer",
         "Optimizer, by its name in transformers: adamw_8bit, sgd, ...",
+        flag="--optimizer",
     )
-    lora_plus: Positive | None = _setting(
-        None, "--lora-plus", "LoRA+: ratio of the rates of B and A, about 16."
-    )
+    lora_plus: Positive | None = _setting(None, "LoRA+: ratio of the rates of B and A, about 16.")
     bf16: bool | Literal["auto"] = _setting(
-        "auto",
-        "--bf16",
-        "Multiply in bfloat16 (autocast) and keep the adapter's dtype; auto: on a GPU.",
+        "auto", "Multiply in bfloat16 (autocast) and keep the adapter's dtype; auto: on a GPU."
     )
     use_liger_kernel: bool | Literal["auto"] = _setting(
         "auto",
-        "--liger",
         "Liger's norms, feed-forwards and rotary embeddings; auto: on a GPU, if they are there.",
+        flag="--liger",
     )
     adapter_kernels: Literal["auto", "fused", "exact", "grouped", "peft"] = _setting(
         "auto",
-        "--adapter-kernels",
         "Kernels of the adapter. grouped: fewer products, within rounding of PEFT's; auto: "
         "grouped for LoRA without dropout in bfloat16 on a GPU, else fused.",
     )
     max_length: Annotated[int, Field(ge=8)] = _setting(
-        2048, "--max-length", "Most tokens of a row; longer rows are cut."
+        2048, "Most tokens of a row; longer rows are cut."
     )
     packing: bool = _setting(
-        True, "--packing", "Pack several documents into a row; each attends only to itself."
+        True, "Pack several documents into a row; each attends only to itself."
     )
     pad_to_multiple_of: Count = _setting(
-        64, "--pad-to", "Rows are padded to a multiple of this many tokens."
+        64, "Rows are padded to a multiple of this many tokens.", flag="--pad-to"
     )
-    seed: Annotated[int, Field(ge=0)] = _setting(0, "--seed", "Random seed.")
-    save_steps: Often = _setting(50, "--save-every", "Steps between checkpoints.")
-    save_total_limit: Several = _setting(2, "--keep", "Number of checkpoints to keep.")
+    seed: Annotated[int, Field(ge=0)] = _setting(0, "Random seed.")
+    save_steps: Often = _setting(50, "Steps between checkpoints.", flag="--save-every")
+    save_total_limit: Several = _setting(2, "Number of checkpoints to keep.", flag="--keep")
     eval_steps: Often | None = _setting(
-        None, "--evaluate-every", "Steps between validations; default: once an epoch."
+        None, "Steps between validations; default: once an epoch.", flag="--evaluate-every"
     )
     early_stopping_patience: Number | None = _setting(
-        None, "--early-stopping", "Stop after so many validations without a better loss."
+        None, "Stop after so many validations without a better loss.", flag="--early-stopping"
     )
     more: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of TRL's configuration."""
@@ -201,17 +183,11 @@ class TrainingPart:
 class MemoryPart:
     """The memory for the base during training."""
 
-    vram: Size | None = _setting(
-        None, "--vram", "GPU memory budget, such as 8GiB; default: the free memory."
-    )
-    slots: Several | None = _setting(
-        None, "--slots", "Blocks on the GPU at a time, instead of --vram."
-    )
-    resident: bool = _setting(
-        False, "--resident", "Keep the whole base on the device: nothing is streamed."
-    )
+    vram: Size | None = _setting(None, "GPU memory budget, such as 8GiB; default: the free memory.")
+    slots: Several | None = _setting(None, "Blocks on the GPU at a time, instead of --vram.")
+    resident: bool = _setting(False, "Keep the whole base on the device: nothing is streamed.")
     device: Literal["cpu", "cuda", "cuda:0"] | None = _setting(
-        None, "--device", "The device; CUDA_VISIBLE_DEVICES=N chooses among several GPUs."
+        None, "The device; CUDA_VISIBLE_DEVICES=N chooses among several GPUs."
     )
 
 
@@ -220,13 +196,13 @@ class OutputPart:
     """The files that a run writes."""
 
     folder: Text | None = _setting(
-        None, "--out", "Folder of the run; default: runs/MODEL-DATA-METHOD."
+        None, "Folder of the run; default: runs/MODEL-DATA-METHOD.", flag="--out"
     )
     merged: Text | None = _setting(
-        None, "--merged", "Folder for the base with the adapter in it, a checkpoint."
+        None, "Folder for the base with the adapter in it, a checkpoint."
     )
     trace_step: Number | None = _setting(
-        None, "--trace-step", "Record where the time of this step goes; the step takes longer."
+        None, "Record where the time of this step goes; the step takes longer."
     )
 
 
@@ -286,8 +262,6 @@ class Recipe:
 
     def as_yaml(self) -> str:
         """The recipe as a file, every value spelled out."""
-        import yaml
-
         return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
@@ -315,5 +289,8 @@ def settings() -> dict[str, Setting]:
             if each.metadata:
                 is_theirs = THEIRS in get_args(hints[each.name])
                 hint = None if is_theirs else hints[each.name]
-                found[f"{section}.{each.name}"] = Setting(each.default, hint, **each.metadata)
+                flag, about = each.metadata["flag"], each.metadata["about"]
+                if flag is None:
+                    flag = f"--{each.name.replace('_', '-')}"
+                found[f"{section}.{each.name}"] = Setting(each.default, hint, flag, about)
     return found

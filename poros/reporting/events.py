@@ -25,7 +25,6 @@ class Run:
         end: Counters at the end of the last start, if it ended in order.
         step: The recorded step and its times (``step_times``), if one was recorded.
         damaged: Numbers of the skipped lines, which are no events.
-        is_cut: Whether the last line is one of them, because a process was killed while it wrote.
         recipe: Text of the recipe's file, if there is one.
     """
 
@@ -36,7 +35,6 @@ class Run:
     end: Event | None = None
     step: Event | None = None
     damaged: list[int] = field(default_factory=list)
-    is_cut: bool = False
     recipe: str = ""
 
     @property
@@ -81,7 +79,6 @@ def read_run(path: Path) -> Run:
             _take(run, json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             run.damaged.append(number)
-            run.is_cut = number == len(lines)
     if not run.starts:
         raise RunFolderError(
             f"{quoted(str(file), is_bare=True)}: expected the event log of a run, found no start "

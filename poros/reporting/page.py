@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 from markupsafe import Markup
@@ -20,13 +19,12 @@ _TEMPLATE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ run.name }}</title>
 <style>
-:root { --ink: #1f2933; --soft: #52606d; --page: #ffffff; --box: #f5f7fa; --rule: #cbd2d9;
-  --a: #2563a8; --b: #b44d12; --c: #0c7a5a; --e: #a61b5b }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #9aa5b1; --page: #171c22;
-  --box: #212830; --rule: #3e4c59; --a: #7db4f0; --b: #f0a06b; --c: #5fd3b0; --e: #ff9ccc } }
+:root { color-scheme: light dark; --soft: GrayText;
+  --box: color-mix(in srgb, CanvasText 5%, Canvas);
+  --rule: color-mix(in srgb, CanvasText 20%, Canvas);
+  --a: #3f82c8; --b: #cc6a2c; --c: #189970; --e: #d04a8c }
 * { box-sizing: border-box }
-body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--page);
-  color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
+body { margin: 0 auto; max-width: 60rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.5rem; margin: .5rem 0; overflow-wrap: anywhere }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 .verdict { background: var(--box); border-left: 4px solid var(--c); padding: .75rem 1rem;
@@ -114,7 +112,7 @@ def verdict(run: Run) -> str:
         seconds = sum(_seconds(run))
         if seconds:
             parts.append(f"It took {duration(seconds)}.")
-        rates = _tokens_per_s(run)
+        rates = [rate for _, rate in run.values("poros/tokens_per_s")]
         if rates:
             parts.append(f"It trained on {statistics.median(rates):,.0f} tokens per second.")
     else:
@@ -129,12 +127,9 @@ def verdict(run: Run) -> str:
         parts.append("Its first step was checked and gave the bits of a resident run.")
     elif check.get("status"):
         parts.append(f"The status of its first step's check is {check['status']}.")
-    damaged = [str(number) for number in run.damaged]
-    if run.is_cut:
-        damaged.pop()
-        parts.append("The last line of its event log was cut off and is skipped.")
-    if damaged:
-        lines = ", ".join(damaged[:10]) + (" and others" if len(damaged) > 10 else "")
+    if run.damaged:
+        lines = ", ".join(map(str, run.damaged[:10]))
+        lines += " and others" if len(run.damaged) > 10 else ""
         parts.append(f"Damaged lines of its event log that are skipped: {lines}.")
     return " ".join(parts)
 
@@ -213,22 +208,6 @@ def _seconds(run: Run) -> list[float]:
         end = begins[place + 1] if place + 1 < len(begins) else float("inf")
         found.append(max((t for t in times if begin <= t < end), default=begin) - begin)
     return found
-
-
-def _tokens_per_s(run: Run) -> list[float]:
-    """Return tokens per second of each step after another one of the same start."""
-    starts = [float(each["time"]) for each in run.starts if "time" in each]
-    times = dict(finite(run.logs, "time"))
-    counts = finite(run.logs, "num_tokens")
-    steps = [(step, count, times[step]) for step, count in counts if step in times]
-    return [
-        (count - before) / (now - then)
-        for (first, before, then), (second, count, now) in pairwise(steps)
-        if second == first + 1
-        and count > before
-        and now > then
-        and not any(then < start < now for start in starts)
-    ]
 
 
 def _counters(last: Mapping[str, Any]) -> dict[str, object]:

@@ -38,7 +38,8 @@ def log_streaming(
     history): ``poros/h2d_gb`` and ``poros/h2d_gb_per_s`` (copied to the device, and the rate of the
     completed copies), ``poros/stall_ms`` (time for which the device waited for them),
     ``poros/num_loads``, ``poros/num_hits``, ``poros/disk_stall_ms``, ``poros/peak_gb`` (peak of the
-    allocated device memory so far; GPUs only). GB is 1e9 bytes.
+    allocated device memory so far; GPUs only), ``poros/tokens_per_s`` (if the Trainer logs
+    ``num_tokens``; not in the first log of a start). GB is 1e9 bytes.
 
     Args:
         trainer: A Trainer of a prepared model.
@@ -69,6 +70,7 @@ class _Telemetry(TrainerCallback):
         self._num_steps = 0
         self._profile: torch.profiler.profile | None = None
         self._last = runtime.stats()
+        self._counted: tuple[float, float] | None = None  # tokens, and the time
         self._plan: MemoryPlan | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -113,6 +115,12 @@ class _Telemetry(TrainerCallback):
         device = self._runtime.device
         if device.type == "cuda":
             values["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        if "num_tokens" in logs:
+            counted = (float(logs["num_tokens"]), time.monotonic())
+            if self._counted is not None:
+                tokens, seconds = (b - a for a, b in zip(self._counted, counted, strict=True))
+                values["tokens_per_s"] = tokens / max(seconds, 1e-9)
+            self._counted = counted
         self._last = now
         named = {f"{PREFIX}{key}": value for key, value in values.items()}
         logs.update(named)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTok
 from poros.finetune.data import read_data
 from poros.finetune.resuming import require_usable
 from poros.finetune.run import finetune
-from poros.finetune.stopping import Stopping
+from poros.finetune.trainers import Stopping
 from poros.gates import tiny
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe
@@ -161,7 +161,7 @@ def run(recipe: Recipe) -> Trained:
 
 
 def announced(recipe: Recipe) -> str:
-    """What a dry run prints."""
+    """What a dry run prints, with its first row."""
     return _finetune(recipe, is_dry=True)[1]
 
 
@@ -169,7 +169,8 @@ def _finetune(recipe: Recipe, *, is_dry: bool = False) -> tuple[Path | None, str
     require_usable(recipe)
     said = io.StringIO()
     console = Console(file=said, width=200)
-    return finetune(recipe, *read_data(recipe), console, is_dry=is_dry), said.getvalue()
+    found = finetune(recipe, *read_data(recipe), console, is_dry=is_dry, num_shown=int(is_dry))
+    return found, said.getvalue()
 
 
 def losses(run: Path) -> list[float]:

@@ -20,9 +20,9 @@ SEVERAL = "model: model\ndata:\n  source:\n  - rows.jsonl\n  - more.jsonl\n"
 RECIPES: dict[str, tuple[str, int, str, str]] = {
     "unknown section": ("trainning:\n  seed: 1\n", 3, "unknown name", "did you mean training?"),
     "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
-    "name without a hint": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train"),
+    "name without a hint": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "for this method"),
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
-    "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
+    "wrong section": ("data:\n  rank: 4\n", 3, "on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
     "number too small": ("adapter:\n  r: 0\n", 4, "greater than or equal to 1", "r: 16"),
     "optimizer of all weights": ("training:\n  optim: flora\n", 4, "adapters", "poros.optim"),
@@ -32,15 +32,12 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "epochs and steps": (
         "training:\n  num_train_epochs: 1\n  max_steps: 5\n", 5, "found both", "remove one",
     ),
-    "beta of sft": ("training:\n  beta: 0.1\n", 4, "dpo or kto", "remove it"),
+    "beta of sft": ("training:\n  beta: 0.1\n", 4, "unknown", "for this method"),
     "field of TRL, of another type": (
         "training:\n  adam_beta1: high\n", 4, "a valid number, found 'high'", "leave it out",
     ),
     "field of TRL, no such choice": (
         "training:\n  eval_strategy: often\n", 4, "'no', 'steps' or 'epoch'", "leave it out",
-    ),
-    "field of another method": (
-        "training:\n  desirable_weight: 2\n", 4, "unknown", "one of training.method: kto; remove",
     ),
     "field that Poros sets": ("training:\n  output_dir: a\n", 4, "passes on", "output.folder"),
     "field that would break": ("training:\n  torch_compile: true\n", 4, "layers come and", "go"),
@@ -65,7 +62,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  hub_strategy: every_save\n", 4, "once the run has ended", "no checkpoint",
     ),
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "greater than 0", "save_steps: 50"),
-    "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias of a list", "write"),
+    "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias", "write"),
     "name twice in a mapping": (
         "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "on line 4 too", "remove one",
     ),
@@ -78,7 +75,7 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "a list": (['[{"prompt": "a"}]'], 1, "found a list", "write one a line"),
     "missing key": ([GOOD, '{"prompt": "a"}'], 2, "found 'prompt'", "write rows such as"),
     "number for a text": ([GOOD, '{"prompt": "a", "completion": 3}'], 2, "a number", "quotes"),
-    "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "an empty one", "fill it in"),
+    "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "a blank one", "fill it in"),
     "key twice": (['{"prompt": "a", "prompt": "b", "completion": "c"}'], 1, "twice", "remove one"),
     "mixed forms": ([GOOD, '{"text": "a"}'], 2, "rows of one form", "write them all alike"),
     "two forms": (['{"text": "a", "prompt": "a", "completion": "b"}'], 1, "one kind", "remove"),
@@ -86,7 +83,7 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "half a surrogate": (['{"text": "\\ud800"}'], 1, "surrogate", "remove it"),
     "empty file": ([""], 1, "found none", "one JSON object a line"),
     "unknown role": ([json.dumps(CHAT).replace("user", "human")], 1, "[0].role", "one of them"),
-    "no role": ([json.dumps({"messages": [{"content": "a"}]})], 1, "the key 'role'", "add one of"),
+    "no role": ([json.dumps({"messages": [{"content": "a"}]})], 1, "[0].role", "write one of"),
     "unknown key of a message": (
         [json.dumps(CHAT).replace('"content": "b"', '"content": "b", "weight": 0')],
         1, "messages[1].weight", "remove it",
@@ -211,22 +208,22 @@ FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     "row of a list": ("a.json", LIST.replace(b'"b"', b'""'), ", row 2:", "text: exp", "fill it in"),
     "one object on several lines": ("a.json", b'{\n"text": "a"\n}', ":1:2:", "JSON", "jq -c"),
     "empty list": ("a.json", b"[]", ":1:", "found none", "write some"),
-    "Parquet cut off": ("a.parquet", parquet()[:-20], ", row 1:", "a Parquet file", "anew"),
+    "Parquet cut off": ("a.parquet", parquet()[:-20], ", row 1:", "expected rows", "anew"),
     "gzip cut off": (
         "a.jsonl.gz", gzip.compress(LINES * 9)[:-9], ":10:", "expected gzip", "compress it anew",
     ),
     "no gzip": ("a.csv.gz", b"text\na\n", ":1:", "expected gzip", "compress it anew"),
     "line in gzip": ("a.jsonl.gz", gzip.compress(LINES + b"{"), ":2:2:", "expected JSON", "jq -c"),
     "other suffix in gzip": ("a.parquet.gz", b"a", "DATA:", ".jsonl.gz", "one JSON object"),
-    "other suffix": ("a.txt", b"a", "DATA:", "ends in .jsonl, .json, .csv", "one JSON object"),
-    "folder without rows": ("a", {"a.txt": b""}, "DATA:", "files that end in", "write JSON"),
+    "other suffix": ("a.txt", b"a", "DATA:", "end in .jsonl, .json, .csv", "one JSON object"),
+    "folder without rows": ("a", {"a.txt": b""}, "DATA:", "end in .jsonl", "one JSON object"),
     "folder of two kinds": (
         "a", {"a.jsonl": LINES, "b.csv": b"text\na\n"}, "DATA:", ".csv and .jsonl", "[a.jsonl, b",
     ),
     "folder of rows twice": (
         "a", {"a.jsonl": LINES, "a.jsonl.gz": b""}, "DATA:", ".jsonl and .jsonl.gz", "[a.jsonl, b",
     ),
-    "saved folder damaged": ("a", saved(b"{"), "[train], row 1:", "save_to_disk", "save it anew"),
+    "saved folder damaged": ("a", saved(b"{"), "[train], row 1:", "expected rows", "anew"),
 }  # fmt: skip
 
 

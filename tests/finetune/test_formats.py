@@ -162,15 +162,13 @@ def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-def made(
-    model: Path, source: object, num_proc: int | None = None, **said: object
-) -> tuple[Recipe, Rows, Any, Tokens]:
+def made(model: Path, source: object, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
     said = {"data__chat_template": "chatml", **said}
     recipe = recipe_of(model__source=model, data__source=source, **said)
     found, _ = read_data(recipe)
     tokenizer = load_tokenizer(recipe, found.form)
     settled = found.settled(has_template=bool(tokenizer.chat_template))
-    return recipe, found, tokenizer, tokenize(settled, tokenizer, recipe, num_proc)
+    return recipe, found, tokenizer, tokenize(settled, tokenizer, recipe)
 
 
 @pytest.fixture(scope="module")
@@ -319,9 +317,9 @@ def test_several_processes_tell_what_is_wrong_with_rows(model: Path, tmp_path: P
     )
     content = [*CHATS, chat("x", "y"), *CHATS, chat("x", "y")]
     source = lines(tmp_path / "rows", content)
-    for num_proc in (None, 2):
+    for more in ({}, {"training__dataset_num_proc": 2}):
         with pytest.raises(DataFormatError) as error:
-            made(model, source, num_proc, data__chat_template=template)
+            made(model, source, data__chat_template=template, **more)
         told = str(error.value).splitlines()
         assert len(told) == 2 and all("x is out" in each for each in told)
         assert f"rows.jsonl:{COUNT + 1}: " in told[0]

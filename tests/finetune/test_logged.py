@@ -1,7 +1,6 @@
 """What the logs of a run say of each step."""
 
 import gc
-import json
 import math
 import re
 from pathlib import Path
@@ -11,16 +10,12 @@ import pytest
 from transformers import Trainer
 
 from poros.finetune.trainers import Sft, logging_steps
+from poros.reporting.events import read_run
 from tests.covers import with_slow
 from tests.finetune.arms import arm
 from tests.finetune.subjects import at_step, recipe_of, rows, run, write_rows
 
 Model = Any
-
-
-def logs(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    return [event for each in lines if (event := json.loads(each))["event"] == "log"]
 
 
 @pytest.mark.parametrize("form", ["packed", "padded"])
@@ -45,7 +40,7 @@ def test_tokens_are_counted(
     trained = run(recipe)
     assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
     gc.freeze()
-    found = [each["num_tokens"] for each in logs(tmp_path / "run")]
+    found = [each["num_tokens"] for each in read_run(tmp_path / "run").logs]
     assert found == sorted(set(found))
     announced = re.search(r"([\d,]+) tokens", trained.said)
     assert announced is not None
@@ -73,7 +68,7 @@ def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(
     expected = arm(model, data, tmp_path / "expected", "sft, packed", **short)
     monkeypatch.setattr(Sft, "compute_loss", compute_loss)
     arm(model, data, tmp_path / "run", "sft, packed", **short)
-    losses = [each["loss"] for each in logs(tmp_path / "run")]
+    losses = [each["loss"] for each in read_run(tmp_path / "run").logs]
     assert not math.isfinite(losses[1])
     assert [*losses[:1], *losses[2:]] == [*expected.losses[:1], *expected.losses[2:]]
 

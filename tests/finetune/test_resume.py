@@ -92,7 +92,7 @@ def test_a_run_that_ended_before_its_adapter_was_there(
     def save(*arguments: Any) -> None:
         genuine(*arguments)
         adapter = Path(options["output__folder"]) / "adapter"
-        adapter.rename(adapter.with_name("adapter.part"))
+        adapter.rename(adapter.with_name(".adapter.poros.partial"))
         raise Broken
 
     with monkeypatch.context() as patch, pytest.raises(Broken):
@@ -100,7 +100,7 @@ def test_a_run_that_ended_before_its_adapter_was_there(
         run(recipe)
     found = run(recipe)
     assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
-    assert not list(Path(options["output__folder"]).glob("*.part"))
+    assert not list(Path(options["output__folder"]).glob("*.partial"))
 
 
 def test_what_may_change_between_and_what_may_not(

@@ -1,22 +1,18 @@
 """What is shown: the summary before a run, the progress while it trains, the recipes."""
 
-import io
-import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from poros.errors import RecipeError, VRAMBudgetError
-from poros.finetune.data import read_data
-from poros.finetune.run import finetune
 from poros.finetune.trainers import num_warmup_steps
 from poros.recipes.reading import read_recipe
+from poros.reporting.events import read_run
 from tests.command import poros_command, text
-from tests.finetune.subjects import recipe_of, run, write_rows
+from tests.finetune.subjects import announced, recipe_of, run, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,12 +24,9 @@ def dry(model: Path, data: Path, tmp_path: Path) -> Callable[..., str]:
     def look(**changes: object) -> str:
         source = {"model__source": model, "data__source": data / "text.jsonl"}
         common = {**source, "training__max_length": 64, "output__folder": tmp_path / "run"}
-        recipe = recipe_of(**{**common, **changes})
-        said = io.StringIO()
-        console = Console(file=said, width=200)
-        assert finetune(recipe, *read_data(recipe), console, is_dry=True) is None
+        said = announced(recipe_of(**{**common, **changes}))
         assert not (tmp_path / "run").exists()
-        return said.getvalue()
+        return said
 
     return look
 
@@ -162,9 +155,7 @@ def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
         output__folder=tmp_path / "run",
     )
     run(recipe)
-    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    logged = [event for each in lines if (event := json.loads(each))["event"] == "log"]
-    assert [each["learning_rate"] for each in logged] == [2e-4]
+    assert read_run(tmp_path / "run").values("learning_rate") == [(1, 2e-4)]
     assert [num_warmup_steps(recipe, steps) for steps in (1, 33, 34, 100)] == [0, 0, 2, 3]
 
 

@@ -4,7 +4,7 @@ Whatever was asked for, the model is as it was, and trains as if nobody had aske
 """
 
 import re
-from collections import UserDict, deque
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,8 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import transformers
-from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from peft import (
-    CartridgeConfig,
     LoraConfig,
     PrefixTuningConfig,
     PveraConfig,
@@ -56,13 +54,10 @@ def small_config() -> Any:
     return tiny.small_config("qwen2", num_layers=2, hidden_size=32)
 
 
-def bert(head: str) -> Make:
-    def make() -> Any:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = transformers.BertConfig(vocab_size=64, intermediate_size=32, **sizes)
-        return with_lora(getattr(transformers, head)(config), "query")
-
-    return make
+def bert() -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=64, intermediate_size=32, **sizes)
+    return with_lora(transformers.BertLMHeadModel(config), "query")
 
 
 def t5() -> Any:
@@ -114,13 +109,11 @@ def eight_bit() -> Any:
     return with_lora(model)
 
 
-def pack(dtype: torch.dtype) -> Make:
+def pack() -> Any:
     """Packed weights of nobody in particular."""
-    packed = torch.zeros(4, 4).to(dtype)
-    return changed(
-        lambda model: layers_of(model)[2].self_attn.register_buffer("qweight", packed),
-        quantize=False,
-    )
+    model = build(quantize=False)
+    layers_of(model)[2].self_attn.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
+    return model
 
 
 def patch_a_forward(model: Any) -> None:
@@ -167,8 +160,7 @@ class Case:
 
 LAYER_1 = r"layers\.1\."
 CASES = {
-    "encoder": Case(bert("BertModel"), "BertModel", "AutoModelForCausalLM"),
-    "encoder with an LM head": Case(bert("BertLMHeadModel"), "BertLMHeadModel", "CausalLM"),
+    "encoder with an LM head": Case(bert, "BertLMHeadModel", "CausalLM"),
     "encoder-decoder": Case(t5, "T5ForConditionalGeneration", "CausalLM", works=False),
     "classifier of tokens": Case(
         lambda: with_lora(transformers.Qwen2ForTokenClassification(small_config())),
@@ -179,7 +171,6 @@ CASES = {
         lambda: nn.Sequential(nn.Linear(8, 8)), "Sequential", "transformers model", works=False
     ),
     "not a module": Case(lambda: {"model": 1}, "dict", "module", works=False),
-    "no adapters": Case(base, "none", "get_peft_model", "layers"),
     "prepare before PEFT": Case(
         lambda: base(quantize=False), "none", "prepare_model_for_kbit_training"
     ),
@@ -199,19 +190,13 @@ CASES = {
         "generator_seed=None",
         r"layers\.0\.self_attn\.k_proj",
     ),
-    **{
-        name: Case(
-            lambda config=config: get_peft_model(
-                base(), config(task_type="CAUSAL_LM", num_virtual_tokens=2)
-            ),
-            rf"{kind} \(PEFT's {kind.upper()}, {config.__name__}\).* KV cache",
-            "Prompt tuning and p-tuning .* can be streamed",
-        )
-        for name, kind, config in (
-            ("prefix tuning", "prefix_tuning", PrefixTuningConfig),
-            ("cartridge", "cartridge", CartridgeConfig),
-        )
-    },
+    "prefix tuning": Case(
+        lambda: get_peft_model(
+            base(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        ),
+        r"prefix_tuning \(PEFT's PREFIX_TUNING, PrefixTuningConfig\).* KV cache",
+        "Prompt tuning and p-tuning .* can be streamed",
+    ),
     "trainable linear": Case(
         changed(train_a_linear, quantize=False),
         "trainable",
@@ -220,22 +205,12 @@ CASES = {
         mend=lambda model: train_a_linear(model, False),
     ),
     "meta model": Case(on_meta, "meta device", "load the weights", r"\w+\.weight", works=False),
-    "offloaded": Case(
-        changed(lambda m: cpu_offload(m.get_base_model(), execution_device="cpu"), quantize=False),
-        *("Accelerate", "device_map"),
-    ),
     "hook on one module": Case(
         changed(lambda m: add_hook_to_module(layers_of(m)[1].mlp, AlignDevicesHook("cpu"))),
         "Accelerate",
         "device_map",
         LAYER_1 + "mlp",
         mend=lambda model: remove_hook_from_module(model, recurse=True),
-    ),
-    "merged 4-bit": Case(
-        changed(lambda model: model.merge_adapter()),
-        "merged",
-        "unmerge_adapter",
-        r"layers\.0\.self_attn\.q_proj",
     ),
     "one merged": Case(
         changed(lambda model: layers_of(model)[2].mlp.up_proj.merge(), quantize=False),
@@ -248,12 +223,7 @@ CASES = {
         unquantized_4bit, "not quantized", "load_in_4bit", LAYER_1 + r"mlp\.up_proj", works=False
     ),
     "8-bit": Case(eight_bit, "found a Int8Params", "poros.load", r"layers\.0\.self_attn\.q_proj"),
-    **{
-        f"packed in {dtype}": Case(
-            pack(dtype), r"packed weights of torch\.", "", r"layers\.2\.self_attn\.qweight"
-        )
-        for dtype in (torch.int32, torch.float8_e4m3fn)
-    },
+    "packed": Case(pack, r"packed weights of torch\.int32", "", r"layers\.2\.self_attn\.qweight"),
     "compiled layer": Case(
         changed(lambda m: layers_of(m)[1].compile(backend="eager")),
         "compiled",
@@ -359,16 +329,13 @@ def test_control_tensors_decide_and_masks_are_taken() -> None:
 
 POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "one slot": ({"slots": 1}, "slots: expected .*at least 2.*found 1"),
-    "no slots": ({"slots": 0}, "slots: expected .*at least 2.*found 0"),
     "slots of a wrong type": ({"slots": True}, "slots: expected an integer.*found True"),
     "block size 0": ({"block_size": 0}, "block_size: expected .*at least 1.*found 0"),
-    "half a block": ({"block_size": 1.5}, "block_size: expected an integer.*found 1.5"),
     "unknown field": (
         {"evict": 1},
         "'evict' is not a policy field.*block_size, vram_budget, slots",
     ),
     "no such device": ({"device": "cuda:99"}, "device: expected a usable.*found 'cuda:99'"),
-    "not a device": ({"device": "gpu"}, "device: expected a usable.*found 'gpu'"),
     "meta device": ({"device": "meta"}, "device: expected a usable.*found 'meta'"),
     "unknown check": ({"self_check": "sometimes"}, "self_check"),
     **{
@@ -425,9 +392,7 @@ def test_a_policy_that_cannot_work_is_refused_and_the_model_left_alone(
 
 CONTAINERS: dict[str, Callable[[], object]] = {
     "set": set,
-    "deque": deque,
     "subclass of UserDict": type("Marked", (UserDict,), {"__module__": __name__}),
-    "bytearray": bytearray,
     "object": type("Notes", (), {}),
     "set in a tuple": lambda: (1, {2}),
 }

@@ -30,7 +30,6 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import open_store
-from tests.children import run_forked
 from tests.loading.checkpoints import CONFIG
 from tests.loading.damage import GENERATION, config
 from tests.loading.loaded import Kinds, copy_of, differences, quantization, standard
@@ -273,26 +272,6 @@ def test_what_to_do_when_a_store_cannot_be_written(
     assert "make room" not in str(caught.value)
     there = sorted(str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*"))
     assert there == ["file", "full", "full/precious"]
-
-
-LIMITED = """
-import resource, sys
-import poros
-from poros.errors import PorosError
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    poros.load(sys.argv[1], store=sys.argv[2])
-except PorosError as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_a_limit_on_the_size_of_files_is_named(sound: Path, store: Path) -> None:
-    ran = run_forked(LIMITED, str(sound), str(store))
-    assert not store.parent.exists() or list(store.parent.iterdir()) == []
-    (line,) = ran.stdout.splitlines()
-    assert line.startswith("StoreWriteError"), ran
-    assert "ulimit -f" in line and "make room" not in line
 
 
 def test_control_a_name_of_a_repository_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,6 @@ def test_momentum_diverges_where_it_is_said_to() -> None:
 CASES: dict[str, dict[str, Any]] = {
     "accumulation": {},
     "momentum": {"momentum": 0.9, "kappa": 20},
-    "momentum, adamw": {"momentum": 0.9, "kappa": 20, "base": "adamw"},
     "clipped": {"max_grad_norm": 0.1},
     "bfloat16": {"dtype": torch.bfloat16, "momentum": 0.9, "kappa": 20},
 }
@@ -366,10 +365,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "clipping undecided": (lambda: flora_of().step(None), "FloraCallback"),
     "another rank's state": (loading(lambda: flora_of(rank=4)), "saved run with 8"),
     "another model's state": (loading(lambda: flora_of(nn.Linear(3, 3))), "param_names"),
-    "another optimizer's state": (
-        loading(lambda: torch.optim.AdamW(Small().parameters())),
-        "param_names",
-    ),
     "other shapes": (
         loading(lambda: flora_of(nn.Linear(4, 4), rank=RANK), nn.Linear(8, 8)),
         "shapes",
@@ -453,7 +448,6 @@ def test_a_trainer_resumes_with_the_same_bits(tmp_path: Path) -> None:
 
 TRAINER_REFUSED: dict[str, dict[str, Any]] = {
     "clipping": {"flora": {"max_grad_norm": 0.5}},
-    "accumulation": {"flora": {"accumulation": 4}},
     "division": {"flora": {"loss_is_averaged": False}},
     "no callback": {"callbacks": []},
 }

@@ -219,11 +219,6 @@ ILLEGAL: dict[str, tuple[Act, Act, str]] = {
         lambda slots: slots.manager.release(1),
         r"slot 1 .*loading with block 1",
     ),
-    "release twice": (
-        lambda slots: slots.visit(3, FORWARD),
-        lambda slots: slots.manager.release(3),
-        r"slot 1 .*ready with block 3",
-    ),
     "release of another block": (hold, lambda s: s.manager.release(2), HELD),
 }
 

@@ -1,6 +1,6 @@
 """DoRA's composition: kernels have their reference's bits, in Triton's interpreter and on a GPU.
 
-How near the sums are to exact arithmetic, and to PEFT, is seen in ``test_dora_node``.
+How near the sums are to PEFT's is seen in ``test_dora_node``.
 The interpreter rounds float32 and float16 as a GPU does, but not bfloat16.
 """
 

@@ -508,17 +508,11 @@ def test_micro_batches_go_alone_once_most_layers_can_keep_their_graph(
     assert loop.runtime.room == ResidencyPlan(6, 6)
     assert "one after the other" not in caplog.text, "that is no fault to be told of"
     assert loop.runtime.stats()["fallbacks"] == []
+    # A larger batch takes that room, and has them go together for good.
+    assert accumulated(loop, 56, 4)[-1]
+    assert all(accumulated(loop, 16, 2)), "room that comes and goes changes nothing more"
 
 
 def test_control_micro_batches_stay_together_where_few_layers_can(prepared: Prepare) -> None:
     loop = prepared(budget(6, 0, 48))
     assert all(accumulated(loop, 16, 6))
-
-
-def test_a_larger_batch_that_takes_that_room_has_them_go_together_for_good(
-    prepared: Prepare,
-) -> None:
-    loop = prepared(budget(6, 6, 32))
-    assert not accumulated(loop, 16, 4)[-1]
-    assert accumulated(loop, 56, 4)[-1]
-    assert all(accumulated(loop, 16, 2)), "room that comes and goes changes nothing more"

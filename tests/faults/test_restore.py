@@ -122,6 +122,21 @@ def test_restore_with_a_graph_alive_never_gives_another_gradient() -> None:
     assert_same_run(run(twin), run(model))
 
 
+@pytest.mark.parametrize("quantize", [True, False])
+def test_restore_takes_what_stands_in_the_place_of_a_frozen_tensor_out(quantize: bool) -> None:
+    """As an interrupted visit could leave a layer, or a user who has replaced a parameter."""
+    model = build(quantize=quantize)
+    before = picture(model)
+    prepare_plain(model)
+    for layer in layers_of(model):
+        weight = layer.mlp.up_proj.base_layer.weight
+        layer.mlp.up_proj.base_layer._parameters["weight"] = torch.nn.Parameter(
+            torch.zeros_like(weight), requires_grad=False
+        )
+    poros.restore(model)
+    assert changes(before, picture(model)) == {}
+
+
 @pytest.mark.parametrize("how", ["restored", "deleted"])
 def test_what_streamed_is_freed(how: str) -> None:
     """The slots at once: on a GPU the next step needs their memory."""

@@ -51,6 +51,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"nonsense": 1}, "nonsense: found neither an option of poros.load nor a field of Qwen2"),
         ({"to_dict": 1}, "to_dict: found neither"),
         ({"dtype": torch.int8}, r"dtype: expected bfloat16, .* found torch\.int8"),
+        ({"dtype": "nonsense"}, "dtype: expected bfloat16"),
         ({"revision": "v2"}, f"revision: {NO_REPOSITORY}"),
         ({"quantization": "8bit"}, "quantization: expected 'nf4'.*no other format"),
         ({"quantization": EIGHT_BITS}, f"quantization: {NO_METHOD}"),

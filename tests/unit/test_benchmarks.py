@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -208,6 +209,17 @@ def test_an_arm_whose_trainer_is_not_installed_says_so(
     row = {"arm": "unsloth:resident", "length": 64, "accumulation": 8, **result}
     assert rival_table.summary(row)["note"] == "not installed: unsloth, trl"
     assert "| not installed: unsloth, trl |" in rival_table.table([row])
+
+
+def test_an_arm_has_its_own_folders_first_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "common")
+    here = str(entry.FOLDER.parent)
+    sites = ["soup=/of/soup", "unsloth=/of/unsloth"]
+    paths = [rivals.environment(sites, name)["PYTHONPATH"] for name in ("soup", "trl")]
+    assert [path.split(os.pathsep) for path in paths] == [
+        ["/of/soup", here, "common"],
+        [here, "common"],
+    ]
 
 
 def test_the_table_of_a_page_is_drawn_from_its_raw_data(tmp_path: Path) -> None:

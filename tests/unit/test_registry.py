@@ -172,6 +172,25 @@ def test_a_sweep_replaces_what_it_is_asked_for(path: Path, monkeypatch: pytest.M
     assert found.adapters == {"vera": Record("untested")}
 
 
+@pytest.mark.parametrize("self_check", ["strict", "off"])
+def test_a_fault_in_streaming_is_recorded_as_failed(
+    self_check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_with = poros.api.prepare_with
+
+    def broken(model: Any, policy: Any, **options: Any) -> Any:
+        model = prepare_with(model, policy, **options)
+        poros.runtime(model).host_slab(1)[0] ^= 1
+        return model
+
+    monkeypatch.setattr(poros.api, "prepare_with", broken)
+    mode = {**sweep.OTHER_MODES[0], "self_check": self_check}
+    monkeypatch.setattr(sweep, "OTHER_MODES", (mode,))
+    record = sweep.make_record(QUICK)
+    assert record.outcome == "failed", record
+    assert ("ParityError" in str(record.reason)) is (self_check == "strict")
+
+
 def test_outcomes_are_told_apart() -> None:
     record = sweep.make_record("bert")
     assert record.outcome == "refused" and "decoder-only" in str(record.reason)

@@ -59,6 +59,7 @@ COPIES: dict[str, Callable[[Any], object]] = {
 }
 REFUSED: dict[str, Callable[[Any], object]] = {
     **{name: methodcaller(name) for name in MERGES},
+    "merge_adapter of the tuner": lambda model: model.base_model.merge_adapter(),
     "merge of one linear layer": lambda model: layers_of(model)[1].self_attn.q_proj.merge(),
     **COPIES,
     **{

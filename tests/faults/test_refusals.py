@@ -4,7 +4,7 @@ Whatever was asked for, the model is as it was, and trains as if nobody had aske
 """
 
 import re
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from peft import (
+    CartridgeConfig,
     LoraConfig,
     PrefixTuningConfig,
     PveraConfig,
@@ -109,11 +110,13 @@ def eight_bit() -> Any:
     return with_lora(model)
 
 
-def pack() -> Any:
+def pack(dtype: torch.dtype) -> Make:
     """Packed weights of nobody in particular."""
-    model = build(quantize=False)
-    layers_of(model)[2].self_attn.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
-    return model
+    packed = torch.zeros(4, 4).to(dtype)
+    return changed(
+        lambda model: layers_of(model)[2].self_attn.register_buffer("qweight", packed),
+        quantize=False,
+    )
 
 
 def patch_a_forward(model: Any) -> None:
@@ -190,13 +193,19 @@ CASES = {
         "generator_seed=None",
         r"layers\.0\.self_attn\.k_proj",
     ),
-    "prefix tuning": Case(
-        lambda: get_peft_model(
-            base(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-        ),
-        r"prefix_tuning \(PEFT's PREFIX_TUNING, PrefixTuningConfig\).* KV cache",
-        "Prompt tuning and p-tuning .* can be streamed",
-    ),
+    **{
+        name: Case(
+            lambda config=config: get_peft_model(
+                base(), config(task_type="CAUSAL_LM", num_virtual_tokens=2)
+            ),
+            rf"{kind} \(PEFT's {kind.upper()}, {config.__name__}\).* KV cache",
+            "Prompt tuning and p-tuning .* can be streamed",
+        )
+        for name, kind, config in (
+            ("prefix tuning", "prefix_tuning", PrefixTuningConfig),
+            ("cartridge", "cartridge", CartridgeConfig),
+        )
+    },
     "trainable linear": Case(
         changed(train_a_linear, quantize=False),
         "trainable",
@@ -223,7 +232,12 @@ CASES = {
         unquantized_4bit, "not quantized", "load_in_4bit", LAYER_1 + r"mlp\.up_proj", works=False
     ),
     "8-bit": Case(eight_bit, "found a Int8Params", "poros.load", r"layers\.0\.self_attn\.q_proj"),
-    "packed": Case(pack, r"packed weights of torch\.int32", "", r"layers\.2\.self_attn\.qweight"),
+    **{
+        f"packed in {dtype}": Case(
+            pack(dtype), r"packed weights of torch\.", "", r"layers\.2\.self_attn\.qweight"
+        )
+        for dtype in (torch.int32, torch.float8_e4m3fn)
+    },
     "compiled layer": Case(
         changed(lambda m: layers_of(m)[1].compile(backend="eager")),
         "compiled",
@@ -392,7 +406,9 @@ def test_a_policy_that_cannot_work_is_refused_and_the_model_left_alone(
 
 CONTAINERS: dict[str, Callable[[], object]] = {
     "set": set,
+    "deque": deque,
     "subclass of UserDict": type("Marked", (UserDict,), {"__module__": __name__}),
+    "bytearray": bytearray,
     "object": type("Notes", (), {}),
     "set in a tuple": lambda: (1, {2}),
 }

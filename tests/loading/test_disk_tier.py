@@ -229,6 +229,14 @@ def test_where_direct_reads_are_refused_the_page_cache_serves(
     assert len(refused) == 1
 
 
+def test_a_file_that_was_cut_off_is_not_opened(tmp_path: Path) -> None:
+    host = DiskSlots(tmp_path, 6, 2, EAGER).host
+    os.truncate(host.behind.path, host.behind.offset + PAGE_NUM_BYTES)
+    layouts, identity = [slab.layout for slab in host.slabs], host.behind.identity
+    with pytest.raises(CheckpointFormatError, match="another file"):
+        DiskStore.over_file(HostStore([]), host.behind.path, host.behind.offset, layouts, identity)
+
+
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_file_that_was_replaced_is_read_on_only_by_a_reader_that_has_it_open(
     is_open: bool, tmp_path: Path

@@ -285,6 +285,7 @@ def test_momentum_diverges_where_it_is_said_to() -> None:
 CASES: dict[str, dict[str, Any]] = {
     "accumulation": {},
     "momentum": {"momentum": 0.9, "kappa": 20},
+    "momentum, adamw": {"momentum": 0.9, "kappa": 20, "base": "adamw"},
     "clipped": {"max_grad_norm": 0.1},
     "bfloat16": {"dtype": torch.bfloat16, "momentum": 0.9, "kappa": 20},
 }

@@ -26,8 +26,8 @@ COMMA := ,
 # What one runs between edits: exactness, refusals, slots and streams, layouts, house rules.
 QUICK := exact/test_cells faults/test_refusals faults/test_missing_waits faults/test_restore \
 	unit/test_slots unit/test_visits unit/test_host unit/test_bytes \
-	unit/test_layout unit/test_layer_index unit/test_compare unit/test_registry \
-	unit/test_adversary unit/test_imports unit/test_logging unit/test_covers
+	unit/test_layer_index unit/test_compare unit/test_registry \
+	unit/test_tools unit/test_imports unit/test_logging unit/test_covers
 
 .PHONY: help venv demo docs quick test test-all test-oldest gpu-test peft-tests lint format types
 

@@ -52,7 +52,6 @@ MERGES = ("merge_and_unload", "unload", "merge_adapter", "unmerge_adapter")
 COPIES: dict[str, Callable[[Any], object]] = {
     "copy": copy.copy,
     "torch.save": lambda module: torch.save(module, io.BytesIO()),
-    "a container": lambda module: copy.deepcopy({"model": module}),
     "an optimizer beside it": lambda module: pickle.dumps((torch.optim.Adam, module)),
     "a new process": lambda module: (
         multiprocessing.get_context("spawn").Process(target=print, args=(module,)).start()

@@ -15,7 +15,6 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import transformers
-from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from peft import (
     CartridgeConfig,
@@ -56,13 +55,10 @@ def small_config() -> Any:
     return tiny.small_config("qwen2", num_layers=2, hidden_size=32)
 
 
-def bert(head: str) -> Make:
-    def make() -> Any:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = transformers.BertConfig(vocab_size=64, intermediate_size=32, **sizes)
-        return with_lora(getattr(transformers, head)(config), "query")
-
-    return make
+def bert() -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=64, intermediate_size=32, **sizes)
+    return with_lora(transformers.BertLMHeadModel(config), "query")
 
 
 def t5() -> Any:
@@ -167,8 +163,7 @@ class Case:
 
 LAYER_1 = r"layers\.1\."
 CASES = {
-    "encoder": Case(bert("BertModel"), "BertModel", "AutoModelForCausalLM"),
-    "encoder with an LM head": Case(bert("BertLMHeadModel"), "BertLMHeadModel", "CausalLM"),
+    "encoder with an LM head": Case(bert, "BertLMHeadModel", "CausalLM"),
     "encoder-decoder": Case(t5, "T5ForConditionalGeneration", "CausalLM", works=False),
     "classifier of tokens": Case(
         lambda: with_lora(transformers.Qwen2ForTokenClassification(small_config())),
@@ -179,7 +174,6 @@ CASES = {
         lambda: nn.Sequential(nn.Linear(8, 8)), "Sequential", "transformers model", works=False
     ),
     "not a module": Case(lambda: {"model": 1}, "dict", "module", works=False),
-    "no adapters": Case(base, "none", "get_peft_model", "layers"),
     "prepare before PEFT": Case(
         lambda: base(quantize=False), "none", "prepare_model_for_kbit_training"
     ),
@@ -220,22 +214,12 @@ CASES = {
         mend=lambda model: train_a_linear(model, False),
     ),
     "meta model": Case(on_meta, "meta device", "load the weights", r"\w+\.weight", works=False),
-    "offloaded": Case(
-        changed(lambda m: cpu_offload(m.get_base_model(), execution_device="cpu"), quantize=False),
-        *("Accelerate", "device_map"),
-    ),
     "hook on one module": Case(
         changed(lambda m: add_hook_to_module(layers_of(m)[1].mlp, AlignDevicesHook("cpu"))),
         "Accelerate",
         "device_map",
         LAYER_1 + "mlp",
         mend=lambda model: remove_hook_from_module(model, recurse=True),
-    ),
-    "merged 4-bit": Case(
-        changed(lambda model: model.merge_adapter()),
-        "merged",
-        "unmerge_adapter",
-        r"layers\.0\.self_attn\.q_proj",
     ),
     "one merged": Case(
         changed(lambda model: layers_of(model)[2].mlp.up_proj.merge(), quantize=False),
@@ -359,16 +343,13 @@ def test_control_tensors_decide_and_masks_are_taken() -> None:
 
 POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "one slot": ({"slots": 1}, "slots: expected .*at least 2.*found 1"),
-    "no slots": ({"slots": 0}, "slots: expected .*at least 2.*found 0"),
     "slots of a wrong type": ({"slots": True}, "slots: expected an integer.*found True"),
     "block size 0": ({"block_size": 0}, "block_size: expected .*at least 1.*found 0"),
-    "half a block": ({"block_size": 1.5}, "block_size: expected an integer.*found 1.5"),
     "unknown field": (
         {"evict": 1},
         "'evict' is not a policy field.*block_size, vram_budget, slots",
     ),
     "no such device": ({"device": "cuda:99"}, "device: expected a usable.*found 'cuda:99'"),
-    "not a device": ({"device": "gpu"}, "device: expected a usable.*found 'gpu'"),
     "meta device": ({"device": "meta"}, "device: expected a usable.*found 'meta'"),
     "unknown check": ({"self_check": "sometimes"}, "self_check"),
     **{

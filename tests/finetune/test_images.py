@@ -36,8 +36,7 @@ from tests.finetune.subjects import (
     write_rows,
 )
 from tests.finetune.trl_runs import SETTINGS, by_poros, by_trl
-from tests.loading.images import IMAGE_TOKEN, NUM_TOKENS
-from tests.loading.towers import write
+from tests.loading.towers import IMAGE_TOKEN, NUM_TOKENS, write
 from tests.trainers import tokenizer
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need pillow")

@@ -52,12 +52,10 @@ NORM = "model.layers.1.input_layernorm.weight"
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
-ABSMAX, MAP, NESTED = f"{DOWN}.absmax", f"{DOWN}.quant_map", f"{DOWN}.nested_absmax"
+ABSMAX, MAP = f"{DOWN}.absmax", f"{DOWN}.quant_map"
 NESTED_MAP = f"{DOWN}.nested_quant_map"
 STATE = f"{DOWN}.quant_state.bitsandbytes__nf4"
 DEEP = b'{"t":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-ROPE = {"rope_theta": 1e4, "rope_type": "default"}
-WINDOWS = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
 UNFIT = "that transformers (knows|builds a model from), found"
 NAN, INF = float("nan"), float("inf")
 UNSUPPORTED: dict[str, Any] = {"error": UnsupportedModelError}
@@ -105,8 +103,6 @@ def bnb(name: str, settings: dict[str, Any], says: str, **options: Any) -> Case:
 
 CONFIGS = [
     planned("unknown activation", {"hidden_act": "nonsense"}, "nonsense"),
-    planned("activation is a list", {"hidden_act": ["silu"]}, UNFIT),
-    planned("unknown rope type", {"rope_parameters": {**ROPE, "rope_type": "odd"}}, "odd"),
     planned("a billion layers", {"num_hidden_layers": 10**9}, "at most 4096"),
     planned("a billion labels", {"num_labels": 10**9}, "at most 100000"),
     planned("a billion experts", {"num_experts": 10**9}, "at most 200000"),
@@ -122,9 +118,7 @@ CONFIGS = [
     planned("no config", drop(CONFIG), "No such file"),
     planned("code of its own", OWN_CODE, "code of their own", **UNSUPPORTED),
     planned("model type with escapes", {"model_type": "\x1b[31mred\n" * 999}, r"\\x1b\[31mred"),
-    dense("windows without a size", config(**WINDOWS, sliding_window=None), None),
     dense("a huge vocabulary", config(vocab_size=10**12), "GB of host memory", error=PorosError),
-    dense("a wider model", config(hidden_size=128), "expected shape"),
     dense("fewer layers", config(num_hidden_layers=1, layer_types=...), "tensors without use"),
     dense("more layers", config(num_hidden_layers=3, layer_types=...), "none of model.layers.2"),
     dense("tied head beside a head", config(tie_word_embeddings=True), None),
@@ -146,35 +140,27 @@ def generation(name: str, break_it: Break | dict[str, Any], says: str | None) ->
 
 GENERATIONS = [
     generation("odd number", {"max_new_tokens": -1}, GENERATION),
-    generation("no cache", {"cache_implementation": "odd"}, GENERATION),
     generation("not looked at", {"num_beams": "many"}, None),
     generation("endless", sparse(GENERATION, 10**12), "expected 1 to 4194304 bytes"),
     generation("as it should", {"temperature": 0.25, "do_sample": True}, None),
 ]
 
-EXTRA, NEXT = "model.layers.1.mlp.extra.weight", "model.layers.2.mlp.up_proj.weight"
+EXTRA = "model.layers.1.mlp.extra.weight"
 
 WEIGHT_CASES = [
     *either("no weight", dropped(DOWN), f"none of {DOWN}"),
-    *either("no embedding", dropped(EMBED), f"none of {EMBED}"),
     *either("a row less", tensor(DOWN, lambda t: t[:-1]), f"{DOWN}: expected shape"),
     *either("norm one shorter", tensor(NORM, lambda t: t[:-1]), f"{NORM}.*expected shape"),
-    *either("embedding one shorter", tensor(EMBED, lambda t: t[:-1]), f"{EMBED}.*expected shape"),
     *either("weight of NaN", tensor(DOWN, lambda t: t * NAN), f"{DOWN}: expected finite"),
     *either("norm of infinities", tensor(NORM, lambda t: t * INF), f"{NORM}: expected finite"),
     *either("embedding of NaN", tensor(EMBED, lambda t: t * NAN), f"{EMBED}: expected finite"),
     *either("a tensor too many", added(EXTRA), f"tensors without use: {EXTRA}"),
     dense("int8 weights", tensor(DOWN, lambda t: (t * 9).to(torch.int8)), "floating point.*int8"),
-    dense("fp32 weights", tensor(DOWN, lambda t: t.float()), None),
     dense("fp8 weights", tensor(DOWN, lambda t: t.to(torch.float8_e4m3fn)), None),
     dense("fp64 norm", tensor(NORM, lambda t: t.double()), None),
-    dense("scalar norm", tensor(NORM, lambda t: t[0]), "expected shape"),
     dense("another prefix", renamed("model.", "transformer."), "none of"),
     dense("a name with escapes", added("model.layers.0.\x1b[2J\n"), r"layers\.0\.\\x1b\[2J\\n"),
-    dense("a name of a megabyte", added("model.layers.0." + "x" * 10**6), "characters"),
     dense("tensors of other parts", added("vision.w"), None),
-    dense("another program's manifest.json", put("manifest.json", b'{"name": "web app"}'), None),
-    dense("a manifest.json without end", sparse("manifest.json", 10**12), None),
     moe("expert 2 is called 99", renamed("experts.2.", "experts.99."), "found none of number 2"),
     moe("one tensor of one expert", renamed(EXPERT, EXPERT.replace("2", "5")), "none of number 2"),
     moe("an expert is missing", dropped("experts.3."), "expected shape"),
@@ -185,16 +171,12 @@ WEIGHT_CASES = [
 
 IN_PLACE = document(ADAPTER, base_model_name_or_path="org/base", peft_type="LORA")
 ALONE = "found an adapter alone; its base is 'org/base'"
-GGUF = put("m.gguf", b"GGUF")
 
 ADAPTERS = [
     dense("an adapter beside it", IN_PLACE, "beside it .of the base 'org/base'", **UNSUPPORTED),
     planned("an adapter alone", both(drop(CONFIG, WEIGHTS), IN_PLACE), ALONE, **UNSUPPORTED),
     dense("an adapter with a config", both(drop(WEIGHTS), IN_PLACE), ALONE, **UNSUPPORTED),
     dense("a broken adapter config", put(ADAPTER, b"{"), "adapter_config.json: expected a JSON"),
-    dense("only GGUF", both(drop(WEIGHTS), GGUF), "'m.gguf'.*GGUF are never opened"),
-    dense("only GGUF, no config", both(drop(WEIGHTS, CONFIG), GGUF), CONFIG),
-    dense("only a pickle", both(drop(WEIGHTS), put("pytorch_model.bin", b"x")), "never opened"),
 ]
 
 SKIPPED = quantized(llm_int8_skip_modules=["lm_head", "down_proj"])
@@ -214,7 +196,6 @@ STATES = [
     said("another type", {"quant_type": "fp4"}, "quantization to nf4"),
     said("another dtype", {"dtype": "int8"}, "a dtype among"),
     said("a negative shape", {"shape": [-64, 128]}, "positive whole numbers"),
-    packed("state is no JSON", tensor(STATE, lambda t: t[:9]), "text that is none"),
     packed("state of a megabyte", tensor(STATE, lambda t: t.repeat(6000)), "at most 4096 bytes"),
     packed("state under another type's name", RENAMED, "expected one quantization state"),
     packed("code of 0", tensor(MAP, lambda t: t[:0]), "16 entries"),
@@ -279,12 +260,9 @@ def source(name: str, break_it: Break, says: str, opened: str = ".", file: str =
 FILES = [
     # The header, which safetensors checks.
     shard("empty file", put(SECOND, b""), "found 0 bytes"),
-    shard("length beyond the file", header({}, length=10**6), "invalid header length"),
-    shard("cut in the data", cut(SECOND), "file not fully covered"),
     shard("bare pickle", pickled(SECOND), "header too large"),
     shard("pointer of git lfs", put(SECOND, LFS), "run git lfs pull"),
     shard("nested deeply", header(DEEP), "recursion limit"),
-    shard("too few bytes", one(offsets=[0, 4]), "invalid shape, data type, or offset"),
     # What torch does not have, or cannot address.
     shard("an unknown dtype", header({"t": entry("F4", shape=[16])}), "'F4'", "t"),
     shard("product over, then 0", one(shape=[2**62, 2**62, 0]), "overflow"),
@@ -294,7 +272,6 @@ FILES = [
     shard("tensor in two shards", copied, f"found it in .*{FIRST} too", NAMES[0]),
     index("has a tensor twice", put(INDEX, SAME), "key 'a' twice"),
     index("names a parent", {"a": "../x.safetensors"}, "found '../x.safetensors'"),
-    index("hides a parent", {"a": "a/../../x.safetensors"}, "found 'a/../.."),
     index("is absolute", {"a": "/tmp/x.safetensors"}, "found '/tmp/x.safetensors'"),
     index("with a null", {"a": "x\0.safetensors"}, r"found 'x\\x00"),
     index("names a pickle", {"a": "x.bin"}, "found 'x.bin'"),
@@ -304,7 +281,6 @@ FILES = [
     # What is no regular file.
     shard("shard is a pipe", instead(SECOND, os.mkfifo), "a folder, a pipe or a device"),
     shard("shard is a device", instead(SECOND, lambda f: f.symlink_to("/dev/zero")), "a dev"),
-    shard("shard is a loop", instead(SECOND, lambda f: f.symlink_to(f)), "symbolic links"),
     settings("is a pipe", instead(CONFIG, os.mkfifo), "a pipe"),
     # Configuration and source.
     settings("is missing", drop(CONFIG), "No such file"),
@@ -313,9 +289,7 @@ FILES = [
     source("no tensors", both(header({}, b""), called(ANOTHER)), "of none", ANOTHER, "."),
     source("only a pickle", pickled("pytorch_model.bin", *ALL_WEIGHTS), "never opened"),
     source("a pickle as source", pickled("x.pt"), "another file", "x.pt"),
-    source("another file as source", put("x.gguf", b"GGUF"), "another file", "x.gguf"),
     source("no weights", drop(*ALL_WEIGHTS), "expected model.safetensors or"),
-    source("other weights only", both(drop(INDEX, FIRST), called(ANOTHER)), ANOTHER),
     source("source does not exist", drop(), "found none", "absent/", file="absent"),
     source("source is a loop", lambda f: (f / "x").symlink_to(f / "x"), "another f", "x"),
     source("source of 5000 characters", drop(), "File name too long", "x" * 5000, file="xxx"),
@@ -350,11 +324,6 @@ def weights(value: Any) -> Break:
     return about(weights=value)
 
 
-def digest(value: str) -> Break:
-    """Of the configuration."""
-    return manifest(lambda store: store["files"].update({CONFIG: value}))
-
-
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
     """A tensor of the rest."""
     return rest(lambda found: found.update({name: change(found[name]).clone()}))
@@ -370,7 +339,6 @@ STORES = [
     opened("no slabs", drop(SLABS), SLABS),
     opened("no rest", drop(REST), REST),
     opened("no config", drop(CONFIG), CONFIG),
-    opened("empty rest", put(REST, b""), REST),
     opened("no JSON", manifest_text("{"), REST),
     opened("slabs cut off", cut(SLABS), SLABS),
     opened("rest cut off", cut(REST), REST),
@@ -378,22 +346,17 @@ STORES = [
     opened("another slab header", text(SLABS, b"slab.00001", b"slab.00007"), SLABS),
     opened("another name in the rest", text(REST, b"norm.weight", b"norm.height"), REST),
     opened("another config", put(CONFIG, b"{}"), f"{CONFIG}.*bytes changed since"),
-    opened("rest is a folder", instead(REST, os.mkdir), "a folder, a pipe or a device"),
     opened("another version", manifest(lambda s: None, version="1"), "version '1'.*poros load"),
-    opened("another format", manifest(lambda s: None, format="tar"), "'tar'"),
     place("an unknown dtype", 0, 0, 1, "U9", "U9"),
     place("a negative size", 0, 0, 2, [-256], "-256"),
     place("sizes beyond all bounds", 0, 0, 2, [2**61], f"{SLABS}.*bytes"),
     sealed("a digest less", lambda s: s["slab_digests"].pop(), "digest"),
-    sealed("a slab less", lambda s: [s["layouts"].pop(), s["slab_digests"].pop()], SLABS),
     sealed("a file outside", lambda s: s["files"].update({"../a": "00"}), r"\.\./a"),
     loaded("as it should be", manifest(lambda store: None), None),
-    loaded("rest of zeros", sparse(REST, 2**20, bytes(1)), "invalid JSON"),
     loaded("rest without end", size(REST, lambda _: 10**12), "not fully covered"),
     loaded("one bit of the manifest", flip(REST, 200), f"{REST}: expected"),
     loaded("a tensor twice", manifest(lambda s: _first(s, 1, _first(s, 0))), "expected layer 1"),
     loaded("a config of a billion layers", kept_config(num_hidden_layers=10**9), "at most 4096"),
-    loaded("a config of other layers", kept_config(intermediate_size=96), "expected layer 0"),
     loaded("a config nested too deeply", kept_config(x=json.loads("[" * 99 + "]" * 99)), "levels"),
     loaded("a source with escapes", about(source=ESCAPES), None),
     loaded("a config without end", sparse(CONFIG, 10**12), "expected 1 to 268435456 bytes"),
@@ -404,7 +367,6 @@ STORES = [
     loaded("weight of a dtype", weights({DOWN: ["load", 64]}), "the names of its tensors"),
     loaded("weight of block size 0", manifest(lambda s: _blocksize(s, 0)), "block"),
     loaded("weight of block size 128", manifest(lambda s: _blocksize(s, 128)), "expected shape"),
-    loaded("a digest with escapes", digest(ESCAPES * 999), r"digest \\x1b\[2J\\n"),
     loaded("no config in it", manifest(lambda s: s["files"].pop(CONFIG)), "how it was made"),
     loaded("nested code of 4", changed(NESTED_CODE, lambda t: t[:4]), "256 entries"),
     loaded("no code", rest(lambda f: f.pop(CODE)), "found it nowhere"),

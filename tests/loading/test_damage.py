@@ -20,9 +20,8 @@ import torch
 
 import poros
 from poros.errors import PorosError
-from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.load import load
-from tests.loading.cases import FILES, MODELS, NAMES, STORES
+from tests.loading.cases import FILES, MODELS, STORES
 from tests.loading.checkpoints import FIRST, mappings, open_files, write_sharded
 from tests.loading.damage import Case, pickled
 from tests.loading.loaded import Kinds, differences, is_mapped, quantization, standard
@@ -33,11 +32,6 @@ CASES = [*FILES, *MODELS, *STORES]
 
 def name(case: Case) -> str:
     return f"{case.base}: {case.name}"
-
-
-def test_what_the_cases_of_files_start_from_is_sound(tmp_path: Path) -> None:
-    with Checkpoint.open(write_sharded(tmp_path / "files")) as checkpoint:
-        assert sorted(checkpoint.names) == NAMES
 
 
 def comes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:

@@ -47,7 +47,6 @@ from tests.loading.loaded import (
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = (True, False)
 QUANTIZED = pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
-STORED = pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])
 WITH_TOWERS = {each.model_type for each in MULTIMODAL.values()}
 
 
@@ -191,16 +190,6 @@ def pretrained(path: Path, **options: Any) -> Any:
     """``from_pretrained`` with the same options."""
     settings = {"dtype": BF16, "quantization_config": quantization(), "device_map": {"": "cpu"}}
     return AutoModelForCausalLM.from_pretrained(path, **{**settings, **options})
-
-
-@STORED
-def test_fields_of_the_configuration(kinds: Kinds, tmp_path: Path, is_stored: bool) -> None:
-    fields: dict[str, Any] = {"rms_norm_eps": 0.25, "attn_implementation": "eager"}
-    fields["use_cache"] = False
-    model = load(kinds.dense(), store=tmp_path / "store" if is_stored else None, **fields)
-    assert model.config.rms_norm_eps == 0.25 and model.model.norm.variance_epsilon == 0.25
-    assert model.config._attn_implementation == "eager"
-    assert differences(model, pretrained(kinds.dense(), **fields)) == []
 
 
 @pytest.mark.cover("values")

@@ -28,9 +28,8 @@ from poros.merging.merge import merge
 from poros.model.targets import excluded_modules
 from tests.comparing import compare_mappings
 from tests.covers import with_slow
-from tests.loading.images import with_images
 from tests.loading.loaded import tensors
-from tests.loading.towers import FAMILIES, num_layers, write
+from tests.loading.towers import FAMILIES, num_layers, with_images, write
 from tests.loops import num_groups, own_loss, reasons, same, train
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 from tools.tape import TapeRecorder

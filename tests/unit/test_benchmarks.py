@@ -222,27 +222,6 @@ def test_an_arm_has_its_own_folders_first_on_the_path(monkeypatch: pytest.Monkey
     ]
 
 
-def test_a_run_is_told_by_the_steps_of_its_last_half() -> None:
-    row = {"arm": "soup", "length": 64, "accumulation": 2, "began": 0.0, "peak_gb": 1.0}
-    row |= {"times": [5.0, 9.0, 10.0, 10.5, 11.0], "losses": [2.0] * 5}
-    row |= {"host_gb": 3.0, "pinned_gb": 2.0}
-    told = rival_table.summary(row)
-    assert (told["step_ms"], told["tokens_per_s"], told["first_s"]) == (500.0, 256, 5)
-    assert "| soup | 64 | 2 | 5 | 256 | 500 (500, 2) | 1.00 | 3.00 | 5 | 2.0000 | 2.000 |" in (
-        rival_table.table([row])
-    )
-
-
-def test_times_are_set_beside_those_of_poros_in_one_lease_alone() -> None:
-    row = {"arm": "soup", "length": 64, "accumulation": 2, "began": 0.0, "peak_gb": 1.0}
-    row |= {"losses": [2.0] * 3, "host_gb": 3.0, "pinned_gb": 2.0, "lease": "a"}
-    slow, quick = {"times": [1.0, 3.0, 5.0]}, {"times": [1.0, 2.0, 3.0], "arm": "poros:4GiB"}
-    failed = {"arm": "poros:1GiB", "note": "too small", "length": 64, "accumulation": 2}
-    rows = [failed | {"lease": "a"}, row | slow, row | quick, row | slow | {"lease": "b"}]
-    assert [rival_table.beside_poros(each, rows) for each in rows[1:]] == ["2.00", "1.00", ""]
-    assert rival_table.beside_poros(rows[1] | {"length": 32}, rows) == ""
-
-
 def test_the_table_of_a_page_is_drawn_from_its_raw_data(tmp_path: Path) -> None:
     """As it stands in the project, and again once a row is added; all else in the page stays."""
     source = entry.FOLDER / "results" / "rivals_whole_rows_h100_202611.jsonl"

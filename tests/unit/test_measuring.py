@@ -10,14 +10,28 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 import poros
+from poros.config import StreamingPolicy
 from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
+from poros.host.layout import BlockLayout
 from poros.model.measuring import MAX_ROUNDS, RESERVE, SPARE_SHARE, DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
-from poros.model.sizing import ResidencyPlan, Wanted
+from poros.model.sizing import (
+    BlockSizes,
+    Needs,
+    ResidencyPlan,
+    Shape,
+    Sizer,
+    Wanted,
+    affordable,
+    growth,
+    step_num_bytes,
+)
 from tests.loops import layers_of
 from tests.support import make_base, prepare_plain
 
@@ -117,12 +131,13 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
 
 
 class Estimated:
-    """An estimate that everything fits: the floor is not what is tested."""
+    """An estimate that what is wanted fits, and of the rest so much: the floor is not tested."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.num_slots, self.keep_last = wanted.num_slots, wanted.keep_last
+    def __init__(self, wanted: Wanted, slots: Any = None, kept: Any = None, total: int = 1) -> None:
+        self.num_slots = slots if wanted.num_slots is None else wanted.num_slots
+        self.keep_last = kept if wanted.keep_last is None else wanted.keep_last
         self.offload_boundaries = bool(wanted.offload_inputs)
-        self.num_blocks, self.total_num_bytes = NUM_LAYERS, 1
+        self.num_blocks, self.total_num_bytes = NUM_LAYERS, total
         self.check_kernels = "peft"
         self.replays = self.shares_dense = False
 
@@ -170,6 +185,58 @@ def step(num_slots: int, keep_last: int, length: int) -> int:
     """What a step takes."""
     graphs = keep_last * GRAPH_PER_TOKEN * length
     return STANDING + num_slots * block_num_bytes() + PER_TOKEN * length + graphs
+
+
+# The rules that say how much room a budget buys: pure functions.
+
+LAYOUTS = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(
+    lambda sizes: [BlockLayout((), size * KB) for size in sizes]
+)
+
+
+@given(LAYOUTS, st.integers(0, 200), st.integers(0, 50), st.integers(0, 20), st.booleans())
+def test_what_is_affordable_fits_and_grows_with_the_budget(
+    layouts: list[BlockLayout], spare: int, passing: int, graph: int, offload: bool
+) -> None:
+    sizes, needs = BlockSizes(layouts, len(layouts), 1), Needs(KB, passing * KB, graph * KB)
+    wanted = Wanted(None, None, None)
+    least = step_num_bytes(ResidencyPlan(2, 0, offload), sizes, needs)
+    cheapest = min(
+        step_num_bytes(ResidencyPlan(n, 0, offload), sizes, needs)
+        for n in range(2, len(layouts) + 2)
+    )
+    assert affordable(cheapest - 1, sizes, needs, wanted, offload) is None
+    room = affordable(least + spare * KB, sizes, needs, wanted, offload)
+    assert room is not None and step_num_bytes(room, sizes, needs) <= least + spare * KB
+    more = affordable(least + (spare + 9) * KB, sizes, needs, wanted, offload)
+    assert more is not None and more[:2] >= room[:2]
+
+
+@given(*[st.integers(1, 64)] * 5)
+def test_growth_is_no_less_than_attention_without_a_fused_kernel(
+    rows: int, length: int, more_rows: int, more_length: int, together: int
+) -> None:
+    known, shape = Shape(rows, length, 2), Shape(more_rows, more_length, together)
+
+    def cost(shape: Shape) -> int:
+        one = shape.batch_size * (3 * shape.seq_len + shape.seq_len**2)
+        return one * shape.micro_batches
+
+    assert cost(shape) <= cost(known) * growth(shape, known) * (1 + 1e-9)
+
+
+def test_a_room_for_several_shapes_is_planned_as_it_is() -> None:
+    def estimate(shape: Shape, budget: object, wanted: Wanted, *_: bool) -> Any:
+        left = {Shape(1, 10): (4, 0), Shape(2, 5): (3, 1)}[shape]
+        return Estimated(wanted, *left, total=shape.batch_size + shape.seq_len)
+
+    sizer = Sizer(StreamingPolicy(vram_budget="1GiB"), estimate)
+    assert sizer.plan is None
+    assert sizer.begin(Shape(1, 10), ResidencyPlan(2, 0), False, None) == ResidencyPlan(4, 0)
+    room = sizer.begin(Shape(2, 5), ResidencyPlan(4, 0), False, None)
+    assert room == ResidencyPlan(3, 0), "what both leave"
+    plan: Any = sizer.plan
+    assert (plan.num_slots, plan.keep_last, plan.total_num_bytes) == (3, 0, 11)
 
 
 # What is spent.
@@ -441,17 +508,11 @@ def test_micro_batches_go_alone_once_most_layers_can_keep_their_graph(
     assert loop.runtime.room == ResidencyPlan(6, 6)
     assert "one after the other" not in caplog.text, "that is no fault to be told of"
     assert loop.runtime.stats()["fallbacks"] == []
+    # A larger batch takes that room, and has them go together for good.
+    assert accumulated(loop, 56, 4)[-1]
+    assert all(accumulated(loop, 16, 2)), "room that comes and goes changes nothing more"
 
 
 def test_control_micro_batches_stay_together_where_few_layers_can(prepared: Prepare) -> None:
     loop = prepared(budget(6, 0, 48))
     assert all(accumulated(loop, 16, 6))
-
-
-def test_a_larger_batch_that_takes_that_room_has_them_go_together_for_good(
-    prepared: Prepare,
-) -> None:
-    loop = prepared(budget(6, 6, 32))
-    assert not accumulated(loop, 16, 4)[-1]
-    assert accumulated(loop, 56, 4)[-1]
-    assert all(accumulated(loop, 16, 2)), "room that comes and goes changes nothing more"

@@ -19,7 +19,6 @@ from poros.kernels.paths import (
     order_of,
 )
 from poros.kernels.product import product_of
-from tests.support import same_bits
 from tests.unit.rounding import exact, gamma, shares, sizes
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -159,23 +158,3 @@ def test_control_a_wrong_scaling_is_outside_of_the_bound(order: str) -> None:
     found = case.run(order)
     case.scaling *= 1 + 1e-3
     assert all(share > 1 for share in case.excess(order, found))
-
-
-@pytest.mark.parametrize("order", ["f1:b1", "f1:b2", "f1:b3"])
-def test_dropout_is_that_of_pefts_order(order: str) -> None:
-    case = Case("dense", "tall", 8, True, 0.5)
-    how = Added(0.5, 0.3, FP32, rounds=True, keeps_dtype=False)
-    found = []
-    for which in ("peft", order):
-        input, a, b = (each.clone().requires_grad_() for each in (case.input, case.a, case.b))
-        known = product_of(case.module, input, leaves_out=True)
-        torch.manual_seed(3)
-        if which == "peft":
-            sum_ = add_lora(known, input, a, b, how)
-        else:
-            sum_ = multiply_in_order(InOrder(which, known, how), input, a, b)
-        gradients = torch.autograd.grad(sum_, (input, a, b), case.arriving)
-        found.append([sum_.detach(), *gradients, torch.get_rng_state()])
-    for left, right in zip(*found, strict=True):
-        assert torch.allclose(left.double(), right.double(), rtol=1e-4, atol=1e-4)
-    assert same_bits(found[0][-1], found[1][-1])

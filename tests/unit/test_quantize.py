@@ -117,8 +117,6 @@ WEIGHTS: dict[str, torch.Tensor] = {
     "two nested blocks": draw(300, 96),
     "transposed, as in Conv1D": draw(96, 50).T,
     "a zero block": with_a_zero_block(),
-    "zeros": 0 * draw(40, 64),
-    "three dimensions": draw(2, 4, 40),
     "odd": draw(7, 9),
 }
 

@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import poros
 from poros.errors import RematerializationError
 from poros.stream.settings import Settings
-from tests.comparing import assert_same_run
-from tests.covers import with_slow
-from tests.loops import build, run
-from tests.support import prepare_plain
 
 backends: Any = torch.backends
 Change = Callable[[], object]
@@ -32,7 +27,8 @@ def old_then_new() -> None:
     backends.cuda.matmul.fp32_precision = "ieee"
 
 
-PRECISIONS: dict[str, Change] = {
+REDUCTION = "allow_bf16_reduced_precision_reduction"
+CHANGES: dict[str, Change] = {
     "nothing": lambda: None,
     "new matmul": put(backends.cuda.matmul, "tf32"),
     "new everywhere": put(backends, "tf32"),  # TrainingArguments(tf32=True)
@@ -46,18 +42,12 @@ PRECISIONS: dict[str, Change] = {
     "old cublas": put(backends.cuda.matmul, True, "allow_tf32"),
     "old cudnn": put(backends.cudnn, False, "allow_tf32"),
     "old then new": old_then_new,
-}
-REDUCTION = "allow_bf16_reduced_precision_reduction"
-SWITCHES: dict[str, Change] = {
     "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "reductions": put(backends.cuda.matmul, False, REDUCTION),
     "benchmark": put(backends.cudnn, True, "benchmark"),
     "without onednn": lambda: torch._C._set_mkldnn_enabled(False),
     "order of attention": lambda: torch._C._set_sdp_priority_order([2, 0, 1, 3, 4]),
 }
-CHANGES = PRECISIONS | SWITCHES
-MIXED = {"new everywhere", "nothing everywhere", "old medium", "old then new"}
-"""Those that the trainers set, and both kinds of names."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,16 +91,6 @@ def everything() -> list[Any]:
         found.append(Settings.capture())
     backends.fp32_precision = was
     return found
-
-
-@pytest.mark.parametrize("change", with_slow(PRECISIONS, {*PRECISIONS} - MIXED))
-def test_any_mix_of_precisions_trains_as_resident(change: str) -> None:
-    CHANGES[change]()
-    before = everything()
-    model = prepare_plain(build(dtype=torch.float32))
-    assert_same_run(run(build(dtype=torch.float32)), run(model))
-    assert poros.runtime(model).self_check["status"] == "passed"
-    assert everything() == before
 
 
 @pytest.mark.parametrize("between", CHANGES)

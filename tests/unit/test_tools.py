@@ -1,10 +1,16 @@
-"""The tools that count lines and draw mutants."""
+"""The tools: they count lines and draw mutants, and the stand-in for copy engines has power.
+
+That the stand-in catches each broken protocol: ``faults/test_missing_waits``.
+"""
 
 import random
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from tools import lines, mutants
+from tools.adversary import POISON, AdversarialStreams, SlotHazard
 
 
 @pytest.mark.slow
@@ -24,3 +30,35 @@ def test_mutants_are_drawn_from_files_that_exist(core: str) -> None:
     assert len(everything) > 1000
     for mutant in drawn:
         assert mutants.mutated(mutant) != mutants.mutated(mutant._replace(number=-1))
+
+
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "a part": lambda slot: slot[8:16].sum(),
+    "in a list": lambda slot: torch.cat([torch.zeros(1, dtype=torch.uint8), slot]),
+    "out=": lambda slot: torch.add(torch.zeros(64, dtype=torch.uint8), 1, out=slot),
+    "in place": lambda slot: slot.add_(1),
+    "as a parameter": lambda slot: torch.nn.functional.linear(
+        torch.ones(1, 4, dtype=torch.bfloat16),
+        torch.nn.Parameter(slot[:32].view(torch.bfloat16).view(4, 4), requires_grad=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_any_operator_that_reads_before_the_wait_is_caught(name: str) -> None:
+    """And without a watch it reads poison; what is on the host at the wait is what arrives."""
+    streams, read = AdversarialStreams(), READS[name]
+    slot = streams.allocate(64)
+    source = torch.full((64,), 7, dtype=torch.uint8)
+    streams.wait(streams.copy(slot, source, after=streams.record()))
+    assert slot.tolist() == [7] * 64
+    with streams.watch():
+        read(slot)  # waited for: allowed
+        done = streams.copy(slot, source, after=streams.record())
+        with pytest.raises(SlotHazard, match="read without waiting for copy 2"):
+            read(slot)
+        assert (slot.numpy() == POISON).all()
+        source.fill_(2)
+        streams.wait(done)
+        assert (slot.numpy() == 2).all()
+        read(slot)

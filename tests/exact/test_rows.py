@@ -25,9 +25,11 @@ from poros.replay.routing import GradientSums
 from poros.replay.rows import Rows
 from tests.exact.recorded import on_tapes
 from tests.loops import (
+    ON_HOST,
     Batch,
     Subject,
     accumulated,
+    before,
     dense,
     in_autocast,
     layers_of,
@@ -35,6 +37,7 @@ from tests.loops import (
     override,
     own_loss,
     same,
+    slice_resident_loss,
     train,
     trained,
     training,
@@ -138,6 +141,8 @@ def joined(
     model, resident = on_tapes(base(), **{"slots": 2, **policy}), base()
     if policy.get("adapter_kernels") == "grouped":
         poros.use_adapter_kernels(resident, "grouped")
+    if policy.get("loss") == "chunked":
+        slice_resident_loss(resident)
     is_same = same(run(model), run(resident, together=False))
     return is_same, poros.runtime(model).stats()["num_joined_visits"]
 
@@ -156,6 +161,12 @@ def with_positions(batch: Batch) -> Batch:
     return {**batch, "position_ids": positions.expand_as(batch["input_ids"]).contiguous()}
 
 
+@torch.inference_mode()
+def of_inference(batch: Batch) -> Batch:
+    """Edits of its positions are not counted."""
+    return {**batch, "position_ids": with_positions(batch)["position_ids"].clone()}
+
+
 def trained_below() -> Model:
     """Embeddings are trained, and the first layer is not adapted."""
     model = dense(dropout=0.0, num_layers=3)
@@ -163,6 +174,18 @@ def trained_below() -> Model:
         if ".layers.0." in name:
             each.requires_grad_(False)
     model.get_input_embeddings().weight.requires_grad_(True)
+    return model
+
+
+def edited_behind() -> Model:
+    """What the layers give is edited in place, and used by an operator that keeps it."""
+
+    def edit(module: Any, given: Any) -> Any:
+        hidden = given[0].mul_(0.5)
+        return (hidden * hidden,)
+
+    model = UNDRAWN()
+    before(edit, "model.norm")(model)
     return model
 
 
@@ -190,6 +213,7 @@ JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "masks of their own": partial(joined, partial(train, form=with_a_mask, **ALIKE)),
     "positions of their own": partial(joined, partial(train, form=with_positions, **ALIKE)),
     "embeddings trained below": partial(joined, embedded_first, trained_below),
+    "edited behind the layers": partial(joined, base=edited_behind, **ON_HOST),
     "clipped": partial(joined, partial(train, clip=0.1, **ALIKE)),
     "two groups a step": partial(joined, in_two_groups),
 }
@@ -197,6 +221,7 @@ NOT_JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "dropout": partial(joined, base=training),
     "inputs on the host": partial(joined, offload_boundaries=True),
     "with hooks": partial(joined, with_a_hook_on_a_node),
+    "made in inference mode": partial(joined, partial(train, form=of_inference, **ALIKE)),
 }
 
 

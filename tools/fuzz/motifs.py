@@ -287,9 +287,7 @@ def rows(draft: Draft) -> None:
             step["forwards"][place] = replace(usual, length=4)
         elif dice.chance(10):
             step["forwards"][place] = replace(step["forwards"][place], reads=True)
-    if draft.subject.kind == "lora" and dice.chance(25):
-        # Others go to casts that the region keeps, and are not joined.
-        draft.policy = replace(draft.policy, kernels="grouped")
+    if dice.chance(25):
         for step in draft.steps:
             step["autocast"] = "each"
 

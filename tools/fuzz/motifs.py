@@ -288,6 +288,9 @@ def rows(draft: Draft) -> None:
         elif dice.chance(10):
             step["forwards"][place] = replace(step["forwards"][place], reads=True)
     if dice.chance(25):
+        # On tapes, autocast gives 4-bit weights of float32 other bits.
+        dtype = "bfloat16" if draft.subject.quantize else draft.subject.dtype
+        draft.subject = replace(draft.subject, dtype=dtype)
         for step in draft.steps:
             step["autocast"] = "each"
 

@@ -34,6 +34,7 @@ from tests.loops import (
     in_autocast,
     layers_of,
     micro_batches,
+    nothing,
     override,
     own_loss,
     same,
@@ -54,7 +55,16 @@ OFTEN: Any = {"sizes": (5,) * 5, "lengths": (12, 12, 12, 9, 12)}
 """One of five is of another form."""
 
 
-def in_two_groups(model: Model, together: bool = True) -> Facts:
+def penalize(model: Model) -> None:
+    """Edit gradients in place, with a graph, and detach them in place."""
+    for each in trained(model):
+        each.grad += 0.1 * each
+        each.grad.detach_()
+
+
+def in_two_groups(
+    model: Model, together: bool = True, behind: Callable[[Model], None] = nothing
+) -> Facts:
     """The second group of a step finds gradients there."""
     facts: Facts = []
     torch.manual_seed(5)
@@ -62,6 +72,7 @@ def in_two_groups(model: Model, together: bool = True) -> Facts:
     for _ in range(5):
         for _ in range(2):
             facts += accumulated(model, micro_batches(3, generator, (12,)), own_loss, together)
+            behind(model)
         facts += [each.grad.clone() for each in trained(model)]
         model.zero_grad()
     return facts
@@ -216,6 +227,7 @@ JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "edited behind the layers": partial(joined, base=edited_behind, **ON_HOST),
     "clipped": partial(joined, partial(train, clip=0.1, **ALIKE)),
     "two groups a step": partial(joined, in_two_groups),
+    "gradients edited": partial(joined, partial(in_two_groups, behind=penalize)),
 }
 NOT_JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "dropout": partial(joined, base=training),

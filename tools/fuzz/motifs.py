@@ -239,7 +239,8 @@ def _base(draft: Draft) -> None:
 
 
 def _gradients(draft: Draft) -> None:
-    how = draft.dice.weighted({"clip": 5, "noise": 2, "clip_value": 1, "zero": 1, "none": 1})
+    kinds = {"clip": 5, "noise": 2, "clip_value": 1, "penalty": 2, "zero": 1, "none": 1}
+    how = draft.dice.weighted(kinds)
     draft.place(EditGradients(how), moments={"after": 1})
 
 

@@ -195,7 +195,7 @@ class EditGradients(Action):
     """Change gradients between backward and the step."""
 
     how: str = "clip"
-    """clip, clip_value, noise, zero, none."""
+    """clip, clip_value, noise, penalty (in place, with a graph), zero, none."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -180,6 +180,8 @@ class LayerCall(Call):
             return "what layers return aside is recorded"
         if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in self.tensors):
             return "tensors of other classes"
+        if any(tensor.is_inference() for tensor in self.tensors):
+            return "tensors made in inference mode, whose edits are not counted"
         if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
             return "operators that are watched"
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

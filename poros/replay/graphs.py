@@ -211,8 +211,11 @@ class Fixed:
         self.filled = [None] * len(self.tensors)
 
     def copies(self) -> list[torch.Tensor]:
-        """What is in them now, in memory of its own: one copy for each piece."""
-        return self._views([piece.clone() for piece in self._pieces])
+        """What is in them now, in memory of its own: one copy for each piece.
+
+        An edit of one is not counted as one of those beside it.
+        """
+        return [each.data for each in self._views([piece.clone() for piece in self._pieces])]
 
     def _views(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [

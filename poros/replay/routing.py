@@ -186,7 +186,8 @@ class GradientSums:
             self._recorded, self._total, self._piece = recorded, piece.clone(), piece
             for parameter, gradient in arrived:
                 place = gradient.size(), gradient.stride(), gradient.storage_offset()
-                parameter.grad = self._total.as_strided(*place)
+                # No view: code may edit one with a graph, or detach it in place.
+                parameter.grad = self._total.as_strided(*place).data
             return
         for parameter, total, gradient in zip(parameters, sums, gradients, strict=True):
             if total is None:

@@ -44,12 +44,14 @@ from tools.fuzz.program import (
 from tools.fuzz.shrink import shrink
 
 NUM_DRAWN = 2
+SEED = 20
+"""Of whose programs visits of several micro-batches are joined in one."""
 
 
 def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> None:
     """Less than a minute; the same programs at every run. `python -m tools.fuzz` draws others."""
-    tally = campaign.Tally(0)
-    for program in campaign.draw(0, NUM_DRAWN):
+    tally = campaign.Tally(SEED)
+    for program in campaign.draw(SEED, NUM_DRAWN):
         verdict = judge(program)
         tally.add(program, verdict, campaign.shrunk_failure(program, verdict, judge, tally))
     assert tally.num_programs == NUM_DRAWN
@@ -57,6 +59,7 @@ def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> Non
     assert tally.ends["failed"] == 0, "\n\n".join(report)
     # Mostly programs that run through: refusals alone would show nothing.
     assert tally.ends["equal"] > NUM_DRAWN / 3
+    assert tally.by_feature[campaign.JOINED]["equal"] > 0
 
 
 PLAIN = Program(

@@ -25,16 +25,20 @@ from poros.replay.routing import GradientSums
 from poros.replay.rows import Rows
 from tests.exact.recorded import on_tapes
 from tests.loops import (
+    ON_HOST,
     Batch,
     Subject,
     accumulated,
+    before,
     dense,
     in_autocast,
     layers_of,
     micro_batches,
+    nothing,
     override,
     own_loss,
     same,
+    slice_resident_loss,
     train,
     trained,
     training,
@@ -51,7 +55,16 @@ OFTEN: Any = {"sizes": (5,) * 5, "lengths": (12, 12, 12, 9, 12)}
 """One of five is of another form."""
 
 
-def in_two_groups(model: Model, together: bool = True) -> Facts:
+def penalize(model: Model) -> None:
+    """Edit gradients in place, with a graph, and detach them in place."""
+    for each in trained(model):
+        each.grad += 0.1 * each
+        each.grad.detach_()
+
+
+def in_two_groups(
+    model: Model, together: bool = True, behind: Callable[[Model], None] = nothing
+) -> Facts:
     """The second group of a step finds gradients there."""
     facts: Facts = []
     torch.manual_seed(5)
@@ -59,6 +72,7 @@ def in_two_groups(model: Model, together: bool = True) -> Facts:
     for _ in range(5):
         for _ in range(2):
             facts += accumulated(model, micro_batches(3, generator, (12,)), own_loss, together)
+            behind(model)
         facts += [each.grad.clone() for each in trained(model)]
         model.zero_grad()
     return facts
@@ -138,6 +152,8 @@ def joined(
     model, resident = on_tapes(base(), **{"slots": 2, **policy}), base()
     if policy.get("adapter_kernels") == "grouped":
         poros.use_adapter_kernels(resident, "grouped")
+    if policy.get("loss") == "chunked":
+        slice_resident_loss(resident)
     is_same = same(run(model), run(resident, together=False))
     return is_same, poros.runtime(model).stats()["num_joined_visits"]
 
@@ -156,6 +172,12 @@ def with_positions(batch: Batch) -> Batch:
     return {**batch, "position_ids": positions.expand_as(batch["input_ids"]).contiguous()}
 
 
+@torch.inference_mode()
+def of_inference(batch: Batch) -> Batch:
+    """Edits of its positions are not counted."""
+    return {**batch, "position_ids": with_positions(batch)["position_ids"].clone()}
+
+
 def trained_below() -> Model:
     """Embeddings are trained, and the first layer is not adapted."""
     model = dense(dropout=0.0, num_layers=3)
@@ -163,6 +185,18 @@ def trained_below() -> Model:
         if ".layers.0." in name:
             each.requires_grad_(False)
     model.get_input_embeddings().weight.requires_grad_(True)
+    return model
+
+
+def edited_behind() -> Model:
+    """What the layers give is edited in place, and used by an operator that keeps it."""
+
+    def edit(module: Any, given: Any) -> Any:
+        hidden = given[0].mul_(0.5)
+        return (hidden * hidden,)
+
+    model = UNDRAWN()
+    before(edit, "model.norm")(model)
     return model
 
 
@@ -190,13 +224,16 @@ JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "masks of their own": partial(joined, partial(train, form=with_a_mask, **ALIKE)),
     "positions of their own": partial(joined, partial(train, form=with_positions, **ALIKE)),
     "embeddings trained below": partial(joined, embedded_first, trained_below),
+    "edited behind the layers": partial(joined, base=edited_behind, **ON_HOST),
     "clipped": partial(joined, partial(train, clip=0.1, **ALIKE)),
     "two groups a step": partial(joined, in_two_groups),
+    "gradients edited": partial(joined, partial(in_two_groups, behind=penalize)),
 }
 NOT_JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "dropout": partial(joined, base=training),
     "inputs on the host": partial(joined, offload_boundaries=True),
     "with hooks": partial(joined, with_a_hook_on_a_node),
+    "made in inference mode": partial(joined, partial(train, form=of_inference, **ALIKE)),
 }
 
 

@@ -241,6 +241,9 @@ def _(action: EditGradients, arm: "Arm") -> bool:
             continue
         if action.how == "noise":
             parameter.grad.add_(torch.randn_like(parameter), alpha=1e-3)
+        elif action.how == "penalty":
+            parameter.grad += 1e-2 * parameter
+            parameter.grad.detach_()
         elif action.how == "zero":
             parameter.grad.zero_()
         elif action.how == "none":

@@ -76,6 +76,8 @@ class Arm:
         self.optimizer: Any = None
         self.edits_base = False
         """Whether a frozen tensor has been changed."""
+        self.given: list[torch.Tensor] = []
+        """Embeddings that the model was given, and that have a gradient."""
         self._stepped: dict[int, Any] = {}
         self._names: dict[int, str] = {}
 
@@ -165,6 +167,7 @@ class Arm:
             torch.manual_seed(self.program.seed)
             self.seen.clear()
             self.sums.clear()
+            self.given.clear()
             losses = []
             self.record.add(f"{where}: caught", 1)
             self._zero_gradients()
@@ -176,6 +179,10 @@ class Arm:
         for name, parameter in self.named_trainable():
             if parameter.grad is not None:
                 self.record.add(f"{where}: gradient of {name}", parameter.grad)
+        for number, embedded in enumerate(self.given):
+            if embedded.grad is not None:
+                self.record.add(f"{where}: gradient of embeddings {number}", embedded.grad)
+        self.given.clear()
         for action in step.after:
             self._do(action)
         for name, values in sorted(self.seen.items()):
@@ -263,11 +270,15 @@ class Arm:
         return self._sum(forward, output, outside=False)
 
     def _output(self, forward: Forward) -> Any:
-        inputs = dict(self.batch(forward.batch, forward.length))
+        if forward.reads:
+            there = [p.grad.norm() for _, p in self.named_trainable() if p.grad is not None]
+            self.record.add(f"step {self.step_index}: gradients there", sum(there))
+        inputs = dict(self.batch(forward.batch, forward.length, forward.mask))
         if forward.inputs != "ids":
             embedded = self.model.get_input_embeddings()(inputs.pop("input_ids")).detach()
             inputs["inputs_embeds"] = embedded.requires_grad_(forward.inputs == "embeds_grad")
             self.captured[-1] = inputs["inputs_embeds"]
+            self.given += [embedded] if embedded.requires_grad else []
         options: dict[str, Any] = {"use_cache": forward.cache}
         if forward.attentions:
             options["output_attentions"] = True
@@ -275,11 +286,17 @@ class Arm:
             options["output_hidden_states"] = True
         return self.model(**inputs, **options)
 
-    def batch(self, number: int, length: int) -> dict[str, torch.Tensor]:
-        drawn = tiny.make_batches(
-            number + 1, batch_size=NUM_ROWS, num_tokens=length, seed=self.program.seed
-        )
-        return drawn[number]
+    def batch(self, number: int, length: int, mask: str = "drawn") -> dict[str, torch.Tensor]:
+        sizes = {"batch_size": NUM_ROWS, "num_tokens": length, "seed": self.program.seed}
+        batch = tiny.make_batches(number + 1, **sizes, padded=mask == "drawn")[number]
+        first = 1 + number % (length - 1)
+        if mask == "own":
+            batch["attention_mask"][-1, first:] = 0
+            batch["labels"][-1, first:] = -100
+        elif mask == "packed":
+            positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+            batch["position_ids"] = positions.repeat(NUM_ROWS, 1)
+        return batch
 
     def _sum(
         self, forward: Forward, output: Any, *, outside: bool, base: bool = True

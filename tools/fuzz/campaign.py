@@ -39,6 +39,8 @@ Judge = Callable[[Program], "Verdict"]
 Shrunk = tuple[Program, "Verdict"]
 
 ENDS = ("equal", "refused", "raised", "skipped", "failed")
+JOINED = "joined visits"
+"""What programs have whose micro-batches were replayed in one go: more than what was drawn."""
 
 _CHUNK = 100
 _NUM_TRIES = 100
@@ -95,7 +97,7 @@ class Tally:
     def add(self, program: Program, verdict: "Verdict", shrunk: "Shrunk | None") -> None:
         """Count one program; ``shrunk`` comes with a failure that was not known."""
         self.ends[verdict.end] += 1
-        for name in features(program):
+        for name in features(program) | ({JOINED} if verdict.num_joined else set()):
             self.by_feature.setdefault(name, Counter())[verdict.end] += 1
         self.kinds.setdefault(verdict.end, Counter())[verdict.kind] += 1
         self.examples.setdefault((verdict.end, verdict.kind), (program, verdict.detail))
@@ -316,7 +318,9 @@ def render(tally: Tally) -> "Group":
     from rich.text import Text
 
     seconds = f"{tally.seconds:.0f} s"
-    summary = Table(title=f"{tally.num_programs} programs, seed {tally.seed}, {seconds}")
+    num_joined = tally.by_feature.get(JOINED, Counter[str]()).total()
+    programs_of = f"{tally.num_programs} programs ({num_joined} with {JOINED})"
+    summary = Table(title=f"{programs_of}, seed {tally.seed}, {seconds}")
     for end in ENDS:
         summary.add_column(end, justify="right")
     summary.add_row(*(str(tally.ends[end]) for end in ENDS))

@@ -78,6 +78,8 @@ class Draft:
     start: list[Action] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     num_tags: int = 0
+    first: int = 0
+    """The first step around which there is something unusual."""
 
     def __post_init__(self) -> None:
         self.steps = [
@@ -90,7 +92,7 @@ class Draft:
         return self.num_tags - 1
 
     def step(self) -> dict[str, Any]:
-        return self.dice.choice(self.steps)
+        return self.dice.choice(self.steps[self.first :])
 
     def layer(self) -> int:
         return self.dice.below(self.subject.num_layers)
@@ -101,6 +103,8 @@ class Draft:
     def place(self, action: Action, *, moments: dict[str, int] | None = None) -> str:
         """Put ``action`` at a moment: the start, before a step, between forward and backward."""
         moment = self.dice.weighted(moments or {"before": 5, "start": 2, "between": 2})
+        if moment == "start" and self.first:
+            moment = "before"
         if moment == "start":
             self.start.append(action)
         else:
@@ -111,7 +115,7 @@ class Draft:
         """Add ``term`` to the loss of one forward, or of all."""
         if self.dice.chance(25):
             term = replace(term, outside=True)
-        chosen = self.steps if everywhere else [self.step()]
+        chosen = self.steps[self.first :] if everywhere else [self.step()]
         for step in chosen:
             forwards = step["forwards"]
             index = self.dice.below(len(forwards))
@@ -120,12 +124,13 @@ class Draft:
     def finish(self) -> Program:
         steps = []
         actions = [self.start, *(step[key] for step in self.steps for key in ("before", "between"))]
-        has_own_code = any(isinstance(each, Hook) for group in actions for each in group) or any(
-            forward.terms for step in self.steps for forward in step["forwards"]
-        )
-        for step in self.steps:
-            if has_own_code and step.get("backward") == "together":
-                # A loss that is called several times has to depend on the model alone.
+        hooks = [each for group in actions for each in group if isinstance(each, Hook)]
+        forwards = [each for step in self.steps for each in step["forwards"]]
+        terms = {term.kind for each in forwards for term in each.terms}
+        passes_values = terms & {"captured", "embeds"} or {each.does for each in hooks} & {"sum"}
+        for index, step in enumerate(self.steps):
+            if passes_values and index >= self.first and step.get("backward") == "together":
+                # Nothing passes values from a part of the code of a loss to another.
                 step["backward"] = "each"
             values: dict[str, Any] = {
                 key: tuple(value) if isinstance(value, list) else value

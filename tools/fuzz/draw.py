@@ -10,7 +10,7 @@ from typing import Any
 from poros.errors import PolicyError
 from tools.fuzz import optimizers
 from tools.fuzz.draft import Dice, Draft
-from tools.fuzz.motifs import MOTIFS
+from tools.fuzz.motifs import MOTIFS, rows
 from tools.fuzz.program import Policy, Program, Subject
 
 
@@ -37,7 +37,12 @@ def programs() -> Any:
         policy = _policy(dice, subject)
         # Visits are recorded once they have come twice, and replayed once that is proved.
         lengths = {5: 2, 6: 1} if policy.recorded else {2: 5, 1: 2, 3: 3}
+        # Those of several micro-batches are joined once they have come some times more.
+        has_rows = dice.chance(40)
+        lengths = {9: 2, 10: 1} if has_rows else lengths
         draft = Draft(dice, subject, policy, dice.weighted(lengths))
+        if has_rows:
+            rows(draft)
         draft.optimizer = dice.weighted(optimizers.weights())
         for _ in range(dice.weighted({2: 3, 1: 3, 3: 3, 4: 2, 0: 1})):
             dice.weighted(MOTIFS)(draft)

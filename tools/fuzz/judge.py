@@ -46,17 +46,27 @@ class Verdict:
             run), ``skipped`` (the resident run does not repeat itself), or ``failed``.
         kind: What sort of failure or refusal, without numbers and names: equal for equal causes.
         detail: One line that says what was expected and found.
+        num_joined: Visits that were replayed in one go with those of other micro-batches.
     """
 
     end: End
     kind: str = ""
     detail: str = ""
+    num_joined: int = 0
 
 
 def judge(program: Program, models: Models) -> Verdict:
     """Run all arms of ``program``; the models are made by ``models``."""
     resident = _resident(program, models)
-    verdict = _compare(program, resident, *_streamed(program, models))
+    streamed, finish = _streamed(program, models)
+    verdict = _judged(program, models, resident, streamed, finish)
+    return replace(verdict, num_joined=finish.num_joined)
+
+
+def _judged(
+    program: Program, models: Models, resident: Record, streamed: Record, finish: "_Finish"
+) -> Verdict:
+    verdict = _compare(program, resident, streamed, finish)
     if verdict.end == "refused" and verdict.kind.startswith(ParityError.__name__):
         verdict = _accused(program, models, resident, verdict)
     if verdict.end != "failed":
@@ -123,6 +133,7 @@ class _Finish:
         self.problem = ""
         self.was_warned = False
         self.warning = ""
+        self.num_joined = 0
         self._num_calls = _num_calls()
 
     def __call__(self, arm: Arm) -> None:
@@ -130,6 +141,7 @@ class _Finish:
         if not any(is_streamed(module) for module in model.modules()):
             return
         check = runtime(model).self_check
+        self.num_joined = runtime(model).stats()["num_joined_visits"]
         self.was_warned = check["mode"] == "warn" and check["status"] == "failed"
         self.warning = str(check["message"])
         base = {name: tensor.detach().clone() for name, tensor in frozen_tensors(model)}
@@ -178,6 +190,7 @@ def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
                 loss=policy.loss,
                 adapter_kernels=policy.kernels,
                 self_check=policy.self_check,
+                share_dense=policy.share_dense,
                 device="cpu",
             ),
             streams=streams,

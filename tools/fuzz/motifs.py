@@ -15,6 +15,7 @@ from tools.fuzz.program import (
     EditGradients,
     Enable,
     Evaluate,
+    Forward,
     Hook,
     Probe,
     Random,
@@ -29,6 +30,8 @@ from tools.fuzz.program import (
     UseTwice,
 )
 
+_FIRST_JOINED = 6
+"""The step from which on visits of micro-batches are joined, if all steps are alike."""
 _OUTSIDE = ("", "model", "embed_tokens", "norm", "lm_head")
 
 _FORWARD_DOES = {
@@ -236,7 +239,8 @@ def _base(draft: Draft) -> None:
 
 
 def _gradients(draft: Draft) -> None:
-    how = draft.dice.weighted({"clip": 5, "noise": 2, "clip_value": 1, "zero": 1, "none": 1})
+    kinds = {"clip": 5, "noise": 2, "clip_value": 1, "penalty": 2, "zero": 1, "none": 1}
+    how = draft.dice.weighted(kinds)
     draft.place(EditGradients(how), moments={"after": 1})
 
 
@@ -246,10 +250,50 @@ def _optimizer(draft: Draft) -> None:
 
 def _together(draft: Draft) -> None:
     """Micro-batches together, in every step."""
-    for step in draft.steps:
+    for step in draft.steps[draft.first :]:
         first = step["forwards"][0]
         step["forwards"] = [replace(first, batch=index) for index in range(2 + draft.dice.below(2))]
         step["backward"] = "together"
+
+
+def rows(draft: Draft) -> None:
+    """Micro-batches of one form together in every step, whose layers draw nothing."""
+    dice = draft.dice
+    draft.subject = replace(draft.subject, dropout=0.0)
+    if draft.subject.kind == "vblora":  # which is not recorded
+        draft.subject = replace(draft.subject, kind="lora", targets="all")
+    draft.policy = replace(
+        draft.policy,
+        recorded=True,
+        keep_last=dice.weighted({0: 3, 1: 1}),
+        offload_boundaries=False,
+        vram_budget="",
+        share_dense=dice.chance(30),
+        streams=dice.choice(("plain", "adversarial")),
+    )
+    draft.first = dice.weighted({_FIRST_JOINED: 4, 0: 1})
+    usual = Forward(
+        length=dice.choice((6, 5)),
+        inputs=dice.weighted({"ids": 8, "embeds": 1, "embeds_grad": 1}),
+        mask=dice.weighted({"full": 3, "own": 3, "packed": 1}),
+    )
+    number, others = 4 + dice.below(2), dice.chance(30)
+    for index, step in enumerate(draft.steps):
+        step["forwards"] = [replace(usual, batch=index + place) for place in range(number)]
+        step["backward"], step["update"] = "together", not dice.chance(10)
+        if index < draft.first:
+            continue
+        place = dice.below(number)
+        if others and dice.chance(50):
+            step["forwards"][place] = replace(usual, length=4)
+        elif dice.chance(10):
+            step["forwards"][place] = replace(step["forwards"][place], reads=True)
+    if dice.chance(25):
+        # On tapes, autocast gives 4-bit weights of float32 other bits.
+        dtype = "bfloat16" if draft.subject.quantize else draft.subject.dtype
+        draft.subject = replace(draft.subject, dtype=dtype)
+        for step in draft.steps:
+            step["autocast"] = "each"
 
 
 def _settings(draft: Draft) -> None:

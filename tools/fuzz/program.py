@@ -66,6 +66,7 @@ class Policy(Plain):
     """exact, fused or grouped; in the first arm too, where it has the bits of the second."""
     recorded: bool = False
     """Visits are recorded on tapes and replayed."""
+    share_dense: bool = False
     streams: str = "plain"
     """plain, adversarial, or watched: every operator's reads of slots observed, in all arms."""
 
@@ -194,7 +195,7 @@ class EditGradients(Action):
     """Change gradients between backward and the step."""
 
     how: str = "clip"
-    """clip, clip_value, noise, zero, none."""
+    """clip, clip_value, noise, penalty (in place, with a graph), zero, none."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -254,6 +255,11 @@ class Forward(Plain):
     terms: tuple[Term, ...] = ()
     inputs: str = "ids"
     """ids, embeds, embeds_grad."""
+    mask: str = "drawn"
+    """drawn (some batches are padded), full (none is), own (each in another place), packed (two
+    documents in a row, of other lengths in each batch)."""
+    reads: bool = False
+    """Gradients that are there before it are recorded."""
     cache: bool = False
     attentions: bool = False
 

@@ -44,14 +44,12 @@ from tools.fuzz.program import (
 from tools.fuzz.shrink import shrink
 
 NUM_DRAWN = 2
-SEED = 20
-"""Of whose programs visits of several micro-batches are joined in one."""
 
 
 def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> None:
     """Less than a minute; the same programs at every run. `python -m tools.fuzz` draws others."""
-    tally = campaign.Tally(SEED)
-    for program in campaign.draw(SEED, NUM_DRAWN):
+    tally = campaign.Tally(0)
+    for program in campaign.draw(0, NUM_DRAWN):
         verdict = judge(program)
         tally.add(program, verdict, campaign.shrunk_failure(program, verdict, judge, tally))
     assert tally.num_programs == NUM_DRAWN
@@ -59,11 +57,15 @@ def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> Non
     assert tally.ends["failed"] == 0, "\n\n".join(report)
     # Mostly programs that run through: refusals alone would show nothing.
     assert tally.ends["equal"] > NUM_DRAWN / 3
-    assert tally.by_feature[campaign.JOINED]["equal"] > 0
 
 
 PLAIN = Program(
     subject=Subject(num_layers=2, dropout=0.1), policy=Policy(self_check="off"), steps=(Step(),) * 2
+)
+JOINED = Program(
+    subject=Subject(num_layers=2, dropout=0.0),
+    policy=Policy(self_check="off", recorded=True),
+    steps=(Step(forwards=(Forward(mask="full"),) * 4, backward="together"),) * 9,
 )
 
 
@@ -114,6 +116,13 @@ def accuses(genuine: Any, *values: Any) -> str:
 def test_control_without_a_failure_it_is_equal(judge: campaign.Judge) -> None:
     for policy in (PLAIN.policy, Policy()):
         assert judge(replace(PLAIN, policy=policy)).end == "equal"
+
+
+def test_joined_visits_are_reached_and_counted(judge: campaign.Judge) -> None:
+    tally = campaign.Tally(0)
+    for program in (JOINED, PLAIN):
+        tally.add(program, judge(program), None)
+    assert tally.by_feature[campaign.JOINED].total() == 1 and tally.ends["equal"] == 2
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ class StagedCheckpoints:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = Path(self.args.output_dir)
         target = run / f"checkpoint-{self.state.global_step}"
+        if (target / WHOLE).exists():  # a signal came in the last step of an epoch
+            return
         with writing(target, Exception), partial_folder(target) as self._partial:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             _mark_complete(self._partial / target.name)

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 Lock = Callable[[], object]
 """Ends a page lock."""
+_INDICES = (torch.int64, torch.int32)
+"""That ``torch.nn.functional.embedding`` takes."""
 
 
 class RowReader:
@@ -48,8 +50,8 @@ class RowReader:
         self.check: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
         self.fallbacks: list[str] = []
         self._streams = streams.beside()
-        self._locks: dict[int, Lock | None] = {}
-        """By the address of a matrix that the device may read; None if its lock is another's."""
+        self._locks: dict[int, Lock] = {}
+        """By the address of a matrix that the device may read."""
         self.pinned_num_bytes = 0
 
     @property
@@ -58,11 +60,12 @@ class RowReader:
         return self._streams.device
 
     def lock(self, matrix: torch.Tensor) -> None:
-        """Page-lock a matrix for a GPU that can read rows of it, if there is memory for that.
+        """Page-lock a contiguous matrix for a GPU that can read rows of it.
 
-        It may be a part of a file, of which it takes a copy then.
+        It may be a part of a file, of which it takes a copy then. Where there is no memory for
+        that the host goes on gathering rows.
         """
-        if not runs_triton(self.device):
+        if not runs_triton(self.device) or not matrix.is_contiguous():
             return
         lock = None
         with suppress(HostMemoryError):
@@ -74,15 +77,15 @@ class RowReader:
         self.pinned_num_bytes += matrix.nbytes
         self.read_in_place(matrix, lock)
 
-    def read_in_place(self, matrix: torch.Tensor, lock: Lock | None = None) -> None:
-        """Have the device read rows of a matrix that is page-locked as long as this is used."""
+    def read_in_place(self, matrix: torch.Tensor, lock: Lock) -> None:
+        """Have the device read rows of a page-locked matrix, until ``unlock`` ends the lock."""
         if runs_triton(self.device):
             self._locks[matrix.data_ptr()] = lock
 
     def unlock(self) -> None:
         """Undo ``lock`` once the device has read what it was to read. Idempotent."""
         locks, self._locks, self.pinned_num_bytes = self._locks, {}, 0
-        for lock in filter(None, locks.values()):
+        for lock in locks.values():
             lock()
 
     def rows(self, name: str, matrix: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -90,7 +93,7 @@ class RowReader:
 
         Args:
             name: Of the matrix.
-            matrix: In host memory, of shape (rows, columns), contiguous.
+            matrix: In host memory, of shape (rows, columns).
             indices: Integers of any shape, on the device or the host.
 
         Returns:
@@ -101,9 +104,15 @@ class RowReader:
             Else the host waits for ``indices``, and the compute stream for the copy.
 
         Raises:
+            TypeError: If they are no indices of an embedding.
             IndexError: If an index is out of range and the host gathers. A GPU stops by an
                 assertion then, as it does for an embedding of its own.
         """
+        if indices.dtype not in _INDICES:
+            raise TypeError(
+                f"{name}: expected indices in torch.int64 or torch.int32, as an embedding takes "
+                f"them, found {indices.dtype}; convert them by .long()"
+            )
         flat = indices.reshape(-1)
         target = self._streams.borrow((flat.numel(), matrix.shape[1]), matrix.dtype)
         if target.numel():

@@ -182,7 +182,7 @@ def keep_head(head: Head, rows: RowReader, streams: StreamContext) -> SliceReade
     reader = SliceReader(head.name, matrix, streams, slab)
     if streams.device.type == "cuda":
         if slab.pin(streams.device):
-            rows.read_in_place(matrix)
+            rows.read_in_place(matrix, slab.unpin)
         else:
             rows.note_pageable("the head")
     return reader

@@ -255,7 +255,7 @@ class _Forward(PatchedForward):
             leaves_out = not others and tally.leaves_out(self)
             owner = None if others else self
             found, *rest = project(group, given, owner, leaves_out, tally.casts)
-            if shared is not None:
+            if shared is not None and others:
                 pairs = zip(others, rest, strict=True)
                 shared.keep(input, {each: (theirs, result) for (each, theirs), result in pairs})
             if leaves_out:

@@ -8,6 +8,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -111,6 +112,12 @@ def has_hooks(*modules: nn.Module, but_ours: bool = False) -> bool:
 def is_of_liger(value: object) -> bool:
     """Whether a function or class is of Liger, whose forwards do what those they replace do."""
     return str(getattr(value, "__module__", "")).startswith("liger_kernel.")
+
+
+def is_forward_of_liger(value: object) -> bool:
+    """Whether a forward that is set on a module is Liger's own, and nobody has wrapped it."""
+    is_method = type(value) is MethodType
+    return is_method and is_of_liger(value) and not hasattr(value, "__wrapped__")
 
 
 def replace(

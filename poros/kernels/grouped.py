@@ -60,7 +60,7 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_as, autocast_dtype
 from poros.kernels.copies import copy_all
-from poros.kernels.forwards import PatchedForward, has_hooks, is_of_liger
+from poros.kernels.forwards import PatchedForward, has_hooks, is_forward_of_liger
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.nodes import saved_tensors
 from poros.kernels.product import Product
@@ -393,7 +393,7 @@ def share_inputs(
     """
     for module in modules:
         before = module.__dict__.get("forward")
-        names = names_of(module) if before is None or is_of_liger(before) else ()
+        names = names_of(module) if before is None or is_forward_of_liger(before) else ()
         if len(names) > 1:
             module.__dict__["forward"] = SharingForward(module, sharer, names, before)
 

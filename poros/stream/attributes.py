@@ -23,11 +23,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from poros.kernels.forwards import PatchedForward
 from poros.stream.args import PLAIN
 
 _SEEN = (
     *PLAIN,
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, PatchedForward),
 )
 _LEFT_OUT = frozenset(
     {

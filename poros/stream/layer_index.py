@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.kernels.forwards import PatchedForward, is_of_liger
+from poros.kernels.forwards import PatchedForward, is_forward_of_liger
 from poros.stream.adapters import AdapterPlace, adapter_places, is_adapter_module
 from poros.stream.attributes import Attributes
 
@@ -226,4 +226,4 @@ def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
 
 def _is_of_kernels(forward: Any) -> bool:
     """Whether a forward set on a module is a known library's, or none is set; or ours."""
-    return type(forward) is not MethodType or is_of_liger(forward)
+    return type(forward) is not MethodType or is_forward_of_liger(forward)

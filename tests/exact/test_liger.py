@@ -1,7 +1,7 @@
 """Liger's kernels in streamed layers, in Triton's interpreter: the bits of a resident model's."""
 
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from poros.planning.request import PlanRequest
 from tests.covers import with_slow
 from tests.exact.recorded import KEPT, recorded
 from tests.liger import liger_alone, liger_interpreted
-from tests.loops import adapted, mlps, same, train
+from tests.loops import adapted, mlps, nothing, same, train
 
 Model = Any
 model_of = partial(adapted, dtype=torch.float32, lora_dropout=0.1)
@@ -126,6 +126,46 @@ def test_grouped_adapters_share_inputs_under_ligers_forwards(monkeypatch: Any) -
     assert set(zip(*[iter(widths)] * 4, strict=True)) == {(3, 1, 2, 1)}
     poros.restore(model)
     assert [module.__dict__.get("forward") for module in model.modules()] == before
+
+
+def own_forwards(model: Model) -> None:
+    for each in mlps(model):
+        del each.forward
+
+
+def wrapped_forwards(model: Model) -> None:
+    """Somebody's functions in the place of Liger's, whose names they take."""
+    for each in mlps(model):
+        each.forward = wraps(each.forward)(partial(halved, each.forward))
+
+
+def halved(forward: Any, input: torch.Tensor) -> Any:
+    return 0.5 * forward(input)
+
+
+@pytest.mark.parametrize(
+    "edits", [(nothing, own_forwards), (wrapped_forwards, nothing)], ids=["taken away", "wrapped"]
+)
+def test_a_forward_of_ligers_that_is_replaced(edits: Any) -> None:
+    """Recordings of it are not replayed any more, and code that is not Liger's is not recorded."""
+    long = partial(run, sizes=(2, 2, 2, 2))
+    found, replays = [], []
+    for is_streamed in (False, True):
+        with liger_alone(modeling_qwen2) as applied:
+            model = applied(model_of(lora_dropout=0.0, target_modules="all-linear"))
+            edits[0](model)
+            if is_streamed:
+                captures, _ = recorded(model, slots=2, adapter_kernels="grouped", cuda_graphs=True)
+            else:
+                poros.use_adapter_kernels(model, "grouped")
+            facts = []
+            for edit in (nothing, edits[1]):
+                edit(model)
+                facts += long(model)
+                replays.append(captures.num_replays if is_streamed else 0)
+            found.append(facts)
+    assert same(*found)
+    assert (0 < replays[2] < replays[3]) == (edits[0] is nothing) == (replays[3] > 0)
 
 
 def test_another_activation_is_computed_as_it_is() -> None:

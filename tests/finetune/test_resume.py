@@ -66,10 +66,12 @@ def events(recipe: Recipe) -> list[int]:
     return [each["step"] for each in read_run(Path(recipe.output.folder or "")).logs]
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_a_signal_ends_a_run_with_a_checkpoint(
-    options: dict[str, Any], expected: Trained, monkeypatch: pytest.MonkeyPatch
+    strategy: str, options: dict[str, Any], expected: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of(**options)
+    """Where the end of an epoch would save another one at the same step, there is one."""
+    recipe = recipe_of(**options | {"training__save_strategy": strategy})
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))

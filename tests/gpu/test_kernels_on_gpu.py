@@ -71,6 +71,12 @@ def test_the_gpu_reads_rows_of_locked_memory(columns: int, dtype: torch.dtype) -
     again = RowReader(reader._streams)
     again.lock(matrix)  # as another's lock would end before it, it takes none
     assert again.pinned_num_bytes == 0 and len(again.fallbacks) == 1
+    again.lock(matrix.t())  # whose rows do not lie side by side
+    assert len(again.fallbacks) == 1
+    assert torch.equal(
+        bits(again.rows("t", matrix.t(), indices[:1, :4] % 6)),
+        bits(matrix.t()[indices[:1, :4].cpu() % 6].cuda()),
+    )
     reader.unlock()
     assert reader.pinned_num_bytes == 0 and not matrix.is_pinned()
     assert torch.equal(bits(reader.rows("matrix", matrix, indices)), bits(found))

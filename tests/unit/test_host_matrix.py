@@ -128,3 +128,11 @@ def test_what_is_trained_or_cast_unnoticed_is_noticed_at_the_next_lookup() -> No
     module.half()
     with pytest.raises(PreparedModelError, match=r"embed\.weight: expected torch\.bfloat16"):
         module(IDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.uint8], ids=str)
+def test_what_an_embedding_refuses_is_refused(dtype: torch.dtype) -> None:
+    module = make()
+    on_host(module)
+    with pytest.raises(TypeError, match=r"embed\.weight: expected indices in torch\.int64"):
+        module(IDS.to(dtype))

@@ -17,6 +17,7 @@ from poros.host.disk import DiskStore
 from poros.host.layout import BlockLayout, slabs_num_bytes
 from poros.host.limits import require_host_memory
 from poros.host.store import HostStore, attach_store
+from poros.io.digests import sha256
 from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.build import fill, one_at_a_time, quiet
 from poros.loaders.checkpoint import Checkpoint
@@ -261,6 +262,16 @@ class _CheckpointLoader:
         with self._checkpoint() as checkpoint, open_store(directory) as opened:
             if opened.manifest.about.get("source_seen") != checkpoint.seen():
                 opened.require_source(checkpoint.fingerprint())
+            kept = opened.manifest.files
+            now = {name: sha256(text) for name, text in small_files(checkpoint).items()}
+            changed = sorted(name for name in {*kept, *now} if kept.get(name) != now.get(name))
+            if changed:
+                logger.warning(
+                    "poros: store %s was made when the checkpoint had other files (%s). Opened by "
+                    "itself it has those still; write a new store for the others",
+                    directory,
+                    ", ".join(changed),
+                )
             return self._origin(checkpoint)
 
     def _checkpoint(self) -> Checkpoint:

@@ -78,12 +78,21 @@ def accumulate(
         own. Have such a loss read and write it on one side of the call of the model.
 
     Raises:
+        TypeError: If ``loss`` is None, and a batch is no dictionary or gives the model's loss no
+            labels.
         UnsupportedModelError: If ``loss`` does for a later micro-batch what cannot be grouped, and
             did not for the first one. Gradients are incomplete then.
         RematerializationError: As in any backward of a prepared model; and if a micro-batch has
             drawn other random numbers than those of its kind before.
     """
     todo = list(batches)
+    for each in todo if loss is None else ():
+        if not isinstance(each, Mapping):
+            raise TypeError(
+                "batches: expected a list of dictionaries with the model's arguments, found a "
+                f"{type(each).__name__} in it; pass [{{'input_ids': ..., 'labels': ...}}], "
+                "or a loss"
+            )
     compute = loss or partial(_own_loss, num_batches=len(todo))
 
     def run(batch: Any) -> torch.Tensor:
@@ -353,5 +362,10 @@ def _history(runtime: Runtime) -> History:
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Any], num_batches: int) -> torch.Tensor:
-    found: torch.Tensor = model(**batch).loss
+    found: torch.Tensor | None = model(**batch).loss
+    if found is None:
+        raise TypeError(
+            f"batches: expected a loss of the model, found none for {', '.join(batch)}; add labels "
+            "to each batch, or pass a loss"
+        )
     return found / num_batches

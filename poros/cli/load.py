@@ -23,7 +23,8 @@ def load(
         typer.Argument(help="Checkpoint folder, .safetensors file, or OWNER/NAME on the hub."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the store to write; it must not exist yet.")
+        Path | None,
+        typer.Option(help="Folder of the store: a new one, or the store of this checkpoint."),
     ] = None,
     quantization: Annotated[
         Literal["nf4", "fp4", "none"] | None,

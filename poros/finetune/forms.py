@@ -176,8 +176,8 @@ def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
     if label is not None and is_mark and form.name != "labelled":
         yield (
             f"label: expected answers to learn from, found one that is labelled "
-            f"{quoted(label, limit=40)}, good or bad; write rows of prompt, completion and label "
-            "for --method kto"
+            f"{quoted(label, limit=40)}, good or bad; train on rows of prompt, completion and "
+            "label with --method kto, or remove label"
         )
     if form.name == "preferences" and row["chosen"] == row["rejected"]:
         yield "chosen, rejected: expected two answers that differ, found the same; remove the row"

@@ -102,7 +102,7 @@ def require_usable(recipe: Recipe) -> dict[str, Any] | None:
         raise RunFolderError(
             f"output.folder: expected a run to begin or to go on with, found a finished one: its "
             f"adapter is {quoted(str(path / _ADAPTER))}; train it further with more --epochs or "
-            f"--steps than it had, {_OTHER}, or remove this one"
+            f"--steps than it had, merge it by `poros merge`, {_OTHER}, or remove this one"
         )
     differing = [
         f"{key}: {quoted(old.get(key), limit=60)} then, {quoted(new.get(key), limit=60)} now"

@@ -47,6 +47,7 @@ from poros.loaders.settings import configuration, model_class_of
 from poros.loaders.source import find_config
 from poros.loaders.tokenizer import require_known_tokens, tokenizer_errors
 from poros.planning.meta_model import meta_model
+from poros.recipes.passing import refusals
 from poros.recipes.recipe import Recipe
 from poros.reporting.telemetry import log_streaming
 from poros.utils.devices import default_device, usable_device
@@ -321,7 +322,8 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     if recipe.training.use_liger_kernel is True:
         use_liger(base)
     set_seed(recipe.training.seed)  # of the adapter's first weights
-    model = get_peft_model(base, adapter_config(recipe))
+    with refusals("adapter", "PEFT"):
+        model = get_peft_model(base, adapter_config(recipe))
     room: dict[str, Any] = {"vram_budget": memory.vram, "slots": memory.slots}
     if memory.resident:
         # With all blocks and matrices on the device nothing moves, and nothing is recomputed.

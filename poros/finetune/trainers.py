@@ -13,6 +13,7 @@ Note: Packed rows
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -190,6 +191,11 @@ class Stopping(TrainerCallback):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = number
+        print(
+            "\nporos: the run stops behind this step, with a checkpoint; a second signal stops it "
+            "now, and loses the steps since the last one",
+            file=sys.stderr,
+        )
 
 
 class _NoModel(nn.Module):

@@ -221,7 +221,7 @@ def _check_folders(draft: Draft, recipe: Recipe) -> None:
         path = Path(named).expanduser()
         reason = why_not_writable(path)
         if reason is None and key == "output.merged" and path.exists():
-            reason = "there is something already"
+            reason = "it is there already, perhaps from an earlier run"
         if reason is None and key == "model.store":
             if not path.parent.is_dir():
                 reason = "the folder above it is not there"

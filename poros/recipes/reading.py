@@ -239,7 +239,7 @@ def _read_file(draft: Draft, file: Path) -> None:
         found = "an empty file" if said is None else "something else"
         draft.problems.append(
             f"{where}:1: expected sections such as `model:` and `data:`, found {found}; "
-            "`poros finetune MODEL DATA --dry-run` prints a whole recipe"
+            "`poros finetune MODEL DATA --print-recipe` prints a whole recipe"
         )
         return
     for name, value in said.items():

@@ -69,7 +69,7 @@ def read_run(path: Path) -> Run:
     except (OSError, ValueError) as error:
         raise RunFolderError(
             f"RUN: expected the folder of a run, which contains events.jsonl, found "
-            f"{quoted(str(path), is_bare=True)}: {quoted(reason_of(error), is_bare=True)}"
+            f"{quoted(str(file), is_bare=True)}: {quoted(reason_of(error), is_bare=True)}"
         ) from error
     run = Run(path.resolve().name)
     for number, line in enumerate(lines, 1):

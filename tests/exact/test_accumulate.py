@@ -487,3 +487,19 @@ CONTROLS = {
 @pytest.mark.parametrize("which", CONTROLS)
 def test_controls(which: str, monkeypatch: Patch) -> None:
     assert CONTROLS[which].is_seen(monkeypatch)
+
+
+BATCHES: dict[str, Any] = {
+    "a dictionary": ({"input_ids": torch.ones(1, 4)}, "found a str"),
+    "a tensor in the list": ([torch.ones(1, 4, dtype=torch.long)], "found a Tensor"),
+    "no labels": ([{"input_ids": torch.ones(1, 4, dtype=torch.long)}] * 2, "add labels"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_that_are_none_are_refused(name: str) -> None:
+    batches, expected = BATCHES[name]
+    model = prepare_plain(adapted(), slots=2)
+    with pytest.raises(TypeError, match=expected):
+        poros.accumulate(model, batches)
+    assert all(each.grad is None for each in loops.trained(model))

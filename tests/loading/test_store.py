@@ -334,6 +334,17 @@ def test_files_that_nobody_has_touched_are_not_hashed_again(
     assert hashed == [source, source]
 
 
+def test_small_files_that_have_changed_are_reported(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text, expected in (("{{ old }}", ""), ("{{ old }}", ""), ("{{ new }}", "chat_template")):
+        (source / "chat_template.jinja").write_text(text)
+        caplog.clear()
+        load(source, store=tmp_path / "store")
+        found = [each for each in caplog.messages if "other files" in each]
+        assert [expected in each for each in found] == [True] * bool(expected)
+
+
 def test_another_process_that_was_faster_is_no_error(
     kinds: Kinds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,18 @@ def counting(mixins: tuple[type, ...]) -> type[Trainer]:
     return Own
 
 
+def replacing(mixins: tuple[type, ...]) -> type[Trainer]:
+    """Hands on other inputs than the last ones of a step, in a class before the mixin."""
+
+    class Own(*mixins, Trainer):  # type: ignore[misc]
+        def training_step(self, model: Model, inputs: Batch, *args: Any) -> Any:
+            if self.accelerator.sync_gradients:
+                inputs = {name: value.flip(-1) for name, value in inputs.items()}
+            return super().training_step(model, inputs, *args)
+
+    return Own
+
+
 def step(model: Model) -> None:
     torch.optim.SGD(trained(model), lr=1e-3).step()
 
@@ -158,6 +170,7 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
     "leaves within a step": (called_back(leave), None),
     "writes": (with_loss(mask_more), None),
     "counts before the mixin": (counting, "number changes between micro-batches"),
+    "other inputs": (replacing, None),
     "edits, and a penalty later": (
         *(
             with_loss(lambda _, inputs: inputs["input_ids"].add_(1), late_penalty),

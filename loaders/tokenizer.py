@@ -12,6 +12,8 @@ from poros.loaders.header import defect
 from poros.loaders.settings import describe_error, refuse_code
 from poros.loaders.source import CONFIG, fetch
 
+_LEAST_TOKENS = 2
+
 
 def read_tokenizer(source: str | os.PathLike[str]) -> Any:
     """Load the tokenizer of a checkpoint, an adapter or a store; runs no code from there.
@@ -32,7 +34,7 @@ def read_tokenizer(source: str | os.PathLike[str]) -> Any:
     with tokenizer_errors(folder):
         try:
             # Left open, transformers would ask on the terminal whether code may run.
-            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:
             refuse_code(error, quoted(str(source)))
             raise defect(
@@ -40,6 +42,13 @@ def read_tokenizer(source: str | os.PathLike[str]) -> Any:
                 f"expected a tokenizer that transformers can load, found {describe_error(error)}",
                 remedy="fetch tokenizer.json and tokenizer_config.json again",
             ) from error
+    if len(found) < _LEAST_TOKENS:  # transformers makes one of nothing where there are no files
+        raise defect(
+            folder,
+            f"expected a tokenizer, found one of {len(found)} tokens",
+            remedy="copy tokenizer.json and tokenizer_config.json there from the checkpoint",
+        )
+    return found
 
 
 def require_known_tokens(most: int, num_known: int | None, where: str) -> None:

@@ -69,10 +69,16 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
         if not path.exists():
             draft.problem(key, f"expected a checkpoint, found no file or folder {shown}; check it")
         elif not (is_one or _is_store(source)):
+            remedy = "GGUF, .bin and .pt cannot be loaded: give the original checkpoint's folder"
+            if any((path / name).exists() for name in ("adapter_config.json", "run.json")):
+                remedy = (
+                    "that is an adapter, or a run: give its base; to train a run further, repeat "
+                    "its command with more --epochs"
+                )
             draft.problem(
                 key,
                 f"expected a folder with a config.json, or a .safetensors file, found {shown}; "
-                "GGUF, .bin and .pt cannot be loaded: give the original checkpoint's folder",
+                f"{remedy}",
             )
     if recipe.model.host_budget and not (recipe.model.store or _is_store(source)):
         draft.problem(
@@ -172,6 +178,11 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
     if given.get("training.packing") and training.method != "sft":
         draft.problem(
             "training.packing", f"expected method sft with it, found {training.method}; remove it"
+        )
+    batch = "training.per_device_train_batch_size"
+    if training.method == "kto" and given.get(batch) == 1:
+        draft.problem(
+            batch, "expected at least 2 rows with kto, which compares them, found 1; set it to 2"
         )
     if training.adapter_kernels == "grouped" and recipe.adapter.use_dora:
         draft.problem(

@@ -123,6 +123,9 @@ def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
     Args:
         file: YAML; None for flags alone.
         flags: Texts by dotted key; each replaces the file's value.
+
+    Raises:
+        RecipeError: If the file is no YAML of sections, so that nothing in it can be read.
     """
     draft = Draft()
     if file is not None:
@@ -214,34 +217,32 @@ def _read_file(draft: Draft, file: Path) -> None:
         data = file.read_bytes()
     except OSError as error:
         reason = quoted(reason_of(error), is_bare=True)
-        draft.problems.append(f"{where}: expected a file to read, found: {reason}; check the path")
-        return
+        raise RecipeError(
+            f"{where}: expected a file to read, found: {reason}; check the path"
+        ) from error
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = data[: error.start].count(b"\n") + 1
-        draft.problems.append(
+        raise RecipeError(
             f"{where}:{number}: expected UTF-8, found other bytes; save it as UTF-8"
-        )
-        return
+        ) from error
     try:
         said = yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
         problem = quoted(getattr(error, "problem", None) or str(error), is_bare=True)
-        draft.problems.append(
+        raise RecipeError(
             f"{where}{line}: expected YAML, found: {problem}; look at this line and the one before "
             "it: indentation by spaces, a space after each colon, quotes closed"
-        )
-        return
+        ) from error
     if not isinstance(said, dict):
         found = "an empty file" if said is None else "something else"
-        draft.problems.append(
+        raise RecipeError(
             f"{where}:1: expected sections such as `model:` and `data:`, found {found}; "
             "`poros finetune MODEL DATA --print-recipe` prints a whole recipe"
         )
-        return
     for name, value in said.items():
         draft.origins[name] = f"{where}:{name.line}"
         if name not in SECTIONS:

@@ -66,6 +66,9 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "name twice in a mapping": (
         "adapter:\n  rank_pattern: {q_proj: 4, q_proj: 8}\n", 4, "on line 4 too", "remove one",
     ),
+    "rows for KTO one by one": (
+        "training:\n  method: kto\n  per_device_train_batch_size: 1\n", 5, "at least 2", "set it",
+    ),
     "tab": ("training:\n\tseed: 1\n", 4, "expected YAML", "indentation by spaces"),
 }  # fmt: skip
 
@@ -341,3 +344,17 @@ def test_a_flag_replaces_what_a_recipe_says_in_another_way(place: Path) -> None:
     assert "num_train_epochs" not in said.output and "vram" not in said.output
     both = ("--steps", "5", "--epochs", "2", "--print-recipe")
     assert poros_command("finetune", "recipe.yaml", *both).exit_code == 2
+
+
+def test_an_adapter_is_not_a_base(place: Path) -> None:
+    (place / "trained").mkdir()
+    (place / "trained" / "adapter_config.json").write_text("{}")
+    said = refused(place, "trained", "rows.jsonl")
+    assert_said(said, "MODEL: expected a folder with a config.json", "an adapter", "give its base")
+
+
+def test_a_base_without_a_tokenizer(place: Path) -> None:
+    """transformers makes one that knows no words."""
+    (place / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    said = refused(place, "model", "rows.jsonl")
+    assert_said(said, "model", "expected a tokenizer", "copy tokenizer.json")

@@ -62,7 +62,7 @@ def test_a_folder_that_is_there_is_no_place_for_a_merged_model(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     options = settings_for(model, data, tmp_path / "run")
-    with pytest.raises(RecipeError, match=r"--merged: .*there is something already"):
+    with pytest.raises(RecipeError, match=r"--merged: .*it is there already"):
         recipe_of(**options, output__merged=tmp_path)
 
 

@@ -34,6 +34,7 @@ from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import Drawn, DrawTable, between, later
 from poros.accumulation.gradients import Gradients, Watch, has_hooks
 from poros.accumulation.head import SharedHead
+from poros.accumulation.host_values import HostValues
 from poros.accumulation.micro_batch import MicroBatch
 from poros.accumulation.modules import Modules, Outside
 from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudgetError
@@ -191,13 +192,15 @@ class Group:
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to its last layer, and the first layer for each."""
-        around = watchers()
+        with HostValues():
+            around = watchers()
         before = Gradients(self._trained)
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
                 self._coming = batch = MicroBatch(self._layers, around, run, self._enter_layers)
-                with self._ranks.turn(number, is_last=has_last and number == len(runs) - 1):
+                is_last = has_last and number == len(runs) - 1
+                with self._ranks.turn(number, is_last=is_last), HostValues():
                     self._go_on(batch)
                 if not self._modules.are_unedited(self._mark, self._trained):
                     self._require_unedited()

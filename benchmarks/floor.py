@@ -1,0 +1,116 @@
+"""Steps in bf16 autocast beside what the GPU computes and copies in them.
+
+    python -m benchmarks floor qwen2.5-7b --arms slots:512:8 kept:512:1 slots:2048:8 kept:2048:1
+
+An arm is ``WAY:TOKENS:MICRO_BATCHES``: ``slots`` has two, ``kept`` all blocks on the GPU and every
+graph kept. Random NF4 weights at the true shapes, LoRA of rank 16 in float32 with grouped products,
+Liger's norms, rotary embeddings and feed-forwards, a bf16 region around the model's forward, fused
+AdamW, self-check off. Micro-batches of one row of random tokens go through ``poros.accumulate``.
+
+After six steps, some two seconds of them (two at least) follow one another without waiting for the
+GPU, from one device synchronisation to another, three times: ``wall`` is the median of a step,
+``least`` the least, ``host`` the time until all is queued. Then three are traced: ``kernels`` is the
+time in which at least one ran, ``wire`` that of copies to the GPU, each by step. ``ratio`` is
+``wall`` by the larger of the two.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers.integrations.liger import apply_liger_kernel
+
+import poros
+from benchmarks.loops import make_optimizer
+from benchmarks.models import config_of, random_model, with_lora
+from poros.reporting.step_times import step_times
+
+NUM_WARM, NUM_TURNS, MS_OF_A_TURN, NUM_TRACED = 5, 3, 2000, 3
+COLUMNS = ("arm", "wall", "least", "host", "kernels", "wire", "ratio", "peak_gb")
+
+
+def measure(model: Any, arm: str) -> dict[str, Any]:
+    """Times are ms a step."""
+    way, length, accumulation = arm.split(":")
+    num_layers = model.config.num_hidden_layers
+    kept = {"slots": num_layers, "keep_last": num_layers}
+    policy = kept if way == "kept" else {"slots": 2, "keep_last": 0}
+    poros.prepare(model, self_check="off", adapter_kernels="grouped", **policy)
+    optimizer = make_optimizer(model)
+    generator = torch.Generator().manual_seed(0)
+    shape = (int(accumulation), 1, int(length))
+    rows = torch.randint(0, model.config.vocab_size, shape, generator=generator).cuda()
+    batches = [{"input_ids": row, "labels": row.clone(), "use_cache": False} for row in rows]
+    forward = model.forward
+    model.forward = torch.autocast("cuda", dtype=torch.bfloat16)(forward)
+    torch.cuda.reset_peak_memory_stats()
+
+    def steps(number: int) -> tuple[float, float]:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(number):
+            poros.accumulate(model, batches)
+            optimizer.step()
+            optimizer.zero_grad()
+        queued = time.perf_counter()
+        torch.cuda.synchronize()
+        scale = 1000 / number
+        return (time.perf_counter() - begin) * scale, (queued - begin) * scale
+
+    steps(NUM_WARM)
+    number = max(2, round(MS_OF_A_TURN / steps(1)[0]))
+    turns = [steps(number) for _ in range(NUM_TURNS)]
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        steps(NUM_TRACED)
+    with tempfile.TemporaryDirectory() as folder:
+        traced.export_chrome_trace(f"{folder}/trace.json")
+        times = step_times(Path(folder, "trace.json"))
+    del model.forward
+    poros.restore(model)
+    wall = statistics.median(wall for wall, _ in turns)
+    kernels, wire = times["kernels"] / NUM_TRACED, times["copies to the GPU"] / NUM_TRACED
+    return {
+        "arm": arm,
+        "wall": wall,
+        "least": min(wall for wall, _ in turns),
+        "host": statistics.median(host for _, host in turns),
+        "kernels": kernels,
+        "wire": wire,
+        "ratio": wall / max(kernels, wire),
+        "peak_gb": peak,
+        "turns": turns,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks floor", description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--arms", nargs="+", required=True, metavar="WAY:TOKENS:MICRO_BATCHES")
+    parser.add_argument("--out", type=Path, help="a file to which each arm adds a line of JSON")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("expected a CUDA GPU, whose kernels are traced; found none")
+    model = with_lora(random_model(config_of(options.model, options.layers))).train()
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
+    for arm in options.arms:
+        found = measure(model, arm)
+        cells = [arm, *(f"{found[column]:.4g}" for column in COLUMNS[1:])]
+        print(f"| {' | '.join(cells)} |", flush=True)
+        if options.out is not None:
+            found |= {"model": options.model, "device": torch.cuda.get_device_name()}
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Questions of a model's code about its positions, answered without waiting for the device.
+
+Models of transformers look whether the positions of a row begin anew in it, as those of packed rows
+do, before they make its mask: Python waits until the GPU has computed all that was queued, the
+backward of the step before with it, and then the GPU waits for Python.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poros.stream.within import FunctionMode
+
+_QUESTIONS = frozenset({Tensor.__bool__, Tensor.item, Tensor.tolist})
+_FOLLOWED = frozenset(
+    {torch.arange, torch.diff}
+    | {Tensor.__getitem__, Tensor.unsqueeze, Tensor.expand, Tensor.cumsum, Tensor.all, Tensor.any}
+    | {Tensor.add, Tensor.sub, Tensor.eq, Tensor.ne, Tensor.__eq__}
+)
+"""They compute the same integers on every device."""
+_VALUES = "_poros_values"
+
+
+class HostValues(FunctionMode):
+    """Integers that are made of Python's numbers in the body are computed on the host as well.
+
+    Their values are known there for as long as nothing edits them. All others stay on the device,
+    and who asks for them waits for it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            with suppress(KeyError):
+                return func(_on_host(args[0]), *args[1:], **kwargs)
+        found = func(*args, **kwargs)
+        if func in _FOLLOWED and type(found) is Tensor and not found.is_floating_point():
+            with suppress(KeyError):
+                there = {name: _on_host(value) for name, value in kwargs.items()}
+                if func is torch.arange:
+                    there["device"] = "cpu"
+                values = func(*map(_on_host, args), **there)
+                if not found.is_inference():  # edits of these are not counted
+                    found.__dict__[_VALUES] = found._version, values
+        return found
+
+
+def _on_host(value: Any) -> Any:
+    """What is given, or the values of a tensor; KeyError if these are not known on the host."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_on_host, value))
+    if not isinstance(value, Tensor):
+        return value
+    version, values = value.__dict__[_VALUES]
+    if version != value._version:
+        raise KeyError(_VALUES)
+    return values

@@ -9,12 +9,13 @@ AdamW, self-check off. Micro-batches of one row of random tokens go through ``po
 
 After six steps, some two seconds of them (two at least) follow one another without waiting for the
 GPU, from one device synchronisation to another, three times: ``wall`` is the median of a step,
-``least`` the least, ``host`` the time until all is queued. Then three are traced: ``kernels`` is the
-time in which at least one ran, ``wire`` that of copies to the GPU, each by step. ``ratio`` is
+``least`` the least, ``host`` the time until all is queued. Then three are traced: ``kernels`` is
+the time in which at least one ran, ``wire`` that of copies to the GPU, each by step. ``ratio`` is
 ``wall`` by the larger of the two.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -65,6 +66,8 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
         return (time.perf_counter() - begin) * scale, (queued - begin) * scale
 
     steps(NUM_WARM)
+    gc.collect()
+    gc.freeze()  # as `poros finetune` does
     number = max(2, round(MS_OF_A_TURN / steps(1)[0]))
     turns = [steps(number) for _ in range(NUM_TURNS)]
     peak = torch.cuda.max_memory_allocated() / 1e9
@@ -73,6 +76,7 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         traced.export_chrome_trace(f"{folder}/trace.json")
         times = step_times(Path(folder, "trace.json"))
+    gc.unfreeze()
     del model.forward
     poros.restore(model)
     wall = statistics.median(wall for wall, _ in turns)

@@ -110,6 +110,8 @@ class Group:
         self._before = Gradients(())
         """As that began."""
         self._has_last = False
+        self._values = HostValues()
+        """While the code of one runs up to its first layer."""
         self._conditions: StackConditions | None = None
         """Of the layers, as the code of the first one has called them."""
 
@@ -192,15 +194,14 @@ class Group:
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to its last layer, and the first layer for each."""
-        with HostValues():
-            around = watchers()
+        around = watchers()
         before = Gradients(self._trained)
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
                 self._coming = batch = MicroBatch(self._layers, around, run, self._enter_layers)
                 is_last = has_last and number == len(runs) - 1
-                with self._ranks.turn(number, is_last=is_last), HostValues():
+                with self._ranks.turn(number, is_last=is_last), self._values:
                     self._go_on(batch)
                 if not self._modules.are_unedited(self._mark, self._trained):
                     self._require_unedited()
@@ -331,6 +332,8 @@ class Group:
         batch = self._running
         if batch is None or not batch.code.is_running:
             return layer.forward_now(args, kwargs)
+        if not batch.num_called:
+            self._values.__exit__()
         return batch.call(layer, args, kwargs)
 
     def _end_at(self, batch: MicroBatch) -> None:

@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from poros.stream.within import FunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 _QUESTIONS = frozenset({Tensor.__bool__, Tensor.item, Tensor.tolist})
 _FOLLOWED = frozenset(
@@ -20,21 +24,37 @@ _FOLLOWED = frozenset(
     | {Tensor.add, Tensor.sub, Tensor.eq, Tensor.ne, Tensor.__eq__}
 )
 """They compute the same integers on every device."""
+_DATA: Any = Tensor.data
+_UNCOUNTED = frozenset({_DATA.__get__, _DATA.__set__, Tensor.untyped_storage, Tensor.__dlpack__})
+"""Edits through what they give are not counted: from such a call on nothing is known."""
 _VALUES = "_poros_values"
 
 
-class HostValues(FunctionMode):
+class HostValues(TorchFunctionMode):
     """Integers that are made of Python's numbers in the body are computed on the host as well.
 
     Their values are known there for as long as nothing edits them. All others stay on the device,
     and who asks for them waits for it.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._knows_all_edits = True
+
+    def __exit__(self, *_: Any) -> None:
+        """No more; those that were entered since stay. If it is off already, nothing happens."""
+        above: list[Any] = []
+        while self in _get_current_function_mode_stack():
+            above.append(_pop_mode())
+        for mode in reversed(above[:-1]):
+            _push_mode(mode)
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _QUESTIONS:
+        self._knows_all_edits &= func not in _UNCOUNTED
+        if func in _QUESTIONS and self._knows_all_edits:
             with suppress(KeyError):
                 return func(_on_host(args[0]), *args[1:], **kwargs)
         found = func(*args, **kwargs)

@@ -265,6 +265,23 @@ def test_one_load_serves_all(residents: Resident, tmp_path: Path) -> None:
     assert streamed(tmp_path, residents, cell)["num_loads"] == 6 + 8 * 4
 
 
+def test_micro_batches_do_not_wait_for_the_gpu(tmp_path: Path) -> None:
+    """Unless they have masks: models of transformers ask the GPU whether these hide anything."""
+    model = poros.prepare(model_of(tmp_path, dropout=0.0), self_check="off", slots=2)
+    train(model, num_steps=6, size=4, together=True, lengths=(96,))
+    tokens = torch.randint(0, 100, (4, 2, 96)).cuda()
+    plain = [{"input_ids": each, "labels": each, "use_cache": False} for each in tokens]
+    masked = [{**each, "attention_mask": torch.ones_like(each["input_ids"])} for each in plain]
+    poros.accumulate(model, plain)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        poros.accumulate(model, plain)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            poros.accumulate(model, masked)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_slices_of_the_head(tmp_path: Path) -> None:
     policy: Options = {"slots": 2, "keep_last": 0, "stream_head": True, "stream_embedding": True}
     models = [poros.prepare(model_of(tmp_path), **policy) for _ in range(2)]

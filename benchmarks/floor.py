@@ -3,9 +3,10 @@
     python -m benchmarks floor qwen2.5-7b --arms slots:512:8 kept:512:1 slots:2048:8 kept:2048:1
 
 An arm is ``WAY:TOKENS:MICRO_BATCHES``: ``slots`` has two, ``kept`` all blocks on the GPU and every
-graph kept. Random NF4 weights at the true shapes, LoRA of rank 16 in float32 with grouped products,
-Liger's norms, rotary embeddings and feed-forwards, a bf16 region around the model's forward, fused
-AdamW, self-check off. Micro-batches of one row of random tokens go through ``poros.accumulate``.
+graph kept, ``alone`` all blocks on the GPU, recomputed, and micro-batches one after the other; the
+other ways call ``poros.accumulate``. Random NF4 weights at the true shapes, LoRA of rank 16 in
+float32 with grouped products, Liger's norms, rotary embeddings and feed-forwards, a bf16 region
+around the model's forward, fused AdamW, self-check off. A micro-batch is one row of random tokens.
 
 After six steps, some two seconds of them (two at least) follow one another without waiting for the
 GPU, from one device synchronisation to another, three times: ``wall`` is the median of a step,
@@ -41,8 +42,10 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
     """Times are ms a step."""
     way, length, accumulation = arm.split(":")
     num_layers = model.config.num_hidden_layers
-    kept = {"slots": num_layers, "keep_last": num_layers}
-    policy = kept if way == "kept" else {"slots": 2, "keep_last": 0}
+    policy = {
+        "slots": 2 if way == "slots" else num_layers,
+        "keep_last": num_layers if way == "kept" else 0,
+    }
     poros.prepare(model, self_check="off", adapter_kernels="grouped", **policy)
     optimizer = make_optimizer(model)
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +60,11 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(number):
-            poros.accumulate(model, batches)
+            if way == "alone":
+                for batch in batches:
+                    (model(**batch).loss / len(batches)).backward()
+            else:
+                poros.accumulate(model, batches)
             optimizer.step()
             optimizer.zero_grad()
         queued = time.perf_counter()
@@ -79,6 +86,8 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
     gc.unfreeze()
     del model.forward
     poros.restore(model)
+    gc.collect()
+    torch.cuda.empty_cache()
     wall = statistics.median(wall for wall, _ in turns)
     kernels, wire = times["kernels"] / NUM_TRACED, times["copies to the GPU"] / NUM_TRACED
     return {

@@ -13,7 +13,6 @@ from poros.kernels import linear4bit
 from poros.kernels.autocast import autocast_dtype
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import has_own_forward
-from poros.kernels.nf4 import state_of
 
 
 class Product(NamedTuple):
@@ -73,7 +72,7 @@ def frozen_of(module: Any) -> Product | None:
     kind, parameters = type(module), module._parameters
     weight: Any
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    state = None if kind is nn.Linear else state_of(weight)
+    state = None if kind is nn.Linear else getattr(weight, "quant_state", None)
     if kind is nn.Linear:
         is_known = type(weight) is nn.Parameter
     else:

@@ -53,6 +53,8 @@ class HostValues(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         self._knows_all_edits &= func not in _UNCOUNTED
         if func in _QUESTIONS and self._knows_all_edits:
             with suppress(KeyError):

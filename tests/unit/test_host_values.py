@@ -72,6 +72,14 @@ def test_control_what_is_not_known_is_asked_of_the_device(
         make().tolist()
 
 
+def test_compiled_code_computes_as_it_does() -> None:
+    compiled = torch.compile(
+        lambda number: torch.arange(4) + number, backend="eager", fullgraph=True
+    )
+    with HostValues():
+        assert compiled(2).tolist() == [2, 3, 4, 5]
+
+
 def test_inference_mode() -> None:
     with HostValues(), torch.inference_mode():
         assert torch.arange(3).tolist() == [0, 1, 2]

@@ -54,7 +54,7 @@ def finetune(
             flags[key] = value
     with readable_errors():
         draft = read_recipe(file, flags)
-        recipe = checked(draft)
+        recipe = checked(draft, is_read=print_recipe or dry_run or show is not None)
         if print_recipe:
             typer.echo(recipe.as_yaml(), nl=False)
             return
@@ -67,7 +67,8 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     from poros.finetune.hub import send
     from poros.finetune.resuming import require_usable
 
-    require_usable(recipe)
+    if not (is_dry or num_shown):
+        require_usable(recipe)
     train, validation = read_data(recipe)
     with importing():
         import datasets

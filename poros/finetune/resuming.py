@@ -78,10 +78,26 @@ class RunFolder:
         return self.path / "events.jsonl"
 
 
-def require_usable(recipe: Recipe) -> dict[str, Any] | None:
+def finished(recipe: Recipe) -> Path | None:
+    """Return the adapter of a run that has trained for as long as a recipe asks; None without one.
+
+    Raises:
+        RunFolderError: If the folder cannot be read.
+    """
+    path = _path(recipe)
+    if _ADAPTER not in _names(path):
+        return None
+    is_longer = _is_longer(_flat(_read(path)["recipe"]), _flat(recipe.as_dict()))
+    return None if is_longer else path / _ADAPTER
+
+
+def require_usable(recipe: Recipe, *, may_be_finished: bool = False) -> dict[str, Any] | None:
     """Refuse an output folder in which a recipe can neither begin nor resume a run.
 
     Return the contents of run.json of a run to resume; None if a new run would begin.
+
+    Args:
+        may_be_finished: Whether a finished run of the same recipe will do, as nothing is trained.
 
     Raises:
         RunFolderError: If a finished run lies there, one of another recipe, or something that is
@@ -98,7 +114,7 @@ def require_usable(recipe: Recipe) -> dict[str, Any] | None:
         return None
     run = _read(path)
     old, new = _flat(run["recipe"]), _flat(recipe.as_dict())
-    if _ADAPTER in names and not _is_longer(old, new):
+    if finished(recipe) and not may_be_finished:
         raise RunFolderError(
             f"output.folder: expected a run to begin or to go on with, found a finished one: its "
             f"adapter is {quoted(str(path / _ADAPTER))}; train it further with more --epochs or "
@@ -117,20 +133,25 @@ def require_usable(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def inspect_run_dir(
-    recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str]
+    recipe: Recipe,
+    digests: Mapping[str, str],
+    machine: Mapping[str, str],
+    *,
+    may_be_finished: bool = False,
 ) -> RunFolder:
     """Inspect the output folder of a recipe. Nothing is written.
 
     Args:
         digests: Digests of the rows of tokens, by name.
         machine: What the run computes on, by name.
+        may_be_finished: As for ``require_usable``.
 
     Raises:
         RunFolderError: As ``require_usable``; if rows have become other tokens, or the newest
             checkpoint is damaged.
     """
     path = _path(recipe)
-    run = require_usable(recipe)
+    run = require_usable(recipe, may_be_finished=may_be_finished)
     names = _names(path)
     if run is None:
         again = "begun before, without a checkpoint: begins again"

@@ -27,6 +27,7 @@ from poros.finetune.resuming import (
     HELD_OUT,
     TOKENS,
     RunFolder,
+    finished,
     inspect_run_dir,
     lock_run_dir,
     require_base,
@@ -136,7 +137,7 @@ def finetune(
     row_length = _row_length(recipe, tokens)
     digests = {name: token_digest(each) for name, each in every.items()}
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
-    run = inspect_run_dir(given, digests, computed_on)
+    run = inspect_run_dir(given, digests, computed_on, may_be_finished=is_dry)
     datasets = {
         name: _dataset(recipe, each, row_length, rows[name] if has_images else None)
         for name, each in every.items()
@@ -164,7 +165,8 @@ def finetune(
     if train.unused:
         notes.append(f"keys that nothing reads: {', '.join(train.unused)}")
     if run.checkpoint is not None:
-        notes.append(f"going on after step {run.step} of {size.num_steps}")
+        what = "finished" if finished(given) else "going on"
+        notes.append(f"{what} after step {run.step} of {size.num_steps}")
     plan = summary.planned(recipe, size, adapter_config(recipe), device)
     summary.show(console, recipe, plan, size, rows[TOKENS], tokens, kernels, notes)
     if is_dry:

@@ -24,8 +24,11 @@ _OF_METHOD: dict[str, dict[str, Any]] = {
 """Defaults of a method that are not those of examples."""
 
 
-def checked(draft: Draft) -> Recipe:
+def checked(draft: Draft, *, is_read: bool = False) -> Recipe:
     """Check a draft and return its recipe, with the output folder filled in.
+
+    Args:
+        is_read: Whether nothing will be trained: a run that has ended may have left a merged model.
 
     Raises:
         RecipeError: With every problem: those that reading found, settings that contradict each
@@ -50,7 +53,7 @@ def checked(draft: Draft) -> Recipe:
     _check_data(draft, recipe)
     _check_training(draft, recipe)
     _check_memory(draft, recipe)
-    _check_folders(draft, recipe)
+    _check_folders(draft, recipe, is_read=is_read)
     draft.refuse()
     own = {
         name: value
@@ -219,9 +222,11 @@ def _check_memory(draft: Draft, recipe: Recipe) -> None:
         )
 
 
-def _check_folders(draft: Draft, recipe: Recipe) -> None:
+def _check_folders(draft: Draft, recipe: Recipe, *, is_read: bool) -> None:
     """Check that the folders that a run writes can be made: before it, not behind it."""
     store = recipe.model.store
+    adapter = Path(recipe.output.folder or "").expanduser() / "adapter"
+    is_new = not (is_read and adapter.exists())
     for key, named, wanted in (
         ("output.folder", recipe.output.folder, "a folder to write to"),
         ("output.merged", recipe.output.merged, "a new folder"),
@@ -231,7 +236,7 @@ def _check_folders(draft: Draft, recipe: Recipe) -> None:
             continue
         path = Path(named).expanduser()
         reason = why_not_writable(path)
-        if reason is None and key == "output.merged" and path.exists():
+        if reason is None and key == "output.merged" and is_new and path.exists():
             reason = "it is there already, perhaps from an earlier run"
         if reason is None and key == "model.store":
             if not path.parent.is_dir():

@@ -63,12 +63,32 @@ def finetune(
 
 
 def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
-    from poros.finetune.data import read_data
+    """Do what a recipe asks for; if training has ended before, only what comes behind it."""
     from poros.finetune.hub import send
-    from poros.finetune.resuming import require_usable
+    from poros.finetune.resuming import finished, require_usable
 
+    adapter, merged = None, recipe.output.merged
     if not (is_dry or num_shown):
-        require_usable(recipe)
+        require_usable(recipe, may_be_finished=merged is not None)
+        adapter = finished(recipe)
+    adapter = adapter or _trained(recipe, is_dry=is_dry, num_shown=num_shown)
+    if adapter is None:
+        typer.echo("dry run: nothing was loaded or written")
+        return
+    if merged is not None:
+        merge_with_bar(adapter, Path(merged).expanduser())
+    folder = shlex.quote(str(adapter))
+    typer.echo(f"adapter: {adapter}")
+    if recipe.training.method != "reward":  # a model of such an adapter writes no text
+        typer.echo(f"try it:  poros chat {folder}")
+    typer.echo(f"merged:  {merged}" if merged else f"merge:   poros merge {folder} --out FOLDER")
+    if recipe.training.more.get("push_to_hub"):  # at last: without a network the rest is there
+        typer.echo(f"on the hub: {send(recipe, adapter)}")
+
+
+def _trained(recipe: Recipe, *, is_dry: bool, num_shown: int) -> Path | None:
+    from poros.finetune.data import read_data
+
     train, validation = read_data(recipe)
     with importing():
         import datasets
@@ -81,25 +101,10 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     datasets.disable_progress_bars()  # one for each short pass
     console = Console()
     try:
-        adapter = finetune(recipe, train, validation, console, is_dry=is_dry, num_shown=num_shown)
+        return finetune(recipe, train, validation, console, is_dry=is_dry, num_shown=num_shown)
     except Interrupted as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(128 + stopped.signal) from stopped
-    if adapter is None:
-        console.print("dry run: nothing was loaded or written")
-        return
-    merged = recipe.output.merged
-    if merged is not None:
-        merge_with_bar(adapter, Path(merged).expanduser())
-    folder = shlex.quote(str(adapter))
-    lines = [f"adapter: {adapter}"]
-    if recipe.training.method != "reward":  # a model of such an adapter writes no text
-        lines.append(f"try it:  poros chat {folder}")
-    lines.append(f"merged:  {merged}" if merged else f"merge:   poros merge {folder} --out FOLDER")
-    if recipe.training.more.get("push_to_hub"):  # at last: without a network the rest is there
-        lines.append(f"on the hub: {send(recipe, adapter)}")
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _flags(given: dict[str, str | bool | None]) -> dict[str, str]:

@@ -85,6 +85,8 @@ AFTERWARDS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "dry": (("--dry-run",), 0, "finished after step 1 of 1"),
     "rows are shown": (("--show", "1"), 0, "text.jsonl:1: "),
     "rows of another run are shown": (("--show", "1", "--lr", "1"), 0, "text.jsonl:1: "),
+    "merged where nothing is": (("--merged", "other"), 0, "merged:  other"),
+    "merged, but by another recipe": (("--merged", "other", "--lr", "1"), 2, "0.0002 then, 1.0"),
     "the recipe is printed": (("--print-recipe",), 0, "merged: merged"),
 }
 
@@ -98,6 +100,8 @@ def test_a_run_that_has_ended(
     result = poros_command("finetune", "recipe.yaml", *options)
     assert result.exit_code == code and wanted in text(result), text(result)
     assert [each.name for each in Path("run").glob("adapter*")] == ["adapter"]
+    expected = Path("merged", "model.safetensors").read_bytes()
+    assert all(each.read_bytes() == expected for each in Path("other").glob("model.*"))
 
 
 def test_the_adapter_is_sent(

@@ -237,7 +237,7 @@ def _check_folders(draft: Draft, recipe: Recipe, *, is_read: bool) -> None:
         path = Path(named).expanduser()
         reason = why_not_writable(path)
         if reason is None and key == "output.merged" and is_new and path.exists():
-            reason = "it is there already, perhaps from an earlier run"
+            reason = "it is there already, perhaps from an earlier run (to renew it, move it away)"
         if reason is None and key == "model.store":
             if not path.parent.is_dir():
                 reason = "the folder above it is not there"

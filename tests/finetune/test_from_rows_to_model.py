@@ -87,6 +87,8 @@ AFTERWARDS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "rows of another run are shown": (("--show", "1", "--lr", "1"), 0, "text.jsonl:1: "),
     "merged where nothing is": (("--merged", "other"), 0, "merged:  other"),
     "merged, but by another recipe": (("--merged", "other", "--lr", "1"), 2, "0.0002 then, 1.0"),
+    "again": ((), 2, "to renew it, move it away"),
+    "trained further": (("--steps", "2"), 2, "to renew it, move it away"),
     "the recipe is printed": (("--print-recipe",), 0, "merged: merged"),
 }
 

@@ -44,9 +44,10 @@ from poros.finetune.trainers import (
 from poros.io.writing import partial_folder, put_in_place, writing
 from poros.kernels import packed_attention
 from poros.kernels.nf4 import DTYPES
-from poros.loaders.settings import configuration, model_class_of
+from poros.loaders.settings import configuration, model_class_of, stored_quantization
 from poros.loaders.source import find_config
 from poros.loaders.tokenizer import require_known_tokens, tokenizer_errors
+from poros.model.inspect import find_layers
 from poros.planning.meta_model import meta_model
 from poros.recipes.passing import refusals
 from poros.recipes.recipe import Recipe
@@ -200,17 +201,18 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
     if chosen.attention is not None:
         require_attention(chosen.attention)
         options["attn_implementation"] = chosen.attention
-    source = str(Path(chosen.source).expanduser())
-    config = configuration(*find_config(source), options)
+    path, texts = find_config(Path(chosen.source).expanduser())
+    config = configuration(path, texts, options)
+    stored_quantization(path, config)  # raises if Poros cannot read it
     if recipe.training.method == "reward":
         model_class_of(config, REWARD_CLASS)  # raises if there is none
-    if options or recipe.adapter.more or recipe.adapter.target_modules != "all-linear":
-        try:
-            base = meta_model(config, None, DTYPES[chosen.dtype])
-        except UnsupportedModelError as error:
-            named = "" if chosen.attention is None else "model.attention (--attention): "
-            raise RecipeError(f"{named}{error}") from error
-        require_targets(recipe, base)
+    try:
+        base = meta_model(config, None, DTYPES[chosen.dtype])
+    except UnsupportedModelError as error:
+        named = "" if chosen.attention is None else "model.attention (--attention): "
+        raise RecipeError(f"{named}{error}") from error
+    find_layers(base)  # raises if there are none that can be streamed
+    require_targets(recipe, base)
     return config
 
 

@@ -100,8 +100,8 @@ def finetune(
 
     Raises:
         CheckpointFormatError: If the model's configuration or its tokenizer cannot be read.
-        RecipeError: If target modules or the attention are not there, or PEFT, TRL or transformers
-            refuse settings.
+        RecipeError: If target modules, the attention or the step to trace are not there, or PEFT,
+            TRL or transformers refuse settings.
         UnsupportedModelError: If the model, or its tokenizer, needs code of its own.
         DataFormatError: If rows cannot be rendered by the chat template, or nothing can be learnt.
         VRAMBudgetError: If a step does not fit.
@@ -154,6 +154,12 @@ def finetune(
         num_steps=num_steps(len(dataset), recipe),
         num_validation=len(every[HELD_OUT].lengths) if HELD_OUT in every else 0,
     )
+    traced = recipe.output.trace_step
+    if traced is not None and traced > size.num_steps:
+        raise RecipeError(
+            f"output.trace_step (--trace-step): expected one of the run's {size.num_steps} steps, "
+            f"found {traced}; lower it, or train for longer"
+        )
     arguments = make_arguments(
         recipe,
         run.path,

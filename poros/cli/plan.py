@@ -34,6 +34,7 @@ _OPTIONS = {
     "accumulation": "--accumulate",
 }
 """Options of fields that have another name."""
+_TOKENS = 2048
 _VALUES = {"true": True, "false": False, "none": None}
 
 
@@ -45,7 +46,13 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="Folder or OWNER/NAME on the hub; only config.json is read.")
     ],
-    seq: Annotated[int, typer.Option(help="Sequence length: tokens per row.")] = 2048,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            help="Sequence length: tokens per row.",
+            show_default=f"{_TOKENS}, or the model's positions if it has fewer",
+        ),
+    ] = None,
     vram: Annotated[
         str | None,
         typer.Option(help=f"GPU memory budget, such as 22GiB: {SIZES}.", show_default="the card's"),
@@ -106,7 +113,8 @@ def plan(
             "library_num_bytes": None if chosen is None else chosen.library_num_bytes,
             **dict(map(_field, other or ())),
         }
-        request = PlanRequest.of(seq_len=seq, batch_size=batch, **fields)
+        tokens = _TOKENS if seq is None else seq
+        request = PlanRequest.of(seq_len=tokens, batch_size=batch, **fields)
         optimizer_cost(request, ())  # raises here if the optimizer is unknown
     from rich.console import Console
 
@@ -126,8 +134,13 @@ def plan(
             adapter_dtype=dtype_named(adapter_dtype),
             vision=vision,
         )
+        if seq is None:
+            request = request.override(seq_len=min(tokens, planner.max_seq_len or tokens))
         request, place = _place(request, chosen)
         report = FitReport(planner, request, place, host_num_bytes or host_memory())
+    if request.seq_len < tokens:
+        most = f"the model has {request.seq_len} positions"
+        typer.echo(f"{most}: planned for rows of as many tokens (--seq)", err=True)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:

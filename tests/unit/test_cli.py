@@ -255,7 +255,8 @@ def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path:
 
 
 def plan(checkpoint: Path, *options: str) -> Any:
-    return poros_command("plan", str(checkpoint), "--seq", "16", *options)
+    length = [] if "--batch" in options else ["--seq", "16"]
+    return poros_command("plan", str(checkpoint), *length, *options)
 
 
 # Options, exit code, what is said, and facts of the figures.
@@ -288,6 +289,12 @@ PLANS: dict[str, tuple[list[str], int, str, Callable[[Any], bool]]] = {
         "but not the host memory",
         lambda found: found["fits"] is False,
     ),
+    "no length": (
+        ["--vram", "1GiB", "--batch", "2"],
+        0,
+        "^the model has 256 positions: planned for rows of as many.*Fits",
+        lambda found: found["fits"],
+    ),
     "no card": (
         [],
         0,
@@ -303,7 +310,7 @@ def test_a_plan_answers_and_prints_its_terms(case: str, checkpoint: Path) -> Non
     if not options and torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
     result = plan(checkpoint, *options)
-    words = " ".join(result.stdout.split())
+    words = " ".join(result.output.split())
     assert result.exit_code == exit_code and re.search(said, words), words
     assert "workspace" not in words
     if case == "a budget":

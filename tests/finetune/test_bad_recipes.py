@@ -77,6 +77,8 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "broken JSON": ([GOOD, '{"prompt": "a", "completion": }'], 2, "2:31: expected JSON", "column"),
     "a list": (['[{"prompt": "a"}]'], 1, "found a list", "write one a line"),
     "missing key": ([GOOD, '{"prompt": "a"}'], 2, "found 'prompt'", "write rows such as"),
+    "null for a text": (['{"text": null}'], 1, "found 'text': null", "fill in what is null"),
+    "null, and a key too few": (['{"prompt": null}'], 1, "found 'prompt': null", "write rows such"),
     "number for a text": ([GOOD, '{"prompt": "a", "completion": 3}'], 2, "a number", "quotes"),
     "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "a blank one", "fill it in"),
     "key twice": (['{"prompt": "a", "prompt": "b", "completion": "c"}'], 1, "twice", "remove one"),
@@ -201,6 +203,8 @@ LIST = b'[\n {"text": "a"},\n {"text": "b"}\n]\n'
 # A file, or the files of a folder; the place that is wrong, what is said of it, and the remedy.
 FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one, two'", "names its col"),
+    "CSV of semicolons": ("a.csv", b"prompt;completion\na;b\n", ":1:", "t;c", "by ',' here, not"),
+    "TSV of commas": ("a.tsv", b"prompt,completion\na,b\n", ":1:", "t,c", "by '\\t' here, not"),
     "CSV with a cell too many": (
         "a.csv", b'prompt,completion\n"a\na",b\na,b,c\n', ":4:", "2 cells", "double quotes",
     ),

@@ -67,10 +67,9 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
     key, source = "model.source", recipe.model.source
     if source and is_local(source):
         path = Path(source).expanduser()
-        shown = quoted(source)
         is_one = path.suffix == ".safetensors" or (path / "config.json").is_file()
         if not path.exists():
-            draft.problem(key, f"expected a checkpoint, found no file or folder {shown}; check it")
+            draft.problem(key, f"expected a checkpoint, {_nothing(path)}")
         elif not (is_one or _is_store(source)):
             remedy = "GGUF, .bin and .pt cannot be loaded: give the original checkpoint's folder"
             if any((path / name).exists() for name in ("adapter_config.json", "run.json")):
@@ -80,8 +79,8 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
                 )
             draft.problem(
                 key,
-                f"expected a folder with a config.json, or a .safetensors file, found {shown}; "
-                f"{remedy}",
+                "expected a folder with a config.json, or a .safetensors file, found "
+                f"{quoted(source)}; {remedy}",
             )
     if recipe.model.host_budget and not (recipe.model.store or _is_store(source)):
         draft.problem(
@@ -94,6 +93,11 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
             "model.store",
             "expected a store to write, found a model that is a store already; remove it",
         )
+
+
+def _nothing(path: Path) -> str:
+    place = quoted(str(path.absolute()), limit=400)
+    return f"found no file or folder {place}; check the path"
 
 
 def _is_store(source: str) -> bool:
@@ -129,14 +133,15 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
         )
     template = data.chat_template
     if template.endswith((".jinja", ".j2")):
+        path = Path(template).expanduser().absolute()
         try:
-            Path(template).expanduser().read_text(encoding="utf-8")
+            path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = quoted(reason_of(error), is_bare=True)
             draft.problem(
                 "data.chat_template",
-                f"expected a file of UTF-8 to read, found {quoted(template)}: {reason}; check the "
-                "path, or save it as UTF-8",
+                f"expected a file of UTF-8 to read, found {quoted(str(path), limit=400)}: "
+                f"{reason}; check the path, or save it as UTF-8",
             )
     elif template not in ("model", *TEMPLATES):
         names = ", ".join(("model", *TEMPLATES))
@@ -157,7 +162,7 @@ def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
     path = Path(source).expanduser()
     shown = quoted(str(path))
     if not path.exists():
-        return f"expected rows, found no file or folder {shown}; check the path"
+        return f"expected rows, {_nothing(path)}"
     if kind_of(source, is_split=is_split) is not Kind.FILES:
         return None
     suffixes = sorted({suffix_of(each) for each in files_of(path)})

@@ -165,7 +165,7 @@ def test_bad_rows(case: str, place: Path) -> None:
 
 # Several sources: what is appended to a good recipe; line, what is said of it, and the remedy.
 SOURCES: dict[str, tuple[str, int, str, str]] = {
-    "source that is not there": ("  - gone.jsonl\n", 3, "no file or folder 'gone.jsonl'", "path"),
+    "source that is not there": ("  - gone.jsonl\n", 3, "no file or folder '/", "/gone.jsonl'; "),
     "list in a list": ("  - [rows.jsonl]\n", 3, "found a list", "write one"),
     "split of files": ("  split: test\n", 6, "on the hub to split, found a file", "remove it"),
     "configuration of files": ("  config: main\n", 6, "on the hub to configure", "remove it"),
@@ -252,8 +252,8 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
         ("model", "rows.jsonl", "--set", "data.weights=[2]"), "found 1 for 1", "list the sources",
     ),
     "both": (("model", "rows.jsonl", "--vram", "8GiB", "--slots", "2"), "--slots:", "remove one"),
-    "no model": (("nowhere/at/all", "rows.jsonl"), "MODEL: expected", "check it"),
-    "no data": (("model", "gone.jsonl"), "DATA: expected", "check the path"),
+    "no model": (("nowhere/at/all", "rows.jsonl"), "found no file or folder '/", "/at/all'; check"),
+    "no data": (("model", "gone.jsonl"), "found no file or folder '/", "/gone.jsonl'; check the p"),
     "nothing": ((), "model.source: expected", "poros finetune MODEL DATA"),
     "packed pairs": (
         ("model", "rows.jsonl", "--dpo", "--packing"), "--packing: expected method", "remove it",
@@ -274,7 +274,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "store in nothing": (("model", "rows.jsonl", "--store", "a/b"), "above it", "another folder"),
     "store elsewhere": (("model", "rows.jsonl", "--store", "model"), "something else", "another"),
     "no template": (
-        ("model", "rows.jsonl", "--chat-template", "a.jinja"), "--chat-template:", "check the path",
+        ("model", "rows.jsonl", "--chat-template", "a.jinja"), "found '/", "/a.jinja': No such",
     ),
     "Latin-1 template": (
         ("model", "rows.jsonl", "--chat-template", "latin.jinja"), "0xe9", "save it as UTF-8",

@@ -45,9 +45,10 @@ def _options(
     quieten_libraries()
 
 
+app.command(context_settings={"token_normalize_func": finetune.known_option})(finetune.finetune)
 _COMMANDS = (
-    *(finetune.finetune, plan.plan, report.report, chat.chat),
-    *(merge.merge, load.load, check.check, demo.demo),
+    *(plan.plan, report.report, chat.chat, merge.merge),
+    *(load.load, check.check, demo.demo),
 )
 for _command in _COMMANDS:
     app.command()(_command)

@@ -62,6 +62,17 @@ def finetune(
         _run(recipe, is_dry=dry_run, num_shown=show or 0)
 
 
+def known_option(name: str) -> str:
+    """Refuse the name of an option that other tools have for one of ours."""
+    from poros.recipes.reading import named
+
+    keys = named(name.replace("-", "_"))
+    flags = [settings()[key].flag or f"--set {key}=VALUE" for key in keys]
+    if flags and f"--{name}" not in flags:
+        raise typer.BadParameter(f"expected {flags[0]}, found --{name}")
+    return name
+
+
 def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     """Do what a recipe asks for; if training has ended before, only what comes behind it."""
     from poros.finetune.hub import send

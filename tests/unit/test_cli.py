@@ -108,6 +108,9 @@ WRONG: list[tuple[str, str]] = [
     ("finetune base rows.jsonl", "rows.jsonl:1:"),
     ("finetune gone.yaml", "gone.yaml: expected a file"),
     ("finetune base rows.jsonl --rank x", "--rank: expected"),
+    ("finetune base rows.jsonl --learning-rate 1", "expected --lr, found --learning-rate"),
+    ("finetune base rows.jsonl --output-dir a", "expected --out, found --output-dir"),
+    ("finetune base rows.jsonl --use-dora", "expected --set adapter.use_dora=VALUE, found"),
 ]
 
 

@@ -34,7 +34,6 @@ _OPTIONS = {
     "accumulation": "--accumulate",
 }
 """Options of fields that have another name."""
-_TOKENS = 2048
 _VALUES = {"true": True, "false": False, "none": None}
 
 
@@ -47,11 +46,7 @@ def plan(
         str, typer.Argument(help="Folder or OWNER/NAME on the hub; only config.json is read.")
     ],
     seq: Annotated[
-        int | None,
-        typer.Option(
-            help="Sequence length: tokens per row.",
-            show_default=f"{_TOKENS}, or the model's positions if it has fewer",
-        ),
+        int | None, typer.Option(help="Tokens per row.", show_default="2048, or the model's most")
     ] = None,
     vram: Annotated[
         str | None,
@@ -113,7 +108,7 @@ def plan(
             "library_num_bytes": None if chosen is None else chosen.library_num_bytes,
             **dict(map(_field, other or ())),
         }
-        tokens = _TOKENS if seq is None else seq
+        tokens = 2048 if seq is None else seq
         request = PlanRequest.of(seq_len=tokens, batch_size=batch, **fields)
         optimizer_cost(request, ())  # raises here if the optimizer is unknown
     from rich.console import Console
@@ -139,8 +134,7 @@ def plan(
         request, place = _place(request, chosen)
         report = FitReport(planner, request, place, host_num_bytes or host_memory())
     if request.seq_len < tokens:
-        most = f"the model has {request.seq_len} positions"
-        typer.echo(f"{most}: planned for rows of as many tokens (--seq)", err=True)
+        typer.echo(f"rows of {request.seq_len} tokens, the model's positions (--seq)", err=True)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:

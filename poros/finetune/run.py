@@ -138,7 +138,7 @@ def finetune(
     row_length = _row_length(recipe, tokens)
     digests = {name: token_digest(each) for name, each in every.items()}
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
-    run = inspect_run_dir(given, digests, computed_on, may_be_finished=is_dry)
+    run = inspect_run_dir(given, digests, computed_on, trains=not is_dry)
     datasets = {
         name: _dataset(recipe, each, row_length, rows[name] if has_images else None)
         for name, each in every.items()
@@ -154,11 +154,10 @@ def finetune(
         num_steps=num_steps(len(dataset), recipe),
         num_validation=len(every[HELD_OUT].lengths) if HELD_OUT in every else 0,
     )
-    traced = recipe.output.trace_step
-    if traced is not None and traced > size.num_steps:
+    if (recipe.output.trace_step or 0) > size.num_steps:
         raise RecipeError(
             f"output.trace_step (--trace-step): expected one of the run's {size.num_steps} steps, "
-            f"found {traced}; lower it, or train for longer"
+            f"found {recipe.output.trace_step}; lower it, or train for longer"
         )
     arguments = make_arguments(
         recipe,
@@ -191,9 +190,8 @@ def finetune(
 
 
 def _device(recipe: Recipe) -> torch.device:
-    device = default_device()
-    if recipe.memory.device is not None:
-        device = usable_device(recipe.memory.device)
+    chosen = recipe.memory.device
+    device = default_device() if chosen is None else usable_device(chosen)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where the Trainer trains
     return device

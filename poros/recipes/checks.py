@@ -27,8 +27,7 @@ _OF_METHOD: dict[str, dict[str, Any]] = {
 def checked(draft: Draft, *, is_read: bool = False) -> Recipe:
     """Check a draft and return its recipe, with the output folder filled in.
 
-    Args:
-        is_read: Whether nothing will be trained: a run that has ended may have left a merged model.
+    Where it ``is_read`` alone, the merged model of a run that has ended may be there.
 
     Raises:
         RecipeError: With every problem: those that reading found, settings that contradict each
@@ -46,8 +45,7 @@ def checked(draft: Draft, *, is_read: bool = False) -> Recipe:
     if recipe.output.folder is None:
         first, *others = recipe.data.sources
         data = Path(first.removesuffix(".gz")).stem + (f"+{len(others)}" if others else "")
-        names = (Path(recipe.model.source).name, data)
-        folder = Path("runs") / "-".join((*names, recipe.training.method))
+        folder = Path("runs") / f"{Path(recipe.model.source).name}-{data}-{recipe.training.method}"
         recipe = replace(recipe, output=replace(recipe.output, folder=str(folder)))
     _check_model(draft, recipe)
     _check_data(draft, recipe)
@@ -67,9 +65,10 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
     key, source = "model.source", recipe.model.source
     if source and is_local(source):
         path = Path(source).expanduser()
+        shown = quoted(str(path.absolute()), limit=400)
         is_one = path.suffix == ".safetensors" or (path / "config.json").is_file()
         if not path.exists():
-            draft.problem(key, f"expected a checkpoint, {_nothing(path)}")
+            draft.problem(key, f"expected a checkpoint, found no file or folder {shown}; check it")
         elif not (is_one or _is_store(source)):
             remedy = "GGUF, .bin and .pt cannot be loaded: give the original checkpoint's folder"
             if any((path / name).exists() for name in ("adapter_config.json", "run.json")):
@@ -79,8 +78,8 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
                 )
             draft.problem(
                 key,
-                "expected a folder with a config.json, or a .safetensors file, found "
-                f"{quoted(source)}; {remedy}",
+                f"expected a folder with a config.json, or a .safetensors file, found {shown}; "
+                f"{remedy}",
             )
     if recipe.model.host_budget and not (recipe.model.store or _is_store(source)):
         draft.problem(
@@ -93,11 +92,6 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
             "model.store",
             "expected a store to write, found a model that is a store already; remove it",
         )
-
-
-def _nothing(path: Path) -> str:
-    place = quoted(str(path.absolute()), limit=400)
-    return f"found no file or folder {place}; check the path"
 
 
 def _is_store(source: str) -> bool:
@@ -160,9 +154,9 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
 def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
     """Return what is wrong with files or folders of rows; None if nothing is."""
     path = Path(source).expanduser()
-    shown = quoted(str(path))
+    shown = quoted(str(path.absolute()), limit=400)
     if not path.exists():
-        return f"expected rows, {_nothing(path)}"
+        return f"expected rows, found no file or folder {shown}; check the path"
     if kind_of(source, is_split=is_split) is not Kind.FILES:
         return None
     suffixes = sorted({suffix_of(each) for each in files_of(path)})
@@ -230,8 +224,7 @@ def _check_memory(draft: Draft, recipe: Recipe) -> None:
 def _check_folders(draft: Draft, recipe: Recipe, *, is_read: bool) -> None:
     """Check that the folders that a run writes can be made: before it, not behind it."""
     store = recipe.model.store
-    adapter = Path(recipe.output.folder or "").expanduser() / "adapter"
-    is_new = not (is_read and adapter.exists())
+    has_ended = is_read and (Path(recipe.output.folder or "").expanduser() / "adapter").exists()
     for key, named, wanted in (
         ("output.folder", recipe.output.folder, "a folder to write to"),
         ("output.merged", recipe.output.merged, "a new folder"),
@@ -241,7 +234,7 @@ def _check_folders(draft: Draft, recipe: Recipe, *, is_read: bool) -> None:
             continue
         path = Path(named).expanduser()
         reason = why_not_writable(path)
-        if reason is None and key == "output.merged" and is_new and path.exists():
+        if reason is None and key == "output.merged" and path.exists() and not has_ended:
             reason = "it is there already, perhaps from an earlier run (to renew it, move it away)"
         if reason is None and key == "model.store":
             if not path.parent.is_dir():

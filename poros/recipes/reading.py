@@ -15,7 +15,7 @@ from yaml.error import MarkedYAMLError
 
 from poros.errors import RecipeError, quoted, reason_of
 from poros.recipes import passing
-from poros.recipes.recipe import METHODS, SECTIONS, Recipe, settings
+from poros.recipes.recipe import METHODS, SECTIONS, Recipe, named, settings
 from poros.recipes.values import UnexpectedValueError, described, takes_list, value_of
 
 _MOST_SHOWN = 60
@@ -27,29 +27,6 @@ _INSTEAD = {
     "memory.vram": "memory.slots",
 }
 """Settings of which one is given: a flag for it replaces what a file says of the other."""
-_ELSEWHERE = {
-    "model.source": "base_model model_name model_name_or_path pretrained_model_name_or_path",
-    "model.quantization": "load_in_4bit load_in_8bit",
-    "model.attention": "attn_implementation flash_attention",
-    "data.source": "dataset datasets dataset_name dataset_path train_file",
-    "data.validation": "val_set_size eval_dataset test_datasets",
-    "data.loss_on": "train_on_inputs train_on_responses_only",
-    "adapter.r": "lora_r lora_rank",
-    "adapter.target_modules": "lora_target_modules lora_target_linear",
-    "adapter.use_dora": "peft_use_dora",
-    "adapter.use_rslora": "peft_use_rslora",
-    "training.method": "rl",
-    "training.num_train_epochs": "num_epochs",
-    "training.per_device_train_batch_size": "micro_batch_size",
-    "training.lr_scheduler_type": "lr_scheduler",
-    "training.warmup_steps": "warmup_ratio",
-    "training.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",
-    "training.packing": "sample_packing",
-    "training.use_liger_kernel": "liger_rope liger_rms_norm liger_glu_activation",
-    "memory.vram": "offload_layers max_memory",
-    "output.folder": "output_dir",
-}
-"""Names of settings in Axolotl, Unsloth and TRL's scripts that are not ours."""
 
 
 class _Name(str):
@@ -165,16 +142,6 @@ def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
             _unknown(draft, key, "", section)
     _read_values(draft)
     return draft
-
-
-def named(name: str) -> list[str]:
-    """Return the keys of settings that have a name, a flag, or a name in other tools."""
-    flag = f"--{name.replace('_', '-')}"
-    return [
-        key
-        for key, each in settings().items()
-        if key.endswith(f".{name}") or each.flag == flag or name in _ELSEWHERE.get(key, "").split()
-    ]
 
 
 def _flag(key: str) -> str:
@@ -302,7 +269,7 @@ def _unknown(draft: Draft, key: str, section: str, name: str, theirs: Iterable[s
         theirs: Names of the library's fields for this section and method.
     """
     known = [each.split(".")[1] for each in settings() if each.startswith(f"{section}.")]
-    known = known if section else list(SECTIONS)
+    known = known or list(SECTIONS)
     same = named(name)
     near = same or get_close_matches(name, [*known, *theirs], n=1, cutoff=0.7)
     remedy = f"there are {', '.join(sorted(known))}"

@@ -208,9 +208,9 @@ LINES = (GOOD + "\n").encode()
 LIST = b'[\n {"text": "a"},\n {"text": "b"}\n]\n'
 # A file, or the files of a folder; the place that is wrong, what is said of it, and the remedy.
 FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
-    "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one, two'", "names its col"),
-    "CSV of semicolons": ("a.csv", b"prompt;completion\na;b\n", ":1:", "t;c", "by ',' here, not"),
-    "TSV of commas": ("a.tsv", b"prompt,completion\na,b\n", ":1:", "t,c", "by '\\t' here, not"),
+    "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one, two'", "first line"),
+    "CSV of semicolons": ("a.csv", b"prompt;completion\na;b\n", ":1:", "t;c", "with ',' between"),
+    "TSV of commas": ("a.tsv", b"prompt,completion\na,b\n", ":1:", "t,c", "with '\\t' betw"),
     "CSV with a cell too many": (
         "a.csv", b'prompt,completion\n"a\na",b\na,b,c\n', ":4:", "2 cells", "double quotes",
     ),

@@ -295,7 +295,7 @@ PLANS: dict[str, tuple[list[str], int, str, Callable[[Any], bool]]] = {
     "no length": (
         ["--vram", "1GiB", "--batch", "2"],
         0,
-        "^the model has 256 positions: planned for rows of as many.*Fits",
+        "^rows of 256 tokens, the model's positions.*Fits",
         lambda found: found["fits"],
     ),
     "no card": (

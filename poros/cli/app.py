@@ -45,9 +45,7 @@ def _options(
     quieten_libraries()
 
 
-_COMMANDS = (
-    *(finetune.finetune, plan.plan, report.report, chat.chat),
-    *(merge.merge, load.load, check.check, demo.demo),
-)
+app.command(context_settings={"token_normalize_func": finetune.known_option})(finetune.finetune)
+_COMMANDS = (plan.plan, report.report, chat.chat, merge.merge, load.load, check.check, demo.demo)
 for _command in _COMMANDS:
     app.command()(_command)

@@ -10,7 +10,7 @@ import typer
 
 from poros.cli.merge import merge_with_bar
 from poros.cli.shared import field_and_value, importing, readable_errors
-from poros.recipes.recipe import Recipe, settings
+from poros.recipes.recipe import Recipe, named, settings
 from poros.recipes.values import shown
 
 _RECIPES = (".yaml", ".yml")
@@ -41,20 +41,21 @@ def finetune(
     from poros.recipes.reading import read_recipe
 
     flags = dict(field_and_value(each) for each in set or ())
-    flags |= _flags(given)
+    file = None
+    if model is not None and model.endswith(_RECIPES):
+        file, model = Path(model), None
+    flags |= {
+        name.replace("__", "."): str(value).lower() if isinstance(value, bool) else value
+        for name, value in {**given, "model__source": model, "data__source": data}.items()
+        if value is not None
+    }
     if dpo:
         flags["training.method"] = "dpo"
     if adapter is not None:
         flags |= {f"adapter.use_{each}": str(each == adapter).lower() for each in ADAPTERS[1:]}
-    file = None
-    if model is not None and model.endswith(_RECIPES):
-        file, model = Path(model), None
-    for key, value in (("model.source", model), ("data.source", data)):
-        if value is not None:
-            flags[key] = value
     with readable_errors():
         draft = read_recipe(file, flags)
-        recipe = checked(draft)
+        recipe = checked(draft, is_read=print_recipe or dry_run or show is not None)
         if print_recipe:
             typer.echo(recipe.as_yaml(), nl=False)
             return
@@ -62,12 +63,41 @@ def finetune(
         _run(recipe, is_dry=dry_run, num_shown=show or 0)
 
 
-def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
-    from poros.finetune.data import read_data
-    from poros.finetune.hub import send
-    from poros.finetune.resuming import require_usable
+def known_option(name: str) -> str:
+    """Refuse the name of an option that other tools have for one of ours."""
+    flags = [settings()[key].flag or f"--set {key}=VALUE" for key in named(name.replace("-", "_"))]
+    if flags and f"--{name}" not in flags:
+        raise typer.BadParameter(f"expected {flags[0]}, found --{name}")
+    return name
 
-    require_usable(recipe)
+
+def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
+    """Do what a recipe asks for; if training has ended before, only what comes behind it."""
+    from poros.finetune.hub import send
+    from poros.finetune.resuming import finished, require_usable
+
+    adapter, merged = None, recipe.output.merged
+    if not (is_dry or num_shown):
+        require_usable(recipe, trains=merged is None)
+        adapter = finished(recipe)
+    adapter = adapter or _trained(recipe, is_dry=is_dry, num_shown=num_shown)
+    if adapter is None:
+        typer.echo("dry run: nothing was loaded or written")
+        return
+    if merged is not None:
+        merge_with_bar(adapter, Path(merged).expanduser())
+    folder = shlex.quote(str(adapter))
+    typer.echo(f"adapter: {adapter}")
+    if recipe.training.method != "reward":  # a model of such an adapter writes no text
+        typer.echo(f"try it:  poros chat {folder}")
+    typer.echo(f"merged:  {merged}" if merged else f"merge:   poros merge {folder} --out FOLDER")
+    if recipe.training.more.get("push_to_hub"):  # at last: without a network the rest is there
+        typer.echo(f"on the hub: {send(recipe, adapter)}")
+
+
+def _trained(recipe: Recipe, *, is_dry: bool, num_shown: int) -> Path | None:
+    from poros.finetune.data import read_data
+
     train, validation = read_data(recipe)
     with importing():
         import datasets
@@ -78,37 +108,11 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
 
     logging.set_verbosity_error()
     datasets.disable_progress_bars()  # one for each short pass
-    console = Console()
     try:
-        adapter = finetune(recipe, train, validation, console, is_dry=is_dry, num_shown=num_shown)
+        return finetune(recipe, train, validation, Console(), is_dry=is_dry, num_shown=num_shown)
     except Interrupted as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(128 + stopped.signal) from stopped
-    if adapter is None:
-        console.print("dry run: nothing was loaded or written")
-        return
-    merged = recipe.output.merged
-    if merged is not None:
-        merge_with_bar(adapter, Path(merged).expanduser())
-    folder = shlex.quote(str(adapter))
-    lines = [f"adapter: {adapter}"]
-    if recipe.training.method != "reward":  # a model of such an adapter writes no text
-        lines.append(f"try it:  poros chat {folder}")
-    lines.append(f"merged:  {merged}" if merged else f"merge:   poros merge {folder} --out FOLDER")
-    if recipe.training.more.get("push_to_hub"):  # at last: without a network the rest is there
-        lines.append(f"on the hub: {send(recipe, adapter)}")
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def _flags(given: dict[str, str | bool | None]) -> dict[str, str]:
-    """Texts by dotted key, of the options that were given."""
-    found = {}
-    for key in settings():
-        value = given.get(key.replace(".", "__"))
-        if value is not None:
-            found[key] = str(value).lower() if isinstance(value, bool) else value
-    return found
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -120,16 +124,12 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     for key, setting in settings().items():
         if not setting.flag.startswith("--"):
             continue
-        names = setting.flag
         kind = shown(setting.hint)
         is_switch = kind.startswith("BOOL")
-        if is_switch:
-            names += f"/--no-{setting.flag[2:]}"
-        default = "" if setting.default in (None, False) else str(setting.default)
         option = typer.Option(
-            names,
+            f"{setting.flag}/--no-{setting.flag[2:]}" if is_switch else setting.flag,
             help=setting.about,
-            show_default=default or False,
+            show_default=False if setting.default in (None, False) else str(setting.default),
             rich_help_panel=key.split(".")[0],
             metavar=None if is_switch else kind,
         )

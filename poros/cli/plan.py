@@ -45,7 +45,9 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="Folder or OWNER/NAME on the hub; only config.json is read.")
     ],
-    seq: Annotated[int, typer.Option(help="Sequence length: tokens per row.")] = 2048,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens per row.", show_default="2048, or the model's most")
+    ] = None,
     vram: Annotated[
         str | None,
         typer.Option(help=f"GPU memory budget, such as 22GiB: {SIZES}.", show_default="the card's"),
@@ -106,7 +108,8 @@ def plan(
             "library_num_bytes": None if chosen is None else chosen.library_num_bytes,
             **dict(map(_field, other or ())),
         }
-        request = PlanRequest.of(seq_len=seq, batch_size=batch, **fields)
+        tokens = 2048 if seq is None else seq
+        request = PlanRequest.of(seq_len=tokens, batch_size=batch, **fields)
         optimizer_cost(request, ())  # raises here if the optimizer is unknown
     from rich.console import Console
 
@@ -126,8 +129,12 @@ def plan(
             adapter_dtype=dtype_named(adapter_dtype),
             vision=vision,
         )
+        if seq is None:
+            request = request.override(seq_len=min(tokens, planner.max_seq_len or tokens))
         request, place = _place(request, chosen)
         report = FitReport(planner, request, place, host_num_bytes or host_memory())
+    if request.seq_len < tokens:
+        typer.echo(f"rows of {request.seq_len} tokens, the model's positions (--seq)", err=True)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:

@@ -137,7 +137,7 @@ def _cells(lines: Iterator[str], delimiter: str, shown: str, note: Note) -> Iter
         names = reader.fieldnames or ()
         if len({*names}) < len(names) or not any({*each.keys} <= {*names} for each in FORMATS):
             what = f"expected columns of a row, each once, found {quoted(', '.join(names))}"
-            note(f"{shown}:1", f"{what}; the first line of the file names its columns")
+            note(f"{shown}:1", f"{what}; name them in the first line, with {delimiter!r} between")
             return
         number = reader.line_num + 1
         for row in reader:

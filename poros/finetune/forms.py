@@ -130,8 +130,10 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
             "remove those of all but one"
         )
     if not fitting:
-        shown = ", ".join(quoted(key, limit=40) for key in sorted(keys)[:12]) or "none"
-        return f"expected the keys of a row, found {shown}; {_WANTED}"
+        names = [quoted(key, limit=40) + ": null" * (row[key] is None) for key in sorted(row)[:12]]
+        is_whole = any(row.keys() >= {*each.keys} for each in FORMATS)
+        remedy = "fill in what is null, or remove the row" if is_whole else _WANTED
+        return f"expected the keys of a row, found {', '.join(names) or 'none'}; {remedy}"
     chosen = fitting[0]
     may_be_chat = chosen.form in ("completions", "preferences", "labelled")
     is_list = may_be_chat and isinstance(row[chosen.keys[1]], list)

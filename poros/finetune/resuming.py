@@ -78,10 +78,19 @@ class RunFolder:
         return self.path / "events.jsonl"
 
 
-def require_usable(recipe: Recipe) -> dict[str, Any] | None:
+def finished(recipe: Recipe) -> Path | None:
+    """Return the adapter of a run that has trained for as long as a recipe asks; else None."""
+    path = _path(recipe)
+    if _ADAPTER not in _names(path) or _is_longer(_read(path), recipe):
+        return None
+    return path / _ADAPTER
+
+
+def require_usable(recipe: Recipe, *, trains: bool = True) -> dict[str, Any] | None:
     """Refuse an output folder in which a recipe can neither begin nor resume a run.
 
-    Return the contents of run.json of a run to resume; None if a new run would begin.
+    Return the contents of run.json of a run to resume; None if a new run would begin. Where nothing
+    ``trains``, a finished run will do.
 
     Raises:
         RunFolderError: If a finished run lies there, one of another recipe, or something that is
@@ -98,7 +107,7 @@ def require_usable(recipe: Recipe) -> dict[str, Any] | None:
         return None
     run = _read(path)
     old, new = _flat(run["recipe"]), _flat(recipe.as_dict())
-    if _ADAPTER in names and not _is_longer(old, new):
+    if trains and finished(recipe):
         raise RunFolderError(
             f"output.folder: expected a run to begin or to go on with, found a finished one: its "
             f"adapter is {quoted(str(path / _ADAPTER))}; train it further with more --epochs or "
@@ -109,7 +118,7 @@ def require_usable(recipe: Recipe) -> dict[str, Any] | None:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
         and key not in _MAY_CHANGE
-        and not (key in _LENGTHS and _is_longer(old, new))
+        and not (key in _LENGTHS and _is_longer(run, recipe))
     ]
     if differing:
         raise _another(path, differing)
@@ -117,24 +126,24 @@ def require_usable(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def inspect_run_dir(
-    recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str]
+    recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str], *, trains: bool = True
 ) -> RunFolder:
     """Inspect the output folder of a recipe. Nothing is written.
 
     Args:
         digests: Digests of the rows of tokens, by name.
         machine: What the run computes on, by name.
+        trains: As for ``require_usable``.
 
     Raises:
         RunFolderError: As ``require_usable``; if rows have become other tokens, or the newest
             checkpoint is damaged.
     """
     path = _path(recipe)
-    run = require_usable(recipe)
-    names = _names(path)
+    run = require_usable(recipe, trains=trains)
     if run is None:
         again = "begun before, without a checkpoint: begins again"
-        return RunFolder(path, notes=(again,) if names else ())
+        return RunFolder(path, notes=(again,) if _names(path) else ())
     before = {name: each for name, each in run["digests"].items() if name != _BASE}
     _require_same(path, before, digests)
     notes = tuple(_notes(run, recipe, machine))
@@ -158,7 +167,7 @@ def _notes(run: Mapping[str, Any], recipe: Recipe, machine: Mapping[str, str]) -
     """List versions that differ from those a run was begun with, and a schedule that does."""
     notes = []
     is_steady = recipe.training.lr_scheduler_type == "constant"
-    if _is_longer(_flat(run["recipe"]), _flat(recipe.as_dict())) and not is_steady:
+    if _is_longer(run, recipe) and not is_steady:
         notes.append(
             "the run is longer than it was begun: the learning rate goes on as its schedule has it "
             "for the new length, not as in a run that had it from the start (with --schedule "
@@ -178,8 +187,9 @@ def _has_results(names: Iterable[str]) -> bool:
     return any(name.startswith(("checkpoint-", _ADAPTER)) for name in names)
 
 
-def _is_longer(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def _is_longer(run: Mapping[str, Any], recipe: Recipe) -> bool:
     """Whether a recipe trains for longer than the one that a run was begun with."""
+    old, new = _flat(run["recipe"]), _flat(recipe.as_dict())
     return any(name in old and name in new and old[name] < new[name] for name in _LENGTHS)
 
 
@@ -265,7 +275,7 @@ def lock_run_dir(
                 run.adapter.rename(run.path / f"{_ADAPTER}-{run.step}")
         asked, versions = recipe.as_dict(), {**library_versions(), **machine}
         new = {"format": _FORMAT, "digests": dict(digests), "versions": versions}
-        if run.begun is None or _is_longer(_flat(run.begun["recipe"]), _flat(asked)):
+        if run.begun is None or _is_longer(run.begun, recipe):
             write_json(run.path / _RUN, {**(run.begun or new), "recipe": asked})
         write_text(run.path / _RECIPE, recipe.as_yaml())
         with writing(run.path):

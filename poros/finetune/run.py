@@ -27,6 +27,7 @@ from poros.finetune.resuming import (
     HELD_OUT,
     TOKENS,
     RunFolder,
+    finished,
     inspect_run_dir,
     lock_run_dir,
     require_base,
@@ -43,9 +44,10 @@ from poros.finetune.trainers import (
 from poros.io.writing import partial_folder, put_in_place, writing
 from poros.kernels import packed_attention
 from poros.kernels.nf4 import DTYPES
-from poros.loaders.settings import configuration, model_class_of
+from poros.loaders.settings import configuration, model_class_of, stored_quantization
 from poros.loaders.source import find_config
 from poros.loaders.tokenizer import require_known_tokens, tokenizer_errors
+from poros.model.inspect import find_layers
 from poros.planning.meta_model import meta_model
 from poros.recipes.passing import refusals
 from poros.recipes.recipe import Recipe
@@ -98,8 +100,8 @@ def finetune(
 
     Raises:
         CheckpointFormatError: If the model's configuration or its tokenizer cannot be read.
-        RecipeError: If target modules or the attention are not there, or PEFT, TRL or transformers
-            refuse settings.
+        RecipeError: If target modules, the attention or the step to trace are not there, or PEFT,
+            TRL or transformers refuse settings.
         UnsupportedModelError: If the model, or its tokenizer, needs code of its own.
         DataFormatError: If rows cannot be rendered by the chat template, or nothing can be learnt.
         VRAMBudgetError: If a step does not fit.
@@ -136,7 +138,7 @@ def finetune(
     row_length = _row_length(recipe, tokens)
     digests = {name: token_digest(each) for name, each in every.items()}
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
-    run = inspect_run_dir(given, digests, computed_on)
+    run = inspect_run_dir(given, digests, computed_on, trains=not is_dry)
     datasets = {
         name: _dataset(recipe, each, row_length, rows[name] if has_images else None)
         for name, each in every.items()
@@ -152,6 +154,11 @@ def finetune(
         num_steps=num_steps(len(dataset), recipe),
         num_validation=len(every[HELD_OUT].lengths) if HELD_OUT in every else 0,
     )
+    if (recipe.output.trace_step or 0) > size.num_steps:
+        raise RecipeError(
+            f"output.trace_step (--trace-step): expected one of the run's {size.num_steps} steps, "
+            f"found {recipe.output.trace_step}; lower it, or train for longer"
+        )
     arguments = make_arguments(
         recipe,
         run.path,
@@ -164,7 +171,8 @@ def finetune(
     if train.unused:
         notes.append(f"keys that nothing reads: {', '.join(train.unused)}")
     if run.checkpoint is not None:
-        notes.append(f"going on after step {run.step} of {size.num_steps}")
+        what = "finished" if finished(given) else "going on"
+        notes.append(f"{what} after step {run.step} of {size.num_steps}")
     plan = summary.planned(recipe, size, adapter_config(recipe), device)
     summary.show(console, recipe, plan, size, rows[TOKENS], tokens, kernels, notes)
     if is_dry:
@@ -182,9 +190,8 @@ def finetune(
 
 
 def _device(recipe: Recipe) -> torch.device:
-    device = default_device()
-    if recipe.memory.device is not None:
-        device = usable_device(recipe.memory.device)
+    chosen = recipe.memory.device
+    device = default_device() if chosen is None else usable_device(chosen)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where the Trainer trains
     return device
@@ -198,17 +205,18 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
     if chosen.attention is not None:
         require_attention(chosen.attention)
         options["attn_implementation"] = chosen.attention
-    source = str(Path(chosen.source).expanduser())
-    config = configuration(*find_config(source), options)
+    path, texts = find_config(Path(chosen.source).expanduser())
+    config = configuration(path, texts, options)
+    stored_quantization(path, config)  # raises if Poros cannot read it
     if recipe.training.method == "reward":
         model_class_of(config, REWARD_CLASS)  # raises if there is none
-    if options or recipe.adapter.more or recipe.adapter.target_modules != "all-linear":
-        try:
-            base = meta_model(config, None, DTYPES[chosen.dtype])
-        except UnsupportedModelError as error:
-            named = "" if chosen.attention is None else "model.attention (--attention): "
-            raise RecipeError(f"{named}{error}") from error
-        require_targets(recipe, base)
+    try:
+        base = meta_model(config, None, DTYPES[chosen.dtype])
+    except UnsupportedModelError as error:
+        named = "" if chosen.attention is None else "model.attention (--attention): "
+        raise RecipeError(f"{named}{error}") from error
+    find_layers(base)  # raises if there are none that can be streamed
+    require_targets(recipe, base)
     return config
 
 

@@ -23,7 +23,12 @@ from poros.kernels.dora import squares_num_bytes
 from poros.kernels.nf4 import is_4bit, part_tensors
 from poros.loaders.build import one_at_a_time
 from poros.loaders.options import bits_and_bytes
-from poros.loaders.settings import configuration, describe_error, model_class_of
+from poros.loaders.settings import (
+    configuration,
+    describe_error,
+    model_class_of,
+    stored_quantization,
+)
 from poros.loaders.slab_writer import quantize_on_meta
 from poros.loaders.source import find_config
 from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
@@ -264,9 +269,12 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
 
 def _configuration(source: Any) -> "PreTrainedConfig":
     try:
-        return configuration(*find_config(source), {})
+        path, texts = find_config(source)
+        config = configuration(path, texts, {})
     except CheckpointFormatError as error:
         raise UnsupportedModelError(f"expected a model that can be planned: {error}") from error
+    stored_quantization(path, config)  # raises if Poros cannot read it
+    return config
 
 
 def shapes_of(model: nn.Module) -> Shapes:

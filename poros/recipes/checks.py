@@ -24,8 +24,10 @@ _OF_METHOD: dict[str, dict[str, Any]] = {
 """Defaults of a method that are not those of examples."""
 
 
-def checked(draft: Draft) -> Recipe:
+def checked(draft: Draft, *, is_read: bool = False) -> Recipe:
     """Check a draft and return its recipe, with the output folder filled in.
+
+    Where it ``is_read`` alone, the merged model of a run that has ended may be there.
 
     Raises:
         RecipeError: With every problem: those that reading found, settings that contradict each
@@ -43,14 +45,13 @@ def checked(draft: Draft) -> Recipe:
     if recipe.output.folder is None:
         first, *others = recipe.data.sources
         data = Path(first.removesuffix(".gz")).stem + (f"+{len(others)}" if others else "")
-        names = (Path(recipe.model.source).name, data)
-        folder = Path("runs") / "-".join((*names, recipe.training.method))
+        folder = Path("runs") / f"{Path(recipe.model.source).name}-{data}-{recipe.training.method}"
         recipe = replace(recipe, output=replace(recipe.output, folder=str(folder)))
     _check_model(draft, recipe)
     _check_data(draft, recipe)
     _check_training(draft, recipe)
     _check_memory(draft, recipe)
-    _check_folders(draft, recipe)
+    _check_folders(draft, recipe, is_read=is_read)
     draft.refuse()
     own = {
         name: value
@@ -64,7 +65,7 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
     key, source = "model.source", recipe.model.source
     if source and is_local(source):
         path = Path(source).expanduser()
-        shown = quoted(source)
+        shown = quoted(str(path.absolute()), limit=400)
         is_one = path.suffix == ".safetensors" or (path / "config.json").is_file()
         if not path.exists():
             draft.problem(key, f"expected a checkpoint, found no file or folder {shown}; check it")
@@ -126,14 +127,15 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
         )
     template = data.chat_template
     if template.endswith((".jinja", ".j2")):
+        path = Path(template).expanduser().absolute()
         try:
-            Path(template).expanduser().read_text(encoding="utf-8")
+            path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = quoted(reason_of(error), is_bare=True)
             draft.problem(
                 "data.chat_template",
-                f"expected a file of UTF-8 to read, found {quoted(template)}: {reason}; check the "
-                "path, or save it as UTF-8",
+                f"expected a file of UTF-8 to read, found {quoted(str(path), limit=400)}: "
+                f"{reason}; check the path, or save it as UTF-8",
             )
     elif template not in ("model", *TEMPLATES):
         names = ", ".join(("model", *TEMPLATES))
@@ -152,7 +154,7 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
 def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
     """Return what is wrong with files or folders of rows; None if nothing is."""
     path = Path(source).expanduser()
-    shown = quoted(str(path))
+    shown = quoted(str(path.absolute()), limit=400)
     if not path.exists():
         return f"expected rows, found no file or folder {shown}; check the path"
     if kind_of(source, is_split=is_split) is not Kind.FILES:
@@ -219,9 +221,10 @@ def _check_memory(draft: Draft, recipe: Recipe) -> None:
         )
 
 
-def _check_folders(draft: Draft, recipe: Recipe) -> None:
+def _check_folders(draft: Draft, recipe: Recipe, *, is_read: bool) -> None:
     """Check that the folders that a run writes can be made: before it, not behind it."""
     store = recipe.model.store
+    has_ended = is_read and (Path(recipe.output.folder or "").expanduser() / "adapter").exists()
     for key, named, wanted in (
         ("output.folder", recipe.output.folder, "a folder to write to"),
         ("output.merged", recipe.output.merged, "a new folder"),
@@ -231,8 +234,8 @@ def _check_folders(draft: Draft, recipe: Recipe) -> None:
             continue
         path = Path(named).expanduser()
         reason = why_not_writable(path)
-        if reason is None and key == "output.merged" and path.exists():
-            reason = "it is there already, perhaps from an earlier run"
+        if reason is None and key == "output.merged" and path.exists() and not has_ended:
+            reason = "it is there already, perhaps from an earlier run (to renew it, move it away)"
         if reason is None and key == "model.store":
             if not path.parent.is_dir():
                 reason = "the folder above it is not there"

@@ -15,7 +15,7 @@ from yaml.error import MarkedYAMLError
 
 from poros.errors import RecipeError, quoted, reason_of
 from poros.recipes import passing
-from poros.recipes.recipe import METHODS, SECTIONS, Recipe, settings
+from poros.recipes.recipe import METHODS, SECTIONS, Recipe, named, settings
 from poros.recipes.values import UnexpectedValueError, described, takes_list, value_of
 
 _MOST_SHOWN = 60
@@ -268,11 +268,9 @@ def _unknown(draft: Draft, key: str, section: str, name: str, theirs: Iterable[s
     Args:
         theirs: Names of the library's fields for this section and method.
     """
-    own = settings()
-    known = [each.split(".")[1] for each in own if each.startswith(f"{section}.")]
-    known = known if section else list(SECTIONS)
-    flag = f"--{name.replace('_', '-')}"
-    same = [each for each in own if each.endswith(f".{name}") or own[each].flag == flag]
+    known = [each.split(".")[1] for each in settings() if each.startswith(f"{section}.")]
+    known = known or list(SECTIONS)
+    same = named(name)
     near = same or get_close_matches(name, [*known, *theirs], n=1, cutoff=0.7)
     remedy = f"there are {', '.join(sorted(known))}"
     if near:

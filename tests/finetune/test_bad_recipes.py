@@ -20,7 +20,13 @@ SEVERAL = "model: model\ndata:\n  source:\n  - rows.jsonl\n  - more.jsonl\n"
 RECIPES: dict[str, tuple[str, int, str, str]] = {
     "unknown section": ("trainning:\n  seed: 1\n", 3, "unknown name", "did you mean training?"),
     "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
-    "name without a hint": ("training:\n  micro_batch_size: 1\n", 4, "unknown", "for this method"),
+    "name without a hint": ("training:\n  qwertyuiop: 1\n", 4, "unknown", "for this method"),
+    "name in Axolotl": (
+        "training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train_batch_size here?",
+    ),
+    "name in Axolotl, at the top": ("lora_r: 8\n", 3, "unknown name", "adapter.r here?"),
+    "name in Unsloth": ("training:\n  max_seq_length: 8\n", 4, "unknown", "training.max_length h"),
+    "name of before": ("training:\n  warmup_ratio: 0.1\n", 4, "unknown", "training.warmup_steps h"),
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
     "wrong section": ("data:\n  rank: 4\n", 3, "on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
@@ -77,6 +83,8 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "broken JSON": ([GOOD, '{"prompt": "a", "completion": }'], 2, "2:31: expected JSON", "column"),
     "a list": (['[{"prompt": "a"}]'], 1, "found a list", "write one a line"),
     "missing key": ([GOOD, '{"prompt": "a"}'], 2, "found 'prompt'", "write rows such as"),
+    "null for a text": (['{"text": null}'], 1, "found 'text': null", "fill in what is null"),
+    "null, and a key too few": (['{"prompt": null}'], 1, "found 'prompt': null", "write rows such"),
     "number for a text": ([GOOD, '{"prompt": "a", "completion": 3}'], 2, "a number", "quotes"),
     "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "a blank one", "fill it in"),
     "key twice": (['{"prompt": "a", "prompt": "b", "completion": "c"}'], 1, "twice", "remove one"),
@@ -163,7 +171,7 @@ def test_bad_rows(case: str, place: Path) -> None:
 
 # Several sources: what is appended to a good recipe; line, what is said of it, and the remedy.
 SOURCES: dict[str, tuple[str, int, str, str]] = {
-    "source that is not there": ("  - gone.jsonl\n", 3, "no file or folder 'gone.jsonl'", "path"),
+    "source that is not there": ("  - gone.jsonl\n", 3, "no file or folder '/", "/gone.jsonl'; "),
     "list in a list": ("  - [rows.jsonl]\n", 3, "found a list", "write one"),
     "split of files": ("  split: test\n", 6, "on the hub to split, found a file", "remove it"),
     "configuration of files": ("  config: main\n", 6, "on the hub to configure", "remove it"),
@@ -200,7 +208,9 @@ LINES = (GOOD + "\n").encode()
 LIST = b'[\n {"text": "a"},\n {"text": "b"}\n]\n'
 # A file, or the files of a folder; the place that is wrong, what is said of it, and the remedy.
 FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
-    "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one, two'", "names its col"),
+    "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one, two'", "first line"),
+    "CSV of semicolons": ("a.csv", b"prompt;completion\na;b\n", ":1:", "t;c", "with ',' between"),
+    "TSV of commas": ("a.tsv", b"prompt,completion\na,b\n", ":1:", "t,c", "with '\\t' betw"),
     "CSV with a cell too many": (
         "a.csv", b'prompt,completion\n"a\na",b\na,b,c\n', ":4:", "2 cells", "double quotes",
     ),
@@ -248,8 +258,8 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
         ("model", "rows.jsonl", "--set", "data.weights=[2]"), "found 1 for 1", "list the sources",
     ),
     "both": (("model", "rows.jsonl", "--vram", "8GiB", "--slots", "2"), "--slots:", "remove one"),
-    "no model": (("nowhere/at/all", "rows.jsonl"), "MODEL: expected", "check it"),
-    "no data": (("model", "gone.jsonl"), "DATA: expected", "check the path"),
+    "no model": (("nowhere/at/all", "rows.jsonl"), "found no file or folder '/", "/at/all'; check"),
+    "no data": (("model", "gone.jsonl"), "found no file or folder '/", "/gone.jsonl'; check the p"),
     "nothing": ((), "model.source: expected", "poros finetune MODEL DATA"),
     "packed pairs": (
         ("model", "rows.jsonl", "--dpo", "--packing"), "--packing: expected method", "remove it",
@@ -270,7 +280,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "store in nothing": (("model", "rows.jsonl", "--store", "a/b"), "above it", "another folder"),
     "store elsewhere": (("model", "rows.jsonl", "--store", "model"), "something else", "another"),
     "no template": (
-        ("model", "rows.jsonl", "--chat-template", "a.jinja"), "--chat-template:", "check the path",
+        ("model", "rows.jsonl", "--chat-template", "a.jinja"), "found '/", "/a.jinja': No such",
     ),
     "Latin-1 template": (
         ("model", "rows.jsonl", "--chat-template", "latin.jinja"), "0xe9", "save it as UTF-8",

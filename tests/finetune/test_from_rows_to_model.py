@@ -5,6 +5,7 @@ The recipe is the one of docs/how-to/settings.md; only the names of model and da
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,45 @@ def test_a_folder_that_is_there_is_no_place_for_a_merged_model(
     options = settings_for(model, data, tmp_path / "run")
     with pytest.raises(RecipeError, match=r"--merged: .*it is there already"):
         recipe_of(**options, output__merged=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def ended(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that has ended and its merged model, and the recipe of both."""
+    folder = tmp_path_factory.mktemp("ended")
+    options = settings_for(model, data, Path("run"))
+    (folder / "recipe.yaml").write_text(recipe_of(**options, output__merged="merged").as_yaml())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        result = poros_command("finetune", "recipe.yaml")
+    assert result.exit_code == 0 and (folder / "merged" / "config.json").is_file(), text(result)
+    return folder
+
+
+# What follows a recipe whose run has ended: the exit code, and what is said.
+AFTERWARDS: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "dry": (("--dry-run",), 0, "finished after step 1 of 1"),
+    "rows are shown": (("--show", "1"), 0, "text.jsonl:1: "),
+    "rows of another run are shown": (("--show", "1", "--lr", "1"), 0, "text.jsonl:1: "),
+    "merged where nothing is": (("--merged", "other"), 0, "merged:  other"),
+    "merged, but by another recipe": (("--merged", "other", "--lr", "1"), 2, "0.0002 then, 1.0"),
+    "again": ((), 2, "to renew it, move it away"),
+    "trained further": (("--steps", "2"), 2, "to renew it, move it away"),
+    "the recipe is printed": (("--print-recipe",), 0, "merged: merged"),
+}
+
+
+@pytest.mark.parametrize("case", AFTERWARDS)
+def test_a_run_that_has_ended(
+    case: str, ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, code, wanted = AFTERWARDS[case]
+    monkeypatch.chdir(shutil.copytree(ended, tmp_path / "copy"))
+    result = poros_command("finetune", "recipe.yaml", *options)
+    assert result.exit_code == code and wanted in text(result), text(result)
+    assert [each.name for each in Path("run").glob("adapter*")] == ["adapter"]
+    expected = Path("merged", "model.safetensors").read_bytes()
+    assert all(each.read_bytes() == expected for each in Path("other").glob("model.*"))
 
 
 def test_the_adapter_is_sent(

@@ -159,9 +159,23 @@ def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
     assert [num_warmup_steps(recipe, steps) for steps in (1, 33, 34, 100)] == [0, 0, 2, 3]
 
 
-def test_what_does_not_fit_is_refused_before_it_is_loaded(dry: Callable[..., str]) -> None:
-    with pytest.raises(VRAMBudgetError, match="What would make it fit"):
-        dry(memory__vram="1MiB", training__per_device_train_batch_size=64)
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a budget that is too small": (
+        {"memory__vram": "1MiB", "training__per_device_train_batch_size": 64},
+        *(VRAMBudgetError, "What would make it fit"),
+    ),
+    "a step that does not come": (
+        {"output__trace_step": 6, "training__max_steps": 5},
+        *(RecipeError, "--trace-step.*: expected one of the run's 5 steps, found 6; lower it"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_before_it_is_loaded(case: str, dry: Callable[..., str]) -> None:
+    options, error, what = REFUSED[case]
+    with pytest.raises(error, match=what):
+        dry(**options)
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward", "images"])

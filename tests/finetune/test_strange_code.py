@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -78,15 +79,28 @@ def test_code_is_refused_and_nobody_is_asked(
     assert not (place / "runs").exists() and not (place / "store").exists()
 
 
-def test_a_kernel_of_the_hub_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# What a configuration says, and what is said of it.
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "a kernel of the hub": ({"attn_implementation": "someone/attention"}, "someone/attention"),
+    "GPTQ": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "of 'gptq'"),
+    "Mamba": ({"model_type": "mamba"}, "incompatible with Mamba"),
+    "no row of layers": ({"model_type": "openai-gpt", "n_layer": 1}, "ModuleList of decoder lay"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_commands_refuse_the_same(case: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, what = CONFIGS[case]
     monkeypatch.chdir(place)
     file = place / "base" / "config.json"
-    file.write_text(
-        json.dumps({**json.loads(file.read_text()), "attn_implementation": "someone/attention"})
-    )
+    plain = json.loads(file.read_text())
+    del plain["layer_types"]
+    file.write_text(json.dumps({**plain, **said}))
     for command in ("finetune base rows.jsonl --dry-run", "plan base --seq 8", "load base --out s"):
         result = poros_command(*command.split())
-        assert result.exit_code == 2 and "someone/attention" in result.output, result.output
+        is_loaded = command.startswith("load") and "model_type" in said
+        assert result.exit_code == 2, result.output
+        assert is_loaded or what in " ".join(result.output.split()), result.output
 
 
 @pytest.mark.parametrize("is_control", [False, True])

@@ -108,6 +108,9 @@ WRONG: list[tuple[str, str]] = [
     ("finetune base rows.jsonl", "rows.jsonl:1:"),
     ("finetune gone.yaml", "gone.yaml: expected a file"),
     ("finetune base rows.jsonl --rank x", "--rank: expected"),
+    ("finetune base rows.jsonl --learning-rate 1", "expected --lr, found --learning-rate"),
+    ("finetune base rows.jsonl --output-dir a", "expected --out, found --output-dir"),
+    ("finetune base rows.jsonl --use-dora", "expected --set adapter.use_dora=VALUE, found"),
 ]
 
 
@@ -255,7 +258,8 @@ def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path:
 
 
 def plan(checkpoint: Path, *options: str) -> Any:
-    return poros_command("plan", str(checkpoint), "--seq", "16", *options)
+    length = [] if "--batch" in options else ["--seq", "16"]
+    return poros_command("plan", str(checkpoint), *length, *options)
 
 
 # Options, exit code, what is said, and facts of the figures.
@@ -288,6 +292,12 @@ PLANS: dict[str, tuple[list[str], int, str, Callable[[Any], bool]]] = {
         "but not the host memory",
         lambda found: found["fits"] is False,
     ),
+    "no length": (
+        ["--vram", "1GiB", "--batch", "2"],
+        0,
+        "^rows of 256 tokens, the model's positions.*Fits",
+        lambda found: found["fits"],
+    ),
     "no card": (
         [],
         0,
@@ -303,7 +313,7 @@ def test_a_plan_answers_and_prints_its_terms(case: str, checkpoint: Path) -> Non
     if not options and torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
     result = plan(checkpoint, *options)
-    words = " ".join(result.stdout.split())
+    words = " ".join(result.output.split())
     assert result.exit_code == exit_code and re.search(said, words), words
     assert "workspace" not in words
     if case == "a budget":

@@ -29,7 +29,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,10 +165,6 @@ class DiskStore(HostStore):
     def read(self, block: int) -> torch.Tensor:
         self.require_intact()
         return super().read(block)
-
-    def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        self.require_intact()
-        return iter(tensors)
 
     def require_intact(self) -> None:
         self.behind.require_intact()

@@ -14,7 +14,7 @@ Note: Adoption
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,12 +127,8 @@ class HostStore:
         """Return the bytes of a block for reading on the host."""
         return self.slabs[block].bytes
 
-    def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the model's tensors at rest, one after the other, readable for copies."""
-        return iter(tensors)
-
     def require_intact(self) -> None:
-        """Check that the tensors at rest still hold what was loaded."""
+        """Check that the tensors at rest still hold what was loaded; call it before copying one."""
 
     def is_untouched(self, slab: HostSlab) -> bool:
         """Whether ``slab`` was not written to except by the store."""

@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 NUM_STAGING = 3
 """Buffers: one being copied to the device, one full, one being read."""
 
-_JOIN_S = 60.0
-
 
 class SlabFile:
     """The last slabs of a file, mapped; it stays open.
@@ -227,11 +225,9 @@ class DiskStore(HostStore):
         self.fallbacks += both.fallbacks
 
     def unpin(self) -> None:
-        """Stop the reader, and undo ``pin``. Idempotent."""
-        readings = [reading for _, reading in self._ahead.values()]
-        if self._reader is not None and not self._reader.close(readings):
-            logger.error("poros: a read of %s does not end; its buffer is kept", self.behind.path)
-            return
+        """Stop the reader, and undo ``pin``. Idempotent; waits for a read that has begun."""
+        if self._reader is not None:
+            self._reader.close()
         for slab in self._staging:
             slab.unpin()
         self._staging, self._reader, self._lent = [], None, None
@@ -333,16 +329,10 @@ class _Reader:
         memory = memoryview(array)[: slab.layout.padded_num_bytes]
         return self._pool.submit(self._read, memory, self._behind.offset + slab.offset)
 
-    def close(self, readings: Iterable[Future[None]]) -> bool:
-        """End the thread; False if one of these reads does not end."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        # ``wait`` is not told of futures that were cancelled before they began.
-        begun = [each for each in readings if not each.cancelled()]
-        if wait(begun, _JOIN_S).not_done:
-            return False
-        self._pool.shutdown()
+    def close(self) -> None:
+        """End the thread, after the read that it is in."""
+        self._pool.shutdown(cancel_futures=True)
         self._close()
-        return True
 
     def _read(self, memory: memoryview, place: int) -> None:
         try:

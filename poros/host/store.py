@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from poros.host.layout import BlockLayout, TensorSpec, slab_offsets, slabs_num_bytes
-from poros.host.limits import explain_pin_budget
 from poros.host.slab import Arena, HostSlab, NamedTensor
 from poros.streams import Event, StreamContext
 from poros.utils.formatting import size
@@ -160,10 +159,11 @@ class HostStore:
                 logger.warning(
                     "poros: %s of the frozen base could not be page-locked (the driver "
                     "refused at block %d). Training stays exact, but copies of these blocks are "
-                    "slower and do not overlap with compute. %s",
+                    "slower and do not overlap with compute. The limit on locked memory can be "
+                    "raised (ulimit -l; docker run --ulimit memlock; on WSL, which locks half of "
+                    "its memory, memory= under [wsl2] in .wslconfig)",
                     size(pageable),
                     index,
-                    explain_pin_budget(),
                 )
                 return
 

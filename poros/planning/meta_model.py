@@ -21,7 +21,7 @@ from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
 from poros.kernels.nf4 import is_4bit, part_tensors
-from poros.loaders.build import one_at_a_time
+from poros.loaders.build import ONE_AT_A_TIME
 from poros.loaders.options import bits_and_bytes
 from poros.loaders.settings import configuration, describe_error, model_class_of
 from poros.loaders.slab_writer import quantize_on_meta
@@ -216,7 +216,7 @@ def meta_model(
     if model_class is None:
         model_class, config = model_class_of(config)
     require_language_model(model_class.__name__, config)
-    with one_at_a_time(), _META, _Unfilled():
+    with ONE_AT_A_TIME, _META, _Unfilled():
         try:
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
         except Exception as error:
@@ -230,7 +230,7 @@ def meta_model(
     if getattr(text, "pad_token_id", None) is None and model.get_output_embeddings() is None:
         text.pad_token_id = 0  # a classifier of several rows asks for one, when it runs
     if quantization is not None:
-        with one_at_a_time(), _META, _Unfilled():
+        with ONE_AT_A_TIME, _META, _Unfilled():
             head: Any = model.get_output_embeddings()
             if hasattr(head, "weight"):
                 # Not tied yet, as where it is loaded: the quantizer spares the last parameter.

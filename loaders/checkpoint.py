@@ -202,15 +202,6 @@ class Checkpoint:
                 return self._entries[name].dtype
         raise defect(self.path, "expected tensors in floating point, found none")
 
-    def check_unchanged(self) -> None:
-        """Compare every shard with what it was at ``open``; call it after the last read.
-
-        Raises:
-            CheckpointFormatError: If one has another size, another time or another inode.
-        """
-        for shard in self._shards:
-            shard.check_unchanged()
-
     def close(self) -> None:
         """End reading ahead, and hashing. Idempotent."""
         self._is_closed.set()

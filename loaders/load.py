@@ -330,7 +330,6 @@ class _CheckpointLoader:
         clean(model)
         require_floats(checkpoint, model, slab_writer.floats)
         slab_writer.finish(model)
-        checkpoint.check_unchanged()
         _set_generation(model, generation)
         return model, slab_writer, used, dtype
 

@@ -113,17 +113,12 @@ def open_regular(file: Path) -> tuple[int, os.stat_result]:
         ) from error
 
 
-def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
+def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
     """Read exactly ``num_bytes`` from ``offset``; the position of the descriptor is not used.
 
     Raises:
         CheckpointFormatError: If the system reports an error or the file ends too early.
     """
-    return bytes(read_buffer(descriptor, num_bytes, offset, file))
-
-
-def read_buffer(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
-    """As ``read_at``, without the copy into ``bytes``."""
     target = as_bytes(torch.empty(num_bytes, dtype=torch.uint8))
     fill(descriptor, target, offset, file)
     return target
@@ -173,7 +168,7 @@ def read_header(descriptor: int, file: Path) -> Header:
             "limit of the process (ulimit -v)"
         ) from error
     except (SafetensorError, OSError) as error:
-        start = read_at(descriptor, min(size, 64), 0, file)
+        start = bytes(read_at(descriptor, min(size, 64), 0, file))
         is_pointer = start.startswith(b"version https://git-lfs")
         raise defect(
             file,

@@ -46,7 +46,7 @@ def read_small(file: Path, most: int = MAX_CONFIG_NUM_BYTES) -> bytes:
         if not 0 < status.st_size <= most:
             kind = " of JSON" if file.suffix == ".json" else ""
             raise defect(file, f"expected 1 to {most} bytes{kind}, found {status.st_size}")
-        return read_at(descriptor, status.st_size, 0, file)
+        return bytes(read_at(descriptor, status.st_size, 0, file))
     finally:
         os.close(descriptor)
 

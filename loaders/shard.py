@@ -22,7 +22,7 @@ from poros.loaders.header import (
     defect,
     fill,
     open_regular,
-    read_buffer,
+    read_at,
     read_header,
 )
 
@@ -106,7 +106,7 @@ class Shard:
             if is_over.is_set():
                 raise ValueError(f"expected an open checkpoint, found {self.file} closed")
             num_bytes = min(PIECE_NUM_BYTES, self.num_bytes - offset)
-            return hash_piece([read_buffer(descriptor, num_bytes, offset, self.file)])
+            return hash_piece([read_at(descriptor, num_bytes, offset, self.file)])
 
         descriptor, _ = open_regular(self.file)
         try:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
 from poros.head.choice import find_head
@@ -172,19 +171,6 @@ class Recipe:
         return made.train()
 
 
-class _Unfilled(TorchFunctionMode):
-    """Skips weight initialization, which has no effect on the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch.nn.init hands itself on, before the tensor's own methods come here.
-        if func in _DRAWS and (target := args[0] if args else kwargs["tensor"]).is_meta:
-            return target
-        return func(*args, **(kwargs or {}))
-
-
-_DRAWS = (torch.Tensor.uniform_, torch.Tensor.normal_, nn.init.uniform_, nn.init.normal_)
-
-
 def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
     others = [str(found) for kind, found in kinds.items() if kind not in COUNTED_KINDS]
     if others:
@@ -216,7 +202,7 @@ def meta_model(
     if model_class is None:
         model_class, config = model_class_of(config)
     require_language_model(model_class.__name__, config)
-    with ONE_AT_A_TIME, _META, _Unfilled():
+    with ONE_AT_A_TIME, _META:
         try:
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
         except Exception as error:
@@ -230,7 +216,7 @@ def meta_model(
     if getattr(text, "pad_token_id", None) is None and model.get_output_embeddings() is None:
         text.pad_token_id = 0  # a classifier of several rows asks for one, when it runs
     if quantization is not None:
-        with ONE_AT_A_TIME, _META, _Unfilled():
+        with ONE_AT_A_TIME, _META:
             head: Any = model.get_output_embeddings()
             if hasattr(head, "weight"):
                 # Not tied yet, as where it is loaded: the quantizer spares the last parameter.
@@ -252,9 +238,8 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
     """``model`` with PEFT adapters, as ``get_peft_model`` and ``add_adapter`` give them."""
     from peft import get_peft_model
 
-    # PEFT looks for the means to fill in what an adapter is initialised from, and writes to the
-    # configurations.
-    with _META, _Unfilled():
+    # PEFT writes to the configurations.
+    with _META:
         (first, config), *others = copy.deepcopy(dict(adapters)).items()
         adapted = get_peft_model(model, config, adapter_name=first)
         for name, config in others:

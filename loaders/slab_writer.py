@@ -171,7 +171,6 @@ class SlabWriter:
         }
         state = self._quantizer.quantize_into(
             tensor,
-            name=name,
             where=self._where(name),
             format=format,
             targets=targets,

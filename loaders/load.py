@@ -361,7 +361,7 @@ def _open(
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
         reader = StoreReader(opened, host)
-        placeholders = {name: torch.empty(0, dtype=dtype) for name in reader.names()}
+        placeholders = {name: torch.empty(0, 0, dtype=dtype) for name in reader.names()}
         with ONE_AT_A_TIME, quiet(), reading_into(reader, used) as quantization:
             arguments = {"config": config, "dtype": dtype}
             model = fill(model_class, reader, quantization, placeholders, arguments)

@@ -56,7 +56,11 @@ class SlabWriter:
         store: One slab per decoder layer; empty before ``plan``.
         fallbacks: One line for each tensor that did not fit its place.
         floats: Names of the tensors that the configuration wants in floating point, 4-bit included.
+        gives_all: Whether it has every tensor itself, by the model's names, and what ``write`` and
+            ``quantize`` are given is a placeholder.
     """
+
+    gives_all = False
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.kernels.nf4 import is_4bit, part_tensors
+from poros.kernels.nf4 import is_4bit, num_weights, part_tensors
 from poros.loaders.build import ONE_AT_A_TIME
 from poros.loaders.options import bits_and_bytes
 from poros.loaders.settings import configuration, describe_error, model_class_of
@@ -310,8 +310,8 @@ def shapes_of(model: nn.Module) -> Shapes:
         sliced_head=_sliced_head(model, base, set(embedding)),
         dense_layer=max((_dense_num_bytes(block) for block in blocks), default=0),
         dense_weight=max((each.dense_num_bytes for block in blocks for each in block), default=0),
-        num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
-        num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
+        num_linear_parameters=sum(num_weights(each.tensor) for block in blocks for each in block),
+        num_head_parameters=max(map(num_weights, last.parameters()), default=0) if last else 0,
     )
 
 
@@ -326,12 +326,6 @@ def _sliced_head(model: nn.Module, base: Any, embedding: set[int]) -> SlicedHead
 def _frozen_of(module: nn.Module | None) -> dict[int, torch.Tensor]:
     parameters = [] if module is None else module.parameters()
     return {id(tensor): tensor for tensor in parameters if not tensor.requires_grad}
-
-
-def _num_weights(tensor: Any) -> int:
-    if is_4bit(tensor):
-        return prod(tensor.quant_state.shape)
-    return int(tensor.numel()) if tensor.dim() > 1 else 0
 
 
 def _dense_num_bytes(block: Iterable[FrozenTensor]) -> int:

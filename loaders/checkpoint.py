@@ -217,16 +217,12 @@ class Checkpoint:
 
 
 class CheckpointSlice:
-    """One tensor that is read when it is indexed, in the form of safetensors' slices."""
+    """One tensor that is read when it is indexed, with what transformers asks of such slices."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, place: int) -> None:
         self._checkpoint = checkpoint
         self._name = name
         self._place = place
-
-    def get_shape(self) -> list[int]:
-        """As in safetensors."""
-        return list(self._checkpoint.entry(self._name).shape)
 
     def get_dtype(self) -> str:
         """As in safetensors: the name in the file, such as ``BF16``."""

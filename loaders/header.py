@@ -8,7 +8,8 @@ the file.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,19 +99,24 @@ def shown(path: Path) -> str:
     return quoted(str(path), is_bare=True, limit=_MAX_PATH)
 
 
-def open_regular(file: Path) -> tuple[int, os.stat_result]:
-    """As ``poros.io.reading.open_descriptor``, with a typed error.
+@contextmanager
+def open_regular(file: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """As ``poros.io.reading.open_descriptor``, for the body, with a typed error.
 
     Raises:
         CheckpointFormatError: If the file is missing, a loop of links, unreadable or not a regular
             file. Nothing is left open.
     """
     try:
-        return open_descriptor(file)
+        descriptor, status = open_descriptor(file)
     except (OSError, ValueError) as error:
         raise defect(
             file, f"expected a regular file that can be read, found: {reason_of(error)}"
         ) from error
+    try:
+        yield descriptor, status
+    finally:
+        os.close(descriptor)
 
 
 def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:

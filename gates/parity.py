@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from poros.errors import UnsupportedModelError, quoted
+from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.arms import Prepare, poros_prepare, run_parity
 from poros.gates.kinds import attach, kind_of
@@ -130,13 +130,7 @@ def check_model_dir(
         base = tiny.without_repacking(loaded).to(device)
         return attach(base, adapter, **build)  # type: ignore[arg-type]
 
-    config = configuration(*find_config(path), {})
-    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
-    if type(vocab_size) is not int or vocab_size < 1:
-        raise UnsupportedModelError(
-            f"{shown(path / 'config.json')}: expected vocab_size as a positive whole number, found "
-            f"{quoted(vocab_size)}; check the file"
-        )
+    vocab_size = configuration(*find_config(path), {}).get_text_config().vocab_size
     batches = tiny.make_batches(num_steps, batch_size=1, num_tokens=64, vocab_size=vocab_size)
     autocast_dtype = None if row.without_autocast else torch.bfloat16
     spec = TrainingSpec(num_steps=num_steps, lr=1e-4, autocast_dtype=autocast_dtype)

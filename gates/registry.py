@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from poros.errors import PorosError, quoted
+from poros.errors import quoted
 
 PATH = Path(__file__).with_name("registry.json")
 
@@ -25,10 +25,6 @@ OUTCOMES: dict[Outcome, str] = {
 """Outcomes from the worst to the best; the worst of a family's variants counts."""
 
 _REASON = 160  # characters of a reason that a line shows
-
-
-class RegistryError(PorosError, ValueError):
-    """The registry's file cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -87,28 +83,10 @@ class Registry:
 
 
 def read_registry(path: Path | None = None) -> Registry:
-    """Read the records.
-
-    Raises:
-        RegistryError: If the file cannot be read as records.
-    """
-    path = path or PATH
-    try:
-        content = json.loads(path.read_text())
-        families, adapters = (
-            {name: _record(raw) for name, raw in content[part].items()}
-            for part in ("families", "adapters")
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RegistryError(
-            f"expected records of the gate in {quoted(str(path), is_bare=True)}, found "
-            f"{type(error).__name__}: {error}; install Poros again, or in a clone restore the file"
-        ) from error
+    """Read the records."""
+    content = json.loads((path or PATH).read_text())
+    families, adapters = (
+        {name: Record(**raw) for name, raw in content[part].items()}
+        for part in ("families", "adapters")
+    )
     return Registry(families, adapters)
-
-
-def _record(raw: dict[str, Any]) -> Record:
-    record = Record(**raw)
-    if record.outcome not in OUTCOMES:
-        raise ValueError(f"an outcome of {record.outcome!r}")
-    return record

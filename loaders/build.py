@@ -127,20 +127,13 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
             )
 
 
-_PROCESS = threading.RLock()
-"""A lock for state of transformers and torch, which exists once per process."""
+ONE_AT_A_TIME = threading.RLock()
+"""Lets one thread at a time have transformers build a model.
 
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Let one thread at a time have transformers build a model.
-
-    transformers sets torch's default dtype meanwhile, switches initialisation off and on, and knows
-    our method of quantization. Each of these belongs to the process, not to the thread, so loads in
-    parallel would use each other's and leave it behind.
-    """
-    with _PROCESS:
-        yield
+transformers sets torch's default dtype meanwhile, switches initialisation off and on, and knows our
+method of quantization. Each of these belongs to the process, not to the thread, so loads in
+parallel would use each other's and leave it behind.
+"""
 
 
 @contextmanager

@@ -202,15 +202,6 @@ class Checkpoint:
                 return self._entries[name].dtype
         raise defect(self.path, "expected tensors in floating point, found none")
 
-    def check_unchanged(self) -> None:
-        """Compare every shard with what it was at ``open``; call it after the last read.
-
-        Raises:
-            CheckpointFormatError: If one has another size, another time or another inode.
-        """
-        for shard in self._shards:
-            shard.check_unchanged()
-
     def close(self) -> None:
         """End reading ahead, and hashing. Idempotent."""
         self._is_closed.set()
@@ -226,16 +217,12 @@ class Checkpoint:
 
 
 class CheckpointSlice:
-    """One tensor that is read when it is indexed, in the form of safetensors' slices."""
+    """One tensor that is read when it is indexed, with what transformers asks of such slices."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, place: int) -> None:
         self._checkpoint = checkpoint
         self._name = name
         self._place = place
-
-    def get_shape(self) -> list[int]:
-        """As in safetensors."""
-        return list(self._checkpoint.entry(self._name).shape)
 
     def get_dtype(self) -> str:
         """As in safetensors: the name in the file, such as ``BF16``."""

@@ -8,7 +8,8 @@ the file.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,32 +99,32 @@ def shown(path: Path) -> str:
     return quoted(str(path), is_bare=True, limit=_MAX_PATH)
 
 
-def open_regular(file: Path) -> tuple[int, os.stat_result]:
-    """As ``poros.io.reading.open_descriptor``, with a typed error.
+@contextmanager
+def open_regular(file: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """As ``poros.io.reading.open_descriptor``, for the body, with a typed error.
 
     Raises:
         CheckpointFormatError: If the file is missing, a loop of links, unreadable or not a regular
             file. Nothing is left open.
     """
     try:
-        return open_descriptor(file)
+        descriptor, status = open_descriptor(file)
     except (OSError, ValueError) as error:
         raise defect(
             file, f"expected a regular file that can be read, found: {reason_of(error)}"
         ) from error
+    try:
+        yield descriptor, status
+    finally:
+        os.close(descriptor)
 
 
-def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
+def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
     """Read exactly ``num_bytes`` from ``offset``; the position of the descriptor is not used.
 
     Raises:
         CheckpointFormatError: If the system reports an error or the file ends too early.
     """
-    return bytes(read_buffer(descriptor, num_bytes, offset, file))
-
-
-def read_buffer(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
-    """As ``read_at``, without the copy into ``bytes``."""
     target = as_bytes(torch.empty(num_bytes, dtype=torch.uint8))
     fill(descriptor, target, offset, file)
     return target
@@ -173,7 +174,7 @@ def read_header(descriptor: int, file: Path) -> Header:
             "limit of the process (ulimit -v)"
         ) from error
     except (SafetensorError, OSError) as error:
-        start = read_at(descriptor, min(size, 64), 0, file)
+        start = bytes(read_at(descriptor, min(size, 64), 0, file))
         is_pointer = start.startswith(b"version https://git-lfs")
         raise defect(
             file,

@@ -29,7 +29,6 @@ from transformers.utils.quantization_config import (
 from poros.kernels.nf4 import Format, is_params4bit, own, parts_of, places
 from poros.loaders.quant_state import require_state
 from poros.loaders.slab_writer import SlabWriter
-from poros.loaders.store_reader import StoreReader
 
 
 class LoadAborted(BaseException):
@@ -68,8 +67,6 @@ def reading_into(
     """
     method = f"poros-{id(writer):x}"
     kind: Any = _Dense if config is None else _Quantizing
-    if isinstance(writer, StoreReader):
-        kind = type(kind.__name__, (_Fetching, kind), {})
 
     def make(settings: QuantizationConfigMixin, **_: Any) -> HfQuantizer:
         quantizer: HfQuantizer = kind(writer, settings, is_quantized)
@@ -95,7 +92,7 @@ def reading_into(
 def clean(model: Any) -> None:
     """Leave on the model what ``from_pretrained`` without a slab writer would have left."""
     ours = model.hf_quantizer
-    if isinstance(ours, _Fetching):
+    if ours._writer.gives_all:
         # Nothing was converted; without this, save_pretrained would not convert back either.
         del model._weight_conversions
     if isinstance(ours, _Dense):
@@ -128,10 +125,16 @@ class _Receiving:
         Not where the model keeps a dtype of its own: transformers would cast it to the dtype to
         load in first.
         """
-        return (
+        return self._writer.gives_all or (
             self._writer.has_place(name, self._dtype)
             and model.get_parameter_or_buffer(name).dtype == self._dtype
         )
+
+    def update_weight_conversions(self, conversions: list[Any], model: Any) -> list[Any]:
+        if self._writer.gives_all:
+            return []  # by the model's own names
+        updated: list[Any] = super().update_weight_conversions(conversions, model)  # type: ignore[misc]
+        return updated
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Write(self._writer)
@@ -197,19 +200,6 @@ class _Quantizing(_Receiving, Bnb4BitHfQuantizer):
         return conversions
 
 
-class _Fetching(_Receiving):
-    """Fetches every tensor from a store, by the model's names."""
-
-    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        return True
-
-    def update_weight_conversions(self, *_: Any) -> list[Any]:
-        return []
-
-    def get_quantize_ops(self) -> ConversionOps:
-        return _Fetch(self._writer)
-
-
 @contextmanager
 def _carrying() -> Iterator[None]:
     """Carry an error of the body through transformers."""
@@ -250,24 +240,17 @@ class _Write(_Operation):
         module = model.get_submodule(module_name)
         planned = getattr(module, key)
         if not is_params4bit(planned):
-            return self._writer.write(name, tensor) if self._writer.has_place(name) else tensor
+            is_written = self._writer.gives_all or self._writer.has_place(name)
+            return self._writer.write(name, tensor) if is_written else tensor
         if issubclass(module.source_cls, Conv1D):
             tensor = tensor.T
         format = Format.of(planned)
         packed, state = self._writer.quantize(name, tensor, format, planned.shape)
-        return _loaded(format, packed, state, module)
-
-
-class _Fetch(_Operation):
-    """Replaces a placeholder by a tensor of a store, whose ``StoreReader`` its writer is."""
-
-    def _make(self, name: str, value: Any, model: Any) -> torch.Tensor:
-        planned = model.get_parameter_or_buffer(name)
-        tensor, state = self._writer.fetch(name, planned)
-        if state is None:
-            return tensor
-        format = replace(Format.of(planned), blocksize=state.blocksize, double_quant=state.nested)
-        return _loaded(format, tensor, state, model.get_submodule(name.rpartition(".")[0]))
+        made = replace(format, blocksize=state.blocksize, double_quant=state.nested)
+        weight: torch.Tensor = made.weight(packed, state, module)
+        own(module, weight)
+        module._is_hf_initialized = True
+        return weight
 
 
 class _Deserialize(_Operation):
@@ -318,10 +301,3 @@ class _Deserialize(_Operation):
     def plain(self, quantizer: Any) -> Any:
         self._inner.hf_quantizer = quantizer
         return self._inner
-
-
-def _loaded(format: Format, packed: torch.Tensor, state: Any, module: Any) -> torch.Tensor:
-    weight: torch.Tensor = format.weight(packed, state, module)
-    own(module, weight)
-    module._is_hf_initialized = True
-    return weight

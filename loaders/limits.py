@@ -4,7 +4,6 @@ A configuration of a few bytes can ask for a billion layers, and a sparse file t
 the disk can have any length. The bounds leave room for every known model.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,14 +40,11 @@ def read_small(file: Path, most: int = MAX_CONFIG_NUM_BYTES) -> bytes:
     Raises:
         CheckpointFormatError: If it is empty, larger, unreadable or no regular file.
     """
-    descriptor, status = open_regular(file)
-    try:
+    with open_regular(file) as (descriptor, status):
         if not 0 < status.st_size <= most:
             kind = " of JSON" if file.suffix == ".json" else ""
             raise defect(file, f"expected 1 to {most} bytes{kind}, found {status.st_size}")
-        return read_at(descriptor, status.st_size, 0, file)
-    finally:
-        os.close(descriptor)
+        return bytes(read_at(descriptor, status.st_size, 0, file))
 
 
 def require_bounded(config: Mapping[str, Any], file: Path) -> None:

@@ -19,7 +19,7 @@ from poros.host.limits import require_host_memory
 from poros.host.store import HostStore, attach_store
 from poros.io.digests import sha256
 from poros.kernels.nf4 import QUANT_TYPES
-from poros.loaders.build import fill, one_at_a_time, quiet
+from poros.loaders.build import ONE_AT_A_TIME, fill, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
 from poros.loaders.options import (
@@ -316,13 +316,13 @@ class _CheckpointLoader:
         require_whole_experts(checkpoint)
         names, is_dropping = None, options.vision == "drop"
         if is_dropping:
-            with one_at_a_time():
+            with ONE_AT_A_TIME:
                 names = without_towers(model_class, config, checkpoint.names)
         slab_writer = SlabWriter(path, self._quantizer, allocate, drops_towers=is_dropping)
         slices = checkpoint.slices(names)
         is_quantized = stored is not None
         with (
-            one_at_a_time(),
+            ONE_AT_A_TIME,
             reading_into(slab_writer, used, is_quantized=is_quantized) as quantization,
         ):
             arguments = {"config": config, "dtype": dtype}
@@ -330,7 +330,6 @@ class _CheckpointLoader:
         clean(model)
         require_floats(checkpoint, model, slab_writer.floats)
         slab_writer.finish(model)
-        checkpoint.check_unchanged()
         _set_generation(model, generation)
         return model, slab_writer, used, dtype
 
@@ -362,8 +361,8 @@ def _open(
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
         reader = StoreReader(opened, host)
-        placeholders = {name: torch.empty(0, dtype=dtype) for name in reader.names()}
-        with one_at_a_time(), quiet(), reading_into(reader, used) as quantization:
+        placeholders = {name: torch.empty(0, 0, dtype=dtype) for name in reader.names()}
+        with ONE_AT_A_TIME, quiet(), reading_into(reader, used) as quantization:
             arguments = {"config": config, "dtype": dtype}
             model = fill(model_class, reader, quantization, placeholders, arguments)
         clean(model)

@@ -180,13 +180,9 @@ class LoadOptions:
         Raises:
             PolicyError: If there is one that asks for something else.
         """
-        if not os.path.lexists(source):
-            return
-        for name, is_set in (
-            ("revision", self.hub.get("revision") not in (None, "main")),
-            ("force_download", bool(self.hub.get("force_download"))),
-        ):
-            if is_set:
+        for name in ("revision", "force_download"):
+            is_set = self.hub.get(name) not in (None, False, "main")
+            if is_set and os.path.lexists(source):
                 raise PolicyError(
                     f"{name}: expected it with a hub repository; {quoted(os.fspath(source))} is a "
                     f"local path, found {quoted(self.hub[name])}; leave it out"

@@ -58,10 +58,9 @@ class Quantizer:
         self,
         tensor: torch.Tensor,
         *,
-        name: str,
+        where: str,
         format: Format,
         targets: Parts,
-        where: str | None = None,
     ) -> "QuantState":
         """Quantize ``tensor`` and write packed bytes and statistics into the given tensors.
 
@@ -70,8 +69,8 @@ class Quantizer:
         Args:
             tensor: On the host; float32, float16 or bfloat16, cast to the dtype to load in already.
                 Any shape; if it is not contiguous, a contiguous copy is made.
+            where: What an error calls the tensor.
             targets: Host tensors for the parts that are ``MOVING``, as ``format`` has them.
-            where: What an error calls the tensor; None takes ``name``.
 
         Returns:
             The state of the quantized tensor, on the host; it refers to ``targets``, and owns code
@@ -88,7 +87,7 @@ class Quantizer:
 
         with torch.no_grad(), self._on_default_stream():
             try:
-                scales = self._quantize_pieces(tensor, where or name, format, targets["packed"])
+                scales = self._quantize_pieces(tensor, where, format, targets["packed"])
             except BaseException:
                 # Nothing may be written to the caller's memory once it has the error.
                 wait(self._writes)

@@ -22,7 +22,7 @@ from poros.loaders.header import (
     defect,
     fill,
     open_regular,
-    read_buffer,
+    read_at,
     read_header,
 )
 
@@ -43,11 +43,8 @@ class Shard:
         Raises:
             CheckpointFormatError: If the file cannot be opened or its header breaks the format.
         """
-        descriptor, status = open_regular(file)
-        try:
+        with open_regular(file) as (descriptor, status):
             return cls(read_header(descriptor, file), identity_of(status))
-        finally:
-            os.close(descriptor)
 
     @property
     def file(self) -> Path:
@@ -65,12 +62,9 @@ class Shard:
             HostMemoryError: If there is no memory for it.
         """
         flat = new_bytes(entry.num_bytes)
-        descriptor, _ = open_regular(self.file)
         remedy = "check the disk and fetch the file again"
-        try:
+        with open_regular(self.file) as (descriptor, _):
             fill(descriptor, as_bytes(flat), entry.offset, self.file, tensor=name, remedy=remedy)
-        finally:
-            os.close(descriptor)
         return flat.view(entry.dtype).view(entry.shape)
 
     def check_unchanged(self) -> None:
@@ -102,22 +96,19 @@ class Shard:
             ValueError: If it was over before.
         """
 
-        def hash_at(offset: int) -> bytes:
+        def hash_at(descriptor: int, offset: int) -> bytes:
             if is_over.is_set():
                 raise ValueError(f"expected an open checkpoint, found {self.file} closed")
             num_bytes = min(PIECE_NUM_BYTES, self.num_bytes - offset)
-            return hash_piece([read_buffer(descriptor, num_bytes, offset, self.file)])
+            return hash_piece([read_at(descriptor, num_bytes, offset, self.file)])
 
-        descriptor, _ = open_regular(self.file)
-        try:
+        with open_regular(self.file) as (descriptor, _):
             self.check_unchanged()
             places = range(0, self.num_bytes, PIECE_NUM_BYTES)
-            hashes = [pool.submit(hash_at, offset) for offset in places]
+            hashes = [pool.submit(hash_at, descriptor, offset) for offset in places]
             digest = join([piece_hash.result() for piece_hash in hashes])
             self.check_unchanged()
             return digest
-        finally:
-            os.close(descriptor)
 
 
 def new_bytes(num_bytes: int) -> torch.Tensor:

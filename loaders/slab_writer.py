@@ -56,7 +56,11 @@ class SlabWriter:
         store: One slab per decoder layer; empty before ``plan``.
         fallbacks: One line for each tensor that did not fit its place.
         floats: Names of the tensors that the configuration wants in floating point, 4-bit included.
+        gives_all: Whether it has every tensor itself, by the model's names, and what ``write`` and
+            ``quantize`` are given is a placeholder.
     """
+
+    gives_all = False
 
     def __init__(
         self,
@@ -171,7 +175,6 @@ class SlabWriter:
         }
         state = self._quantizer.quantize_into(
             tensor,
-            name=name,
             where=self._where(name),
             format=format,
             targets=targets,

@@ -216,12 +216,10 @@ def open_store(directory: str | os.PathLike[str]) -> Iterator[OpenStore]:
             remedy="make one of a checkpoint with `poros load CHECKPOINT --out DIR`",
         )
     with ExitStack() as undo:
-        rest, _ = open_regular(path / REST)
-        undo.callback(os.close, rest)
+        rest, _ = undo.enter_context(open_regular(path / REST))
         header = read_header(rest, path / REST)
         manifest = read_manifest(header)
-        slabs, status = open_regular(path / SLABS)
-        undo.callback(os.close, slabs)
+        slabs, status = undo.enter_context(open_regular(path / SLABS))
         written = slabs_header(manifest.layouts)
         expected, found = len(written) + slabs_num_bytes(manifest.layouts), status.st_size
         if found != expected:

@@ -61,11 +61,9 @@ def small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 class StoreReader(SlabWriter):
     """Builds a model from an open store, whose slabs were read or mapped."""
 
-    def __init__(
-        self,
-        opened: OpenStore,
-        host: HostStore,
-    ) -> None:
+    gives_all = True
+
+    def __init__(self, opened: OpenStore, host: HostStore) -> None:
         super().__init__(
             opened.path,
             Quantizer(torch.device("cpu")),  # quantizes nothing
@@ -88,29 +86,33 @@ class StoreReader(SlabWriter):
             ) from error
 
     def names(self) -> list[str]:
-        """List the parameters and buffers that can be fetched."""
+        """List the parameters and buffers that it has."""
         return [*self._dense, *self._weights]
 
-    def fetch(self, name: str, planned: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return a tensor, or a packed weight and its quantization state (else None).
+    def write(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a dense tensor of the store.
 
         Raises:
-            CheckpointFormatError: If the store has not what the model needs.
+            CheckpointFormatError: If the store has not what the model needs; ``quantize`` too.
         """
+        found = self._part(name)
+        self._require_shape(name, found.shape, self._shapes[name])
+        if found.is_floating_point() != (name in self.floats):
+            kind = "a tensor in floating point" if name in self.floats else "whole numbers"
+            raise self._defect(f"expected {kind}, found {found.dtype}", tensor=name)
+        return found
+
+    def quantize(
+        self, name: str, tensor: torch.Tensor, format: Format, shape: Sequence[int]
+    ) -> Any:
+        """Return a packed weight of the store, and its state."""
         if name not in self._weights:
-            tensor = self._part(name)
-            self._require_shape(name, tensor.shape, planned.shape)
-            if tensor.is_floating_point() != planned.is_floating_point():
-                raise self._defect(
-                    f"expected a tensor like {planned.dtype}, found {tensor.dtype}", tensor=name
-                )
-            return tensor, None
+            raise self.dense(name, self._part(name))
         dtype, blocksize = self._weights[name]
         names = sorted(PARTS[f"{name}.offset" in self._rest])
         parts = {part: self._part(part_name(name, part)) for part in names}
-        format = replace(Format.of(planned), blocksize=blocksize)
-        state = format.state(parts, planned.shape, dtype)
-        self.require_packed(name, parts, state, planned.shape)
+        state = replace(format, blocksize=blocksize).state(parts, shape, dtype)
+        self.require_packed(name, parts, state, shape)
         return parts["packed"], state
 
     def copy(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:

@@ -243,7 +243,7 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
         PolicyError: If ``kernels`` or ``lora_paths`` is unknown, or the layers have other adapters
             than LoRA and ``kernels`` is ``"grouped"``.
         PreparedModelError: If the model is prepared, because it then runs these kernels already; or
-            if it runs kernels with other ``lora_paths``, or grouped ones and these are not.
+            if it runs others, or these with other ``lora_paths``.
         UnsupportedModelError: If the model has no decoder layers that ``prepare`` would find.
     """
     known = [each for each in ADAPTER_KERNELS if each != "peft"]
@@ -255,17 +255,13 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
             'itself unless adapter_kernels="peft"'
         )
     require_lora_paths(lora_paths, kernels)
-    tally = KernelStats(kernels, lora_paths)
-    before = tally_of(model)
-    if before is not None:
-        found = before.kernels, before.lora_paths
-        if found[1] != lora_paths or before.is_grouped != tally.is_grouped:
-            raise PreparedModelError(
-                "expected a model without adapter kernels, or with the same, found one with "
-                f"kernels={found[0]!r} and lora_paths={found[1]!r}; call poros.restore(model) first"
-            )
-        if found[0] == kernels:
-            tally = before  # one count for all of them
+    tally = tally_of(model) or KernelStats(kernels, lora_paths)  # one count for all of them
+    if (tally.kernels, tally.lora_paths) != (kernels, lora_paths):
+        raise PreparedModelError(
+            "expected a model without adapter kernels, or with the same, found one with "
+            f"kernels={tally.kernels!r} and lora_paths={tally.lora_paths!r}; call "
+            "poros.restore(model) first"
+        )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     layers_name, layers = find_layers(model)
     if tally.is_grouped:

@@ -29,7 +29,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 NUM_STAGING = 3
 """Buffers: one being copied to the device, one full, one being read."""
-
-_JOIN_S = 60.0
 
 
 class SlabFile:
@@ -166,10 +164,6 @@ class DiskStore(HostStore):
         self.require_intact()
         return super().read(block)
 
-    def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        self.require_intact()
-        return iter(tensors)
-
     def require_intact(self) -> None:
         self.behind.require_intact()
 
@@ -231,11 +225,9 @@ class DiskStore(HostStore):
         self.fallbacks += both.fallbacks
 
     def unpin(self) -> None:
-        """Stop the reader, and undo ``pin``. Idempotent."""
-        readings = [reading for _, reading in self._ahead.values()]
-        if self._reader is not None and not self._reader.close(readings):
-            logger.error("poros: a read of %s does not end; its buffer is kept", self.behind.path)
-            return
+        """Stop the reader, and undo ``pin``. Idempotent; waits for a read that has begun."""
+        if self._reader is not None:
+            self._reader.close()
         for slab in self._staging:
             slab.unpin()
         self._staging, self._reader, self._lent = [], None, None
@@ -337,16 +329,10 @@ class _Reader:
         memory = memoryview(array)[: slab.layout.padded_num_bytes]
         return self._pool.submit(self._read, memory, self._behind.offset + slab.offset)
 
-    def close(self, readings: Iterable[Future[None]]) -> bool:
-        """End the thread; False if one of these reads does not end."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        # ``wait`` is not told of futures that were cancelled before they began.
-        begun = [each for each in readings if not each.cancelled()]
-        if wait(begun, _JOIN_S).not_done:
-            return False
-        self._pool.shutdown()
+    def close(self) -> None:
+        """End the thread, after the read that it is in."""
+        self._pool.shutdown(cancel_futures=True)
         self._close()
-        return True
 
     def _read(self, memory: memoryview, place: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Reads how much host memory this process may still use, and how much may be page-locked.
+"""Reads how much host memory this process may still use.
 
 Two limits stop an allocation that the system has granted: the memory of the machine, and that of a
 control group (of a container or a batch system). The lower one counts. On a system that reports no
@@ -7,7 +7,6 @@ system refuses the allocation itself.
 """
 
 import gc
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -72,22 +71,6 @@ def require_host_memory(num_bytes: int, what: str, root: Path = Path("/")) -> No
         "free memory, or keep only the first blocks in memory and stream the rest from disk: "
         f"poros.load(..., store=DIR, host_budget={max(room.num_bytes - RESERVE_NUM_BYTES, 0)})"
     )
-
-
-def explain_pin_budget(root: Path = Path("/")) -> str:
-    """Describe the limit on page-locked memory, and how to raise it, in one or two sentences.
-
-    The driver alone decides, so nothing is refused here.
-    """
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    of = "" if locked == resource.RLIM_INFINITY else f" is {size(locked)} here and"
-    hint = f"The limit on locked memory{of} can be raised (ulimit -l; docker run --ulimit memlock)."
-    if "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower():
-        hint += (
-            " WSL grants page-locks for about half of the memory of its virtual machine: raise "
-            "memory= under [wsl2] in .wslconfig."
-        )
-    return hint
 
 
 def _meminfo(root: Path, field: str) -> list[int]:

@@ -14,7 +14,7 @@ Note: Adoption
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from poros.host.layout import BlockLayout, TensorSpec, slab_offsets, slabs_num_bytes
-from poros.host.limits import explain_pin_budget
 from poros.host.slab import Arena, HostSlab, NamedTensor
 from poros.streams import Event, StreamContext
 from poros.utils.formatting import size
@@ -127,12 +126,8 @@ class HostStore:
         """Return the bytes of a block for reading on the host."""
         return self.slabs[block].bytes
 
-    def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the model's tensors at rest, one after the other, readable for copies."""
-        return iter(tensors)
-
     def require_intact(self) -> None:
-        """Check that the tensors at rest still hold what was loaded."""
+        """Check that the tensors at rest still hold what was loaded; call it before copying one."""
 
     def is_untouched(self, slab: HostSlab) -> bool:
         """Whether ``slab`` was not written to except by the store."""
@@ -164,10 +159,11 @@ class HostStore:
                 logger.warning(
                     "poros: %s of the frozen base could not be page-locked (the driver "
                     "refused at block %d). Training stays exact, but copies of these blocks are "
-                    "slower and do not overlap with compute. %s",
+                    "slower and do not overlap with compute. The limit on locked memory can be "
+                    "raised (ulimit -l; docker run --ulimit memlock; on WSL, which locks half of "
+                    "its memory, memory= under [wsl2] in .wslconfig)",
                     size(pageable),
                     index,
-                    explain_pin_budget(),
                 )
                 return
 

@@ -80,6 +80,13 @@ def state_of(tensor: object) -> Any:
     return getattr(tensor, "quant_state", None)
 
 
+def num_weights(tensor: Any) -> int:
+    """Elements of a matrix, quantized or not; 0 of a vector."""
+    if is_4bit(tensor):
+        return prod(tensor.quant_state.shape)
+    return int(tensor.numel()) if tensor.dim() > 1 else 0
+
+
 class Part(NamedTuple):
     """One tensor that moves: attribute ``attribute`` of ``holder``, under a qualified name."""
 

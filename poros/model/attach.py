@@ -112,20 +112,15 @@ class Attachment:
         left = attached_store(base_of(model)) or self._host
         for tensors, slab in zip(self._blocks, self._host.slabs, strict=True):
             parts = [part for tensor in tensors for part in tensor.parts()]
-            wanted = [
-                (part, spec)
-                for part, spec in zip(parts, slab.layout.tensors, strict=True)
-                if digests is not None or not slab.holds(part.get(), spec)
-            ]
-            sources = left.at_rest([part.get() for part, _ in wanted])
-            for (part, spec), source in zip(wanted, sources, strict=True):
+            left.require_intact()
+            for part, spec in zip(parts, slab.layout.tensors, strict=True):
                 if digests is not None:
-                    digests.add(part.name, source)
+                    digests.add(part.name, part.get())
                 if slab.holds(part.get(), spec):
                     continue
                 target = slab.tensor(spec)
                 with torch.no_grad():
-                    target.copy_(source)
+                    target.copy_(part.get())
                 self._base_origin = part.get().device
                 self._moved.append((part, self._base_origin))
                 part.put(target)
@@ -272,11 +267,8 @@ class Attachment:
             if part.get().device != origin
             or (self._buffers is not None and self._buffers.holds(part.get()))
         ]
-        sources = self._host.at_rest([part.get() for part, _ in moving])
-        staged = [
-            (part, source.to(origin, copy=True))
-            for (part, origin), source in zip(moving, sources, strict=True)
-        ]
+        self._host.require_intact()
+        staged = [(part, part.get().to(origin, copy=True)) for part, origin in moving]
         for part, tensor in staged:
             _put(part, tensor)
         self._moved.clear()

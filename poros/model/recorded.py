@@ -3,11 +3,13 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 
 from poros.config import StreamingPolicy
 from poros.kernels.dequantize import DenseLayer, DenseWorkspace
+from poros.kernels.nf4 import num_weights
 from poros.model.sizing import Sizer
 from poros.replay.captures import Captures
 from poros.replay.graphs import MOST_FLOP, CudaRecorder, Recorder
@@ -83,14 +85,7 @@ def share_dense(dense: DenseLayer | None, sizer: Sizer, captures: Captures | Non
 def _most_parameters(blocks: Iterable[Sequence[FrozenTensor]]) -> int:
     """Return the most elements of one layer's matrices."""
     counts: Counter[int] = Counter()
-    for tensors in blocks:
-        for frozen in tensors:
-            shape = (
-                frozen.tensor.quant_state.shape  # type: ignore[attr-defined]
-                if frozen.is_4bit
-                else frozen.tensor.shape
-            )
-            if len(shape) > 1:
-                for layer in {layer for layer, *_ in frozen.places}:
-                    counts[layer] += shape.numel()
+    for frozen in chain.from_iterable(blocks):
+        for layer in {layer for layer, *_ in frozen.places}:
+            counts[layer] += num_weights(frozen.tensor)
     return max(counts.values(), default=0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from poros.errors import CheckpointFormatError
 from poros.host.disk import DiskStore
@@ -18,36 +19,27 @@ logger = logging.getLogger(__name__)
 
 
 class LostTensor(torch.Tensor):
-    """Replaces a tensor whose bytes are lost: any use raises ``CheckpointFormatError``."""
+    """Replaces a tensor whose bytes are lost: any use raises ``CheckpointFormatError``.
 
-    why: str
+    Args:
+        like: A tensor of the same form.
+        why: The error's text.
+    """
 
     @staticmethod
-    def in_place_of(tensor: torch.Tensor, why: str) -> "LostTensor":
-        """Make one of the same form."""
-        lost: LostTensor = torch.Tensor._make_wrapper_subclass(
-            LostTensor, tensor.shape, dtype=tensor.dtype, device=tensor.device
+    def __new__(cls, like: torch.Tensor, why: str) -> "LostTensor":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
         )
-        lost.__dict__["why"] = why
-        return lost
+        made.__dict__["why"] = why
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flat = [*args, *(kwargs or {}).values()]
-        inside = [
-            item
-            for value in flat
-            for item in (value if isinstance(value, list | tuple) else [value])
-        ]
-        raise CheckpointFormatError(
-            next(tensor.__dict__["why"] for tensor in inside if isinstance(tensor, LostTensor))
-        )
+        lost = (each for each in tree_leaves((args, kwargs)) if isinstance(each, LostTensor))
+        raise CheckpointFormatError(next(lost).__dict__["why"])
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return cls.__torch_function__(func, types, args, kwargs)
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
 
 def watch_saving(model: nn.Module, store: DiskStore) -> None:
@@ -73,7 +65,7 @@ class _Watch:
             logger.error("poros: %s", error)
             for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor) and self._store.behind.holds(tensor):
-                    state[name] = LostTensor.in_place_of(tensor, f"{name}: {error}")
+                    state[name] = LostTensor(tensor, f"{name}: {error}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._store is not None:

@@ -301,11 +301,7 @@ class _Formula:
         self.dense_weight = shapes.dense_weight if has_workspace else 0
         self.num_layers, size = len(shapes.layers), request.policy.block_size
         starts = range(0, self.num_layers, size)
-        # Layers that are alike are one layout.
-        groups = [shapes.layers[first : first + size] for first in starts]
-        joined = {tuple(map(id, group)): group for group in groups}
-        layouts = {key: BlockLayout.join(group) for key, group in joined.items()}
-        self.blocks = [layouts[tuple(map(id, group))] for group in groups]
+        self.blocks = [BlockLayout.join(shapes.layers[first : first + size]) for first in starts]
         outside = shapes.adapters - sum(shapes.layer_adapters)
         backwards = accumulate(reversed(shapes.layer_adapters), initial=outside)
         # Of trained parts outside the layers most are in the head, whose backward is first.

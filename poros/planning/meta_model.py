@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
 from poros.head.choice import find_head
@@ -20,8 +19,8 @@ from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.kernels.nf4 import is_4bit, part_tensors
-from poros.loaders.build import one_at_a_time
+from poros.kernels.nf4 import is_4bit, num_weights, part_tensors
+from poros.loaders.build import ONE_AT_A_TIME
 from poros.loaders.options import bits_and_bytes
 from poros.loaders.settings import (
     configuration,
@@ -177,19 +176,6 @@ class Recipe:
         return made.train()
 
 
-class _Unfilled(TorchFunctionMode):
-    """Skips weight initialization, which has no effect on the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch.nn.init hands itself on, before the tensor's own methods come here.
-        if func in _DRAWS and (target := args[0] if args else kwargs["tensor"]).is_meta:
-            return target
-        return func(*args, **(kwargs or {}))
-
-
-_DRAWS = (torch.Tensor.uniform_, torch.Tensor.normal_, nn.init.uniform_, nn.init.normal_)
-
-
 def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
     others = [str(found) for kind, found in kinds.items() if kind not in COUNTED_KINDS]
     if others:
@@ -221,7 +207,7 @@ def meta_model(
     if model_class is None:
         model_class, config = model_class_of(config)
     require_language_model(model_class.__name__, config)
-    with one_at_a_time(), _META, _Unfilled():
+    with ONE_AT_A_TIME, _META:
         try:
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
         except Exception as error:
@@ -235,7 +221,7 @@ def meta_model(
     if getattr(text, "pad_token_id", None) is None and model.get_output_embeddings() is None:
         text.pad_token_id = 0  # a classifier of several rows asks for one, when it runs
     if quantization is not None:
-        with one_at_a_time(), _META, _Unfilled():
+        with ONE_AT_A_TIME, _META:
             head: Any = model.get_output_embeddings()
             if hasattr(head, "weight"):
                 # Not tied yet, as where it is loaded: the quantizer spares the last parameter.
@@ -257,9 +243,8 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
     """``model`` with PEFT adapters, as ``get_peft_model`` and ``add_adapter`` give them."""
     from peft import get_peft_model
 
-    # PEFT looks for the means to fill in what an adapter is initialised from, and writes to the
-    # configurations.
-    with _META, _Unfilled():
+    # PEFT writes to the configurations.
+    with _META:
         (first, config), *others = copy.deepcopy(dict(adapters)).items()
         adapted = get_peft_model(model, config, adapter_name=first)
         for name, config in others:
@@ -333,8 +318,8 @@ def shapes_of(model: nn.Module) -> Shapes:
         sliced_head=_sliced_head(model, base, set(embedding)),
         dense_layer=max((_dense_num_bytes(block) for block in blocks), default=0),
         dense_weight=max((each.dense_num_bytes for block in blocks for each in block), default=0),
-        num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
-        num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
+        num_linear_parameters=sum(num_weights(each.tensor) for block in blocks for each in block),
+        num_head_parameters=max(map(num_weights, last.parameters()), default=0) if last else 0,
     )
 
 
@@ -349,12 +334,6 @@ def _sliced_head(model: nn.Module, base: Any, embedding: set[int]) -> SlicedHead
 def _frozen_of(module: nn.Module | None) -> dict[int, torch.Tensor]:
     parameters = [] if module is None else module.parameters()
     return {id(tensor): tensor for tensor in parameters if not tensor.requires_grad}
-
-
-def _num_weights(tensor: Any) -> int:
-    if is_4bit(tensor):
-        return prod(tensor.quant_state.shape)
-    return int(tensor.numel()) if tensor.dim() > 1 else 0
 
 
 def _dense_num_bytes(block: Iterable[FrozenTensor]) -> int:

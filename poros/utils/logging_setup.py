@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 _PACKAGE = "poros"
+_SECONDS = 3.0  # between two lines of progress, and before the first
 
 
 def show_info_by_default() -> None:
@@ -49,7 +50,6 @@ class ProgressLog:
 
     Args:
         message: Has placeholders for the values of ``step``, as in ``logging``.
-        seconds: Seconds between two lines, and before the first.
     """
 
     def __init__(
@@ -57,16 +57,15 @@ class ProgressLog:
         logger: logging.Logger,
         message: str,
         *,
-        seconds: float = 3.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._logger, self._message = logger, message
-        self._seconds, self._clock = seconds, clock
+        self._clock = clock
         self._last = clock()
 
     def step(self, *values: object) -> None:
         """Count one iteration; log ``values`` if the last line is old enough."""
         now = self._clock()
-        if now - self._last >= self._seconds:
+        if now - self._last >= _SECONDS:
             self._last = now
             self._logger.info(self._message, *values)

@@ -394,12 +394,15 @@ def test_orders_that_cannot_work_are_refused(paths: Any, kernels: str) -> None:
 
 def test_other_kernels_than_those_that_run_are_refused() -> None:
     """Of a prepared model: ``tests/faults/test_prepare``."""
-    choices: list[dict[str, str]] = [{}, {"kernels": "grouped"}, {"lora_paths": "f1:b1"}]
+    kernels = ({"kernels": each} for each in ("grouped", "exact"))
+    choices: list[dict[str, str]] = [{}, *kernels, {"lora_paths": "f1:b1"}]
     for place, first in enumerate(choices):
         resident = poros.use_adapter_kernels(adapted(), **first)
         assert poros.use_adapter_kernels(resident, **first) is resident
         with pytest.raises(PreparedModelError, match="restore"):
             poros.use_adapter_kernels(resident, **choices[place - 1])
+        with pytest.raises(PreparedModelError, match="restore"):
+            poros.use_adapter_kernels(resident, **choices[place - 2])
 
 
 def test_a_plan_counts_the_workspaces() -> None:

@@ -70,11 +70,8 @@ def file_bytes(header: object, data: bytes = bytes(8), *, length: int | None = N
 
 
 def header_of(file: Path) -> Header:
-    descriptor, _ = open_regular(file)
-    try:
+    with open_regular(file) as (descriptor, _):
         return read_header(descriptor, file)
-    finally:
-        os.close(descriptor)
 
 
 def open_files() -> list[str]:

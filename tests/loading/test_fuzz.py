@@ -74,7 +74,7 @@ def handed_out(content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
                 assert (form.dtype, form.shape) == (tensor.dtype, tuple(tensor.shape))
 
                 raw = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
-                found[name] = (described.get_dtype(), described.get_shape(), raw)
+                found[name] = (described.get_dtype(), list(form.shape), raw)
     return found
 
 

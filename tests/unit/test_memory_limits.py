@@ -1,6 +1,5 @@
 """Host memory that may be used: the machine and control groups, from copies of /proc."""
 
-import resource
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from poros.errors import HostMemoryError, PorosError
 from poros.host.limits import (
     RESERVE_NUM_BYTES,
-    explain_pin_budget,
     host_memory_left,
     require_host_memory,
 )
@@ -114,16 +112,3 @@ def test_a_refusal_has_the_figures_and_the_way_out(tmp_path: Path) -> None:
     ):
         assert said in str(caught.value)
     assert RESERVE_NUM_BYTES == GIB
-
-
-def test_the_pin_hint(tmp_path: Path) -> None:
-    root = CONTAINER.write(tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (4_000_000, before[1]))
-    try:
-        hint = explain_pin_budget(root)
-    finally:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
-    assert "ulimit -l" in hint and "4.0 MB here" in hint and "WSL" not in hint
-    write(root, "proc/sys/kernel/osrelease", "5.15.153.1-microsoft-standard-WSL2\n")
-    assert ".wslconfig" in explain_pin_budget(root)

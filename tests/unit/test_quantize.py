@@ -64,7 +64,7 @@ def in_pieces(
     quantizer = quantizer or Quantizer(
         CPU, chunk_num_bytes=num_blocks * blocksize * tensor.element_size()
     )
-    state = quantizer.quantize_into(tensor, name="w", format=format, targets=targets)
+    state = quantizer.quantize_into(tensor, where="w", format=format, targets=targets)
     quantizer.flush()
     assert state.absmax is targets["absmax"]
     assert not double_quant or state.state2.absmax is targets["nested_absmax"]

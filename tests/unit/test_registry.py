@@ -15,7 +15,7 @@ import poros
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.gates import registry, tiny
 from poros.gates.kinds import KINDS
-from poros.gates.registry import Outcome, Record, Registry, RegistryError, read_registry
+from poros.gates.registry import Outcome, Record, Registry, read_registry
 from poros.gates.report import ParityReport
 from tests.command import poros_command
 from tools import sweep
@@ -45,24 +45,12 @@ def test_every_family_and_kind_is_on_record() -> None:
     found = read_registry(REAL)
     assert all(found.family(name).outcome == "exact" for name in tiny.ARCHITECTURES.values())
     assert set(found.adapters) == set(KINDS)
+    records = (*found.families.values(), *found.adapters.values())
+    assert {record.outcome for record in records} <= registry.OUTCOMES.keys()
     made_with = {record.versions["transformers"] for record in found.families.values()}
     if made_with != {version("transformers")}:
         pytest.skip(f"the records were made with transformers {made_with}")
     assert set(found.families) == {tiny.model_type_of(name) for name in sweep.architectures()}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "[]", "{}", '{"families": 3, "adapters": {}}'),
-        '{"families": {"a": {}}, "adapters": {}}',
-        '{"families": {"a": {"outcome": "good"}}, "adapters": {}}',
-    ],
-)
-def test_a_file_that_is_not_a_registry_is_refused(path: Path, text: str) -> None:
-    path.write_text(text)
-    with pytest.raises(RegistryError, match="expected records of the gate"):
-        poros.prepare(make())
 
 
 # What `poros.prepare` makes of it.

@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import poros
-from poros.errors import ParityError, PolicyError
+from poros.errors import ParityError
 from poros.io.digests import checksum
 from poros.model import recorded as chosen
 from poros.model.sizing import ResidencyPlan
@@ -371,13 +371,6 @@ def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed() ->
 
 
 # When.
-
-
-def test_graphs_on_a_cpu_are_an_error() -> None:
-    model = few()
-    with pytest.raises(PolicyError, match="cuda_graphs: expected a GPU"):
-        poros.prepare(model, cuda_graphs=True, device="cpu")
-    loss_of(model).backward()
 
 
 def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked() -> None:

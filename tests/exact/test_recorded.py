@@ -29,6 +29,7 @@ from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
 from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, spoil, train
 from tests.loops import bf16, build, differences, mlps, same, step, trained, with_kernels
+from tests.replaced import noted
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
 
@@ -428,17 +429,11 @@ def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(
 ) -> None:
     model = few()
     recorded(model, self_check="off", offload_boundaries=True)
-    genuine, indices = ActivationOffloader.offload, list[int]()
-
-    def offload(self: Any, tensor: torch.Tensor, name: str, index: int) -> Any:
-        indices.append(index)
-        return genuine(self, tensor, name, index)
-
-    monkeypatch.setattr(ActivationOffloader, "offload", offload)
+    offloaded = noted(monkeypatch, ActivationOffloader, "offload")
     for layer in model.base_model.model.model.layers:
         layer.mlp.register_forward_hook(lambda module, given, result: None)
     loss_of(model).backward()
-    assert indices == [0, 1]
+    assert [index for *_, index in offloaded] == [0, 1]
 
 
 # What makes way. There are four places for forms of a layer, of which there are two here.

@@ -43,6 +43,7 @@ from tests.loops import (
     trained,
     training,
 )
+from tests.replaced import noted
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -395,21 +396,11 @@ def test_casts_of_adapters(
     policy: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A row of visits makes them once, where no layer keeps its graph."""
-    made, replayed = list[object](), list[bool]()
-    cast, run = AdapterCasts.replay, Replayed.run
-
-    def replay(self: AdapterCasts) -> None:
-        made.append(self)
-        cast(self)
-
-    def counted(self: Replayed, *args: Any, **kwargs: Any) -> Any:
-        replayed.append(self.casts is not None)
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(AdapterCasts, "replay", replay)
-    monkeypatch.setattr(Replayed, "run", counted)
+    made = noted(monkeypatch, AdapterCasts, "replay")
+    replayed = noted(monkeypatch, Replayed, "run")
     assert grouped_ends_alike(POLICIES[policy]) and OTHER_BITS not in caplog.text
-    assert 0 < len(made) < sum(replayed) or policy == "one kept"
+    num_cast = sum(recording.casts is not None for recording, *_ in replayed)
+    assert 0 < len(made) < num_cast or policy == "one kept"
 
 
 def of_others(

@@ -24,6 +24,7 @@ from poros.replay.graphs import Fixed
 from poros.replay.routing import GradientSums
 from poros.replay.rows import Rows
 from tests.exact.recorded import on_tapes
+from tests.exact.subjects import Lost
 from tests.loops import (
     ON_HOST,
     Batch,
@@ -291,24 +292,12 @@ def test_what_cannot_be_joined(error: Exception | None, monkeypatch: Patch) -> N
     assert joined() == (True, 0)
 
 
-class Closed(torch.autograd.Function):
-    """Zeros, through which no gradient goes."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
-        return None
-
-
 @pytest.mark.usefixtures("known")
 def test_a_use_without_a_gradient() -> None:
     """Layers use their hidden states twice, and one of the uses gives no gradient."""
 
     def forward(layer: Any, own: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return own(hidden * 1.0 + Closed.apply(hidden), *args, **kwargs)
+        return own(hidden * 1.0 + Lost.apply(hidden), *args, **kwargs)
 
     def base() -> Model:
         model = training()

@@ -28,8 +28,8 @@ from poros.head.takeover import slice_loss
 from poros.slots.ring import SlotState
 from tests.comparing import compare_mappings
 from tests.gpu.models import requested
-from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
-from tests.hostile_streams import MEGA, HostileStreams
+from tests.held import OutOfOrder
+from tests.hostile_streams import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, MEGA, HostileStreams
 from tests.loops import narrow_slices
 from tests.support import prepare_plain
 

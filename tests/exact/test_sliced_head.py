@@ -387,20 +387,6 @@ def test_no_tensor_of_the_vocabulary_is_made_in_a_step() -> None:
     assert most(loss="reference") >= vocabulary * columns, "control"
 
 
-def test_the_head_travels_once_a_forward_and_is_on_the_host_once() -> None:
-    model = with_sliced_loss(build(), stream_embedding=False)
-    runtime, matrix = poros.runtime(model), head_of(model)
-    before = runtime.stats()
-    assert before["host_num_bytes"] == runtime.host.num_bytes + matrix.nbytes
-    assert before["head_num_bytes"] == 0
-    run(model)
-    assert runtime.stats()["head_num_bytes"] == 2 * matrix.nbytes
-    # Two buffers of 96 rows.
-    resident = poros.prepare(build(), slots=2, loss="chunked")
-    buffers = before["device_num_bytes"] - poros.runtime(resident).stats()["device_num_bytes"]
-    assert buffers == 2 * 96 * matrix.shape[1] * matrix.element_size()
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
 def test_the_head_has_a_place_once_every_block_has_one(
     architecture: str, monkeypatch: pytest.MonkeyPatch

@@ -258,13 +258,6 @@ def test_equals_resident(
     streamed(tmp_path_factory.getbasetemp(), residents, cell)
 
 
-def test_one_load_serves_all(residents: Resident, tmp_path: Path) -> None:
-    # 4 layers, 2 slots; the check would load some again.
-    # The first micro-batch goes alone.
-    cell = Cell({}, TOGETHER, {"self_check": "off"}, replays=None)
-    assert streamed(tmp_path, residents, cell)["num_loads"] == 6 + 8 * 4
-
-
 def test_slices_of_the_head(tmp_path: Path) -> None:
     policy: Options = {"slots": 2, "keep_last": 0, "stream_head": True, "stream_embedding": True}
     models = [poros.prepare(model_of(tmp_path), **policy) for _ in range(2)]

@@ -7,7 +7,6 @@ compute within steps: ``test_programs`` and ``test_written_programs``, which rep
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 from types import MethodType
 from typing import Any
@@ -28,7 +27,7 @@ from poros.replay.graphs import Fixed
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
 from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, spoil, train
-from tests.loops import bf16, build, differences, mlps, same, step, trained, with_kernels
+from tests.loops import build, mlps, same, trained
 from tests.replaced import noted
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
@@ -104,28 +103,6 @@ def test_a_program(which: str, policy: dict[str, Any]) -> None:
 
 def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
-
-
-OPTIONS: list[dict[str, Any]] = [{"lora_dropout": 0.1}, {"use_dora": True, "quantize": False}]
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}], ids=str)
-@pytest.mark.parametrize("around", [nullcontext, bf16], ids=["", "autocast"])
-def test_how_many_visits_are_replayed(
-    around: Any, policy: dict[str, Any], options: dict[str, Any]
-) -> None:
-    model = few(**options)
-    expected = with_kernels(model, around)
-    captures, recorder = recorded(model, **policy)
-    for _ in range(6):
-        assert differences(step(model, around), expected) == []
-    # Two layers; of the steps one is checked, two are counted, one is compared.
-    assert captures.num_replays >= 2 * 2
-    assert recorder.num_recorded == 4
-    # Of the one that is compared forward and backward count.
-    assert captures.eager == {NEW: 2 * (2 + 2)}
 
 
 ENDS: dict[str, str | None] = {

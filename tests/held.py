@@ -12,7 +12,7 @@ import torch
 
 from poros.cuda_streams import CudaStreams
 from poros.streams import Event
-from tests.hostile_streams import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, POISON
+from tests.hostile_streams import COMPUTE_AFTER_COPY, POISON
 
 _EQUAL_OR_GREATER = 0
 PATIENCE_S = 10.0
@@ -106,6 +106,3 @@ class OutOfOrder(CudaStreams):
         """Let the device go on."""
         self._gate.open()
         self._is_held, self._is_over = False, True
-
-
-__all__ = ["COMPUTE_AFTER_COPY", "COPY_AFTER_RELEASE", "Gate", "OutOfOrder"]

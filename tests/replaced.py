@@ -28,3 +28,15 @@ def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
         return plant
 
     return decorate
+
+
+def noted(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    """What a function is given from now on, and a method behind its object; it does what it did."""
+    calls: list[tuple[Any, ...]] = []
+
+    def note(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return genuine(*args, **kwargs)
+
+    in_place_of(owner, name)(note)(patch)
+    return calls

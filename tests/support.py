@@ -1,5 +1,6 @@
 """What several test files need: streamed arms under adversarial streams, and small models."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,6 +88,15 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in (left, right)
     ]
     return torch.equal(*as_bytes)
+
+
+def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Of random bit patterns, NaNs and infinities among them; for bool 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    high = 2 if dtype is torch.bool else 256
+    raw = torch.randint(high, (num_bytes,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
 
 
 def make_model(

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import BartConfig, BartForCausalLM
 
-from tests.loops import Model, Subject, build, layers_of, small_base
+from tests.loops import Model, Subject, build, fill, layers_of, small_base
 
 
 def small(architecture: str = "qwen2", **options: Any) -> Subject:
@@ -119,12 +119,20 @@ def adapter_below_the_layers() -> Model:
     targets = ["per_layer_model_projection", "per_layer_projection", "q_proj", "down_proj"]
     config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(small_base("gemma4", dropout=0.0), config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    fill(model)
     return model
+
+
+class Lost(torch.autograd.Function):
+    """Hands nothing on in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
 
 
 Call = Callable[[int, Any, torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]

@@ -364,14 +364,6 @@ def test_a_scenario_is_exact(which: str, is_late: bool) -> None:
     assert changes(bits_of(resident), bits_of(model)) == {}
 
 
-def test_control_an_adapter_that_is_not_switched_shows() -> None:
-    resident, model = S.PLAIN(), streamed(S.PLAIN())
-    for each in (resident, model):
-        adding("b")(each)
-    use("b")(resident)
-    assert look(resident) != look(model)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("start", ["cpu", "cuda"])

@@ -20,6 +20,7 @@ from poros.config import LORA_ORDERS
 from poros.kernels import lora
 from poros.kernels.adapters import tally_of
 from tests.exact.recorded import recorded
+from tests.exact.subjects import Lost
 from tests.loops import (
     SEVEN,
     Model,
@@ -122,18 +123,6 @@ def dora_with_hooks(model: Model) -> None:
 class Own(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + 1
-
-
-class Lost(torch.autograd.Function):
-    """Hands nothing on in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
-        return input.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
-        return None
 
 
 A, DROPOUT = "lora_A.default", "lora_dropout.default"

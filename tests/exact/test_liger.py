@@ -19,6 +19,7 @@ from tests.covers import with_slow
 from tests.exact.recorded import KEPT, recorded
 from tests.liger import liger_alone, liger_interpreted
 from tests.loops import adapted, mlps, nothing, same, train
+from tests.replaced import noted
 
 Model = Any
 model_of = partial(adapted, dtype=torch.float32, lora_dropout=0.1)
@@ -105,14 +106,7 @@ def test_modules_keep_forwards_of_ligers() -> None:
 
 def test_grouped_adapters_share_inputs_under_ligers_forwards(monkeypatch: Any) -> None:
     """A layer has a node for q, k and v, one for o, one for gate and up, and one for down."""
-    widths = []
-    project = adapters.project
-
-    def noted(projections: Any, *args: Any) -> Any:
-        widths.append(len(projections))
-        return project(projections, *args)
-
-    monkeypatch.setattr(adapters, "project", noted)
+    nodes = noted(monkeypatch, adapters, "project")
     options = {"lora_dropout": 0.0, "target_modules": "all-linear"}
     with liger_alone(modeling_qwen2) as applied:
         resident = poros.use_adapter_kernels(applied(model_of(**options)), "grouped")
@@ -123,7 +117,8 @@ def test_grouped_adapters_share_inputs_under_ligers_forwards(monkeypatch: Any) -
     captures, _ = recorded(model, slots=2, cuda_graphs=True, adapter_kernels="grouped")
     assert same(run(model, together=True), expected)
     assert captures.num_replays > 0
-    assert set(zip(*[iter(widths)] * 4, strict=True)) == {(3, 1, 2, 1)}
+    widths = (len(projections) for projections, *_ in nodes)
+    assert set(zip(*[widths] * 4, strict=True)) == {(3, 1, 2, 1)}
     poros.restore(model)
     assert [module.__dict__.get("forward") for module in model.modules()] == before
 

@@ -7,7 +7,6 @@ compute within steps: ``test_programs`` and ``test_written_programs``, which rep
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 from types import MethodType
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import poros
-from poros.errors import ParityError, PolicyError
+from poros.errors import ParityError
 from poros.io.digests import checksum
 from poros.model import recorded as chosen
 from poros.model.sizing import ResidencyPlan
@@ -28,7 +27,8 @@ from poros.replay.graphs import Fixed
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
 from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, spoil, train
-from tests.loops import bf16, build, differences, mlps, same, step, trained, with_kernels
+from tests.loops import build, mlps, same, trained
+from tests.replaced import noted
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
 
@@ -103,28 +103,6 @@ def test_a_program(which: str, policy: dict[str, Any]) -> None:
 
 def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
-
-
-OPTIONS: list[dict[str, Any]] = [{"lora_dropout": 0.1}, {"use_dora": True, "quantize": False}]
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}], ids=str)
-@pytest.mark.parametrize("around", [nullcontext, bf16], ids=["", "autocast"])
-def test_how_many_visits_are_replayed(
-    around: Any, policy: dict[str, Any], options: dict[str, Any]
-) -> None:
-    model = few(**options)
-    expected = with_kernels(model, around)
-    captures, recorder = recorded(model, **policy)
-    for _ in range(6):
-        assert differences(step(model, around), expected) == []
-    # Two layers; of the steps one is checked, two are counted, one is compared.
-    assert captures.num_replays >= 2 * 2
-    assert recorder.num_recorded == 4
-    # Of the one that is compared forward and backward count.
-    assert captures.eager == {NEW: 2 * (2 + 2)}
 
 
 ENDS: dict[str, str | None] = {
@@ -373,13 +351,6 @@ def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed() ->
 # When.
 
 
-def test_graphs_on_a_cpu_are_an_error() -> None:
-    model = few()
-    with pytest.raises(PolicyError, match="cuda_graphs: expected a GPU"):
-        poros.prepare(model, cuda_graphs=True, device="cpu")
-    loss_of(model).backward()
-
-
 def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked() -> None:
     model = few()
     captures, recorder = recorded(model, self_check="strict")
@@ -435,17 +406,11 @@ def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(
 ) -> None:
     model = few()
     recorded(model, self_check="off", offload_boundaries=True)
-    genuine, indices = ActivationOffloader.offload, list[int]()
-
-    def offload(self: Any, tensor: torch.Tensor, name: str, index: int) -> Any:
-        indices.append(index)
-        return genuine(self, tensor, name, index)
-
-    monkeypatch.setattr(ActivationOffloader, "offload", offload)
+    offloaded = noted(monkeypatch, ActivationOffloader, "offload")
     for layer in model.base_model.model.model.layers:
         layer.mlp.register_forward_hook(lambda module, given, result: None)
     loss_of(model).backward()
-    assert indices == [0, 1]
+    assert [index for *_, index in offloaded] == [0, 1]
 
 
 # What makes way. There are four places for forms of a layer, of which there are two here.

@@ -24,7 +24,7 @@ from poros.errors import (
     SlotStateError,
     UnsupportedModelError,
 )
-from poros.kernels.autocast import cached_cast
+from poros.replay import routing
 from poros.stream.body import ModelContext
 from poros.stream.boundary import is_streamed
 from tests.comparing import changes
@@ -45,6 +45,7 @@ from tests.loops import (
     resident_facts,
     streamed,
 )
+from tests.replaced import noted
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.usefixtures("recorded_soon")
@@ -471,24 +472,21 @@ def test_a_failed_backward_does_not_change_random_state_or_flags(
 
 def test_a_region_that_ends_with_the_model_makes_no_casts(monkeypatch: Patch) -> None:
     """They would be kept until the region ends."""
-    made: list[Any] = []
+    made = noted(monkeypatch, routing, "cached_cast")
 
-    def noted(parameter: torch.Tensor, of_layer: Any) -> torch.Tensor | None:
-        if not any(each is of_layer for each in made):
-            made.append(of_layer)
-        return cached_cast(parameter, of_layer)
+    def num_layers() -> int:
+        return len({id(of_layer) for _, of_layer in made})
 
-    monkeypatch.setattr("poros.replay.routing.cached_cast", noted)
     model = on_tapes(S.FP32_DENSE())
     counts = {P.penalty_by_accelerate: 0, P.penalty_outside: 3, P.with_penalty: 0}
     for program, count in counts.items():
         often(program)(model)
         made.clear()
         program(model)
-        assert len(made) == count
+        assert num_layers() == count
     # A region around the model's own does not end with it.
     with bf16():
         often(P.penalty_by_accelerate)(model)
         made.clear()
         P.penalty_by_accelerate(model)
-    assert len(made) == 3
+    assert num_layers() == 3

@@ -24,6 +24,7 @@ from poros.replay.graphs import Fixed
 from poros.replay.routing import GradientSums
 from poros.replay.rows import Rows
 from tests.exact.recorded import on_tapes
+from tests.exact.subjects import Lost
 from tests.loops import (
     ON_HOST,
     Batch,
@@ -43,6 +44,7 @@ from tests.loops import (
     trained,
     training,
 )
+from tests.replaced import noted
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -290,24 +292,12 @@ def test_what_cannot_be_joined(error: Exception | None, monkeypatch: Patch) -> N
     assert joined() == (True, 0)
 
 
-class Closed(torch.autograd.Function):
-    """Zeros, through which no gradient goes."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
-        return None
-
-
 @pytest.mark.usefixtures("known")
 def test_a_use_without_a_gradient() -> None:
     """Layers use their hidden states twice, and one of the uses gives no gradient."""
 
     def forward(layer: Any, own: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return own(hidden * 1.0 + Closed.apply(hidden), *args, **kwargs)
+        return own(hidden * 1.0 + Lost.apply(hidden), *args, **kwargs)
 
     def base() -> Model:
         model = training()
@@ -395,21 +385,11 @@ def test_casts_of_adapters(
     policy: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A row of visits makes them once, where no layer keeps its graph."""
-    made, replayed = list[object](), list[bool]()
-    cast, run = AdapterCasts.replay, Replayed.run
-
-    def replay(self: AdapterCasts) -> None:
-        made.append(self)
-        cast(self)
-
-    def counted(self: Replayed, *args: Any, **kwargs: Any) -> Any:
-        replayed.append(self.casts is not None)
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(AdapterCasts, "replay", replay)
-    monkeypatch.setattr(Replayed, "run", counted)
+    made = noted(monkeypatch, AdapterCasts, "replay")
+    replayed = noted(monkeypatch, Replayed, "run")
     assert grouped_ends_alike(POLICIES[policy]) and OTHER_BITS not in caplog.text
-    assert 0 < len(made) < sum(replayed) or policy == "one kept"
+    num_cast = sum(recording.casts is not None for recording, *_ in replayed)
+    assert 0 < len(made) < num_cast or policy == "one kept"
 
 
 def of_others(

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +39,16 @@ def changed(folder: Path) -> bool:
     return all(bool(each.any()) for name, each in found.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize(
-    "kind", with_slow(("messages", "completions", "text"), ["completions", "text"])
-)
-def test_sft(kind: str, base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    from poros.examples import sft
+# Rows, and the script for them.
+ROWS = {"messages": "sft", "completions": "sft", "text": "sft", "preferences": "dpo"}
 
+
+@pytest.mark.parametrize("kind", with_slow(ROWS, ["completions", "text"]))
+def test_trains(kind: str, base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    script = import_module(f"poros.examples.{ROWS[kind]}")
     rows = write_rows(tmp_path / "rows.jsonl", kind, 16)
-    sft.main(str(base), str(rows), str(tmp_path / "out"), steps=1)
-    assert changed(tmp_path / "out")
-
-
-def test_dpo(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    from poros.examples import dpo
-
-    rows = write_rows(tmp_path / "rows.jsonl", "preferences", 16)
-    dpo.main(str(base), str(rows), str(tmp_path / "out"), steps=1)
+    script.main(str(base), str(rows), str(tmp_path / "out"), steps=1)
     assert changed(tmp_path / "out")
 
 

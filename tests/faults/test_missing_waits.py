@@ -2,7 +2,8 @@
 
 If the source lacks one, ``test_the_source_as_it_is_passes`` fails, over streams that run as late or
 as early as events allow, or ``test_cuda_streams_as_they_are_pass``, over a stand-in for CUDA. The
-tests of mutations take each away and see so. On a GPU ``tests/gpu/test_cuda_hazards`` does.
+tests of mutations take each away and see so. On a GPU ``tests/gpu/test_cuda`` and
+``tests/gpu/test_cuda_hazards`` do.
 
 The mutations come from the source itself (see ``mutants``), so that a wait which is added later has
 to earn its place here too. That any walk at all of blocks in slots reads its own blocks is in

@@ -351,6 +351,7 @@ POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no such device": ({"device": "cuda:99"}, "device: expected a usable.*found 'cuda:99'"),
     "meta device": ({"device": "meta"}, "device: expected a usable.*found 'meta'"),
+    "graphs on a CPU": ({"device": "cpu", "cuda_graphs": True}, "cuda_graphs: expected a GPU"),
     "unknown check": ({"self_check": "sometimes"}, "self_check"),
     **{
         f"{field} {value!r}": ({field: value}, field)

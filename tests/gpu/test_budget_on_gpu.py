@@ -18,6 +18,7 @@ from poros.gates.reference import TrainingSpec, train
 from poros.model.measuring import SPARE_SHARE
 from poros.stream.offload import OffloadedInput
 from tests.comparing import compare_trajectories
+from tests.gpu.models import requested
 from tests.hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
 from tests.support import prepare_plain
 
@@ -79,14 +80,6 @@ def test_control_inputs_that_are_not_waited_for(
     late = {"always": True, "copy_cycles": 60 * MEGA, "compute_cycles": 0}
     model = hostile(load(checkpoint), late, self_check="off")
     assert compare_trajectories(expected, train(model, BATCHES, SPEC))
-
-
-def requested() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    # Memory that another stream used is taken back at the next allocation, not when it is freed.
-    torch.empty(1, device=DEVICE)
-    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 def test_two_inputs_are_on_the_device_at_a_time(checkpoint: Path) -> None:

@@ -27,8 +27,9 @@ from poros.gates.reference import TrainingSpec, start_digests, train
 from poros.head.takeover import slice_loss
 from poros.slots.ring import SlotState
 from tests.comparing import compare_mappings
-from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
-from tests.hostile_streams import MEGA, HostileStreams
+from tests.gpu.models import requested
+from tests.held import OutOfOrder
+from tests.hostile_streams import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, MEGA, HostileStreams
 from tests.loops import narrow_slices
 from tests.support import prepare_plain
 
@@ -250,33 +251,24 @@ def answers(model: Any) -> dict[str, torch.Tensor]:
     return {"logits": logits, "tokens": found.sequences, **steps}
 
 
-def requested_bytes() -> int:
-    """What is allocated, without what the allocator adds to a block because the rest is small."""
-    gc.collect()
-    torch.cuda.synchronize(DEVICE)
-    # Memory that another stream used is taken back at the next allocation, not when it is freed.
-    torch.empty(1, device=DEVICE)
-    return int(torch.cuda.memory_stats(DEVICE)["requested_bytes.all.current"])
-
-
 @pytest.mark.parametrize("origin", ["cpu", str(DEVICE)])
 def test_prepare_moves_the_base_to_the_host_and_restore_back(checkpoint: Path, origin: str) -> None:
-    base = requested_bytes()
+    base = requested()
     model = load(checkpoint, origin)
     before = start_digests(model)
-    resident = requested_bytes() - base
+    resident = requested() - base
     prepare_plain(model, device=str(DEVICE), slots=2)
     stats = poros.runtime(model).stats()
     frozen, slots = stats["host_num_bytes"], stats["device_num_bytes"]
     tensors = [*model.parameters(), *model.buffers()]
     staying = sum(each.numel() * each.element_size() for each in tensors if each.is_cuda)
-    found = requested_bytes() - base
+    found = requested() - base
     assert abs(found - (staying + slots)) < 0.02 * frozen
     if origin != "cpu":
         assert abs((resident - found) - (frozen - slots)) < 0.02 * frozen
     streamed = answers(model)
     poros.restore(model)
-    assert abs(requested_bytes() - base - resident) < 0.02 * frozen
+    assert abs(requested() - base - resident) < 0.02 * frozen
     assert {str(each.device) for each in (*model.parameters(), *model.buffers())} == {origin}
     assert start_digests(model) == before
     assert compare_mappings(streamed, answers(model.to(DEVICE))) == []

@@ -1,4 +1,6 @@
-"""The waits between CUDA streams, one by one, on a GPU: bytes are right with each, wrong without.
+"""Waits between CUDA streams where memory or streams change hands: bytes are wrong without each.
+
+Those of every visit: ``test_cuda``.
 
 Each test builds the one interleaving in which its wait matters, by holding one stream back until
 the host lets it go (``held``). It runs as Poros is, and then without that wait, where the bytes
@@ -16,7 +18,6 @@ from poros.slots.schedule import Phase
 from tests.held import Gate
 from tests.hostile_streams import (
     ALLOCATOR_TOLD,
-    COMPUTE_AFTER_COPY,
     COPY_AFTER_RELEASE,
     POISON,
     STREAMS_JOINED,
@@ -72,30 +73,6 @@ def empty_allocator() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-
-
-@pytest.mark.parametrize("wait", [AS_IT_IS, COPY_AFTER_RELEASE])
-def test_a_slot_is_not_overwritten_while_it_is_read(wait: str) -> None:
-    slots = make_slots(hostile(wait))
-    gate = held_compute()
-    with slots.visiting(1, Phase.FORWARD):
-        found = read(slots, 1)
-    with slots.visiting(3, Phase.FORWARD) as slot:
-        after = read(slots, 3)
-    let_go(gate, wait, slot.ready)
-    assert same_bits(found, slots.host.slabs[1].bytes) == (wait == AS_IT_IS)
-    assert same_bits(after, slots.host.slabs[3].bytes)
-
-
-@pytest.mark.parametrize("wait", [AS_IT_IS, COMPUTE_AFTER_COPY])
-def test_a_slot_is_not_read_before_its_copy_is_done(wait: str) -> None:
-    slots = make_slots(hostile(wait))
-    gate = Gate()
-    gate.hold(slots.streams._copies())
-    with slots.visiting(1, Phase.FORWARD):
-        found = read(slots, 1)
-    let_go(gate, wait, torch.cuda.current_stream(DEVICE).record_event())
-    assert same_bits(found, slots.host.slabs[1].bytes) == (wait == AS_IT_IS)
 
 
 @pytest.mark.parametrize("wait", [AS_IT_IS, STREAMS_JOINED])

@@ -258,13 +258,6 @@ def test_equals_resident(
     streamed(tmp_path_factory.getbasetemp(), residents, cell)
 
 
-def test_one_load_serves_all(residents: Resident, tmp_path: Path) -> None:
-    # 4 layers, 2 slots; the check would load some again.
-    # The first micro-batch goes alone.
-    cell = Cell({}, TOGETHER, {"self_check": "off"}, replays=None)
-    assert streamed(tmp_path, residents, cell)["num_loads"] == 6 + 8 * 4
-
-
 def test_micro_batches_do_not_wait_for_the_gpu(tmp_path: Path) -> None:
     """Unless they have masks: models of transformers ask the GPU whether these hide anything."""
     model = poros.prepare(model_of(tmp_path, dropout=0.0), self_check="off", slots=2)

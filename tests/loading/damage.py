@@ -72,23 +72,17 @@ def instead(name: str, make: Callable[[Path], Any]) -> Break:
     return both(drop(name), lambda folder: make(folder / name))
 
 
-def size(name: str, change: Callable[[int], int], start: bytes | None = None) -> Break:
-    """Cut a file off, or make a large one that takes no room."""
-
-    def resize(folder: Path) -> None:
-        if start is not None:
-            (folder / name).write_bytes(start)
-        os.truncate(folder / name, change((folder / name).stat().st_size))
-
-    return resize
+def size(name: str, change: Callable[[int], int]) -> Break:
+    """Another size, from that which it has; what is added takes no room."""
+    return lambda folder: os.truncate(folder / name, change((folder / name).stat().st_size))
 
 
-def sparse(name: str, num_bytes: int, start: bytes = b"") -> Break:
-    return size(name, lambda _: num_bytes, start)
+def sparse(name: str, num_bytes: int) -> Break:
+    return both(put(name, b""), size(name, lambda _: num_bytes))
 
 
-def cut(name: str, by: int = 1) -> Break:
-    return size(name, lambda found: found - by)
+def cut(name: str) -> Break:
+    return size(name, lambda found: found - 1)
 
 
 def flip(name: str, at: int) -> Break:
@@ -125,14 +119,14 @@ def pickled(name: str, *gone: str) -> Break:
     )
 
 
-def header(document: object, data: bytes = bytes(8), **options: Any) -> Break:
+def header(document: object, data: bytes = bytes(8)) -> Break:
     """Put a file built from a header in the place of the second shard."""
-    return put(SECOND, file_bytes(document, data, **options))
+    return put(SECOND, file_bytes(document, data))
 
 
 def one(**changes: Any) -> Break:
-    """The same, with one tensor "t" that is right but for the changes; ``...`` takes one away."""
-    return header({"t": _changed(entry(**changes), {})})
+    """The same, with one tensor "t" that is right but for the changes."""
+    return header({"t": entry(**changes)})
 
 
 # Documents.
@@ -143,10 +137,8 @@ def document(file: str, **changes: Any) -> Break:
 
     def rewrite(folder: Path) -> None:
         path = folder / file
-        fields = (json.loads(path.read_text()) if path.exists() else {}) | changes
-        path.write_text(
-            json.dumps({key: value for key, value in fields.items() if value is not ...})
-        )
+        fields = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(_changed(fields, changes)))
 
     return rewrite
 
@@ -182,8 +174,8 @@ def write_sealed(store: Path, text: str, **metadata: str) -> None:
     (store / REST).write_bytes(sealed + content[header.data_offset :])
 
 
-def manifest_text(text: str, **metadata: str) -> Break:
-    return lambda folder: write_sealed(folder, text, **metadata)
+def manifest_text(text: str) -> Break:
+    return lambda folder: write_sealed(folder, text)
 
 
 def manifest(change: Callable[[dict[str, Any]], Any], **metadata: str) -> Break:
@@ -240,12 +232,12 @@ def dropped(name: str) -> Break:
     return tensors(lambda found: [found.pop(key) for key in list(found) if name in key])
 
 
-def renamed(old: str, new: str, *, is_kept: bool = False) -> Break:
-    """In the name of every tensor; a tensor may stay under its old name too."""
+def renamed(old: str, new: str) -> Break:
+    """In the name of every tensor."""
 
     def change(found: dict[str, torch.Tensor]) -> None:
         for name in [key for key in found if old in key]:
-            found[name.replace(old, new)] = found[name].clone() if is_kept else found.pop(name)
+            found[name.replace(old, new)] = found.pop(name)
 
     return tensors(change)
 

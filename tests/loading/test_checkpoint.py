@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from poros.errors import CheckpointFormatError
 from poros.loaders import checkpoint as checkpoint_module
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.header import TensorEntry, open_regular, read_at
+from poros.loaders.header import TensorEntry
 from poros.loaders.shard import Shard
 from tests.children import run_forked
 from tests.loading.checkpoints import (
@@ -104,17 +104,6 @@ def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(tmp_path: P
             assert_good(checkpoint, snapshot)
     with pytest.raises(CheckpointFormatError, match=r"'org/other': .*LocalEntryNotFoundError"):
         Checkpoint.open("org/other", hub)
-
-
-def test_a_file_that_ends_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "x"
-    file.write_bytes(b"12345")
-    with open_regular(file) as (descriptor, _):
-        assert read_at(descriptor, 3, 2, file) == b"345"
-        with pytest.raises(CheckpointFormatError, match=r"x: expected 2 more bytes at 5"):
-            read_at(descriptor, 4, 3, file)
-    with pytest.raises(CheckpointFormatError, match="Bad file descriptor"):
-        read_at(descriptor, 4, 0, file)
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 import poros
 from poros.errors import PreparedModelError
 from tests.comparing import assert_same_run, bits_of
-from tests.loops import batches, build, run
+from tests.loops import batches, build, fill, run
 from tests.support import AdversarialPrepare, prepare_plain
 
 ARCHITECTURES = ("mixtral", "qwen3_moe")
@@ -31,11 +31,7 @@ def attach(base: Any) -> Any:
     model = get_peft_model(
         base, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     )
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    fill(model)
     assert any("experts" in name for name, part in model.named_parameters() if part.requires_grad)
     return model
 

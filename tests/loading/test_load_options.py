@@ -23,7 +23,6 @@ from poros.errors import (
     PolicyError,
     PorosError,
     StoreWriteError,
-    UnsupportedModelError,
     quoted,
 )
 from poros.loaders.checkpoint import Checkpoint
@@ -31,7 +30,7 @@ from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import open_store
 from tests.loading.checkpoints import CONFIG
-from tests.loading.damage import GENERATION, config
+from tests.loading.damage import GENERATION
 from tests.loading.loaded import Kinds, copy_of, differences, quantization, standard
 
 EIGHT_BITS, FOUR_BITS = BitsAndBytesConfig(load_in_8bit=True), BitsAndBytesConfig(load_in_4bit=True)
@@ -279,10 +278,3 @@ def test_control_a_name_of_a_repository_is_asked_for_once(monkeypatch: pytest.Mo
         with pytest.raises(PorosError, match="on the hub OSError, 'no way there'"):
             call()
     assert asked == ["org/name", "name"]
-
-
-def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
-    """Found when it is run on paper, not when it is built."""
-    config(layer_types=["sliding_attention"] * 2, sliding_window=None)(path)
-    with pytest.raises(UnsupportedModelError, match="run on shapes alone, found ValueError"):
-        poros.plan(path, seq_len=8)

@@ -54,6 +54,7 @@ from tests.loading.loaded import (
     unplaced,
     wanted,
 )
+from tests.replaced import noted
 from tests.support import same_bits
 
 Patch = pytest.MonkeyPatch
@@ -315,15 +316,9 @@ def test_a_store_of_a_checkpoint_that_is_4bit_already(kinds: Kinds, tmp_path: Pa
 def test_files_that_nobody_has_touched_are_not_hashed_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, hashed = tmp_path / "store", list[Path]()
+    store = tmp_path / "store"
     load(source, store=store)
-    fingerprint = Checkpoint.fingerprint
-
-    def note(self: Checkpoint) -> str:
-        hashed.append(self.path)
-        return fingerprint(self)
-
-    monkeypatch.setattr(Checkpoint, "fingerprint", note)
+    hashed = noted(monkeypatch, Checkpoint, "fingerprint")
     load(source, store=store)
     assert hashed == []
     os.utime(source / "model.safetensors")
@@ -331,7 +326,7 @@ def test_files_that_nobody_has_touched_are_not_hashed_again(
     (source / "config.json").write_text((source / "config.json").read_text() + " ")
     with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint"):
         load(source, store=store)
-    assert hashed == [source, source]
+    assert [each.path for (each,) in hashed] == [source, source]
 
 
 def test_small_files_that_have_changed_are_reported(

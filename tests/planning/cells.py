@@ -129,12 +129,11 @@ class OperatorBytes(TorchDispatchMode):
     Attributes:
         now: After the last operator.
         peak: At most so far.
-        largest: Of the storages.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = self.largest = 0
+        self.now = self.peak = 0
         self._made: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,7 +163,6 @@ class OperatorBytes(TorchDispatchMode):
 
         self._made[key] = weakref.ref(storage, gone)
         self.now += size
-        self.largest = max(self.largest, size)
 
 
 class Steps:

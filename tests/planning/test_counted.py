@@ -12,10 +12,8 @@ import torch
 
 import poros
 from poros.errors import UnsupportedModelError
-from poros.gates import tiny
 from poros.gates.kinds import KINDS
 from poros.planning.meta_model import COUNTED_KINDS
-from poros.slots.manager import BlockManager
 from tests.covers import with_slow
 from tests.planning.cells import (
     USUAL,
@@ -204,36 +202,3 @@ def test_a_term_that_is_wrong_would_be_seen() -> None:
     # Libraries have nothing on a CPU, and nothing is recorded; one micro-batch shares nothing.
     negligible = {"other", "inputs", "libraries", "recordings", "dense layer", "dense weight"}
     assert {name for name, share in largest.items() if share < 2 * TOLERANCE} == negligible
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("self_check", ["off", "strict"])
-@pytest.mark.parametrize("is_faulty", [False, True], ids=["poros", "control"])
-def test_nothing_of_a_slots_size_is_allocated_after_prepare(
-    tmp_path: Path, is_faulty: bool, self_check: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the self-check: after the first step, which it checks in memory of its own."""
-    cell = {**USUAL, "hidden_size": 64, "intermediate_size": 128, "rank": 4, "seq_len": 8}
-    cell |= {"dropout": 0.05, "block_size": 2, "accumulation": 2}
-    model = make(tmp_path, cell)
-    prepare(model, cell, device="cpu", self_check=self_check)
-    smallest = min(slot.buffer.numel() for slot in poros.runtime(model).ring.slots)
-    if is_faulty:
-        acquire = BlockManager.acquire
-
-        def acquire_a_copy(self: BlockManager, *args: Any) -> Any:
-            slot = acquire(self, *args)
-            slot.buffer.clone()
-            return slot
-
-        monkeypatch.setattr(BlockManager, "acquire", acquire_a_copy)
-    steps = Steps(model, cell)
-    if self_check != "off":
-        steps.train()
-        assert poros.runtime(model).self_check["status"] == "passed"
-    with OperatorBytes() as made:
-        steps.train()
-        with torch.no_grad():
-            model.eval()(**tiny.make_batches(1, batch_size=1, num_tokens=8)[0])
-    assert made.largest > 0
-    assert (made.largest >= smallest) == is_faulty

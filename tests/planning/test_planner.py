@@ -15,6 +15,7 @@ from poros.planning.planner import Planner, plan
 from poros.planning.request import PlanRequest
 from tests.covers import with_slow
 from tests.planning.cells import lora
+from tests.replaced import noted
 from tests.support import make_model, prepare_plain
 
 SHORT = PlanRequest.of(seq_len=16)
@@ -26,19 +27,8 @@ def model_of(architecture: str = "qwen2") -> Any:
 
 
 def test_another_batch_needs_no_other_model_and_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, ran = [], []
-    make, layer_cost = Recipe.make, cost_model.layer_cost
-
-    def noted_make(recipe: Recipe) -> Any:
-        made.append(recipe)
-        return make(recipe)
-
-    def noted_cost(*args: Any) -> Any:
-        ran.append(args)
-        return layer_cost(*args)
-
-    monkeypatch.setattr(Recipe, "make", noted_make)
-    monkeypatch.setattr(cost_model, "layer_cost", noted_cost)
+    made = noted(monkeypatch, Recipe, "make")
+    ran = noted(monkeypatch, cost_model, "layer_cost")
     planner = Planner(config_of("qwen2.5-72b", 8))
     first = planner.plan(PlanRequest.of(seq_len=256, loss="reference"))
     shape: dict[str, Any] = {"seq_len": 1024, "batch_size": 2, "self_check": True}

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,11 @@ def test_poros_rows_say_what_was_moved(slots_table: Path) -> None:
         assert float(row["host_rss"]) > 0
 
 
-def make_bench(quantization: str = "none", targets: Sequence[str] = TARGETS) -> Bench:
+def make_bench() -> Bench:
     config = config_of("tiny", 2)
     config._attn_implementation = "sdpa"
-    model = with_lora(random_model(config, quantization), 2, targets=targets)
-    shape = {"model": "tiny", "quantization": quantization, "layers": 2, "rank": 2}
+    model = with_lora(random_model(config, "none"), 2, targets=TARGETS)
+    shape = {"model": "tiny", "quantization": "none", "layers": 2, "rank": 2}
     return Bench(model, CPU, Schedule(warm=1, steps=1, passes=1, forwards=1), shape)
 
 

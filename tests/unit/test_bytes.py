@@ -9,7 +9,7 @@ import pytest
 from xxhash import xxh3_128
 
 from poros.io import digests, reading
-from poros.io.digests import digest_of, identity_of
+from poros.io.digests import digest_of
 from poros.io.reading import read_into
 
 CONTENT = bytes(range(100))
@@ -50,17 +50,3 @@ def test_a_digest_is_of_pieces(num_bytes: int, monkeypatch: pytest.MonkeyPatch) 
             parts = [memoryview(part) for part in (text[:at], b"", text[at:])]
             for threads in (None, pool):
                 assert digest_of(parts, threads) == expected.hexdigest()
-
-
-def test_a_write_shows_in_the_identity_whatever_becomes_of_its_time(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(b"before")
-    status = file.stat()
-    while True:  # clocks of file systems are coarse
-        file.write_bytes(b"behind")
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        if file.stat().st_ctime_ns != status.st_ctime_ns:
-            break
-    found = file.stat()
-    assert (found.st_size, found.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-    assert identity_of(found) != identity_of(status)

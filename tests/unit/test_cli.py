@@ -216,6 +216,7 @@ def test_check_says_its_verdict_and_writes_the_report(
         assert record["settings"]["training"]["num_steps"] == 2
         if case == "exact":
             assert record["stats"]["num_blocks"] == 3 and record["stats"]["num_slots"] == 3
+            assert record["settings"]["policy"] == {"slots": 3, "block_size": 2}
 
 
 @pytest.mark.parametrize("passed", [True, False])

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poros.self_check.compare import bits, differing
+from tests.support import random_bytes
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DTYPES = (
@@ -20,15 +21,6 @@ DTYPES = (
     torch.float8_e8m0fnu,
 )
 SHAPES = ((), (1,), (7,), (3, 5), (2, 1, 4))
-
-
-def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """A tensor of random bit patterns: for floats that includes NaNs, infinities, subnormals."""
-    generator = torch.Generator().manual_seed(seed)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    high = 2 if dtype is torch.bool else 256
-    raw = torch.randint(high, (num_bytes,), generator=generator, dtype=torch.uint8)
-    return raw.view(dtype).reshape(shape)
 
 
 def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from poros.errors import HostMemoryError, PorosError
 from poros.host.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slot_sizes, view
 from poros.host.slab import Arena, HostSlab
 from poros.host.store import HostStore
-from tests.support import num_arenas, same_bits
+from tests.support import num_arenas, random_bytes, same_bits
 from tests.unit.driver import FakeDriver, install
 
 CPU = torch.device("cpu")
@@ -39,18 +39,9 @@ forms = st.tuples(
 )
 
 
-def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bytes at all, NaNs included (0 and 1 for bool, where other bytes mean nothing)."""
-    generator = torch.Generator().manual_seed(seed)
-    num_bytes = torch.empty(shape, dtype=dtype, device="meta").numel() * dtype.itemsize
-    highest = 2 if dtype is torch.bool else 256
-    flat = torch.randint(highest, (num_bytes,), dtype=torch.uint8, generator=generator)
-    return flat.view(dtype).view(shape)
-
-
 def named(forms: list[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[str, torch.Tensor]]:
     return [
-        (f"tensor {index}", random_tensor(shape, dtype, seed=index))
+        (f"tensor {index}", random_bytes(dtype, shape, seed=index))
         for index, (shape, dtype) in enumerate(forms)
     ]
 

@@ -143,20 +143,6 @@ def test_whatever_is_visited_reads_its_own_bytes_and_the_next_step_is_warm(
     assert [slot.buffer.numel() for slot in slots.ring.slots] == needed
 
 
-def test_a_block_that_lost_its_slot_or_was_evicted_is_loaded_again() -> None:
-    """There are other bytes on the host since then: only a new copy brings them."""
-    slots = make(4, 2)
-    slots.visit(0, FORWARD)
-    slots.visit(2, FORWARD)
-    slots.host.slabs[0].bytes.bitwise_xor_(0x0F)
-    slots.visit(0, FORWARD)
-    slots.visit(1, INFERENCE)
-    slots.manager.evict(1)
-    assert slots.states()[1] == (FREE, None)
-    slots.host.slabs[1].bytes.bitwise_xor_(0x0F)
-    slots.visit(1, INFERENCE)
-
-
 def test_a_block_is_replaced_by_another_of_its_slot() -> None:
     slots = make(5, 2)
     slots.visit(2, INFERENCE)

@@ -111,8 +111,13 @@ def step(model: Any) -> None:
     model(**batches(1)[0]).loss.backward()
 
 
-def watch(model: Any) -> Visits:
-    """What one step does, in all its visits together."""
+def evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(**batches(1)[0])
+
+
+def watch(model: Any, run: Callable[[Any], None] = step) -> Visits:
+    """What one step or evaluation does, in all its visits together."""
     visits = Visits()
     genuine = torch.default_generator
 
@@ -135,7 +140,7 @@ def watch(model: Any) -> Visits:
             patch.setattr(owner, name, visits.wrap(kind, getattr(owner, name)))
         patch.setattr(torch, "default_generator", Generator)
         with visits:
-            step(model)
+            run(model)
     return visits
 
 
@@ -143,13 +148,15 @@ def problems(num_slots: int) -> list[str]:
     """What a warm step does that a visit must not."""
     model, streams = prepare(num_slots)
     visits = watch(model)
+    calls = +streams.calls
+    evaluated = watch(model, evaluate).operators["forward"]
     num_loads = 2 * (NUM_LAYERS - num_slots)
     found = []
     # A backward holds its block to recompute with it, and to read it.
     expected = {"copy": num_loads, "wait": 3 * NUM_LAYERS, "record": 3 * NUM_LAYERS}
-    if +streams.calls != +Counter(expected):
-        found.append(f"streams were asked for {dict(streams.calls)}")
-    for kind, operators in visits.operators.items():
+    if calls != +Counter(expected):
+        found.append(f"streams were asked for {dict(calls)}")
+    for kind, operators in {**visits.operators, "evaluation": evaluated}.items():
         if operators.keys() - HARMLESS:
             found.append(f"{kind}: operators {sorted(operators.keys() - HARMLESS)}")
     operators = visits.operators["forward"] + visits.operators["backward"]

@@ -40,7 +40,7 @@ import torch
 from poros.errors import CheckpointFormatError
 from poros.host.layout import BlockLayout, slab_offsets, slabs_num_bytes
 from poros.host.slab import Arena, HostSlab, NamedTensor
-from poros.host.store import HostStore
+from poros.host.store import HostStore, Lender
 from poros.io.digests import Identity, identity_of
 from poros.io.reading import read_into
 from poros.streams import Event, StreamContext
@@ -122,6 +122,10 @@ class DiskStore(HostStore):
         """The buffer that is borrowed, from which a copy is about to be queued."""
         self._reader: _Reader | None = None
 
+    @property
+    def lender(self) -> Lender:
+        return self
+
     @classmethod
     def over_file(
         cls,
@@ -179,7 +183,7 @@ class DiskStore(HostStore):
         self._make_staging()
 
     def borrow(self, block: int) -> torch.Tensor:
-        """As ``HostStore.borrow``; waits for the reader, and counts for how long.
+        """As ``Lender.borrow``; waits for the reader, and counts for how long.
 
         Raises:
             CheckpointFormatError: If the block cannot be read. Another try reads again.

@@ -16,7 +16,7 @@ Note: Adoption
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,25 @@ logger = logging.getLogger(__name__)
 _ATTACHED = "_poros_store"
 
 
+class Lender(Protocol):
+    """Gives bytes of blocks, to be copied to the device, that may lie on a disk."""
+
+    def start(self, streams: StreamContext) -> None:
+        """Prepare for ``borrow``; ``streams`` is where copies will be queued."""
+
+    def borrow(self, block: int) -> torch.Tensor:
+        """Return the bytes of a block: (num_bytes,), uint8.
+
+        They stay as they are until the event given to ``borrowed_until`` has passed.
+        """
+
+    def borrowed_until(self, block: int, event: Event) -> None:
+        """Note that the copy of what ``borrow`` returned is complete at ``event``."""
+
+    def read_ahead(self, blocks: Iterable[int]) -> None:
+        """Announce the blocks that are borrowed next, in this order."""
+
+
 @dataclass
 class HostStore:
     """The slabs of all blocks (or, from a loader, of all layers), in execution order."""
@@ -42,6 +61,8 @@ class HostStore:
     """Frozen bytes that are not in memory (``poros.host.disk``)."""
     disk_stall_ms: float = 0.0
     """Time for which training waited for them."""
+    lender: ClassVar[Any] = None
+    """Gives the bytes of blocks that are copied, if some are on a disk: a ``Lender``, or None."""
 
     @classmethod
     def allocate(cls, layouts: Sequence[BlockLayout]) -> "HostStore":
@@ -105,22 +126,6 @@ class HostStore:
                 size(num_bytes),
             )
         return store
-
-    def start(self, streams: StreamContext) -> None:
-        """Prepare for ``borrow``; ``streams`` is where copies will be queued."""
-
-    def borrow(self, block: int) -> torch.Tensor:
-        """Return the bytes of a block, to be copied to the device: (num_bytes,), uint8.
-
-        They stay as they are until the event given to ``borrowed_until`` has passed.
-        """
-        return self.slabs[block].bytes
-
-    def borrowed_until(self, block: int, event: Event) -> None:
-        """Note that the copy of what ``borrow`` returned is complete at ``event``."""
-
-    def read_ahead(self, blocks: Iterable[int]) -> None:
-        """Announce the blocks that are borrowed next, in this order."""
 
     def read(self, block: int) -> torch.Tensor:
         """Return the bytes of a block for reading on the host."""

@@ -4,8 +4,6 @@ Only this module changes a slot's state. *prefetch* queues a copy, *acquire* mak
 stream wait for it, *release* records the event behind which the slot may be overwritten.
 """
 
-from collections.abc import Iterator
-
 from poros.errors import SlotStateError
 from poros.host.store import HostStore
 from poros.slots.ring import DeviceRing, Slot, SlotState
@@ -33,7 +31,7 @@ class BlockManager:
         ring: DeviceRing,
         streams: StreamContext,
     ) -> None:
-        self._host = host
+        self._slabs, self._lender = host.slabs, host.lender
         self._streams = streams
         self.num_loads = 0
         self.num_hits = 0
@@ -50,7 +48,8 @@ class BlockManager:
             CheckpointFormatError: If a pinned block is on a disk and cannot be read.
         """
         # Before anything is borrowed: from here on the store knows which copies it has to wait for.
-        self._host.start(self._streams)
+        if self._lender is not None:
+            self._lender.start(self._streams)
         self._ring = ring
         self._visit: tuple[int, Phase] | None = None
         self.num_blocks = ring.num_blocks
@@ -84,13 +83,15 @@ class BlockManager:
 
     def _load(self, block: int, slot: Slot) -> int:
         """Queue the copy of ``block`` into ``slot``; its number of bytes."""
+        lender = self._lender
         # Until the copy is queued the slot holds nothing, should queueing it fail.
         slot.state, slot.block = SlotState.FREE, None
         with labelled("copy block", str(block)):
-            source = self._host.borrow(block)
+            source = lender.borrow(block) if lender else self._slabs[block].bytes
             target = slot.buffer[: source.numel()]
             slot.ready = self._streams.copy(target, source, after=slot.released)
-        self._host.borrowed_until(block, slot.ready)
+        if lender is not None:
+            lender.borrowed_until(block, slot.ready)
         slot.state, slot.block = SlotState.LOADING, block
         return source.numel()
 
@@ -206,12 +207,10 @@ class BlockManager:
             expected = predict(block, phase, self.num_blocks)
             for upcoming in list(missing(contents, in_use, expected)):
                 self.prefetch(upcoming)
-        self._host.read_ahead(self._next_loads(block, phase))
-
-    def _next_loads(self, block: int, phase: Phase) -> Iterator[int]:
-        # A generator, so that a store without a disk, which does not ask, costs nothing.
-        contents = [slot.block for slot in self._ring.slots]
-        yield from loads(contents, predict(block, phase, self.num_blocks))
+        if self._lender is not None:
+            contents = [slot.block for slot in self._ring.slots]
+            expected = predict(block, phase, self.num_blocks)
+            self._lender.read_ahead(loads(contents, expected))
 
 
 def _bad_state(verb: str, block: int, slot: Slot, expected: str) -> SlotStateError:

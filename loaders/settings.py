@@ -6,12 +6,12 @@ happens before any weight is read, so that errors in them come early.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
+from poros.errors import PolicyError, UnsupportedModelError, quoted
 from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import require_bounded
@@ -251,20 +251,9 @@ def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedC
 
 @contextmanager
 def _folder_of(texts: Mapping[str, bytes]) -> Iterator[str]:
-    """Yield a temporary folder with the configuration files alone.
-
-    Raises:
-        StoreWriteError: If there is no room for them.
-    """
-    with ExitStack() as undo:
-        try:
-            folder = undo.enter_context(TemporaryDirectory(prefix="poros-settings-"))
-            for name in (CONFIG, GENERATION):
-                if name in texts:
-                    (Path(folder) / name).write_bytes(texts[name])
-        except OSError as error:
-            raise StoreWriteError(
-                f"expected to write a few kB to a temporary folder, found: {error.strerror}; make "
-                "room there, or name another one in the environment (TMPDIR)"
-            ) from error
+    """Yield a temporary folder with the configuration files alone."""
+    with TemporaryDirectory(prefix="poros-settings-") as folder:
+        for name in (CONFIG, GENERATION):
+            if name in texts:
+                (Path(folder) / name).write_bytes(texts[name])
         yield folder

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.accumulation.calls import ADVICE, NotGrouped, watchers
+from poros.accumulation.calls import ADVICE, NOBODY, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import Drawn, DrawTable, between, later
 from poros.accumulation.gradients import Gradients, Watch, has_hooks
@@ -111,7 +111,7 @@ class Group:
         """As that began."""
         self._has_last = False
         self._values = HostValues()
-        """While the code of one runs up to its first layer."""
+        """While code of the model, and of nobody else, runs up to its first layer."""
         self._conditions: StackConditions | None = None
         """Of the layers, as the code of the first one has called them."""
 
@@ -201,8 +201,11 @@ class Group:
             for number, run in enumerate(runs):
                 self._coming = batch = MicroBatch(self._layers, around, run, self._enter_layers)
                 is_last = has_last and number == len(runs) - 1
-                with self._ranks.turn(number, is_last=is_last), self._values:
-                    self._go_on(batch)
+                with self._ranks.turn(number, is_last=is_last):
+                    try:
+                        self._go_on(batch)
+                    finally:
+                        self._values.__exit__()
                 if not self._modules.are_unedited(self._mark, self._trained):
                     self._require_unedited()
                 if number and before.changed():
@@ -307,6 +310,11 @@ class Group:
                 raise
             self._make_less_room(batch, make_room, error)
         return True
+
+    def enter(self, holder: nn.Module) -> None:
+        """The code of the module that holds the layers begins."""
+        if torch.is_grad_enabled() and watchers() == NOBODY:
+            self._values.enter(holder)
 
     def _make_less_room(
         self, batch: MicroBatch, make_room: Callable[[], None], error: VRAMBudgetError

@@ -3,19 +3,29 @@
 Models of transformers look whether the positions of a row begin anew in it, as those of packed rows
 do, before they make its mask: Python waits until the GPU has computed all that was queued, the
 backward of the step before with it, and then the GPU waits for Python.
+
+Note: Where
+    A mode that sees functions changes what some of PyTorch's modules do (``nn.TransformerEncoder``
+    leaves its fast path), and does not see each edit of a tensor (``Tensor.set_``). So it is on
+    while code of libraries runs that does neither: that of the module that holds the layers, and of
+    the modules beside them, up to the first layer.
 """
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
 )
+
+from poros.kernels.forwards import HOOKS, PatchedForward, has_hooks, is_forward_of_liger
+from poros.stream.boundary import is_streamed
 
 _QUESTIONS = frozenset({Tensor.__bool__, Tensor.item, Tensor.tolist})
 _FOLLOWED = frozenset(
@@ -24,10 +34,9 @@ _FOLLOWED = frozenset(
     | {Tensor.add, Tensor.sub, Tensor.eq, Tensor.ne, Tensor.__eq__}
 )
 """They compute the same integers on every device."""
-_DATA: Any = Tensor.data
-_UNCOUNTED = frozenset({_DATA.__get__, _DATA.__set__, Tensor.untyped_storage, Tensor.__dlpack__})
-"""Edits through what they give are not counted: from such a call on nothing is known."""
-_VALUES = "_poros_values"
+_DTYPES = (torch.int64, torch.int32, torch.bool)
+_MOST_ELEMENTS = 2**20
+_LIBRARIES = ("transformers.", "torch.", "peft.", "liger_kernel.", "bitsandbytes.", "poros.")
 
 
 class HostValues(TorchFunctionMode):
@@ -39,12 +48,21 @@ class HostValues(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._knows_all_edits = True
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """By id: a tensor, its version, and its values on the host."""
+
+    def enter(self, holder: nn.Module) -> None:
+        """Begin with the code of the module that holds the layers, if a library has written it."""
+        beside = list(_beside_layers(holder))
+        hooks = [hook for each in beside for kind in HOOKS for hook in getattr(each, kind)]
+        if len(hooks) == 1 and not has_hooks() and all(map(_is_of_library, beside)):
+            self.__enter__()  # the hook is the one that has brought us here
 
     def __exit__(self, *_: Any) -> None:
         """No more; those that were entered since stay. If it is off already, nothing happens."""
+        self._known.clear()
         above: list[Any] = []
-        while self in _get_current_function_mode_stack():
+        while any(each is self for each in _get_current_function_mode_stack()):
             above.append(_pop_mode())
         for mode in reversed(above[:-1]):
             _push_mode(mode)
@@ -55,29 +73,52 @@ class HostValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        self._knows_all_edits &= func not in _UNCOUNTED
-        if func in _QUESTIONS and self._knows_all_edits:
+        if func in _QUESTIONS:
             with suppress(KeyError):
-                return func(_on_host(args[0]), *args[1:], **kwargs)
+                return func(self._on_host(args[0]), *args[1:], **kwargs)
         found = func(*args, **kwargs)
-        if func in _FOLLOWED and type(found) is Tensor and not found.is_floating_point():
+        if (
+            func in _FOLLOWED
+            and type(found) is Tensor
+            and found.dtype in _DTYPES
+            and found.numel() <= _MOST_ELEMENTS
+            and not found.is_inference()  # edits of these are not counted
+        ):
             with suppress(KeyError):
-                there = {name: _on_host(value) for name, value in kwargs.items()}
+                there = {name: self._on_host(value) for name, value in kwargs.items()}
                 if func is torch.arange:
                     there["device"] = "cpu"
-                values = func(*map(_on_host, args), **there)
-                if not found.is_inference():  # edits of these are not counted
-                    found.__dict__[_VALUES] = found._version, values
+                values = func(*map(self._on_host, args), **there)
+                self._known[id(found)] = found, found._version, values
         return found
 
+    def _on_host(self, value: Any) -> Any:
+        """What is given, or the values of a tensor; KeyError if these are not known on the host."""
+        if type(value) in (tuple, list):
+            return type(value)(map(self._on_host, value))
+        if not isinstance(value, Tensor):
+            return value
+        _, version, values = self._known[id(value)]
+        if version != value._version:
+            raise KeyError(id(value))
+        return values
 
-def _on_host(value: Any) -> Any:
-    """What is given, or the values of a tensor; KeyError if these are not known on the host."""
-    if type(value) in (tuple, list):
-        return type(value)(map(_on_host, value))
-    if not isinstance(value, Tensor):
-        return value
-    version, values = value.__dict__[_VALUES]
-    if version != value._version:
-        raise KeyError(_VALUES)
-    return values
+
+def _beside_layers(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if not is_streamed(child):
+            yield from _beside_layers(child)
+
+
+def _is_of_library(module: nn.Module) -> bool:
+    """Whether nothing but code of libraries runs where the module is called."""
+    own: Any = module.__dict__.get("forward")
+    written: Any = type(module).forward
+    while written is not None:  # with what has been put around it
+        where = getattr(written, "__globals__", {}).get("__name__")
+        if not str(where).startswith(_LIBRARIES):
+            return False
+        written = getattr(written, "__wrapped__", None)
+    is_known = own is None or isinstance(own, PatchedForward) or is_forward_of_liger(own)
+    return is_known and not module._compiled_call_impl

@@ -16,8 +16,8 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOKS_OF_ALL = [f"_global{kind}" for kind in _HOOKS]
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_ALL = [f"_global{kind}" for kind in HOOKS]
 _OF_ALL = vars(nn.modules.module)
 
 
@@ -103,7 +103,7 @@ def has_hooks(*modules: nn.Module, but_ours: bool = False) -> bool:
         forward = own.get("forward")
         if forward is not None and not (but_ours and isinstance(forward, PatchedForward)):
             return True
-        for kind in _HOOKS:
+        for kind in HOOKS:
             if own[kind]:
                 return True
     return any(map(_OF_ALL.__getitem__, _HOOKS_OF_ALL))

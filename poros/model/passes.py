@@ -70,6 +70,8 @@ class Passes(ABC):
             layers, is_on = list(self.streamed_layers()), self.sizer.replays
             if self.captures.begin_pass(layers, is_on, self.num_grouped):
                 self.sizer.recorded()
+        if stand_in is not None:
+            stand_in.enter(holder)
 
     def make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Give the blocks the room that suits a micro-batch, before its layers run.

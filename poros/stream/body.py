@@ -79,6 +79,9 @@ class StandIn(Protocol):
         ``make_room`` has the room made that its micro-batch takes.
         """
 
+    def enter(self, holder: nn.Module) -> None:
+        """All is made ready, and the code of the module that holds the layers begins."""
+
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of the forward of a layer."""
 

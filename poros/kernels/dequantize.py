@@ -44,6 +44,9 @@ class DenseWorkspace:
         self._device = device
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of a weight has memory of its own
+
     def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized, until the next is taken; memory of its own if there is not enough."""
         num_bytes = shape.numel() * dtype.itemsize
@@ -135,6 +138,9 @@ class DensePlace:
         self._dense = dense
         self._layer = layer
         self.offset, self.shape, self.dtype = offset, shape, dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of a weight is of no layer
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor | None:
         """It, in that dtype; None if it is not there. To be read within the visit of its layer."""

@@ -3,6 +3,7 @@
 And those that share the dense weights of a layer: the bits of those that do not.
 """
 
+import copy
 import itertools
 from contextlib import nullcontext
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 import poros
 import poros.head.loss as sliced_loss
@@ -330,6 +332,20 @@ def test_each_weight_is_made_dense_once_a_group_and_pass(
     plain = prepare_plain(training(), slots=2, self_check="off")
     train_threes(plain, sizes=(3,))
     assert runtime.device_num_bytes - poros.runtime(plain).device_num_bytes == largest
+
+
+def test_a_copied_weight_is_no_part_of_what_is_shared(monkeypatch: Patch) -> None:
+    """PEFT copies a linear module, its weight in a slot, as it adds an adapter of DoRA."""
+    model = prepare_plain(training(), slots=2, share_dense=True, self_check="off")
+    train_threes(model)
+    copied: list[Any] = []
+    monkeypatch.setattr(
+        "peft.tuners.lora.dora.deepcopy", lambda it: copied.append(copy.deepcopy(it)) or copied[-1]
+    )
+    adapter = LoraConfig(target_modules=["up_proj"], use_dora=True)
+    model.add_adapter("late", adapter)
+    assert len(copied) == NUM_LAYERS
+    assert all(each.weight.quant_state.dense_place is None for each in copied)
 
 
 def projections(model: Model, layer: int) -> list[torch.Tensor]:

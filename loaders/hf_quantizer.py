@@ -130,10 +130,11 @@ class _Receiving:
             and model.get_parameter_or_buffer(name).dtype == self._dtype
         )
 
-    def update_weight_conversions(self, conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(self, conversions: list[Any], *model: Any) -> list[Any]:
         if self._writer.gives_all:
             return []  # by the model's own names
-        updated: list[Any] = super().update_weight_conversions(conversions, model)  # type: ignore[misc]
+        # transformers 5.17 does not give the model.
+        updated: list[Any] = super().update_weight_conversions(conversions, *model)  # type: ignore[misc]
         return updated
 
     def get_quantize_ops(self) -> ConversionOps:

@@ -261,11 +261,11 @@ def test_equals_resident(
 def test_micro_batches_do_not_wait_for_the_gpu(tmp_path: Path) -> None:
     """Unless they have masks: models of transformers ask the GPU whether these hide anything."""
     model = poros.prepare(model_of(tmp_path, dropout=0.0), self_check="off", slots=2)
-    train(model, num_steps=6, size=4, together=True, lengths=(96,))
     tokens = torch.randint(0, 100, (4, 2, 96)).cuda()
     plain = [{"input_ids": each, "labels": each, "use_cache": False} for each in tokens]
     masked = [{**each, "attention_mask": torch.ones_like(each["input_ids"])} for each in plain]
-    poros.accumulate(model, plain)
+    for _ in range(12):  # until all visits are recorded, alone and in rows
+        poros.accumulate(model, plain)
     torch.cuda.set_sync_debug_mode("error")
     try:
         poros.accumulate(model, plain)

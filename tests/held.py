@@ -71,10 +71,6 @@ class OutOfOrder(CudaStreams):
                     target.fill_(POISON)
                 self._copies().synchronize()
                 self._gate.hold(self._copies())
-                # A check of the layer may wait for the copy before its visit has ended.
-                opener = threading.Timer(PATIENCE_S, self._gate.open)
-                opener.daemon = True
-                opener.start()
             event = super().copy(target, source, after=after)
             self._victim = event if is_second else self._victim
             return event
@@ -88,7 +84,13 @@ class OutOfOrder(CudaStreams):
 
     def wait(self, event: Event) -> None:
         if self._without == COMPUTE_AFTER_COPY:
-            self._is_held |= event is self._victim
+            if event is self._victim:
+                self._is_held = True
+                # A check of the layer may wait for the copy before its visit has ended. The layer
+                # before it has loaded all kernels by now: this one's are past the copy in time.
+                opener = threading.Timer(PATIENCE_S, self._gate.open)
+                opener.daemon = True
+                opener.start()
             return
         super().wait(event)
         if self._victim is not None and event is self._victim[1] and not self._is_over:

@@ -22,7 +22,8 @@ from benchmarks.report import Summary, TextRow, numbers, percentiles
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
 from poros.cuda_streams import CudaStreams
-from poros.streams import EagerStreams, Event, gb_per_s
+from poros.eager_streams import EagerStreams
+from poros.streams import Event, gb_per_s
 
 COLUMNS = (
     *("model", "quantization", "layers", "batch", "seq", "rank", "pass", "kind", "step", "phase"),

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from poros.streams import EagerStreams, Event, StreamContext, Timings
+from poros.eager_streams import EagerStreams
+from poros.streams import Event, StreamContext, Timings
 
 
 class CudaStreams(StreamContext):

@@ -1,7 +1,7 @@
 """Two queues, the copy stream and the compute stream, behind one small interface.
 
 A ``StreamContext`` is built without touching a device. Those of a GPU are ``poros.cuda_streams``,
-which says how one is had for a device too.
+which says how one is had for a device too; those of a CPU are ``poros.eager_streams``.
 
 Note: Slot lifetime
     A slot may be overwritten only after the *device* has finished the last read of it. That Python
@@ -18,7 +18,6 @@ Note: Fresh memory is not idle memory
     the copy is done: ``allocate`` tells the allocator about the copy stream.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,40 +118,3 @@ class StreamContext(ABC):
     @abstractmethod
     def synchronize(self, event: Event) -> None:
         """Block the host until the device is past ``event``."""
-
-
-class EagerStreams(StreamContext):
-    """Streams of a CPU: one queue, every copy done before ``copy`` returns."""
-
-    def beside(self) -> "EagerStreams":
-        return EagerStreams(self.device)
-
-    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def abandon(self, memory: torch.Tensor, event: Event) -> None:
-        pass
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
-        begin = time.perf_counter()
-        target.copy_(source)
-        took_ms = (time.perf_counter() - begin) * 1e3
-        self._timings.num_bytes += source.numel() * source.element_size()
-        self._timings.copy_ms += took_ms
-        self._timings.stall_ms += took_ms
-        return None
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def record(self) -> Event:
-        return None
-
-    def has_passed(self, event: Event) -> bool:
-        return True
-
-    def synchronize(self, event: Event) -> None:
-        pass

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.stream.attributes import CONTAINERS, is_like, refill
 from poros.stream.layer_index import values_of
+from poros.stream.namespaces import CONTAINERS, is_like, refill
 
 
 class Modules:

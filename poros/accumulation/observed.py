@@ -29,9 +29,9 @@ from poros.accumulation.modules import Modules, Outside
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import nodes_from, weakly
 from poros.model.runtime import Runtime
-from poros.stream.attributes import OF_MODULES, bound, contents_of
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
+from poros.stream.namespaces import OF_MODULES, bound, contents_of
 from poros.stream.rng import Start, is_same_state
 from poros.stream.settings import Settings
 

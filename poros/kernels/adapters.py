@@ -10,20 +10,20 @@ Grouped adapters give other bits too; ``poros.kernels.grouped`` says how project
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
-from poros.kernels.dora import Dora, SquaresOfRows, dora_linear
-from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
+from poros.kernels.dora import SquaresOfRows, magnitude_of, run_dora
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward
 from poros.kernels.grouped import ATTENTION, Casts, Projection, Shared, project, share_inputs
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.lora import Added, add_lora
+from poros.kernels.lora import ActiveLora, Added, add_lora
+from poros.kernels.patching import replace
 from poros.kernels.paths import PEFT, InOrder, LoraShape, merges, multiply_in_order, order_of
-from poros.kernels.product import Product, frozen_of, product_of
+from poros.kernels.product import Product, product_of
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
 
@@ -146,15 +146,6 @@ class Recomputation:
             tensor.forget()
 
 
-class _Lora(NamedTuple):
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: float
-    dropout: float
-    magnitude: torch.Tensor | None
-    """DoRA's; None if it is LoRA."""
-
-
 class _Forward(PatchedForward):
     """``forward`` of PEFT's ``lora.Linear`` and ``lora.Linear4bit``."""
 
@@ -181,15 +172,15 @@ class _Forward(PatchedForward):
         return type(self), (self._module(), self._tally, self._is_4bit)
 
     def run(self, module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        lora: _Lora | str = "arguments besides the input"
+        lora: ActiveLora | str = "arguments besides the input"
         if not args and not kwargs:
             lora = _lora_of(module, input, self._tally)
-        if not isinstance(lora, _Lora):
+        if not isinstance(lora, ActiveLora):
             self._note_unfused(lora)
             own: torch.Tensor = self.own(module, input, *args, **kwargs)
             return own
         if lora.magnitude is not None:
-            return self._run_dora(module, input, lora, lora.magnitude)
+            return self._run_dora(module, input, lora)
         a, b = lora.a, lora.b
         # Of a 4-bit module PEFT leaves dtypes to autocast, and asks for that of a GPU wherever the
         # module runs.
@@ -231,7 +222,7 @@ class _Forward(PatchedForward):
         return sum_
 
     def _run_grouped(
-        self, module: Any, input: torch.Tensor, lora: _Lora, autocast: torch.dtype | None
+        self, module: Any, input: torch.Tensor, lora: ActiveLora, autocast: torch.dtype | None
     ) -> torch.Tensor | None:
         """The result, together with those of modules that share the input; None if it cannot."""
         shared, tally = self._tally.shared, self._tally
@@ -242,11 +233,11 @@ class _Forward(PatchedForward):
             if own is None:
                 return None
             group: list[Projection] = [own]
-            others: list[tuple[nn.Module, _Lora]] = []
+            others: list[tuple[nn.Module, ActiveLora]] = []
             for other in () if shared is None else shared.behind(module):
                 is_ours = isinstance(other.__dict__.get("forward"), _Forward)
                 theirs = _lora_of(other, input, tally) if is_ours else ""
-                if not isinstance(theirs, _Lora):
+                if not isinstance(theirs, ActiveLora):
                     continue
                 one = _projection_of(other, given, theirs)
                 if one is not None:
@@ -271,7 +262,7 @@ class _Forward(PatchedForward):
             self._tally.as_peft(reason)
 
     def _in_order(
-        self, base: nn.Module, input: torch.Tensor, lora: _Lora, autocast: torch.dtype | None
+        self, base: nn.Module, input: torch.Tensor, lora: ActiveLora, autocast: torch.dtype | None
     ) -> tuple[Product | None, str]:
         """The order of the products, and if it is not PEFT's, that of the linear module."""
         wanted = self._tally.lora_paths
@@ -300,36 +291,19 @@ class _Forward(PatchedForward):
             return product, order
         return None, PEFT
 
-    def _run_dora(
-        self, module: Any, input: torch.Tensor, lora: _Lora, magnitude: torch.Tensor
-    ) -> torch.Tensor:
-        base = module._modules["base_layer"]
-        frozen = frozen_of(base)
-        autocast = autocast_dtype(input.device)
-        of_result = input.dtype if self._is_4bit else autocast or input.dtype
-        of_base = autocast or (base.compute_dtype if self._is_4bit else None) or input.dtype
-        if frozen is None or (frozen.state is None and frozen.dtype != of_base and not autocast):
+    def _run_dora(self, module: Any, input: torch.Tensor, lora: ActiveLora) -> torch.Tensor:
+        may_keep = not self._tally.is_recording
+        found = run_dora(module, input, lora, self._is_4bit, self._squares, may_keep)
+        if found is None:
             self._tally.unfused["DoRA over another kind of linear module"] += 1
             own: torch.Tensor = self.own(module, input)
             return own
-        casts = getattr(module, "cast_input_dtype_enabled", True)
-        # As PEFT has it: under autocast its 4-bit modules leave the sum in the magnitude's dtype.
-        stays = self._is_4bit and torch.is_autocast_enabled("cuda")
-        how = Dora(
-            scaling=lora.scaling,
-            dropout=lora.dropout,
-            dtype=lora.a.dtype if casts and not stays else input.dtype,
-            of_products=autocast or lora.a.dtype,
-            of_base=of_base,
-            of_sum=torch.promote_types(of_result, magnitude.dtype) if stays else of_result,
-        )
         self._tally.num_fused += 1
         self._tally.as_peft("DoRA")
-        may_keep = not self._tally.is_recording
-        return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._squares, may_keep)
+        return found
 
 
-def _projection_of(module: Any, input: torch.Tensor, lora: _Lora) -> Projection | None:
+def _projection_of(module: Any, input: torch.Tensor, lora: ActiveLora) -> Projection | None:
     """What an adapted module computes as a part of a group (``poros.kernels.grouped``).
 
     Args:
@@ -373,7 +347,7 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     """Have PEFT's LoRA modules run by our operator, where it knows what they do.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.forwards.unpatch`` undoes it.
+    ``poros.kernels.patching.unpatch`` undoes it.
     """
     from peft.tuners.lora import Linear4bit
 
@@ -405,7 +379,7 @@ def _is_known(module: nn.Module | None) -> bool:
     return type(module) in (Linear, Linear4bit) and has_own_forward(type(module))
 
 
-def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | str:
+def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> ActiveLora | str:
     """What ``module`` adds to the result of its linear module.
 
     Returns:
@@ -424,7 +398,7 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     (name,) = active
     variant, magnitude = module.lora_variant.get(name), None
     if variant is not None:
-        magnitude = None if tally.is_exact else _magnitude_of(module, name, variant)
+        magnitude = None if tally.is_exact else magnitude_of(module, name, variant)
         if magnitude is None:
             return type(variant).__name__
     first, second, dropout = all_a[name], all_b[name], all_dropout[name]
@@ -471,7 +445,7 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | st
     if not isinstance(scaling, int | float):
         return "a scaling that is no number"
     why = None if has_own_casts else _why_own(input, a)
-    return _Lora(a, b, scaling, p, magnitude) if why is None else why
+    return ActiveLora(a, b, scaling, p, magnitude) if why is None else why
 
 
 def _why_own(input: torch.Tensor, a: torch.Tensor) -> str | None:
@@ -485,32 +459,6 @@ def _why_own(input: torch.Tensor, a: torch.Tensor) -> str | None:
             # Its cast would be shared with the other modules that get it.
             return "an input that is a leaf, under autocast"
     return None
-
-
-def _magnitude_of(module: Any, name: str, variant: Any) -> Any:
-    """The magnitude of a DoRA adapter of PEFT's linear modules; None if it is something else."""
-    kind, vector_kind = dora_classes()
-    vectors = module._modules.get("lora_magnitude_vector")
-    vector = None if vectors is None else vectors._modules.get(name)
-    if (
-        type(variant) is not kind
-        or type(vector) is not vector_kind
-        or not (has_own_forward(kind) and has_own_forward(vector_kind))
-        or vector.fan_in_fan_out
-        or getattr(module, "fan_in_fan_out", False)
-        or has_hooks(vector)
-    ):
-        return None
-    return vector._parameters.get("weight")
-
-
-@cache
-def dora_classes() -> tuple[type, type[nn.Module]]:
-    """PEFT's variant of LoRA that is DoRA over a linear module, and what holds its magnitude."""
-    from peft.tuners.lora.dora import DoraLinearLayer
-    from peft.tuners.lora.variants import DoraLinearVariant
-
-    return DoraLinearVariant, DoraLinearLayer
 
 
 def _as_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

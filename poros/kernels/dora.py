@@ -12,15 +12,18 @@ is there for W x, and the sum is one kernel (``poros.kernels.compose``). As in P
 constant for the gradient (section 4.3 of the paper).
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from poros.kernels.autocast import autocast_dtype
 from poros.kernels.compose import compose, compose_backward
-from poros.kernels.lora import drop, dropout_of
+from poros.kernels.forwards import has_hooks, has_own_forward
+from poros.kernels.lora import ActiveLora, drop, dropout_of
 from poros.kernels.nodes import saved_tensors, times
-from poros.kernels.product import Product
+from poros.kernels.product import Product, frozen_of
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
 from poros.kernels.swiglu import parts_of
 
@@ -232,3 +235,71 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return None if tensor is None else tensor.to(dtype)
+
+
+def run_dora(
+    module: Any,
+    input: torch.Tensor,
+    lora: ActiveLora,
+    is_4bit: bool,
+    squares: SquaresOfRows,
+    may_keep: bool,
+) -> torch.Tensor | None:
+    """The result of an adapted linear module of PEFT.
+
+    Args:
+        module: PEFT's ``lora.Linear``, or its ``Linear4bit`` if it ``is_4bit``.
+        input: Of shape (..., columns).
+        lora: With a magnitude.
+        squares: Of the module.
+        may_keep: As for ``SquaresOfRows.of``.
+
+    Returns:
+        None if its linear module is of another kind.
+    """
+    base = module._modules["base_layer"]
+    frozen = frozen_of(base)
+    autocast = autocast_dtype(input.device)
+    of_result = input.dtype if is_4bit else autocast or input.dtype
+    of_base = autocast or (base.compute_dtype if is_4bit else None) or input.dtype
+    if frozen is None or (frozen.state is None and frozen.dtype != of_base and not autocast):
+        return None
+    casts = getattr(module, "cast_input_dtype_enabled", True)
+    # As PEFT has it: under autocast its 4-bit modules leave the sum in the magnitude's dtype.
+    stays = is_4bit and torch.is_autocast_enabled("cuda")
+    magnitude: Any = lora.magnitude
+    how = Dora(
+        scaling=lora.scaling,
+        dropout=lora.dropout,
+        dtype=lora.a.dtype if casts and not stays else input.dtype,
+        of_products=autocast or lora.a.dtype,
+        of_base=of_base,
+        of_sum=torch.promote_types(of_result, magnitude.dtype) if stays else of_result,
+    )
+    return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, squares, may_keep)
+
+
+def magnitude_of(module: Any, name: str, variant: Any) -> Any:
+    """The magnitude of a DoRA adapter of PEFT's linear modules; None if it is something else."""
+    kind, vector_kind = dora_classes()
+    vectors = module._modules.get("lora_magnitude_vector")
+    vector = None if vectors is None else vectors._modules.get(name)
+    if (
+        type(variant) is not kind
+        or type(vector) is not vector_kind
+        or not (has_own_forward(kind) and has_own_forward(vector_kind))
+        or vector.fan_in_fan_out
+        or getattr(module, "fan_in_fan_out", False)
+        or has_hooks(vector)
+    ):
+        return None
+    return vector._parameters.get("weight")
+
+
+@cache
+def dora_classes() -> tuple[type, type[nn.Module]]:
+    """PEFT's variant of LoRA that is DoRA over a linear module, and what holds its magnitude."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+    from peft.tuners.lora.variants import DoraLinearVariant
+
+    return DoraLinearVariant, DoraLinearLayer

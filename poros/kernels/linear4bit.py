@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from poros.kernels.dequantize import dequantize, has_kernel
-from poros.kernels.forwards import PatchedForward, has_own_forward, replace
+from poros.kernels.forwards import PatchedForward, has_own_forward
 from poros.kernels.nf4 import state_of
 from poros.kernels.nodes import times
+from poros.kernels.patching import replace
 
 
 def linear_4bit(
@@ -159,7 +160,7 @@ def patch(modules: Iterable[nn.Module]) -> None:
     """Have 4-bit modules on a GPU multiply by ``linear_4bit``.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.forwards.unpatch`` undoes it.
+    ``poros.kernels.patching.unpatch`` undoes it.
     """
     kind = module_class()
     if has_own_forward(kind):

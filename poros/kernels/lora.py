@@ -31,6 +31,17 @@ from poros.kernels.swiglu import parts_of
 from poros.utils.devices import runs_triton
 
 
+class ActiveLora(NamedTuple):
+    """What an adapted linear module of PEFT adds now."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    dropout: float
+    magnitude: torch.Tensor | None
+    """DoRA's; None if it is LoRA."""
+
+
 class Added(NamedTuple):
     """How something is added: in PEFT it depends on the module and on autocast."""
 

@@ -12,8 +12,8 @@ from poros.config import MIN_SLOTS
 from poros.model.inspect import require_checked
 from poros.model.sizing import ResidencyPlan, Sizer, shape_of
 from poros.replay.captures import Captures
-from poros.stream.body import ModelContext
 from poros.stream.boundary import StreamedLayer, refuse_tracing, streamed_layer
+from poros.stream.context import ModelContext
 
 
 class Passes(ABC):

@@ -25,8 +25,8 @@ from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import divide
-from poros.stream.body import LayerCheck, ModelContext
 from poros.stream.boundary import StreamedLayer, is_streamed
+from poros.stream.context import LayerCheck, ModelContext
 from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
 from poros.stream.visit import Binding, LayerBindings

@@ -34,8 +34,8 @@ from poros.stream.args import PLAIN, RESULTS, like, recorded_outputs
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput
+from poros.stream.proxies import proxy_leaves
 from poros.stream.rng import RngStash
-from poros.stream.visit import proxy_leaves
 from poros.stream.within import Within
 
 CHECK = "a check"
@@ -186,7 +186,8 @@ class LayerCall(Call):
             return "operators that are watched"
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return "saved tensors that are packed"
-        if self.layer.context.watches(self.layer.index):
+        watches = self.layer.context.watches
+        if watches is not None and watches(self.layer.index):
             return CHECK
         return None
 

@@ -47,8 +47,9 @@ from poros.replay.routing import Gradients, Tensors
 from poros.replay.rows import Rows
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
-from poros.stream.body import Kind, LayerBody
+from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
+from poros.stream.context import Kind
 from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from poros.replay.call import CallFacts, LayerCall
 from poros.replay.casts import AdapterCasts
 from poros.replay.graphs import Fixed, Recording, SharedMemory, Spec
 from poros.replay.uses import Around, Uses
-from poros.stream.body import Kind
 from poros.stream.condition import Condition
+from poros.stream.context import Kind
 
 
 @dataclass

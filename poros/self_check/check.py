@@ -52,8 +52,8 @@ from poros.self_check.evidence import (
     tensors_in,
 )
 from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome, is_gradient
-from poros.stream.attributes import put_back
 from poros.stream.boundary import is_streamed, streamed_layer
+from poros.stream.namespaces import put_back
 from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)

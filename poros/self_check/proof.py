@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
 from poros.kernels.autocast import cached_cast
-from poros.kernels.forwards import use_others
+from poros.kernels.patching import use_others
 from poros.model.runtime import Runtime
 from poros.self_check.evidence import (
     CallSnapshot,
@@ -42,7 +42,8 @@ from poros.stream.attention import AttentionKernels, deterministic_flag, unchang
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
-from poros.stream.visit import LayerBindings, proxy_leaves
+from poros.stream.proxies import proxy_leaves
+from poros.stream.visit import LayerBindings
 from poros.stream.within import FunctionMode, Within
 
 Gradients = Sequence[torch.Tensor | None]

@@ -39,7 +39,7 @@ from poros.slots.schedule import Phase
 from poros.stream.args import copied
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.visit import ProxyLeaf
+from poros.stream.proxies import ProxyLeaf
 from poros.stream.within import SavedTensorHooks, without_collector
 
 
@@ -257,9 +257,10 @@ class RecomputedCall(Call):
         args, kwargs = copied(args, ""), copied(self._kwargs, "")
         # Hooks, and a mode that sees operators, would see tensors without values.
         is_seen = self._is_watched or torch._C._len_torch_dispatch_stack()
+        watching = layer.context.watching_graph
         with (
             Recomputation(layer.context.tally, not is_seen),
-            layer.context.watching_graph() or nullcontext(),
+            nullcontext() if watching is None else watching() or nullcontext(),
             layer.visit(Phase.BACKWARD, self._leaves) as slot,
             self.ambient.but_random(contents.modules()),
             self.start.replay(),

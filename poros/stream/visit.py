@@ -31,7 +31,7 @@ from poros.kernels.nf4 import state_of
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
-from poros.stream.layer_index import Adapter
+from poros.stream.proxies import ProxyLeaf
 from poros.stream.within import on_plain_tensors
 from poros.utils.profiling import is_profiling, labelled, short_name
 
@@ -188,27 +188,6 @@ def _is_alias(now: Any, expected: Any) -> bool:
         and now.dtype == expected.dtype
         and now.shape == expected.shape
     )
-
-
-class ProxyLeaf(NamedTuple):
-    """One place of a trained parameter in a layer, and the leaf that is to be there in a visit."""
-
-    owner: dict[str, Any]
-    key: str
-    parameter: nn.Parameter
-    leaf: nn.Parameter
-
-
-def proxy_leaves(adapters: Sequence[Adapter]) -> tuple[list[ProxyLeaf], dict[int, nn.Parameter]]:
-    """Leaves for these places, which meet no other graph and have no hooks.
-
-    Returns:
-        One for each place; and the leaves by the ids of the parameters, each over the memory and
-        the version counter of its own.
-    """
-    parameters = {id(each.parameter): each.parameter for each in adapters}
-    leaves = {number: nn.Parameter(each.detach()) for number, each in parameters.items()}
-    return [ProxyLeaf(*each, leaves[id(each.parameter)]) for each in adapters], leaves
 
 
 class _Note:

@@ -12,7 +12,7 @@ from poros import cuda_streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.cuda_streams import CudaStreams
-from poros.streams import EagerStreams
+from poros.eager_streams import EagerStreams
 from tests.comparing import bits_of, changes
 from tests.fake_cuda import FakeCuda, FakeEvent
 from tests.journal import Action, keep_journal

@@ -25,8 +25,8 @@ from poros.errors import (
     UnsupportedModelError,
 )
 from poros.replay import routing
-from poros.stream.body import ModelContext
 from poros.stream.boundary import is_streamed
+from poros.stream.context import ModelContext
 from tests.comparing import changes
 from tests.exact import programs as P
 from tests.exact import subjects as S

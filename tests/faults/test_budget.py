@@ -15,6 +15,7 @@ from peft import LoraConfig
 
 import poros
 from poros.api import prepare_with
+from poros.eager_streams import EagerStreams
 from poros.errors import (
     HostMemoryError,
     PreparedModelError,
@@ -28,7 +29,6 @@ from poros.model.sizing import ResidencyPlan
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
 from poros.stream.offload import ActivationOffloader, OffloadedInput
-from poros.streams import EagerStreams
 from tests import loops
 from tests.comparing import compare_trajectories
 from tests.covers import with_slow

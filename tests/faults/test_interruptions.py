@@ -28,8 +28,9 @@ from poros.slots.schedule import Phase
 from poros.stream.attention import deterministic_flag, unchanged_flags
 from poros.stream.body import LayerBody
 from poros.stream.boundary import StreamedLayer, streamed_layer
+from poros.stream.proxies import proxy_leaves
 from poros.stream.settings import Settings
-from poros.stream.visit import BlockVisit, Visits, proxy_leaves
+from poros.stream.visit import BlockVisit, Visits
 from tests.comparing import assert_same_run
 from tests.interrupts import Interrupts
 from tests.loops import (

@@ -22,9 +22,9 @@ from poros.head.loss import sliced_cross_entropy
 from poros.head.rows import RowReader
 from poros.kernels.copies import copy_all
 from poros.kernels.dequantize import dequantize, has_kernel
-from poros.kernels.forwards import unpatch, use_others
 from poros.kernels.linear4bit import linear_4bit, patch, takes_fused_kernel
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits, add_logits_ref
+from poros.kernels.patching import unpatch, use_others
 from poros.kernels.sums import sums_of_bits
 from poros.replay.graphs import CudaRecorder
 

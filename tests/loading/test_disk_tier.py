@@ -24,6 +24,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 import poros
+from poros.eager_streams import EagerStreams
 from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.host import disk
@@ -36,7 +37,7 @@ from poros.loaders.store import OpenStore, open_store
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Phase
-from poros.streams import EagerStreams, StreamContext
+from poros.streams import StreamContext
 from tests.journal import training_visits
 from tests.loading.checkpoints import write_store
 from tests.loading.loaded import Kinds, budget_for

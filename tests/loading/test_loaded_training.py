@@ -22,13 +22,13 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 import poros
 import poros.self_check.check
 from poros.api import prepare_with
+from poros.eager_streams import EagerStreams
 from poros.gates import tiny
 from poros.gates.reference import Trajectory
 from poros.host.disk import NUM_STAGING, DiskStore
 from poros.host.layout import PAGE_NUM_BYTES
 from poros.host.store import HostStore, attached_store
 from poros.loaders.load import load
-from poros.streams import EagerStreams
 from tests.comparing import assert_same_run, bits_of, changes, picture
 from tests.covers import with_slow
 from tests.journal import count, training_visits, walk

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from poros.eager_streams import EagerStreams
 from poros.errors import PreparedModelError
 from poros.head.embedding import keep_on_host
 from poros.head.host_matrix import HostMatrix
 from poros.head.rows import RowReader
-from poros.streams import EagerStreams
 from tests.support import same_bits
 
 CPU = torch.device("cpu")

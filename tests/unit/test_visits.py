@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
+from poros.eager_streams import EagerStreams
 from poros.replay.remat import RematerializeLayer
 from poros.slots.manager import BlockManager
 from poros.stream import general
@@ -23,7 +24,7 @@ from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
-from poros.streams import EagerStreams, Event
+from poros.streams import Event
 from tests.loops import batches, build
 from tests.replaced import Plant, in_place_of
 from tests.support import prepare_plain

@@ -184,7 +184,7 @@ FAILURES = {
     "second slab": ("poros.host.slab.HostSlab.__init__", 2, HostMemoryError("none left")),
     "move in the middle": ("poros.host.slab.HostSlab.tensor", 30, RuntimeError("no tensor")),
     "ring": ("poros.slots.ring.DeviceRing.__init__", 1, MemoryError("no slots")),
-    "second slot": ("poros.streams.EagerStreams.allocate", 2, RuntimeError("out of memory")),
+    "second slot": ("poros.eager_streams.EagerStreams.allocate", 2, RuntimeError("out of memory")),
     "manager": ("poros.slots.manager.BlockManager.__init__", 1, RuntimeError("no manager")),
     "twin in the middle": ("poros.stream.frozen.DeviceConstants.get", 7, RuntimeError("none")),
     "bindings of block 3": ("poros.stream.visit.LayerBindings.__init__", 3, RuntimeError("no")),

@@ -21,7 +21,7 @@ MAX_LINES = 600
 LAYERS = [
     {"config", "errors"},
     {"io", "utils"},
-    {"streams", "cuda_streams"},
+    {"streams", "eager_streams", "cuda_streams"},
     {"host"},
     {"slots"},
     {"kernels", "optim"},

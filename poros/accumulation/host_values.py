@@ -121,4 +121,5 @@ def _is_of_library(module: nn.Module) -> bool:
             return False
         written = getattr(written, "__wrapped__", None)
     is_known = own is None or isinstance(own, PatchedForward) or is_forward_of_liger(own)
-    return is_known and not module._compiled_call_impl
+    is_theirs = type(module).__module__.startswith(_LIBRARIES)  # no class that derives from it
+    return is_known and is_theirs and not module._compiled_call_impl

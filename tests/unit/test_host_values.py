@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack as modes
 from transformers import masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
@@ -101,11 +102,25 @@ def with_a_forward(model: Any) -> None:
     embeddings.forward = partial(type(embeddings).forward, embeddings)
 
 
+def of_a_class_of_its_own(model: Any) -> None:
+    class Embeddings(nn.Embedding):
+        pass
+
+    model.get_input_embeddings().__class__ = Embeddings
+
+
 def by_compiled_code(model: Any) -> None:
     model.get_input_embeddings().compile(backend="eager")
 
 
-WAYS = [lambda model: None, with_a_hook, with_a_hook_on_all, with_a_forward, by_compiled_code]
+WAYS = [
+    lambda model: None,
+    with_a_hook,
+    with_a_hook_on_all,
+    with_a_forward,
+    of_a_class_of_its_own,
+    by_compiled_code,
+]
 
 
 @pytest.mark.parametrize("change", WAYS)

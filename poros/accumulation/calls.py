@@ -27,7 +27,6 @@ class NotGrouped(BaseException):
 
 
 Watchers = tuple[int, int, bool]
-NOBODY: Watchers = (0, 0, False)
 
 
 def watchers() -> Watchers:

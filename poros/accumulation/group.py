@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.accumulation.calls import ADVICE, NOBODY, NotGrouped, watchers
+from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import Drawn, DrawTable, between, later
 from poros.accumulation.gradients import Gradients, Watch, has_hooks
@@ -313,7 +313,7 @@ class Group:
 
     def enter(self, holder: nn.Module) -> None:
         """The code of the module that holds the layers begins."""
-        if torch.is_grad_enabled() and watchers() == NOBODY:
+        if torch.is_grad_enabled() and not any(watchers()):
             self._values.enter(holder)
 
     def _make_less_room(

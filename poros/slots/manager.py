@@ -87,7 +87,7 @@ class BlockManager:
         # Until the copy is queued the slot holds nothing, should queueing it fail.
         slot.state, slot.block = SlotState.FREE, None
         with labelled("copy block", str(block)):
-            source = lender.borrow(block) if lender else self._slabs[block].bytes
+            source = self._slabs[block].bytes if lender is None else lender.borrow(block)
             target = slot.buffer[: source.numel()]
             slot.ready = self._streams.copy(target, source, after=slot.released)
         if lender is not None:

@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack as modes
 from transformers import masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
+import poros
 from poros.accumulation.host_values import HostValues
 from tests.loops import num_groups, own_loss, train, two_layers
 from tests.support import prepare_plain
@@ -147,3 +148,13 @@ def test_only_code_of_libraries_runs_in_it(
     train(model, True, loss=loss, sizes=(3,))
     assert num_groups(model) == 1 and not modes()
     assert asked == [False, *[change is WAYS[0]] * 2]  # the first one goes alone
+
+
+def test_it_ends_where_code_of_the_model_fails() -> None:
+    model = prepare_plain(two_layers(), slots=2, self_check="off")
+    tokens = torch.arange(5)[None]
+    right = {"input_ids": tokens, "labels": tokens}
+    poros.accumulate(model, [right] * 3)
+    with pytest.raises(IndexError):
+        poros.accumulate(model, [right, {**right, "input_ids": tokens + 10**6}])
+    assert not modes()

@@ -5,12 +5,13 @@ Liger's kernels are wanted. It returns the time and the loss of each step, and t
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ RANK = 16
 LEARNING_RATE = 2e-4
 NEEDS = {"poros": (), "trl": ("trl",), "unsloth": ("unsloth", "trl"), "soup": ("soup_cli", "trl")}
 """Modules that an arm needs beside those of the project."""
+COMMANDS = ("poros", "soup")
+"""Arms that run a command, which loads anew for each work."""
 AS_THEY_ARE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """A chat template that adds nothing."""
 Result = dict[str, Any]
@@ -39,6 +42,33 @@ class Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a line, with the time of the clock."""
         self.lines.append((record.created, record.getMessage()[:200]))
+
+
+class Work(NamedTuple):
+    """What is trained: rows of ``length`` tokens, ``accumulation`` a step."""
+
+    length: int
+    accumulation: int
+    steps: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all steps."""
+        return self.length * self.accumulation * self.steps
+
+    def __str__(self) -> str:
+        return f"{self.length}x{self.accumulation}:{self.steps}"
+
+
+def parse_work(text: str) -> Work:
+    """Read ``512x8:6``."""
+    length, accumulation, steps = text.replace(":", "x").split("x")
+    return Work(int(length), int(accumulation), int(steps))
+
+
+def with_work(options: argparse.Namespace, work: Work) -> argparse.Namespace:
+    """The options, with the settings of one work."""
+    return argparse.Namespace(**{**vars(options), **work._asdict()})
 
 
 class Way(NamedTuple):
@@ -132,10 +162,40 @@ def run_poros(options: argparse.Namespace, size: str, has_liger: bool) -> Result
     }
 
 
-def train_with_trl(
+def train_each(
+    options: argparse.Namespace,
+    works: Sequence[Work],
+    model: Any,
+    tokenizer: Any,
+    **more: Any,
+) -> Iterator[Result]:
+    """Train each work with TRL's trainer; ``more`` has ``peft_config`` and other settings."""
+    import torch
+
+    first: dict[str, Any] = {}
+    for work in works:
+        result = nothing_yet() | {"began": time.time()}
+        if torch.cuda.is_available():
+            result["loaded_gb"] = torch.cuda.memory_allocated() / 1e9
+        trainer = trainer_of_trl(with_work(options, work), model, tokenizer, result, **more)
+        model, _ = trainer.model, more.pop("peft_config", None)
+        adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        with torch.no_grad():
+            for name, each in adapters.items():
+                each.copy_(first.setdefault(name, each.detach().clone()))
+        trainer.train()
+        del trainer
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        yield result
+
+
+def trainer_of_trl(
     options: argparse.Namespace, model: Any, tokenizer: Any, result: Result, **more: Any
-) -> None:
-    """Train with TRL's trainer; ``more`` has ``peft_config`` and other settings."""
+) -> Any:
+    """TRL's trainer of one work, which writes what it measures to ``result``."""
     import torch
     from datasets import load_dataset
     from trl import SFTConfig, SFTTrainer
@@ -165,7 +225,7 @@ def train_with_trl(
         **more,
     )
     rows = rows_of(options.folder, options.length, options.whole_rows)
-    trainer = SFTTrainer(
+    return SFTTrainer(
         model=model,
         args=settings,
         train_dataset=load_dataset("json", data_files=str(rows), split="train"),
@@ -173,10 +233,11 @@ def train_with_trl(
         callbacks=[timing(result)()],
         **adapter,
     )
-    trainer.train()
 
 
-def run_trl(options: argparse.Namespace, way: str, has_liger: bool) -> Result:
+def run_trl(
+    options: argparse.Namespace, works: Sequence[Work], way: str, has_liger: bool
+) -> Iterator[Result]:
     """TRL's trainer, as its documentation has it for a 4-bit base."""
     import torch
     from peft import LoraConfig
@@ -194,19 +255,17 @@ def run_trl(options: argparse.Namespace, way: str, has_liger: bool) -> Result:
             bnb_4bit_compute_dtype=torch.bfloat16,
         ),
     )
-    result = nothing_yet()
-    train_with_trl(
+    yield from train_each(
         options,
+        works,
         model,
         AutoTokenizer.from_pretrained(source),
-        result,
         gradient_checkpointing=way == "checkpointed",
         use_liger_kernel=has_liger,
         peft_config=LoraConfig(
             r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
         ),
     )
-    return result
 
 
 def unsloth_settings(way: str) -> tuple[bool | str, dict[str, Any]]:
@@ -225,7 +284,9 @@ def unsloth_settings(way: str) -> tuple[bool | str, dict[str, Any]]:
     )
 
 
-def run_unsloth(options: argparse.Namespace, way: str, has_liger: bool) -> Result:
+def run_unsloth(
+    options: argparse.Namespace, works: Sequence[Work], way: str, has_liger: bool
+) -> Iterator[Result]:
     """Unsloth, as its documentation has it; it has kernels of its own instead of Liger's."""
     import torch
     from unsloth import FastLanguageModel
@@ -234,7 +295,7 @@ def run_unsloth(options: argparse.Namespace, way: str, has_liger: bool) -> Resul
 
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=str(options.folder / "model"),
-        max_seq_length=options.length,
+        max_seq_length=max(work.length for work in works),
         dtype=torch.bfloat16,
         load_in_4bit=True,
         use_gradient_checkpointing=checkpointing,
@@ -249,15 +310,11 @@ def run_unsloth(options: argparse.Namespace, way: str, has_liger: bool) -> Resul
         bias="none",
         use_gradient_checkpointing=checkpointing,
         random_state=0,
-        max_seq_length=options.length,
+        max_seq_length=max(work.length for work in works),
     )
-    result = nothing_yet()
-    if torch.cuda.is_available():
-        result["loaded_gb"] = torch.cuda.memory_allocated() / 1e9
-    train_with_trl(
-        options, model, tokenizer, result, gradient_checkpointing=checkpointing is not False
+    yield from train_each(
+        options, works, model, tokenizer, gradient_checkpointing=checkpointing is not False
     )
-    return result
 
 
 def soup_settings(options: argparse.Namespace, way: str, has_gpu: bool) -> dict[str, Any]:
@@ -361,14 +418,24 @@ def host_gb() -> tuple[float, float]:
     return (status["host_anonymous"] + status["host_shared"]) / 1e9, pinned / 1e9
 
 
-def run_arm(options: argparse.Namespace, arm: str) -> None:
-    """Run one arm in this process, and write what it measured to ``options.result``."""
+def run_arm(options: argparse.Namespace, arm: str, works: Sequence[Work]) -> None:
+    """Run one arm in this process, and write to ``options.result`` what each work measured."""
     way = parse_arm(arm)
-    result: Result
+    results: list[Result] = []
+    for result in results_of(options, way, works):
+        if "note" not in result:
+            result["host_gb"], result["pinned_gb"] = host_gb()
+        results.append(result)
+        options.result.write_text(json.dumps(results), encoding="utf-8")
+
+
+def results_of(options: argparse.Namespace, way: Way, works: Sequence[Work]) -> Iterator[Result]:
+    """What the arm measures, work by work."""
     if absent := missing(way.name):
-        result = {"note": f"not installed: {', '.join(absent)}"}
+        yield from ({"note": f"not installed: {', '.join(absent)}"} for _ in works)
+    elif way.name in COMMANDS:
+        run = run_poros if way.name == "poros" else run_soup
+        yield from (run(with_work(options, work), way.how, way.has_liger) for work in works)
     else:
-        runs = {"poros": run_poros, "trl": run_trl, "unsloth": run_unsloth, "soup": run_soup}
-        result = runs[way.name](options, way.how, way.has_liger)
-        result["host_gb"], result["pinned_gb"] = host_gb()
-    options.result.write_text(json.dumps(result), encoding="utf-8")
+        train = run_trl if way.name == "trl" else run_unsloth
+        yield from train(options, works, way.how, way.has_liger)

@@ -39,7 +39,8 @@ def write_inputs(
 ) -> None:
     """Write the checkpoint and its tokenizer, if not there, and rows of ``num_tokens`` in all.
 
-    With ``whole``, a row has more than so many tokens, of which so many count.
+    With ``whole``, a row has more than so many tokens, of which so many count; a file that has
+    enough of them stays, so that runs of other numbers of steps begin with the same rows.
     """
     from poros.examples.demo_data import documentation_topics, train_tokenizer
 
@@ -50,9 +51,10 @@ def write_inputs(
         random_dense(config).save_pretrained(checkpoint)
         train_tokenizer(texts, min(VOCABULARY, config.vocab_size)).save_pretrained(checkpoint)
     if whole is not None:
-        write_lines(
-            rows, [{"text": each} for each in whole_rows(texts, whole, num_tokens // whole)]
-        )
+        number = num_tokens // whole
+        there = rows.read_text(encoding="utf-8").count("\n") if rows.exists() else 0
+        if there < number:
+            write_lines(rows, [{"text": each} for each in whole_rows(texts, whole, number)])
         return
     pieces = [
         text[start : start + MOST_CHARACTERS]

@@ -33,6 +33,11 @@ start, loading and first steps included. Bytes of the host are those of the proc
 step, without mapped files. Packed rows are packed by each in its own way, and TRL's adapters over
 4 bits are bfloat16, so losses are near each other, not equal.
 
+``--work 512x8:6 2048x1:9`` has each arm train rows of 512 tokens, 8 a step, for 6 steps, then rows
+of 2,048, one a step, for 9. TRL and Unsloth load once for all of it and begin each with the first
+values of the adapter; their peaks from the second on leave loading out. Poros and Soup are
+commands, and begin anew.
+
 ``--lease NAME`` keeps apart what was measured on different machines; ``rival_table`` draws the
 table of a page from the lines of ``--out``.
 """
@@ -48,7 +53,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rival_arms import parse_arm, run_arm
+from benchmarks.rival_arms import COMMANDS, Work, parse_arm, parse_work, run_arm
 from benchmarks.rival_inputs import write_inputs
 from benchmarks.rival_table import summary, table
 
@@ -100,18 +105,15 @@ def environment(sites: Sequence[str], name: str) -> dict[str, str]:
     return {**given, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def measure(options: argparse.Namespace, arm: str) -> Result:
-    """Run one arm in a process of its own."""
+def measure(options: argparse.Namespace, arm: str, works: Sequence[Work]) -> list[Result]:
+    """Run one arm in a process of its own; what it measured of each work, as far as it came."""
     result = options.folder / "result.json"
     result.unlink(missing_ok=True)
     way = parse_arm(arm)
     program = ["-c", UNSLOTH_FIRST] if way.name == "unsloth" else ["-m", "benchmarks.rivals"]
     command = [sys.executable, *program, options.model, "--arm", arm]
-    for key in ("folder", "length", "steps", "accumulation"):
-        command += [f"--{key}", str(getattr(options, key))]
+    command += ["--folder", str(options.folder), "--work", *map(str, works)]
     command += ["--whole-rows"] if options.whole_rows else []
-    row: Result = {"arm": arm, "length": options.length, "accumulation": options.accumulation}
-    row |= {"lease": options.lease} if options.lease else {}
     said = options.folder / "said.txt"  # no pipe: a process that is left over would hold it
     note = ""
     with leaving(way.room), said.open("w", encoding="utf-8") as file:
@@ -128,11 +130,20 @@ def measure(options: argparse.Namespace, arm: str) -> Result:
             )
         except subprocess.TimeoutExpired:
             note = f"not ready after {options.timeout} s"
-    row["wall_s"] = round(time.time() - began, 1)
-    if note or not result.exists():
-        lines = said.read_text(encoding="utf-8", errors="replace").splitlines() or ["nothing"]
-        return {**row, "note": note or " ".join(lines[-3:])[-300:], "last": lines[-LAST_LINES:]}
-    return {**row, **json.loads(result.read_text(encoding="utf-8")), "began": began}
+    wall_s = round(time.time() - began, 1)
+    done = json.loads(result.read_text(encoding="utf-8")) if result.exists() else []
+    lines = said.read_text(encoding="utf-8", errors="replace").splitlines() or ["nothing"]
+    rows = []
+    for index, work in enumerate(works):
+        row: Result = {"arm": arm, "length": work.length, "accumulation": work.accumulation}
+        row |= {"lease": options.lease} if options.lease else {}
+        row |= {"layers": options.layers} if options.layers else {}
+        if index < len(done):
+            row |= done[index] | ({} if index else {"began": began, "wall_s": wall_s})
+        else:
+            row |= {"note": note or " ".join(lines[-3:])[-300:], "last": lines[-LAST_LINES:]}
+        rows.append(row)
+    return rows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -144,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     known.add_argument("--length", type=int, default=512)
     known.add_argument("--steps", type=int, default=24)
     known.add_argument("--accumulation", type=int, default=8)
+    known.add_argument("--work", nargs="+", type=parse_work, metavar="LENGTHxROWS:STEPS")
     known.add_argument("--arms", nargs="+", default=list(ARMS))
     known.add_argument("--whole-rows", action="store_true", help="cut rows, instead of packing")
     known.add_argument("--sites", nargs="+", default=[], metavar="NAME=FOLDER")
@@ -159,24 +171,30 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     options = parser().parse_args(arguments)
+    works = options.work or [Work(options.length, options.accumulation, options.steps)]
     if options.arm is not None:
-        run_arm(options, options.arm)
+        run_arm(options, options.arm, works)
         return
     options.folder = options.folder.resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
-    num_tokens = options.length * options.accumulation * options.steps
-    whole = options.length if options.whole_rows else None
-    write_inputs(options.folder, options.model, options.layers, num_tokens, whole)
-    rows = []
+    for work in works:
+        most = max(each.num_tokens for each in works if each.length == work.length)
+        whole = work.length if options.whole_rows else None
+        write_inputs(options.folder, options.model, options.layers, most, whole)
+    rows: list[Result] = []
     for arm in options.arms:
-        rows.append(measure(options, arm))
-        line = json.dumps(summary(rows[-1])) if options.json else table(rows).splitlines()[-1]
-        print(line, flush=True)
-        for said in rows[-1].get("last", []):
-            print(f"    {said}", file=sys.stderr, flush=True)
-        if options.out is not None:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+        is_command = parse_arm(arm).name in COMMANDS
+        for part in [[work] for work in works] if is_command else [works]:
+            new = measure(options, arm, part)
+            rows += new
+            for row in new:
+                line = json.dumps(summary(row)) if options.json else table([row]).splitlines()[-1]
+                print(line, flush=True)
+                for said in row.get("last", []):
+                    print(f"    {said}", file=sys.stderr, flush=True)
+            if options.out is not None:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in new)
     if not options.json:
         print(table(rows))
 

@@ -204,8 +204,10 @@ def test_an_arm_whose_trainer_is_not_installed_says_so(
 ) -> None:
     monkeypatch.setattr(rival_arms, "find_spec", lambda name: None)
     options = rival_options(tmp_path, "--result", str(tmp_path / "result.json"))
-    rival_arms.run_arm(options, "unsloth:resident")
-    result = json.loads(options.result.read_text(encoding="utf-8"))
+    work = rival_arms.parse_work("64x8:2")
+    rival_arms.run_arm(options, "unsloth:resident", [work, rival_arms.parse_work("64x1:3")])
+    result, later = json.loads(options.result.read_text(encoding="utf-8"))
+    assert later == result and str(work) == "64x8:2"
     row = {"arm": "unsloth:resident", "length": 64, "accumulation": 8, **result}
     assert rival_table.summary(row)["note"] == "not installed: unsloth, trl"
     assert "| not installed: unsloth, trl |" in rival_table.table([row])

@@ -460,6 +460,22 @@ def test_a_length_that_does_not_come_back_makes_way() -> None:
     assert captures.num_replays >= 6 * 4 * 2 * 2
 
 
+def test_a_rare_length_among_micro_batches_is_not_recorded() -> None:
+    """A group's own length is, after one; another, which takes memory beside it, after four."""
+    model = few()
+    _, recorder = recorded(model, self_check="off")
+
+    def train_group(*lengths: int) -> int:
+        rows = [torch.arange(length)[None] for length in lengths]
+        poros.accumulate(model, [{"input_ids": row, "labels": row} for row in rows])
+        return recorder.num_recorded
+
+    usual = [train_group(8, 8, 8, 8) for _ in range(4)][-1]
+    assert usual > 0
+    assert [train_group(8, 8, 8, 5) for _ in range(3)][-1] == usual
+    assert [train_group(8, 8, 8, 5) for _ in range(4)][-1] > usual
+
+
 def test_kept_layers_replay_a_second_length_as_recomputed_ones() -> None:
     model = few()
     captures, recorder = recorded(model, self_check="off", **KEPT)

@@ -55,8 +55,8 @@ from poros.utils.logging_setup import ProgressLog
 logger = logging.getLogger(__name__)
 
 _LEAST_VISITS = 2
-"""Eager visits of a form before it is recorded, one more for each recording of the layer that had to
-make way before it was worth its while. Of several micro-batches together it is one fewer of the
+"""Eager visits of a form before it is recorded, one more for each recording of the layer that had
+to make way before it was worth its while. Of several micro-batches together it is one fewer of the
 first form, and ``_LEAST_REPLAYS`` of others: a row of rare length may not come again, and its
 recordings take memory that steps of the usual length have filled."""
 _SEVERAL = 3

@@ -27,7 +27,7 @@ from poros.replay.graphs import Fixed
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
 from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, spoil, train
-from tests.loops import build, mlps, same, trained
+from tests.loops import adapted, bf16, build, mlps, same, streamed, trained
 from tests.replaced import noted
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
@@ -124,6 +124,19 @@ def test_promised_architectures(architecture: str, policy: dict[str, Any]) -> No
     assert same(train(model, 7), expected)
     assert (captures.num_replays > 0) == (reason is None)
     assert reason is None or reason in captures.eager
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("policy", [{}, KEPT, {"offload_boundaries": True}])
+def test_an_input_that_no_norm_has_seen_is_cast_for_each_module(policy: dict[str, Any]) -> None:
+    """OLMo 2 has norms behind its modules alone. Of a leaf, autocast keeps one cast for all."""
+    make = partial(adapted, "olmo2", lora_dropout=0.1)
+    expected = train(make(), around=bf16)
+    model = make()
+    captures, _ = recorded(model, **policy)
+    assert same(train(model, around=bf16), expected)
+    assert captures.num_replays > 0 and set(captures.eager) <= {NEW, CHECK}
+    assert same(train(streamed(make(), **{"slots": 2, **policy}), around=bf16), expected)
 
 
 # What is not replayed, however often it comes.

@@ -30,7 +30,7 @@ from poros.kernels.lazy_tensor import forget
 from poros.replay.graphs import Spec
 from poros.replay.routing import Gradients, differentiate
 from poros.replay.uses import Around, Uses
-from poros.stream.args import PLAIN, RESULTS, like, recorded_outputs
+from poros.stream.args import PLAIN, RESULTS, is_shared_mapping, like, recorded_outputs
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput, as_result
@@ -40,12 +40,19 @@ from poros.stream.within import Within
 
 CHECK = "a check"
 """Why a visit runs: somebody looks at it."""
+SHARES = "it leaves tensors for other layers"
 
 
 class LeafSpec(NamedTuple):
     """Stands for tensor number ``number`` in a template."""
 
     number: int
+
+
+class EmptySpec(NamedTuple):
+    """Stands for a mapping through which layers may share tensors, and in which none are."""
+
+    kind: type
 
 
 def tree_flatten(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
@@ -82,6 +89,8 @@ def tree_unflatten(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The value that ``template`` was made of, with ``tensors`` in the places."""
     if isinstance(template, LeafSpec):
         return tensors[template.number]
+    if isinstance(template, EmptySpec):
+        return template.kind()
     if isinstance(template, tuple):
         return like(template, [tree_unflatten(item, tensors) for item in template])
     return template
@@ -109,14 +118,15 @@ class LayerCall(Call):
     ) -> None:
         super().__init__(layer, condition)
         tensors: list[torch.Tensor] = []
-        self._args = [
-            tree_flatten(value, f"argument {index} of {layer.name}", tensors)
-            for index, value in enumerate(args)
-        ]
-        self._kwargs = {
-            key: tree_flatten(value, f"argument {key!r} of {layer.name}", tensors)
-            for key, value in kwargs.items()
-        }
+        self._mappings = [each for each in (*args, *kwargs.values()) if is_shared_mapping(each)]
+
+        def flatten(value: Any, where: str) -> Any:
+            if is_shared_mapping(value) and not value:
+                return EmptySpec(type(value))
+            return tree_flatten(value, f"{where} of {layer.name}", tensors)
+
+        self._args = [flatten(value, f"argument {index}") for index, value in enumerate(args)]
+        self._kwargs = {key: flatten(value, f"argument {key!r}") for key, value in kwargs.items()}
         self.tensors: Sequence[torch.Tensor] = tensors
         self.others: Sequence[torch.Tensor] = tensors[1:]
         self.offloaded: OffloadedInput | None = None
@@ -150,7 +160,14 @@ class LayerCall(Call):
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
         args = tuple(tree_unflatten(template, tensors) for template in self._args)
         kwargs = {key: tree_unflatten(template, tensors) for key, template in self._kwargs.items()}
-        return self.taken_apart(self.layer.run(args, kwargs))[1]
+        returned = self.layer.run(args, kwargs)
+        if any(is_shared_mapping(each) and each for each in (*args, *kwargs.values())):
+            raise UnsupportedModelError(SHARES)
+        return self.taken_apart(returned)[1]
+
+    def has_shared(self) -> bool:
+        """Whether it has left something in a mapping that layers share, which was empty."""
+        return any(self._mappings)
 
     def taken_apart(self, returned: Any) -> tuple[Any, list[torch.Tensor]]:
         """What the layer has returned, with places instead of tensors; and these.
@@ -249,6 +266,7 @@ class LayerCall(Call):
         """The same call, which holds nothing of what it was given or has made."""
         found = copy.copy(self)
         found.tensors, found.others, found.offloaded, found._module = (), (), None, None
+        found._mappings = []
         return found
 
     def surroundings(self) -> AbstractContextManager[object]:

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
-from poros.replay.call import CHECK, CallFacts, LayerCall
+from poros.replay.call import CHECK, SHARES, CallFacts, LayerCall
 from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
@@ -173,6 +173,8 @@ class Captures:
         first = torch._C._autograd._get_sequence_nr()
         returned = run()
         self._note_visit(form)
+        if form.refusal is None and call.has_shared():
+            self._refuse(call.layer, form, SHARES)
         # Seldom, if no backward shows anything: looking at each call would cost each of them.
         is_due = form.num_visits <= _LOOKED_AT or not form.num_visits & (form.num_visits - 1)
         if form.refusal is not None or form.facts is not None or not is_due:

@@ -194,7 +194,9 @@ class Fixed:
             stride = torch.empty(spec.shape, device="meta").stride()
             self._places.append((list(sizes).index(key), spec.shape, stride, offset))
         self._pieces = [
-            torch.empty(size, dtype=dtype, device=device) for (_, dtype), size in sizes.items()
+            # Valid indices, where what is recorded is also done.
+            torch.zeros(size, dtype=dtype, device=device)
+            for (_, dtype), size in sizes.items()
         ]
         self.tensors = self._views(self._pieces)
         self._groups = [group for group, _ in sizes]

@@ -80,6 +80,8 @@ def is_like(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    if isinstance(one, set):
+        return bool(one == other)  # a copy may have another order
     if isinstance(one, (tuple, *CONTAINERS)):
         mine, others = _elements(one), _elements(other)
         return len(mine) == len(others) and (

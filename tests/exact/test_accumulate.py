@@ -94,9 +94,11 @@ def evaluating(model: Model, number: int) -> None:
     model.train()
 
 
-# Layers of gemma4 share a mapping, and router logits are recorded: they run one after the other.
-ALONE = {"gemma4": "layers share tensors", "mixtral": "outputs of layers are recorded"}
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
+ALONE = {
+    "gemma4_shared_kv": "layers share tensors",
+    "mixtral": "outputs of layers are recorded",
+}
 PROGRAMS = {
     # Of dtypes, dropout and forms of the base each comes, with others.
     "nf4": program(base=training, **MIXED),
@@ -109,11 +111,14 @@ PROGRAMS = {
         for name, policy in POLICIES.items()
     },
     **{
-        name: of_base(name)._replace(end=ALONE.get(name))
+        name: of_base(name)
         for name in tiny.ARCHITECTURES
         # Others have the operators of qwen2, in which the rest of the table is.
-        if name not in ("qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gemma4_shared_kv")
+        if name not in ("qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gemma4", *ALONE)
     },
+    # Heads differ from layer to layer: what each draws is not known from the first one.
+    "gemma4": of_base("gemma4", dropout=0.0),
+    **{name: of_base(name, num_layers=4)._replace(end=why) for name, why in ALONE.items()},
     **{
         name: of_base(adapter=name)
         for name in ("dora", "vera", "trainable_tokens", "prompt_tuning")

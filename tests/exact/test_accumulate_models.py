@@ -98,6 +98,14 @@ def leaving(leave: Callable[[torch.Tensor], Any], read: Callable[[Any], Any] = f
     return make
 
 
+def with_a_set(model: Model) -> None:
+    """Of which a copy has another order: it had more elements once."""
+    found = set(range(100))
+    found -= {*found} - {1, 64}
+    assert list(found) != list(found.copy())
+    model.get_base_model().model.classes = found
+
+
 def patching(model: Model) -> Any:
     """A loss patches a norm before it calls the model, in the second step."""
     norm, numbers = layers_of(model)[1].input_layernorm, count()
@@ -167,6 +175,7 @@ AROUND = {
     "dropout outside the layers": program(dropout_outside, lengths=(8,), sizes=(3, 3)),
     "a buffer that is written to": program(writing(0.01), "changes the model"),
     "a buffer that is written to, the same": program(writing(0.0)),
+    "a set": program(with_a_set),
     "another scaling for some": program(
         *(scaling(1), (UnsupportedModelError, "while it runs")), lengths=(12, 9, 12, 12)
     ),

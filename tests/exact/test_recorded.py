@@ -20,14 +20,14 @@ from poros.errors import ParityError
 from poros.io.digests import checksum
 from poros.model import recorded as chosen
 from poros.model.sizing import ResidencyPlan
-from poros.replay.call import CHECK
+from poros.replay.call import CHECK, SHARES
 from poros.replay.captures import ARGUMENTS, NEW
 from poros.replay.forms import HeldGraphs
 from poros.replay.graphs import Fixed
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
 from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, spoil, train
-from tests.loops import adapted, bf16, build, mlps, same, streamed, trained
+from tests.loops import adapted, bf16, build, mlps, same, streamed, trained, training
 from tests.replaced import noted
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
@@ -106,8 +106,8 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 ENDS: dict[str, str | None] = {
-    **dict.fromkeys(["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"]),
-    **{"gemma4": ARGUMENTS, "mixtral": "hooks", "qwen3_moe": "hooks"},
+    **dict.fromkeys(["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3", "gemma4"]),
+    **dict.fromkeys(["mixtral", "qwen3_moe"], "hooks"),
 }
 
 
@@ -115,7 +115,7 @@ ENDS: dict[str, str | None] = {
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("architecture", ENDS)
 def test_promised_architectures(architecture: str, policy: dict[str, Any]) -> None:
-    """Layers that share keys and values, or whose routers are recorded by hooks, run as always."""
+    """Layers whose routers are recorded by hooks run as always."""
     reason = ENDS[architecture]
     options = {} if architecture == "qwen3_moe" else {"lora_dropout": 0.1}
     expected = train(few(architecture, **options), 7)
@@ -124,6 +124,17 @@ def test_promised_architectures(architecture: str, policy: dict[str, Any]) -> No
     assert same(train(model, 7), expected)
     assert (captures.num_replays > 0) == (reason is None)
     assert reason is None or reason in captures.eager
+
+
+def test_layers_that_leave_keys_and_values_for_others_run_as_always() -> None:
+    """The first two of six neither leave nor take any, in a mapping that is empty then."""
+    make = partial(training, "gemma4_shared_kv", num_layers=6, dropout=0.0)
+    expected = train(make())
+    model = make()
+    captures, recorder = recorded(model, slots=2)
+    assert same(train(model), expected)
+    assert {SHARES, ARGUMENTS} <= set(captures.eager)
+    assert captures.num_replays > 0 and recorder.num_recorded == 2 * 2
 
 
 @pytest.mark.cover("values")

@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
 Resident = dict[str, list[torch.Tensor]]
 OTHERS = ("olmo2", "granite", "starcoder2", "stablelm")
-ALONE = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
+ALONE = ("gemma4_shared_kv", "mixtral", "qwen3_moe")
 """Their layers hand on more than hidden states, so micro-batches run one after the other."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 GRAPHS = {"cuda_graphs": True}
@@ -126,7 +126,7 @@ CELLS = [
     ),
     *(
         Cell({"architecture": name}, {}, GRAPHS)
-        for name in ("llama", "mistral", "gemma3", "phi3", "qwen3")
+        for name in ("llama", "mistral", "gemma3", "gemma4", "phi3", "qwen3")
     ),
     # Shared keys and values, routed experts: what cannot be replayed runs, to the same bits.
     *(

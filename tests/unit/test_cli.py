@@ -21,6 +21,7 @@ from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.examples.demo import run_demo
 from poros.gates import tiny
 from poros.planning.cards import CARDS
+from poros.recipes.recipe import settings
 from tests.children import run_python
 from tests.command import poros_command, text
 from tests.comparing import compare_mappings
@@ -151,6 +152,9 @@ def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> 
     assert options("check")["slots"].default == (policy.slots or MIN_SLOTS)
     assert options("check")["block_size"].default == policy.block_size
     assert options("demo")["steps"].show_default == str(run_demo.__kwdefaults__["num_steps"])
+    for key, setting in settings().items():  # 0 is a default like any other
+        if setting.flag.startswith("--") and setting.default is not None:
+            assert options("finetune")[key.replace(".", "__")].show_default == str(setting.default)
 
 
 def test_a_command_says_nothing_on_the_error_stream() -> None:

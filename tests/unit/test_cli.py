@@ -25,6 +25,7 @@ from poros.recipes.recipe import settings
 from tests.children import run_python
 from tests.command import poros_command, text
 from tests.comparing import compare_mappings
+from tests.finetune.test_bad_recipes import RECIPES, ROWS, START
 
 QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 SLOW = (
@@ -130,6 +131,32 @@ def test_nothing_slow_is_imported_for_help_lists_and_wrong_arguments(folder: Pat
         assert {"torch", "transformers"} <= set(slow)
     assert "error: " in results[-1][1]
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+# Whether these are right, only the libraries know.
+ASK_LIBRARIES = {
+    *("unknown setting", "name without a hint", "optimizer of all weights", "beta of sft"),
+    *("field of TRL, of another type", "field of TRL, no such choice"),
+    *("field of PEFT, misspelt", "adapter that edits the base", "optimizer without a schedule"),
+}
+
+
+def test_bad_recipes_and_rows_are_refused_before_anything_slow_is_imported(folder: Path) -> None:
+    """So it takes a fifth of a second; what each is told: tests/finetune/test_bad_recipes.py."""
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (folder / "model" / "config.json").write_text("{}")
+    commands = []
+    for number, case in enumerate(sorted(RECIPES.keys() - ASK_LIBRARIES)):
+        (folder / f"{number}.yaml").write_text(START + RECIPES[case][0])
+        commands.append(f"finetune {number}.yaml")
+    for number, (lines, *_) in enumerate(ROWS.values()):
+        raw = [each.encode() if isinstance(each, str) else each for each in lines]
+        (folder / f"{number}.jsonl").write_bytes(b"\n".join(raw))
+        commands.append(f"finetune model {number}.jsonl")
+    results = run_apart(commands, folder)
+    assert len(results) == len(commands) > 40
+    for command, (exit_code, output, slow) in zip(commands, results, strict=True):
+        assert exit_code == BAD_INPUT and slow == [], (command, output, slow)
 
 
 # Help, notices, completion

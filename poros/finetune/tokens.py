@@ -171,7 +171,7 @@ def image_collator(processor: "ProcessorMixin", recipe: Recipe) -> ImageCollator
         raise DataFormatError(
             "data.chat_template: expected a chat template that marks the assistant's tokens "
             "with {% generation %}, or one of those that TRL knows, found another; give such a "
-            "template (--chat-template), or learn every token (--loss-on all)"
+            "template (--chat-template), or train on every token (--loss-on all)"
         )
     return ImageCollator(processor, recipe, template)
 
@@ -399,8 +399,8 @@ def _in_spans(
             raise DataFormatError(
                 "expected answers that begin with a token of their own, found the token "
                 f"{quoted(text[first:last], limit=60)}, which begins in the prompt and would "
-                "not be learnt; remove blanks at the start of the answer, take another "
-                "template (--chat-template), or learn every token (--loss-on all)"
+                "not be trained on; remove blanks at the start of the answer, take another "
+                "template (--chat-template), or train on every token (--loss-on all)"
             )
         place = first if first < last else first - 1
         span = bisect_right(starts, place) - 1

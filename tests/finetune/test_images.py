@@ -1,6 +1,7 @@
 """Rows with images: the bits of TRL's ``SFTTrainer`` and its collator on a resident model.
 
-Gemma 3 with transformers' own processor. Other families: tests/loading/test_multimodal.py.
+Gemma 3 with transformers' own processor; the other families with theirs where torchvision is, which
+these need. Pixels that no processor has made: tests/loading/test_multimodal.py.
 """
 
 import json
@@ -14,18 +15,14 @@ from datasets import Image as ImageFeature
 from datasets import List as ListFeature
 from peft import LoraConfig
 from safetensors import safe_open
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    PreTrainedTokenizerFast,
-    Trainer,
-)
+from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from poros.errors import DataFormatError, RecipeError, RunFolderError
 from poros.finetune.adapters import adapter_config
 from poros.finetune.data import read_data
 from tests.command import poros_command, text
+from tests.finetune.processors import write_processor
 from tests.finetune.subjects import (
     announced,
     break_at,
@@ -36,33 +33,9 @@ from tests.finetune.subjects import (
     write_rows,
 )
 from tests.finetune.trl_runs import SETTINGS, by_poros, by_trl
-from tests.loading.towers import IMAGE_TOKEN, NUM_TOKENS, write
-from tests.trainers import tokenizer
+from tests.loading.towers import FAMILIES, NUM_TOKENS, write
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need pillow")
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-    "{% for p in m.content %}{{ p.text }} {% endfor %}<eos> {% endgeneration %}"
-    "{% else %}{% for p in m.content %}{% if p.type == 'image' %} <boi> "
-    "{% else %} {{ p.text }} {% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
-
-
-def write_processor(folder: Path) -> Any:
-    """The processor of gemma3, with pictures of 28 by 28, as a checkpoint has it."""
-    from transformers import Gemma3ImageProcessorPil, Gemma3Processor
-
-    special = {"<boi>": 503, "<eoi>": 504, "<image>": IMAGE_TOKEN}
-    names = ("boi_token", "eoi_token", "image_token")
-    tokens = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer(special).backend_tokenizer,
-        **{"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"},
-        **{"unk_token": "<unk>", "extra_special_tokens": dict(zip(names, special, strict=True))},
-    )
-    picture = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
-    found = Gemma3Processor(picture, tokens, chat_template=TEMPLATE, image_seq_length=NUM_TOKENS)
-    found.save_pretrained(folder)
-    return found
 
 
 def picture(number: int, folder: Path) -> str:
@@ -139,7 +112,7 @@ def plain(out: Path, model: Path, rows: Dataset, processing: Any, recipe: Any, *
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write("gemma3", tmp_path_factory.mktemp("gemma3") / "base")
-    write_processor(folder)
+    write_processor("gemma3", folder)
     return folder
 
 
@@ -181,6 +154,26 @@ def test_streamed_equals_trl_on_a_resident_model(
                 tmp_path / "pictures" / f"{number}.png"
             )
         assert by_poros(monkeypatch, tmp_path / "control", **said).adapter != found.adapter
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3"}))
+def test_other_families_with_their_processors(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each image becomes tokens of the family's own, by its own processor."""
+    pytest.importorskip("torchvision", reason="their processors need torchvision")
+    base = write(family, tmp_path / "base")
+    write_processor(family, base)
+    file = write_pictures(tmp_path)
+    length = 128 if family == "gemma4" else SETTINGS["max_length"]  # an image is 64 tokens or so
+    said = {"model__source": base, "data__source": file, "training__max_length": length}
+    found = by_poros(monkeypatch, tmp_path / "streamed", **said)
+    recipe = recipe_of(**said, adapter__r=4, adapter__lora_dropout=0.1)
+    made = for_trl(file), AutoProcessor.from_pretrained(base), recipe
+    expected = plain(tmp_path / "trl", base, *made, max_length=length)
+    assert (found.losses, found.adapter) == (expected.losses, expected.adapter)
+    assert len(set(found.losses)) == 3
+    assert all("language_model" in name for name in names_in(tmp_path / "streamed" / "adapter"))
 
 
 def test_a_run_goes_on_with_the_pictures_that_it_was_begun_with(

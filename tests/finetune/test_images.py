@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from datasets import Image as ImageFeature
 from datasets import List as ListFeature
+from packaging.version import Version
 from peft import LoraConfig
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer
@@ -36,6 +38,11 @@ from tests.finetune.trl_runs import SETTINGS, by_poros, by_trl
 from tests.loading.towers import FAMILIES, NUM_TOKENS, write
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need pillow")
+marked = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.18"),
+    reason="answers are not marked in rows with images",
+)
+"""Tests of rows of which the assistant's tokens are trained on."""
 
 
 def picture(number: int, folder: Path) -> str:
@@ -124,7 +131,10 @@ def names_in(adapter: Path) -> list[str]:
 PATTERN = r".*(language_model|vision_tower).*(q_proj|v_proj|fc1)"
 
 
-@pytest.mark.parametrize(("loss_on", "targets"), [("auto", PATTERN), ("all", "all-linear")])
+@pytest.mark.parametrize(
+    ("loss_on", "targets"),
+    [pytest.param("auto", PATTERN, marks=marked), ("all", "all-linear")],
+)
 def test_streamed_equals_trl_on_a_resident_model(
     loss_on: str, targets: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +166,7 @@ def test_streamed_equals_trl_on_a_resident_model(
         assert by_poros(monkeypatch, tmp_path / "control", **said).adapter != found.adapter
 
 
+@marked
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3"}))
 def test_other_families_with_their_processors(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +187,7 @@ def test_other_families_with_their_processors(
     assert all("language_model" in name for name in names_in(tmp_path / "streamed" / "adapter"))
 
 
+@marked
 def test_a_run_goes_on_with_the_pictures_that_it_was_begun_with(
     gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,10 +256,23 @@ def test_a_bad_row_is_named_before_the_base_is_loaded(
     row, what = BAD[case]
     picture(1, tmp_path)
     file = write_rows(tmp_path / "rows.jsonl", [said_of([WORDS, IMAGE]), row])
+    said = {"model__source": gemma3, "data__source": file, "data__loss_on": "all"}
     with pytest.raises(DataFormatError, match=what):
-        announced(recipe_of(model__source=gemma3, data__source=file, training__max_length=64))
+        announced(recipe_of(**said, training__max_length=64))
 
 
+def test_an_older_transformers_that_marks_no_answers_is_refused(
+    gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processors say of no token that it is the assistant's."""
+    monkeypatch.setattr("poros.finetune.tokens.transformers.__version__", "5.17.0")
+    source = {"model__source": gemma3, "data__source": write_pictures(tmp_path)}
+    with pytest.raises(RecipeError, match=r"transformers 5\.18 or newer.*--loss-on all"):
+        announced(recipe_of(**source))
+    announced(recipe_of(**source, data__loss_on="all"))
+
+
+@marked
 def test_conversations_of_llava(gemma3: Path, tmp_path: Path) -> None:
     """They mark the image's place; without a mark it stands before the first message."""
     picture(1, tmp_path)
@@ -277,6 +302,7 @@ def test_conversations_of_llava(gemma3: Path, tmp_path: Path) -> None:
     assert announced(recipe).count("<image>") == NUM_TOKENS
 
 
+@marked
 def test_what_takes_no_images_is_refused(gemma3: Path, model: Path, tmp_path: Path) -> None:
     file = write_pictures(tmp_path)
     source = {"data__source": file, "output__folder": tmp_path / "run"}
@@ -299,6 +325,7 @@ def test_what_takes_no_images_is_refused(gemma3: Path, model: Path, tmp_path: Pa
     assert "rows are not packed" in announced(recipe_of(**source))
 
 
+@marked
 def test_the_command_merges_it_from_a_store_too(
     gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,37 +23,12 @@ from poros.gates import tiny
 from poros.planning.cards import CARDS
 from poros.recipes.recipe import settings
 from tests.children import run_python
-from tests.command import poros_command, text
+from tests.command import SLOW, poros_command, run_apart, text
 from tests.comparing import compare_mappings
-from tests.finetune.test_bad_recipes import RECIPES, ROWS, START
 
 QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
-SLOW = (
-    *("torch", "numpy", "transformers", "peft", "bitsandbytes", "huggingface_hub"),
-    *("datasets", "trl"),
-)
-
-# Runs commands one after the other in one process, and says after each what came in.
-RUNNER = f"""
-import json, os, sys
-from typer.testing import CliRunner
-from poros.cli.app import app, main
-os.chdir(sys.argv[1])
-os.environ["HF_HUB_OFFLINE"] = "1"
-for arguments in json.loads(sys.argv[2]):
-    result = CliRunner().invoke(app, arguments, env={{"COLUMNS": "400"}})
-    slow = sorted(set({SLOW!r}) & set(sys.modules))
-    print(json.dumps([result.exit_code, result.output, slow]), flush=True)
-"""
 # The command as it is installed.
 MAIN = "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; main()"
-
-
-def run_apart(commands: list[str], cwd: Path) -> list[tuple[int, str, list[str]]]:
-    """Exit code, output and slow modules after each command, in a process of their own."""
-    done = run_python(RUNNER, str(cwd), json.dumps([each.split() for each in commands]))
-    assert done.returncode == 0, done.stderr
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture
@@ -131,32 +106,6 @@ def test_nothing_slow_is_imported_for_help_lists_and_wrong_arguments(folder: Pat
         assert {"torch", "transformers"} <= set(slow)
     assert "error: " in results[-1][1]
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-# Whether these are right, only the libraries know.
-ASK_LIBRARIES = {
-    *("unknown setting", "name without a hint", "optimizer of all weights", "beta of sft"),
-    *("field of TRL, of another type", "field of TRL, no such choice"),
-    *("field of PEFT, misspelt", "adapter that edits the base", "optimizer without a schedule"),
-}
-
-
-def test_bad_recipes_and_rows_are_refused_before_anything_slow_is_imported(folder: Path) -> None:
-    """So it takes a fifth of a second; what each is told: tests/finetune/test_bad_recipes.py."""
-    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    (folder / "model" / "config.json").write_text("{}")
-    commands = []
-    for number, case in enumerate(sorted(RECIPES.keys() - ASK_LIBRARIES)):
-        (folder / f"{number}.yaml").write_text(START + RECIPES[case][0])
-        commands.append(f"finetune {number}.yaml")
-    for number, (lines, *_) in enumerate(ROWS.values()):
-        raw = [each.encode() if isinstance(each, str) else each for each in lines]
-        (folder / f"{number}.jsonl").write_bytes(b"\n".join(raw))
-        commands.append(f"finetune model {number}.jsonl")
-    results = run_apart(commands, folder)
-    assert len(results) == len(commands) > 40
-    for command, (exit_code, output, slow) in zip(commands, results, strict=True):
-        assert exit_code == BAD_INPUT and slow == [], (command, output, slow)
 
 
 # Help, notices, completion

@@ -73,8 +73,10 @@ def beside_poros(row: Row, rows: Sequence[Row]) -> str:
 def line_of(row: Row, rows: Sequence[Row]) -> Summary:
     """A line of the table; a run that failed has its reason."""
     told = summary(row)
+    cut = f", {row['layers']} layers" if "layers" in row else ""
     line = {
         "lease": row.get("lease", ""),
+        "model": row.get("model", "") + cut,
         "arm": told["arm"],
         "tokens a row": f"{told['length']:,}",
         "rows a step": str(told["accumulation"]),

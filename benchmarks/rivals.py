@@ -137,6 +137,7 @@ def measure(options: argparse.Namespace, arm: str, works: Sequence[Work]) -> lis
     for index, work in enumerate(works):
         row: Result = {"arm": arm, "length": work.length, "accumulation": work.accumulation}
         row |= {"lease": options.lease} if options.lease else {}
+        row |= {"model": options.model}
         row |= {"layers": options.layers} if options.layers else {}
         if index < len(done):
             row |= done[index] | ({} if index else {"began": began, "wall_s": wall_s})

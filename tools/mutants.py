@@ -37,14 +37,14 @@ ROOT = Path(__file__).resolve().parents[1]
 STEP = tuple(
     f"poros/{folder}/{name}.py".replace("//", "/")
     for folder, names in {
-        "": "cuda_streams streams",
+        "": "cuda_streams eager_streams streams",
         "slots": "manager ring schedule",
-        "stream": "adapters args attributes body boundary condition frozen general layer_index "
-        "offload rng settings state staying visit within",
-        "replay": "call captures forms recording remat routing uses",
-        "accumulation": "calls distributed draws foreign gradients group head loop micro_batch "
-        "modules observed parked trainer",
-        "model": "measuring runtime sizing",
+        "stream": "adapters args attributes body boundary condition context frozen general "
+        "layer_index namespaces offload proxies rng settings state staying visit within",
+        "replay": "call captures casts forms graphs joined recording remat routing rows uses",
+        "accumulation": "calls distributed draws foreign gradients group head host_values loop "
+        "micro_batch modules observed parked trainer",
+        "model": "measuring passes runtime sizing",
     }.items()
     for name in names.split()
 )

@@ -33,7 +33,7 @@ from poros.replay.uses import Around, Uses
 from poros.stream.args import PLAIN, RESULTS, like, recorded_outputs
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.offload import OffloadedInput
+from poros.stream.offload import OffloadedInput, as_result
 from poros.stream.proxies import proxy_leaves
 from poros.stream.rng import RngStash
 from poros.stream.within import Within
@@ -285,6 +285,7 @@ class CallFacts:
         self._own = list(own.values())
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
+        self._are_leaves = [tensor.is_leaf for tensor in call.tensors]
         self.uses, self.gives_casts = Uses((), ()), False
         self.uses_of_tensors: Sequence[Sequence[int]] = ()
         """Of each tensor that needs a gradient."""
@@ -334,10 +335,12 @@ class CallFacts:
         return tree_unflatten(self._template, values)
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Leaves over ``tensors``, which need gradients as those of the call did."""
+        """Tensors over these, which need gradients, and are leaves, as those of the call."""
         return [
-            tensor.detach().requires_grad_(needs)
-            for tensor, needs in zip(tensors, self._need_gradients, strict=True)
+            tensor.detach().requires_grad_(needs) if is_leaf else as_result(tensor)
+            for tensor, needs, is_leaf in zip(
+                tensors, self._need_gradients, self._are_leaves, strict=True
+            )
         ]
 
     def run(self, inputs: Sequence[torch.Tensor], has_graph: bool = True) -> list[torch.Tensor]:

@@ -55,8 +55,10 @@ from poros.utils.logging_setup import ProgressLog
 logger = logging.getLogger(__name__)
 
 _LEAST_VISITS = 2
-"""Eager visits of a form before it is recorded, one fewer if several micro-batches are to come; one
-more for each recording of the layer that had to make way before it was worth its while."""
+"""Eager visits of a form before it is recorded, one more for each recording of the layer that had
+to make way before it was worth its while. Of several micro-batches together it is one fewer of the
+first form, and ``_LEAST_REPLAYS`` of others: a row of rare length may not come again, and its
+recordings take memory that steps of the usual length have filled."""
 _SEVERAL = 3
 _LEAST_REPLAYS = 4
 """From which on a recording was: it takes about as long as two visits that run."""
@@ -415,8 +417,8 @@ class Captures:
             self._take_up(layers)
         # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
-        least = _LEAST_VISITS - (num_grouped >= _SEVERAL)
-        wanted = [] if is_within or not is_on else self._wanted(layers, least)
+        is_group = num_grouped >= _SEVERAL
+        wanted = [] if is_within or not is_on else self._wanted(layers, is_group)
         begun = time.perf_counter()
         progress = ProgressLog(logger, "poros: recording layers: %d of %d")
         num_before, has_given_back = self.num_recorded, False
@@ -438,15 +440,19 @@ class Captures:
             )
         return self.num_recorded > num_before
 
-    def _wanted(self, layers: Sequence[LayerBody], least: int) -> list[tuple[LayerBody, Form]]:
+    def _wanted(self, layers: Sequence[LayerBody], is_group: bool) -> list[tuple[LayerBody, Form]]:
         found = []
         for layer in layers:
-            wanted = least + self._num_wasted[layer.index]
-            found += [
-                (layer, form)
-                for form in self._forms.get(layer.index, {}).values()
-                if form.num_visits >= wanted and form.refusal is None and form.is_wanting
-            ]
+            forms = self._forms.get(layer.index, {}).values()
+            has_others = any(form.forward is not None for form in forms)
+            for form in forms:
+                least = _LEAST_VISITS
+                if is_group:  # one row of its length in a group, or one of many
+                    is_first = form.forward is not None or not has_others
+                    least = _LEAST_VISITS - 1 if is_first else _LEAST_REPLAYS
+                least += self._num_wasted[layer.index]
+                if form.num_visits >= least and form.refusal is None and form.is_wanting:
+                    found.append((layer, form))
         return found
 
     def _is_ready(self, layer: LayerBody, form: Form) -> bool:

@@ -162,7 +162,7 @@ class OffloadedInput:
         previous = self._previous() if self._previous is not None else None
         if previous is not None:
             previous._bring_back()
-        return tensor.requires_grad_() if self._requires_grad else tensor
+        return as_result(tensor) if self._requires_grad else tensor
 
     def leave_device(self) -> None:
         """Give up the device memory: in a while the input is needed no more."""
@@ -193,3 +193,13 @@ class OffloadedInput:
         if self._tensor is not None:
             self._streams.abandon(self._tensor, self._copied)
         self._offloader._free.append(self._buffer)
+
+
+def as_result(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that needs a gradient, and is no leaf.
+
+    As the result of a layer before is: of a leaf, autocast has all modules share one cast.
+    """
+    with torch.enable_grad():
+        leaf = tensor.detach().requires_grad_()
+        return leaf.view_as(leaf)

@@ -27,7 +27,7 @@ from poros.replay.graphs import Fixed
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
 from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, spoil, train
-from tests.loops import build, mlps, same, trained
+from tests.loops import adapted, bf16, build, mlps, same, streamed, trained
 from tests.replaced import noted
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
@@ -124,6 +124,19 @@ def test_promised_architectures(architecture: str, policy: dict[str, Any]) -> No
     assert same(train(model, 7), expected)
     assert (captures.num_replays > 0) == (reason is None)
     assert reason is None or reason in captures.eager
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("policy", [{}, KEPT, {"offload_boundaries": True}])
+def test_an_input_that_no_norm_has_seen_is_cast_for_each_module(policy: dict[str, Any]) -> None:
+    """OLMo 2 has norms behind its modules alone. Of a leaf, autocast keeps one cast for all."""
+    make = partial(adapted, "olmo2", lora_dropout=0.1)
+    expected = train(make(), around=bf16)
+    model = make()
+    captures, _ = recorded(model, **policy)
+    assert same(train(model, around=bf16), expected)
+    assert captures.num_replays > 0 and set(captures.eager) <= {NEW, CHECK}
+    assert same(train(streamed(make(), **{"slots": 2, **policy}), around=bf16), expected)
 
 
 # What is not replayed, however often it comes.
@@ -458,6 +471,22 @@ def test_a_length_that_does_not_come_back_makes_way() -> None:
     for forms in captures._forms.values():
         assert sum(form.forward is not None for form in forms.values()) == 4
     assert captures.num_replays >= 6 * 4 * 2 * 2
+
+
+def test_a_rare_length_among_micro_batches_is_not_recorded() -> None:
+    """A group's own length is, after one; another, which takes memory beside it, after four."""
+    model = few()
+    _, recorder = recorded(model, self_check="off")
+
+    def train_group(*lengths: int) -> int:
+        rows = [torch.arange(length)[None] for length in lengths]
+        poros.accumulate(model, [{"input_ids": row, "labels": row} for row in rows])
+        return recorder.num_recorded
+
+    usual = [train_group(8, 8, 8, 8) for _ in range(4)][-1]
+    assert usual > 0
+    assert [train_group(8, 8, 8, 5) for _ in range(3)][-1] == usual
+    assert [train_group(8, 8, 8, 5) for _ in range(4)][-1] > usual
 
 
 def test_kept_layers_replay_a_second_length_as_recomputed_ones() -> None:

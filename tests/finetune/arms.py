@@ -118,15 +118,24 @@ FAST = (
 
 
 def arm(model: Path, data: Path, out: Path, kind: str, **more: Any) -> Trained:
+    return run(recipe_of(output__folder=out, **{**settings(model, data, kind), **more}))
+
+
+def settings(model: Path, data: Path, kind: str) -> dict[str, Any]:
     form, options = RECIPES[kind]
     source = {"model__source": model, "data__source": data / f"{form}.jsonl"}
-    return run(recipe_of(**{**source, "output__folder": out, **COMMON, **options, **more}))
+    return {**source, **COMMON, **options}
 
 
 def both(model: Path, data: Path, out: Path, kind: str, **more: Any) -> Trained:
     """The streamed run; asserts that the resident one has its bits."""
-    streamed = arm(model, data, out / "streamed", kind, memory__slots=2, **more)
-    resident = arm(model, data, out / "resident", kind, memory__resident=True, **more)
+    return streamed_as_resident(out, **{**settings(model, data, kind), **more})
+
+
+def streamed_as_resident(out: Path, **said: Any) -> Trained:
+    """The streamed run of these settings; asserts that the resident one has its bits."""
+    streamed = run(recipe_of(output__folder=out / "streamed", memory__slots=2, **said))
+    resident = run(recipe_of(output__folder=out / "resident", memory__resident=True, **said))
     assert streamed.losses == resident.losses and len(set(streamed.losses)) > 1
     assert streamed.adapter == resident.adapter
     return streamed

@@ -24,6 +24,7 @@ from poros.errors import DataFormatError, RecipeError, RunFolderError
 from poros.finetune.adapters import adapter_config
 from poros.finetune.data import read_data
 from tests.command import poros_command, text
+from tests.finetune.arms import COMMON, streamed_as_resident
 from tests.finetune.processors import write_processor
 from tests.finetune.subjects import (
     announced,
@@ -121,6 +122,15 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write("gemma3", tmp_path_factory.mktemp("gemma3") / "base")
     write_processor("gemma3", folder)
     return folder
+
+
+@marked
+@pytest.mark.gpu
+def test_on_a_gpu_streamed_equals_resident(gemma3: Path, tmp_path: Path) -> None:
+    """With the kernels and the autocast that the command takes by default."""
+    source = {"model__source": gemma3, "data__source": write_pictures(tmp_path)}
+    more = {"data__chat_template": "model", "training__max_steps": 6}
+    streamed_as_resident(tmp_path, **{**COMMON, **more, **source})
 
 
 def names_in(adapter: Path) -> list[str]:

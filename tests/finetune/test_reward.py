@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from poros.errors import DataFormatError, UnsupportedModelError
 from tests.command import poros_command, text
 from tests.comparing import compare_mappings
+from tests.finetune.arms import COMMON, streamed_as_resident
 from tests.finetune.subjects import TEMPLATE, announced, recipe_of, rows, write_model, write_rows
 from tests.finetune.trl_runs import by_poros, by_trl
 
@@ -69,6 +70,14 @@ def test_streamed_equals_trl_on_a_resident_model(
         assert control.adapter != expected.adapter
         with_it = plain(tmp_path / "trl control", chat, made, center_rewards_coefficient=0.5)
         assert control.adapter == with_it.adapter
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_streamed_equals_resident(chat: Path, data: Path, tmp_path: Path) -> None:
+    """With the kernels and the autocast that the command takes by default."""
+    source = {"model__source": chat, "data__source": data / "preferences.jsonl"}
+    more = {"training__method": "reward", "training__max_steps": 6}
+    streamed_as_resident(tmp_path, **source, **{**COMMON, **more})
 
 
 def test_what_cannot_be_trained_is_refused_before_the_base_is_loaded(

@@ -31,8 +31,9 @@ def finetune(
 ) -> None:
     """Train an adapter: poros finetune MODEL DATA, or poros finetune recipe.yaml.
 
-    Started again after an interruption, the same command goes on where it was. Every option is also
-    a setting of a recipe (--print-recipe shows them), and replaces what a recipe says.
+    Started again after an interruption, the same command goes on where it was.
+    Every option is also a setting of a recipe (--print-recipe shows them),
+    and replaces what a recipe says.
 
     Exit code: 0 with an adapter, 2 for bad input, 128 + N if signal N came.
     """
@@ -129,7 +130,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         option = typer.Option(
             f"{setting.flag}/--no-{setting.flag[2:]}" if is_switch else setting.flag,
             help=setting.about,
-            show_default=False if setting.default in (None, False) else str(setting.default),
+            show_default=False if setting.default in (None, "") else str(setting.default),
             rich_help_panel=key.split(".")[0],
             metavar=None if is_switch else kind,
         )

@@ -5,7 +5,7 @@ import gc
 import json
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -70,7 +70,9 @@ def plan(
         DtypeName | None,
         typer.Option(help="Dtype of the adapters: fp32, bf16, fp16.", show_default="PEFT's choice"),
     ] = None,
-    vision: Annotated[str, typer.Option(help="Vision towers: keep or drop them.")] = "keep",
+    vision: Annotated[
+        Literal["keep", "drop"], typer.Option(help="Vision towers: keep or drop them.")
+    ] = "keep",
     accumulate: Annotated[
         int,
         typer.Option(help="Gradient accumulation: micro-batches per step, which share each block."),

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import transformers
 from trl.data_utils import common_prefix_length
 
-from poros.errors import DataFormatError, quoted
+from poros.errors import DataFormatError, RecipeError, quoted
 from poros.finetune.data import Rows
 from poros.finetune.forms import Form
 from poros.finetune.images import ImageCollator
@@ -163,15 +164,22 @@ def image_collator(processor: "ProcessorMixin", recipe: Recipe) -> ImageCollator
 
     Raises:
         DataFormatError: If the template does not mark what is learnt.
+        RecipeError: If transformers is too old to mark it in rows with images.
     """
     if recipe.data.loss_on == "all":
         return ImageCollator(processor, recipe)
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18):  # TRL refuses it too
+        raise RecipeError(
+            "data.loss_on (--loss-on): expected transformers 5.18 or newer to train on the "
+            f"assistant's tokens of rows with images, found {transformers.__version__}; install "
+            "it, or train on every token (--loss-on all)"
+        )
     template = _marked_template(processor)
     if template is None:
         raise DataFormatError(
             "data.chat_template: expected a chat template that marks the assistant's tokens "
             "with {% generation %}, or one of those that TRL knows, found another; give such a "
-            "template (--chat-template), or learn every token (--loss-on all)"
+            "template (--chat-template), or train on every token (--loss-on all)"
         )
     return ImageCollator(processor, recipe, template)
 
@@ -399,8 +407,8 @@ def _in_spans(
             raise DataFormatError(
                 "expected answers that begin with a token of their own, found the token "
                 f"{quoted(text[first:last], limit=60)}, which begins in the prompt and would "
-                "not be learnt; remove blanks at the start of the answer, take another "
-                "template (--chat-template), or learn every token (--loss-on all)"
+                "not be trained on; remove blanks at the start of the answer, take another "
+                "template (--chat-template), or train on every token (--loss-on all)"
             )
         place = first if first < last else first - 1
         span = bisect_right(starts, place) - 1

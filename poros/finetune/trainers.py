@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     EarlyStoppingCallback,
     Trainer,
@@ -81,6 +82,18 @@ class _Own(StagedCheckpoints):
                 trainer.model, kind, loraplus_lr_ratio=ratio, **options
             )
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As the trainer's own, but the next rate is the schedule's, not the one that was saved.
+
+        A run that has become longer would train a step at the rate with which the shorter one had
+        ended, 0 as a rule.
+        """
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        schedule = getattr(self, "lr_scheduler", None)
+        if checkpoint is not None and isinstance(schedule, LambdaLR):
+            schedule.last_epoch -= 1
+            schedule.step()
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card: PEFT writes one beside the adapter, and checkpoints need none."""

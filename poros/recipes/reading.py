@@ -191,7 +191,8 @@ def _passed_on(draft: Draft, key: str, method: str) -> Any:
     if why is not None:
         draft.problem(key, f"expected a field that a recipe passes on, found one of others: {why}")
         return None
-    if section not in passing.SECTIONS:
+    # A name from another tool, or of another section, needs no library to be known as wrong.
+    if section not in passing.SECTIONS or (key not in settings() and named(name)):
         _unknown(draft, key, section, name)
         return None
     try:

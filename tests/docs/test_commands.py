@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from poros.recipes.reading import read_recipe
 from tests.command import poros_command, text
 from tests.finetune.subjects import TEMPLATE, write_base, write_rows
 
@@ -21,7 +22,7 @@ pytest.importorskip("trl", reason="poros finetune needs TRL")
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODELS = re.compile(r"(?:Qwen/|\./Qwen)[\w.-]+")
-# What installs packages, and what cannot be run.
+# What installs packages, and what cannot be run; recipes have a test of their own.
 NOT_RUN = {"console", "json", "yaml", "text"}
 
 
@@ -74,6 +75,7 @@ LONG = {
 }
 """Pages whose commands `make test` checks by a dry run, as others train in the same way."""
 SCRIPTS = [block for block in ALL if block.language == "python"]
+RECIPES = [block for block in ALL if block.language == "yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,19 @@ def test_a_block_of_commands(block: Block, is_dry: bool, folder: Path, material:
         assert result.exit_code == 0, f"{block.name}: {line}\n{text(result)[-2000:]}"
         if target:
             Path(target).write_text(result.stdout)
+
+
+@pytest.mark.parametrize("block", RECIPES, ids=str)
+def test_a_recipe(block: Block, folder: Path) -> None:
+    """Those of rows that are here, by a dry run; of others each setting is read."""
+    written = MODELS.sub("./base", "\n".join(block.lines))
+    Path("recipe.yaml").write_text(written)
+    assert read_recipe(Path("recipe.yaml"), {}).problems == []
+    if "report_to: tensorboard" in written:
+        pytest.importorskip("tensorboardX", reason="TensorBoard's files need a package of it")
+    if "data: train.jsonl" in written:
+        result = poros_command("finetune", "recipe.yaml", "--dry-run")
+        assert result.exit_code == 0, f"{block.name}\n{text(result)[-2000:]}"
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers.trainer
 from peft import get_peft_model
 from safetensors import safe_open
@@ -108,6 +109,9 @@ def test_what_decides_no_bit(
     options = {f"training__{name}": value for name, value in OF_NO_BIT.items()}
     found = arm(model, data, tmp_path / "run", "text", memory__slots=2, **options)
     assert found.adapter == without("text").adapter
+    (file,) = (tmp_path / "run").glob("checkpoint-*/training_args.bin")
+    given = torch.load(file, weights_only=False)
+    assert {name: getattr(given, name) for name in OF_NO_BIT} == OF_NO_BIT
 
 
 def test_the_lengths_of_all_rows_are_known_to_batches_of_like_ones(

@@ -106,6 +106,13 @@ def folder(path: Path, content: list[dict[str, Any]]) -> Path:
     return path
 
 
+def folder_of_parquet(path: Path, content: list[dict[str, Any]]) -> Path:
+    path.mkdir()
+    parquet(path / "a", content[:7])
+    parquet(path / "b", content[7:])
+    return path
+
+
 def repository(path: Path, content: list[dict[str, Any]]) -> Path:
     """Write what the hub has: configurations and splits that a page names."""
     (path / "data").mkdir(parents=True)
@@ -149,6 +156,7 @@ WAYS: dict[str, tuple[Write, list[dict[str, Any]], str, dict[str, str]]] = {
     "a saved data set": (saved, CHATS, "messages", {}),
     "saved splits": (saved_splits, ALPACA, "Alpaca instructions", {}),
     "a folder": (folder, CHATS, "messages", {}),
+    "a folder of Parquet": (folder_of_parquet, SHARED, "ShareGPT conversations", {}),
     "a data set by name": (
         repository, SHARED, "ShareGPT conversations", {"config": "other", "split": "held"},
     ),

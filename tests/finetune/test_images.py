@@ -1,6 +1,7 @@
 """Rows with images: the bits of TRL's ``SFTTrainer`` and its collator on a resident model.
 
-Gemma 3 with transformers' own processor. Other families: tests/loading/test_multimodal.py.
+Gemma 3 with transformers' own processor; the other families with theirs where torchvision is, which
+these need. Pixels that no processor has made: tests/loading/test_multimodal.py.
 """
 
 import json
@@ -9,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from datasets import Image as ImageFeature
 from datasets import List as ListFeature
+from packaging.version import Version
 from peft import LoraConfig
 from safetensors import safe_open
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    PreTrainedTokenizerFast,
-    Trainer,
-)
+from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from poros.errors import DataFormatError, RecipeError, RunFolderError
@@ -27,6 +25,7 @@ from poros.finetune.adapters import adapter_config
 from poros.finetune.data import read_data
 from tests.command import poros_command, text
 from tests.finetune.arms import COMMON, streamed_as_resident
+from tests.finetune.processors import write_processor
 from tests.finetune.subjects import (
     announced,
     break_at,
@@ -37,33 +36,14 @@ from tests.finetune.subjects import (
     write_rows,
 )
 from tests.finetune.trl_runs import SETTINGS, by_poros, by_trl
-from tests.loading.towers import IMAGE_TOKEN, NUM_TOKENS, write
-from tests.trainers import tokenizer
+from tests.loading.towers import FAMILIES, NUM_TOKENS, write
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need pillow")
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-    "{% for p in m.content %}{{ p.text }} {% endfor %}<eos> {% endgeneration %}"
-    "{% else %}{% for p in m.content %}{% if p.type == 'image' %} <boi> "
-    "{% else %} {{ p.text }} {% endif %}{% endfor %}{% endif %}{% endfor %}"
+marked = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.18"),
+    reason="answers are not marked in rows with images",
 )
-
-
-def write_processor(folder: Path) -> Any:
-    """The processor of gemma3, with pictures of 28 by 28, as a checkpoint has it."""
-    from transformers import Gemma3ImageProcessorPil, Gemma3Processor
-
-    special = {"<boi>": 503, "<eoi>": 504, "<image>": IMAGE_TOKEN}
-    names = ("boi_token", "eoi_token", "image_token")
-    tokens = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer(special).backend_tokenizer,
-        **{"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"},
-        **{"unk_token": "<unk>", "extra_special_tokens": dict(zip(names, special, strict=True))},
-    )
-    picture = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
-    found = Gemma3Processor(picture, tokens, chat_template=TEMPLATE, image_seq_length=NUM_TOKENS)
-    found.save_pretrained(folder)
-    return found
+"""Tests of rows of which the assistant's tokens are trained on."""
 
 
 def picture(number: int, folder: Path) -> str:
@@ -140,10 +120,11 @@ def plain(out: Path, model: Path, rows: Dataset, processing: Any, recipe: Any, *
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write("gemma3", tmp_path_factory.mktemp("gemma3") / "base")
-    write_processor(folder)
+    write_processor("gemma3", folder)
     return folder
 
 
+@marked
 @pytest.mark.gpu
 def test_on_a_gpu_streamed_equals_resident(gemma3: Path, tmp_path: Path) -> None:
     """With the kernels and the autocast that the command takes by default."""
@@ -160,7 +141,10 @@ def names_in(adapter: Path) -> list[str]:
 PATTERN = r".*(language_model|vision_tower).*(q_proj|v_proj|fc1)"
 
 
-@pytest.mark.parametrize(("loss_on", "targets"), [("auto", PATTERN), ("all", "all-linear")])
+@pytest.mark.parametrize(
+    ("loss_on", "targets"),
+    [pytest.param("auto", PATTERN, marks=marked), ("all", "all-linear")],
+)
 def test_streamed_equals_trl_on_a_resident_model(
     loss_on: str, targets: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +176,28 @@ def test_streamed_equals_trl_on_a_resident_model(
         assert by_poros(monkeypatch, tmp_path / "control", **said).adapter != found.adapter
 
 
+@marked
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3"}))
+def test_other_families_with_their_processors(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each image becomes tokens of the family's own, by its own processor."""
+    pytest.importorskip("torchvision", reason="their processors need torchvision")
+    base = write(family, tmp_path / "base")
+    write_processor(family, base)
+    file = write_pictures(tmp_path)
+    length = 128 if family == "gemma4" else SETTINGS["max_length"]  # an image is 64 tokens or so
+    said = {"model__source": base, "data__source": file, "training__max_length": length}
+    found = by_poros(monkeypatch, tmp_path / "streamed", **said)
+    recipe = recipe_of(**said, adapter__r=4, adapter__lora_dropout=0.1)
+    made = for_trl(file), AutoProcessor.from_pretrained(base), recipe
+    expected = plain(tmp_path / "trl", base, *made, max_length=length)
+    assert (found.losses, found.adapter) == (expected.losses, expected.adapter)
+    assert len(set(found.losses)) == 3
+    assert all("language_model" in name for name in names_in(tmp_path / "streamed" / "adapter"))
+
+
+@marked
 def test_a_run_goes_on_with_the_pictures_that_it_was_begun_with(
     gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,10 +266,23 @@ def test_a_bad_row_is_named_before_the_base_is_loaded(
     row, what = BAD[case]
     picture(1, tmp_path)
     file = write_rows(tmp_path / "rows.jsonl", [said_of([WORDS, IMAGE]), row])
+    said = {"model__source": gemma3, "data__source": file, "data__loss_on": "all"}
     with pytest.raises(DataFormatError, match=what):
-        announced(recipe_of(model__source=gemma3, data__source=file, training__max_length=64))
+        announced(recipe_of(**said, training__max_length=64))
 
 
+def test_an_older_transformers_that_marks_no_answers_is_refused(
+    gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processors say of no token that it is the assistant's."""
+    monkeypatch.setattr("poros.finetune.tokens.transformers.__version__", "5.17.0")
+    source = {"model__source": gemma3, "data__source": write_pictures(tmp_path)}
+    with pytest.raises(RecipeError, match=r"transformers 5\.18 or newer.*--loss-on all"):
+        announced(recipe_of(**source))
+    announced(recipe_of(**source, data__loss_on="all"))
+
+
+@marked
 def test_conversations_of_llava(gemma3: Path, tmp_path: Path) -> None:
     """They mark the image's place; without a mark it stands before the first message."""
     picture(1, tmp_path)
@@ -293,6 +312,7 @@ def test_conversations_of_llava(gemma3: Path, tmp_path: Path) -> None:
     assert announced(recipe).count("<image>") == NUM_TOKENS
 
 
+@marked
 def test_what_takes_no_images_is_refused(gemma3: Path, model: Path, tmp_path: Path) -> None:
     file = write_pictures(tmp_path)
     source = {"data__source": file, "output__folder": tmp_path / "run"}
@@ -315,6 +335,7 @@ def test_what_takes_no_images_is_refused(gemma3: Path, model: Path, tmp_path: Pa
     assert "rows are not packed" in announced(recipe_of(**source))
 
 
+@marked
 def test_the_command_merges_it_from_a_store_too(
     gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from poros.errors import RecipeError
 from poros.finetune.trainers import _OURS
 from poros.recipes import passing
-from poros.recipes.recipe import METHODS, settings
+from poros.recipes.recipe import METHODS, named, settings
 from tests.finetune.arms import COMMON, arm
 from tests.finetune.subjects import break_at, recipe_of, run, write_rows
 
@@ -137,6 +137,8 @@ def test_every_field_is_passed_on_or_refused_with_a_reason() -> None:
             if key.startswith(section) and (method == "sft" or key != "training.packing")
         }
         assert own - {*_OURS, "dtype"} <= known.keys()
+        # Of the others none has a name that is known as one of ours, or of another tool.
+        assert [name for name in known.keys() - own if named(name)] == []
     tables = (*passing._TRAINING.values(), *passing._ADAPTER.values())
     every = set().union(*fields.values())
     if Version(transformers.__version__) >= Version("5.23"):  # some are younger than the oldest

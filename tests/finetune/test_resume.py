@@ -212,8 +212,8 @@ def test_a_finished_run_is_trained_further(
             run(recipe_of(**{**longer, "training__num_train_epochs": same}))
 
 
-@pytest.mark.slow
 def test_a_schedule_of_another_length_is_said(longer: dict[str, Any]) -> None:
+    """And taken from the first step on: the shorter run has ended at a rate of 0."""
     options = {**longer, "training__lr_scheduler_type": "linear"}
     run(recipe_of(**options))
     with pytest.raises(RunFolderError, match=r"training\.learning_rate: 0.0002 then, 0.1 now"):
@@ -222,6 +222,9 @@ def test_a_schedule_of_another_length_is_said(longer: dict[str, Any]) -> None:
     found = run(recipe_of(**{**options, "training__num_train_epochs": 2}))
     assert "the run is longer than it was begun" in found.said
     assert "going on after step 2 of 4" in found.said
+    rates = read_run(Path(options["output__folder"])).values("learning_rate")
+    assert [step for step, _ in rates] == [1, 2, 3, 4]
+    assert [rate for _, rate in rates] == pytest.approx([2e-4, 1e-4, 1e-4, 5e-5])
 
 
 TEMPLATE = NAMED["chatml"].text

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from poros.errors import RecipeError, VRAMBudgetError
+from poros.finetune import summary
+from poros.finetune.adapters import adapter_config
 from poros.finetune.trainers import num_warmup_steps
 from poros.recipes.reading import read_recipe
 from poros.reporting.events import read_run
+from poros.utils import devices
 from tests.command import poros_command, text
 from tests.finetune.subjects import announced, recipe_of, run, write_rows
 
@@ -49,6 +53,26 @@ def test_the_summary_before_a_run(case: str, dry: Callable[..., str]) -> None:
     options, wanted = SUMMARIES[case]
     said = dry(**options)
     assert [each for each in wanted if each not in said] == [], said
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [({}, 2**30), ({"memory__vram": "64MiB"}, 2**26), ({"memory__slots": 2}, None)],
+)
+def test_the_free_memory_of_the_gpu_is_the_budget_if_none_is_given(
+    memory: dict[str, Any],
+    expected: int | None,
+    model: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "free_budget", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 3090")
+    source = {"model__source": model, "data__source": data / "text.jsonl"}
+    recipe = recipe_of(**source, **memory)
+    size = summary.Size(row_length=64, num_rows=8, num_steps=1, num_validation=0)
+    plan = summary.planned(recipe, size, adapter_config(recipe), torch.device("cuda"))
+    assert not isinstance(plan, str) and plan.vram_budget == expected
 
 
 WRITTEN: dict[str, tuple[dict[str, Any], list[str]]] = {

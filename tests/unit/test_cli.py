@@ -21,37 +21,14 @@ from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.examples.demo import run_demo
 from poros.gates import tiny
 from poros.planning.cards import CARDS
+from poros.recipes.recipe import settings
 from tests.children import run_python
-from tests.command import poros_command, text
+from tests.command import SLOW, poros_command, run_apart, text
 from tests.comparing import compare_mappings
 
 QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
-SLOW = (
-    *("torch", "numpy", "transformers", "peft", "bitsandbytes", "huggingface_hub"),
-    *("datasets", "trl"),
-)
-
-# Runs commands one after the other in one process, and says after each what came in.
-RUNNER = f"""
-import json, os, sys
-from typer.testing import CliRunner
-from poros.cli.app import app, main
-os.chdir(sys.argv[1])
-os.environ["HF_HUB_OFFLINE"] = "1"
-for arguments in json.loads(sys.argv[2]):
-    result = CliRunner().invoke(app, arguments, env={{"COLUMNS": "400"}})
-    slow = sorted(set({SLOW!r}) & set(sys.modules))
-    print(json.dumps([result.exit_code, result.output, slow]), flush=True)
-"""
 # The command as it is installed.
 MAIN = "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; main()"
-
-
-def run_apart(commands: list[str], cwd: Path) -> list[tuple[int, str, list[str]]]:
-    """Exit code, output and slow modules after each command, in a process of their own."""
-    done = run_python(RUNNER, str(cwd), json.dumps([each.split() for each in commands]))
-    assert done.returncode == 0, done.stderr
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture
@@ -151,6 +128,9 @@ def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> 
     assert options("check")["slots"].default == (policy.slots or MIN_SLOTS)
     assert options("check")["block_size"].default == policy.block_size
     assert options("demo")["steps"].show_default == str(run_demo.__kwdefaults__["num_steps"])
+    for key, setting in settings().items():  # 0 is a default like any other
+        if setting.flag.startswith("--") and setting.default is not None:
+            assert options("finetune")[key.replace(".", "__")].show_default == str(setting.default)
 
 
 def test_a_command_says_nothing_on_the_error_stream() -> None:

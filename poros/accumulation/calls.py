@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from poros.kernels.forwards import has_hooks
-from poros.stream.args import PLAIN, is_shared_mapping, recorded_outputs
+from poros.stream.args import PLAIN, is_empty_mapping, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
 from poros.stream.state import Surroundings
 
@@ -164,7 +164,7 @@ class Calls:
         """Raise ``NotGrouped`` if tensors were edited since layers were first given them."""
         if any(_version(each) != version for each, version in self._given.values()):
             raise NotGrouped("tensors that layers are given, edited in place behind a call")
-        if any(self._mappings):
+        if not all(map(is_empty_mapping, self._mappings)):
             raise NotGrouped("layers share tensors")
 
     def note(self, handed: torch.Tensor | None) -> None:

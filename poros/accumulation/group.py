@@ -311,7 +311,7 @@ class Group:
             self._make_less_room(batch, make_room, error)
         return True
 
-    def enter(self, holder: nn.Module) -> None:
+    def enter(self, holder: nn.Module, given: Sequence[Any]) -> None:
         """The code of the module that holds the layers begins."""
         if torch.is_grad_enabled() and not any(watchers()):
             self._values.enter(holder)

@@ -342,6 +342,7 @@ class MicroBatch:
 
     def finish(self) -> None:
         """Go on to the end."""
+        self._require_unedited()
         self._state.restore()
         self._cuts[-1].is_open = True
         self.code.resume()

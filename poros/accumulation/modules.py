@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from poros.stream.layer_index import values_of
-from poros.stream.namespaces import CONTAINERS, is_like, refill
+from poros.stream.namespaces import CONTAINERS, content_of, is_like, refill
 
 
 class Modules:
@@ -130,7 +130,7 @@ class Outside:
         copies = [each.clone() if each.nbytes <= _SMALL_NUM_BYTES else None for each in buffers]
         return Marks(
             [own.copy() for own in self._owners],
-            [(each, each.copy()) for each in containers if each],
+            [(each, content_of(each)) for each in containers if each],
             [each for each in containers if not each],
             list(zip(buffers, copies, strict=True)),
             [each._version for each in buffers],

@@ -5,7 +5,7 @@ depends on data, is an error then.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType
@@ -86,6 +86,8 @@ class Observer:
         self._num_heads = 0
         self._draws_behind = False
         self._below: list[torch.Tensor] = []
+        self._given: Sequence[Any] = ()
+        """To the module that holds the layers."""
         self._end: Start | None = None
         self._reader = runtime.head
 
@@ -114,7 +116,7 @@ class Observer:
             context.in_place = None
             if self._reader is not None:
                 self._reader.in_place = None
-            self._calls.latest, self._below = None, []
+            self._calls.latest, self._below, self._given = None, [], ()
             self._note_uses(False)
             self._handed = []
         self._conclude()
@@ -124,8 +126,9 @@ class Observer:
         make_room()
         return True
 
-    def enter(self, holder: nn.Module) -> None:
+    def enter(self, holder: nn.Module, given: Sequence[Any]) -> None:
         """Nothing is left out where it is seen what the code does."""
+        self._given = given
 
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a layer."""
@@ -138,6 +141,7 @@ class Observer:
             if not self._outside.is_at(self._marks):
                 self.refuse("the model's code changes the model", may_pass=True)
         if self.reason is not None and not self.may_pass:
+            self._note_uses(False)
             return layer.forward_now(args, kwargs)
         try:
             given = self._calls.require(layer, args, kwargs)
@@ -153,6 +157,12 @@ class Observer:
         if index == 0 and given.requires_grad:
             nodes = nodes_from([given.grad_fn])
             self._below = [node.variable for node in nodes if hasattr(node, "variable")]
+            if (
+                given.is_leaf
+                and given.dtype is torch.float32
+                and torch.is_autocast_enabled(self._device.type)
+            ):
+                self.refuse("a leaf goes into the layers under autocast, which casts it once")
             known = set(map(id, self._trained))
             for each in [*self._below, *([given] if given.is_leaf else [])]:
                 if id(each) not in known and (isinstance(each, nn.Parameter) or has_hooks([each])):
@@ -161,6 +171,7 @@ class Observer:
         found = layer.forward_now(args, kwargs)
         try:
             found = require_hidden_states(found)
+            self._calls.require_unedited()
             if _form(found) != _form(given):
                 raise NotGrouped("hidden states that change their form between layers")
         except NotGrouped as reason:

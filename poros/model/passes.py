@@ -71,7 +71,7 @@ class Passes(ABC):
             if self.captures.begin_pass(layers, is_on, self.num_grouped):
                 self.sizer.recorded()
         if stand_in is not None:
-            stand_in.enter(holder)
+            stand_in.enter(holder, (*args, *kwargs.values()))
 
     def make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Give the blocks the room that suits a micro-batch, before its layers run.

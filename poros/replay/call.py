@@ -30,7 +30,14 @@ from poros.kernels.lazy_tensor import forget
 from poros.replay.graphs import Spec
 from poros.replay.routing import Gradients, differentiate
 from poros.replay.uses import Around, Uses
-from poros.stream.args import PLAIN, RESULTS, is_shared_mapping, like, recorded_outputs
+from poros.stream.args import (
+    PLAIN,
+    RESULTS,
+    is_empty_mapping,
+    is_shared_mapping,
+    like,
+    recorded_outputs,
+)
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput, as_result
@@ -40,7 +47,7 @@ from poros.stream.within import Within
 
 CHECK = "a check"
 """Why a visit runs: somebody looks at it."""
-SHARES = "it leaves tensors for other layers"
+LEAVES = "it leaves values in its modules, or for other layers"
 
 
 class LeafSpec(NamedTuple):
@@ -106,6 +113,7 @@ class LayerCall(Call):
     Attributes:
         tensors: Distinct tensors among the arguments. Empty once autograd keeps them.
         others: These but for the first.
+        mappings: Through which layers share tensors, until it has run.
         offloaded: The first of them, if it waits for the backward on the host.
     """
 
@@ -118,10 +126,10 @@ class LayerCall(Call):
     ) -> None:
         super().__init__(layer, condition)
         tensors: list[torch.Tensor] = []
-        self._mappings = [each for each in (*args, *kwargs.values()) if is_shared_mapping(each)]
+        self.mappings: Sequence[Any] = list(filter(is_shared_mapping, (*args, *kwargs.values())))
 
         def flatten(value: Any, where: str) -> Any:
-            if is_shared_mapping(value) and not value:
+            if is_empty_mapping(value):
                 return EmptySpec(type(value))
             return tree_flatten(value, f"{where} of {layer.name}", tensors)
 
@@ -161,13 +169,9 @@ class LayerCall(Call):
         args = tuple(tree_unflatten(template, tensors) for template in self._args)
         kwargs = {key: tree_unflatten(template, tensors) for key, template in self._kwargs.items()}
         returned = self.layer.run(args, kwargs)
-        if any(is_shared_mapping(each) and each for each in (*args, *kwargs.values())):
-            raise UnsupportedModelError(SHARES)
+        if not all(map(is_empty_mapping, filter(is_shared_mapping, (*args, *kwargs.values())))):
+            raise UnsupportedModelError(LEAVES)
         return self.taken_apart(returned)[1]
-
-    def has_shared(self) -> bool:
-        """Whether it has left something in a mapping that layers share, which was empty."""
-        return any(self._mappings)
 
     def taken_apart(self, returned: Any) -> tuple[Any, list[torch.Tensor]]:
         """What the layer has returned, with places instead of tensors; and these.
@@ -266,7 +270,7 @@ class LayerCall(Call):
         """The same call, which holds nothing of what it was given or has made."""
         found = copy.copy(self)
         found.tensors, found.others, found.offloaded, found._module = (), (), None, None
-        found._mappings = []
+        found.mappings = ()
         return found
 
     def surroundings(self) -> AbstractContextManager[object]:
@@ -364,7 +368,10 @@ class CallFacts:
     def run(self, inputs: Sequence[torch.Tensor], has_graph: bool = True) -> list[torch.Tensor]:
         """The layer on ``inputs``, in the state of the call; within a visit with ``adapters``."""
         with self._call.surroundings(), torch.set_grad_enabled(has_graph):
-            return self._call.run(inputs)
+            results = self._call.run(inputs)
+        if any(each._backward_hooks for each in inputs):
+            raise UnsupportedModelError("it registers hooks on what it is given")
+        return results
 
     def recompute(self, inputs: Sequence[torch.Tensor], leaves_out: bool) -> list[torch.Tensor]:
         """The same as a recomputation.

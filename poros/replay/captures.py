@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
-from poros.replay.call import CHECK, SHARES, CallFacts, LayerCall
+from poros.replay.call import CHECK, LEAVES, CallFacts, LayerCall
 from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
@@ -47,9 +47,11 @@ from poros.replay.routing import Gradients, Tensors
 from poros.replay.rows import Rows
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
+from poros.stream.args import is_empty_mapping
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.context import Kind
+from poros.stream.namespaces import OF_MODULES, bound, contents_of
 from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ recordings take memory that steps of the usual length have filled."""
 _SEVERAL = 3
 _LEAST_REPLAYS = 4
 """From which on a recording was: it takes about as long as two visits that run."""
+_FIRST_USES = 2
+"""Visits of a form in which a layer may leave values in its modules, as bitsandbytes does."""
 _LOOKED_AT = 16
 """Visits of a form that are looked at, each; then those whose number is a power of two."""
 _MOST_RECORDED = 4
@@ -171,13 +175,17 @@ class Captures:
     def _observed(self, call: LayerCall, form: Form, run: Callable[[], Any]) -> Any:
         """Run a call of a form that is not recorded; its backward shows what is to be known."""
         first = torch._C._autograd._get_sequence_nr()
-        returned = run()
-        self._note_visit(form)
-        if form.refusal is None and call.has_shared():
-            self._refuse(call.layer, form, SHARES)
+        number = form.num_visits + 1
         # Seldom, if no backward shows anything: looking at each call would cost each of them.
-        is_due = form.num_visits <= _LOOKED_AT or not form.num_visits & (form.num_visits - 1)
+        is_due = number <= _LOOKED_AT or not number & (number - 1)
         if form.refusal is not None or form.facts is not None or not is_due:
+            self._note_visit(form)
+            return run()
+        returned, left = _seen(call, run)
+        self._note_visit(form)
+        if left and number > _FIRST_USES:
+            self._refuse(call.layer, form, LEAVES, ", ".join(sorted(left)))
+        if left:
             return returned
         try:
             template, results = call.taken_apart(returned)
@@ -207,8 +215,11 @@ class Captures:
         phase = Phase.INFERENCE if form.kind == "inference" else Phase.FORWARD
         results: Any
         if not forward.is_proved:
-            returned = run()
+            returned, left = _seen(call, run)
             self._note_visit(form)
+            if left:
+                self._refuse(call.layer, form, LEAVES, ", ".join(sorted(left)))
+                return returned
             call.note_end()
             with call.layer.weights.occupy(phase), call.ambient.rng.replay():
                 results = forward.run(call.tensors, self.memory)
@@ -218,6 +229,7 @@ class Captures:
             different = different_ones(results, wanted, "result")
             self._settle(call, form, forward, different if same_end else "random numbers")
             return returned
+        call.mappings = ()  # they hold what other layers leave, with its graph
         # Before the forward, which the copy overlaps with.
         kept = call.offload_input() if form.kind == "recomputed" else call.tensors
         with call.layer.weights.occupy(phase):
@@ -446,11 +458,11 @@ class Captures:
         found = []
         for layer in layers:
             forms = self._forms.get(layer.index, {}).values()
-            has_others = any(form.forward is not None for form in forms)
+            in_use = {form.kind for form in forms if form.num_replays}
             for form in forms:
                 least = _LEAST_VISITS
                 if is_group:  # one row of its length in a group, or one of many
-                    is_first = form.forward is not None or not has_others
+                    is_first = form.forward is not None or form.kind not in in_use
                     least = _LEAST_VISITS - 1 if is_first else _LEAST_REPLAYS
                 least += self._num_wasted[layer.index]
                 if form.num_visits >= least and form.refusal is None and form.is_wanting:
@@ -567,3 +579,15 @@ class Captures:
                     form.condition = now
                     form.conditions = (form.kind, *form.conditions[1:])
                     self._forms.setdefault(layer.index, {}).setdefault(form.conditions, form)
+
+
+def _seen(call: LayerCall, run: Callable[[], Any]) -> tuple[Any, set[str]]:
+    """What ``run`` gives, and names of what the layer has left behind: a replay leaves nothing."""
+    spaces = list(map(vars, call.condition.contents.modules()))
+    before, were_empty = list(map(contents_of, spaces)), all(map(is_empty_mapping, call.mappings))
+    returned = run()
+    left = {name for _, name in bound(before, list(map(contents_of, spaces)))} - OF_MODULES
+    if were_empty and not all(map(is_empty_mapping, call.mappings)):
+        left.add("what it was given to share")
+    call.mappings = ()
+    return returned, left

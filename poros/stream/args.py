@@ -41,6 +41,11 @@ def is_shared_mapping(value: Any) -> bool:
     return isinstance(value, UserDict) and type(value).__module__ in modules
 
 
+def is_empty_mapping(value: Any) -> bool:
+    """Such a mapping that holds nothing, nor has anything been bound to it."""
+    return is_shared_mapping(value) and vars(value) == {"data": {}}
+
+
 def copied(value: Any, where: str) -> Any:
     """``value`` with lists and mappings of its own, over the same tensors.
 

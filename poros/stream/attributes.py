@@ -5,8 +5,9 @@ besides tensors. The recomputation has to find the values that the forward has f
 changes by itself as it runs (a counter, a note that a hook takes) says nothing about it and is left
 out, and so are training flags, which are replayed.
 
-Compared are values that nobody can edit in place, and functions. Lists, dictionaries and objects of
-other kinds are not looked into.
+Compared are values that nobody can edit in place, functions, and what is in lists, dictionaries,
+sets and tuples of modules but PEFT's. Objects of other kinds are not looked into, and of
+configurations no containers.
 """
 
 import types
@@ -15,11 +16,14 @@ from itertools import repeat
 from operator import is_not
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from poros.kernels.forwards import PatchedForward
+from poros.stream.adapters import is_adapter_module
 from poros.stream.args import PLAIN
+from poros.stream.namespaces import CONTAINERS, content_of, is_like
 
 _SEEN = (
     *PLAIN,
@@ -42,6 +46,8 @@ _LEFT_OUT = frozenset(
         "unmerge",
     }
 )
+_HELD = (*CONTAINERS, tuple, frozenset)
+_OF_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
 _ROOT = 0
 """Stands for the id of the layer's own ``__dict__``."""
@@ -56,6 +62,8 @@ class Reading(NamedTuple):
 
     places: list[_Place]
     values: tuple[Any, ...]
+    contents: dict[_Place, Any]
+    """Copies of containers."""
 
 
 class Attributes:
@@ -70,6 +78,7 @@ class Attributes:
     def __init__(self, layer: nn.Module) -> None:
         self._layer = weakref.ref(layer)
         self._tables: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._of_modules: list[tuple[int, dict[str, Any]]] = []
         for name, module in layer.named_modules():
             if module is not layer:
                 self._tables[id(module.__dict__)] = (name, module.__dict__)
@@ -77,6 +86,8 @@ class Attributes:
                 if isinstance(value, PretrainedConfig):
                     where = f"{name}.{key}".lstrip(".")
                     self._tables.setdefault(id(value.__dict__), (where, value.__dict__))
+            if module is not layer and not is_adapter_module(module):
+                self._of_modules.append((id(module.__dict__), module.__dict__))
         self._dicts = [table for _, table in self._tables.values()]
         self._own: set[_Place] = set()
         """What the layer has changed by itself."""
@@ -93,6 +104,7 @@ class Attributes:
                 *map(root.get, self._root_keys, repeat(_MISSING)),
                 *map(dict.get, self._owners, self._keys, repeat(_MISSING)),
             ),
+            {place: content_of(table.get(place[1])) for place, table in self._containers},
         )
 
     def changes(self, before: Reading) -> list[str]:
@@ -126,6 +138,12 @@ class Attributes:
         self._places = [*((_ROOT, key) for key in self._root_keys), *places]
         self._owners = [self._tables[number][1] for number, _ in places]
         self._keys = [key for _, key in places]
+        self._containers = [
+            ((number, key), table)
+            for number, table in [(_ROOT, root), *self._of_modules]
+            for key, value in table.items()
+            if type(value) in _HELD and key not in _OF_MODULE and (number, key) not in self._own
+        ]
 
     def _plain_keys(self, number: int, table: dict[str, Any]) -> list[str]:
         return [
@@ -139,10 +157,14 @@ class Attributes:
         return layer.__dict__ if layer is not None else {}
 
     def _differing(self, before: Reading, now: Reading) -> list[tuple[_Place, Any, Any]]:
-        if now.places is before.places and not any(map(is_not, now.values, before.values)):
+        if (
+            now.places is before.places
+            and not any(map(is_not, now.values, before.values))
+            and all(map(is_like, now.contents.values(), before.contents.values()))
+        ):
             return []
-        old = dict(zip(before.places, before.values, strict=True))
-        new = dict(zip(now.places, now.values, strict=True))
+        old = {**dict(zip(before.places, before.values, strict=True)), **before.contents}
+        new = {**dict(zip(now.places, now.values, strict=True)), **now.contents}
         return [
             (place, old.get(place, _MISSING), new.get(place, _MISSING))
             for place in old | new
@@ -156,7 +178,10 @@ class Attributes:
 
 
 def _same(left: Any, right: Any) -> bool:
-    return left is right or (type(left) is type(right) and bool(left == right))
+    if is_like(left, right):
+        return True
+    is_plain = type(left) is type(right) and not isinstance(left, (torch.Tensor, *_HELD))
+    return is_plain and bool(left == right)
 
 
 def _brief(value: Any) -> str:

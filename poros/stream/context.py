@@ -67,7 +67,7 @@ class StandIn(Protocol):
         ``make_room`` has the room made that its micro-batch takes.
         """
 
-    def enter(self, holder: nn.Module) -> None:
+    def enter(self, holder: nn.Module, given: Sequence[Any]) -> None:
         """All is made ready, and the code of the module that holds the layers begins."""
 
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

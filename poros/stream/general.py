@@ -27,7 +27,7 @@ from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.adapters import Recomputation, note_last
@@ -39,7 +39,9 @@ from poros.slots.schedule import Phase
 from poros.stream.args import copied
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
+from poros.stream.offload import as_result
 from poros.stream.proxies import ProxyLeaf
+from poros.stream.staying import StayingState
 from poros.stream.within import SavedTensorHooks, without_collector
 
 
@@ -118,6 +120,7 @@ class RecomputedCall(Call):
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._task: int | None = None
+        self._staying: StayingState | None = None
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -254,7 +257,7 @@ class RecomputedCall(Call):
         args = self._args
         if self._offloaded is not None:
             args = (self._offloaded.fetch(), *args[1:])
-        args, kwargs = copied(args, ""), copied(self._kwargs, "")
+        args, kwargs = _aliases(copied(args, "")), _aliases(copied(self._kwargs, ""))
         # Hooks, and a mode that sees operators, would see tensors without values.
         is_seen = self._is_watched or torch._C._len_torch_dispatch_stack()
         watching = layer.context.watching_graph
@@ -287,6 +290,18 @@ class RecomputedCall(Call):
         noted = partial(contents.attributes.disregard, self.condition.attributes)
         layer.weights.lease(Phase.BACKWARD, noted if self.condition.hooks else None)
         return values
+
+
+def _aliases(value: Any) -> Any:
+    """``value`` with others over the same memory for tensors that need gradients.
+
+    Hooks that the layer registers on what it is given are on that already.
+    """
+    return tree_map_only(
+        torch.Tensor,
+        lambda each: as_result(each, each.is_leaf) if each.requires_grad else each,
+        value,
+    )
 
 
 def _hold(layer: LayerBody, memory: int, _: object) -> None:

@@ -26,7 +26,16 @@ def contents_of(table: Mapping[str, Any]) -> dict[str, Any]:
 def _held(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value, 0 if value.is_inference() else value._version
-    return copy(value) if type(value) in CONTAINERS else value
+    return content_of(value) if type(value) in CONTAINERS else value
+
+
+class InOrder(tuple[Any, ...]):
+    """The elements of a set, in its order, which a copy of it may not have."""
+
+
+def content_of(container: Any) -> Any:
+    """A copy of a container."""
+    return InOrder(container) if isinstance(container, set) else copy(container)
 
 
 @contextmanager
@@ -35,7 +44,7 @@ def put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
     tables = [vars(module) for module in modules]
     before = [table.copy() for table in tables]
     held = [
-        (each, copy(each))
+        (each, content_of(each))
         for table in tables
         for name, each in table.items()
         if type(each) in CONTAINERS and name not in OF_MODULES
@@ -78,10 +87,10 @@ def is_like(one: Any, other: Any) -> bool:
     """Whether both are the same object, equal plain values, or containers of such."""
     if one is other:
         return True
+    if isinstance(one, set) and isinstance(other, InOrder):
+        one = InOrder(one)
     if type(one) is not type(other):
         return False
-    if isinstance(one, set):
-        return bool(one == other)  # a copy may have another order
     if isinstance(one, (tuple, *CONTAINERS)):
         mine, others = _elements(one), _elements(other)
         return len(mine) == len(others) and (

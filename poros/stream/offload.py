@@ -195,11 +195,11 @@ class OffloadedInput:
         self._offloader._free.append(self._buffer)
 
 
-def as_result(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory that needs a gradient, and is no leaf.
+def as_result(tensor: torch.Tensor, is_leaf: bool = False) -> torch.Tensor:
+    """A tensor over the same memory that needs a gradient, and is no leaf unless ``is_leaf``.
 
     As the result of a layer before is: of a leaf, autocast has all modules share one cast.
     """
     with torch.enable_grad():
         leaf = tensor.detach().requires_grad_()
-        return leaf.view_as(leaf)
+        return leaf if is_leaf else leaf.view_as(leaf)

@@ -20,14 +20,14 @@ from poros.errors import ParityError
 from poros.io.digests import checksum
 from poros.model import recorded as chosen
 from poros.model.sizing import ResidencyPlan
-from poros.replay.call import CHECK, SHARES
-from poros.replay.captures import ARGUMENTS, NEW
+from poros.replay.call import CHECK
+from poros.replay.captures import NEW
 from poros.replay.forms import HeldGraphs
 from poros.replay.graphs import Fixed
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
 from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, spoil, train
-from tests.loops import adapted, bf16, build, mlps, same, streamed, trained, training
+from tests.loops import adapted, bf16, build, same, streamed, trained
 from tests.replaced import noted
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
@@ -126,17 +126,6 @@ def test_promised_architectures(architecture: str, policy: dict[str, Any]) -> No
     assert reason is None or reason in captures.eager
 
 
-def test_layers_that_leave_keys_and_values_for_others_run_as_always() -> None:
-    """The first two of six neither leave nor take any, in a mapping that is empty then."""
-    make = partial(training, "gemma4_shared_kv", num_layers=6, dropout=0.0)
-    expected = train(make())
-    model = make()
-    captures, recorder = recorded(model, slots=2)
-    assert same(train(model), expected)
-    assert {SHARES, ARGUMENTS} <= set(captures.eager)
-    assert captures.num_replays > 0 and recorder.num_recorded == 2 * 2
-
-
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("policy", [{}, KEPT, {"offload_boundaries": True}])
 def test_an_input_that_no_norm_has_seen_is_cast_for_each_module(policy: dict[str, Any]) -> None:
@@ -148,53 +137,6 @@ def test_an_input_that_no_norm_has_seen_is_cast_for_each_module(policy: dict[str
     assert same(train(model, around=bf16), expected)
     assert captures.num_replays > 0 and set(captures.eager) <= {NEW, CHECK}
     assert same(train(streamed(make(), **{"slots": 2, **policy}), around=bf16), expected)
-
-
-# What is not replayed, however often it comes.
-
-
-def in_a_list(model: Model, number: int, has_list: bool = True) -> None:
-    """Feed-forwards multiply by a tensor that they hold as a plain attribute."""
-    for mlp in mlps(model):
-        gain = torch.full((64,), 1.5 if number < LATE else 0.5, dtype=torch.bfloat16)
-        if number in (0, LATE):
-            mlp.gain = gain
-        if has_list and number == 0:
-            mlp.others = [gain]
-
-
-def waited_for(mlp: Any, given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    assert float(given.detach().abs().max()) >= 0
-    return result
-
-
-def scaled(mlp: Any, given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    return result * mlp.gain
-
-
-EAGER: dict[str, tuple[Any, Any, str]] = {
-    "the host waits": (waited_for, lambda *_: None, "cannot be recorded"),
-    "an exchanged tensor": (scaled, partial(in_a_list, has_list=False), ""),
-    "an exchanged tensor, in a list": (scaled, in_a_list, ""),
-}
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("which", EAGER)
-def test_feed_forwards_that_are_not_replayed(
-    which: str, policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change, between, reason = EAGER[which]
-    kind = type(mlps(few())[0])
-    genuine = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, x: change(self, x, genuine(self, x)))
-    expected = train(few(), between=between)
-    model = few()
-    captures, _ = recorded(model, **policy)
-    assert same(train(model, between=between), expected)
-    assert captures.num_replays == 0
-    assert any(each.startswith(reason) for each in captures.eager)
 
 
 def test_what_a_backward_has_never_shown_whole_is_not_recorded_until_one_has() -> None:

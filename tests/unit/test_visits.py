@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 # These make views, or no use of the device's memory: random states are compared on the host, and a
 # load is one copy into a part of a slot.
-HARMLESS = {"alias", "detach", "slice", "copy_", "equal"}
+HARMLESS = {"alias", "detach", "slice", "view", "copy_", "equal"}
 
 
 class CountingStreams(EagerStreams):

@@ -47,7 +47,7 @@ _LEFT_OUT = frozenset(
     }
 )
 _HELD = (*CONTAINERS, tuple, frozenset)
-_OF_MODULE = frozenset(vars(nn.Module()))
+_OF_MODULE = frozenset({*vars(nn.Module()), *vars(nn.ParameterDict())})
 _MISSING = object()
 _ROOT = 0
 """Stands for the id of the layer's own ``__dict__``."""

@@ -157,11 +157,8 @@ class Observer:
         if index == 0 and given.requires_grad:
             nodes = nodes_from([given.grad_fn])
             self._below = [node.variable for node in nodes if hasattr(node, "variable")]
-            if (
-                given.is_leaf
-                and given.dtype is torch.float32
-                and torch.is_autocast_enabled(self._device.type)
-            ):
+            is_autocast = torch.is_autocast_enabled(self._device.type)
+            if given.is_leaf and is_autocast and any(given is each for each in self._given):
                 self.refuse("a leaf goes into the layers under autocast, which casts it once")
             known = set(map(id, self._trained))
             for each in [*self._below, *([given] if given.is_leaf else [])]:

@@ -20,6 +20,8 @@ from tests import loops
 from tests.exact.recorded import KEPT, few, gradients, loss_of, on_tapes, recorded, train
 from tests.loops import (
     Model,
+    adapted,
+    bf16,
     layers_of,
     mlps,
     num_groups,
@@ -278,3 +280,30 @@ def test_containers_of_a_layer_that_are_edited(kind: Callable[..., Any]) -> None
     expected = train(resident, between=change)
     captures, _ = recorded(model)
     assert same(train(model, between=change), expected) and captures.num_replays > 0
+
+
+def test_a_tensor_of_ones_own_goes_into_the_layers_under_autocast() -> None:
+    """Which casts a leaf once for all modules of a first layer that has no norm at its input."""
+
+    def in_autocast(model: Model, batch: Any) -> torch.Tensor:
+        with bf16():
+            found: torch.Tensor = model(**batch, use_cache=False).loss / 4
+        return found
+
+    def run(model: Model, together: bool) -> list[Any]:
+        found: list[Any] = []
+        for _ in range(3):
+            own = [torch.randn(1, 12, 64).requires_grad_() for _ in range(4)]
+            labels = torch.arange(12)[None]
+            given = [{"inputs_embeds": each, "labels": labels} for each in own]
+            found += loops.accumulated(model, given, in_autocast, together)
+            found += [each.grad for each in (*own, *loops.trained(model))]
+        return found
+
+    make = partial(adapted, "olmo2", quantize=False, dtype=torch.float32)
+    torch.manual_seed(0)
+    expected = run(make(), together=False)
+    model = on_tapes(make(), slots=2)
+    torch.manual_seed(0)
+    assert same(run(model, together=True), expected)
+    assert "a leaf goes into the layers under autocast" in str(reasons(model))

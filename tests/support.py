@@ -257,3 +257,13 @@ def interpreted(name: str) -> ModuleType:
     if torch.cuda.is_available():
         pytest.skip("with a GPU the kernels run on it: see tests/gpu/test_kernels_on_gpu.py")
     return import_module(name)
+
+
+def leaves_keys_always() -> bool:
+    """Whether layers of Gemma 4 leave keys and values even where none takes them.
+
+    So they do with transformers 5.17: its micro-batches go one after the other.
+    """
+    from transformers import Gemma4TextConfig
+
+    return not hasattr(Gemma4TextConfig, "kv_sharing_modes")

@@ -55,7 +55,7 @@ from tests.loops import (
     training,
 )
 from tests.replaced import Plant, in_place_of
-from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
+from tests.support import AS_PLAIN, AdversarialPrepare, leaves_keys_always, prepare_plain
 from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
 
@@ -117,7 +117,9 @@ PROGRAMS = {
         if name not in ("qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gemma4", *ALONE)
     },
     # Heads differ from layer to layer: what each draws is not known from the first one.
-    "gemma4": of_base("gemma4", dropout=0.0),
+    "gemma4": of_base("gemma4", dropout=0.0)._replace(
+        end="layers share tensors" if leaves_keys_always() else None
+    ),
     **{name: of_base(name, num_layers=4)._replace(end=why) for name, why in ALONE.items()},
     **{
         name: of_base(adapter=name)

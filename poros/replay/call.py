@@ -33,6 +33,7 @@ from poros.replay.uses import Around, Uses
 from poros.stream.args import (
     PLAIN,
     RESULTS,
+    as_result,
     is_empty_mapping,
     is_shared_mapping,
     like,
@@ -40,7 +41,7 @@ from poros.stream.args import (
 )
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.offload import OffloadedInput, as_result
+from poros.stream.offload import OffloadedInput
 from poros.stream.proxies import proxy_leaves
 from poros.stream.rng import RngStash
 from poros.stream.within import Within

@@ -74,3 +74,13 @@ def like(original: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
     """A (named) tuple or a list as ``original``, of other ``parts``."""
     make: Callable[..., Any] = type(original)
     return make(*parts) if hasattr(original, "_fields") else make(parts)
+
+
+def as_result(tensor: torch.Tensor, is_leaf: bool = False) -> torch.Tensor:
+    """A tensor over the same memory that needs a gradient, and is no leaf unless ``is_leaf``.
+
+    As the result of a layer before is: of a leaf, autocast has all modules share one cast.
+    """
+    with torch.enable_grad():
+        leaf = tensor.detach().requires_grad_()
+        return leaf if is_leaf else leaf.view_as(leaf)

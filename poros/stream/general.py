@@ -36,10 +36,9 @@ from poros.kernels.lazy_tensor import forget, values_of
 from poros.kernels.nodes import weakly
 from poros.kernels.sums import sums_of_bits
 from poros.slots.schedule import Phase
-from poros.stream.args import copied
+from poros.stream.args import as_result, copied
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.offload import as_result
 from poros.stream.proxies import ProxyLeaf
 from poros.stream.staying import StayingState
 from poros.stream.within import SavedTensorHooks, without_collector

@@ -27,6 +27,7 @@ from poros.errors import RematerializationError
 from poros.host.layout import BlockLayout
 from poros.host.limits import require_host_memory
 from poros.host.slab import HostSlab
+from poros.stream.args import as_result
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -193,13 +194,3 @@ class OffloadedInput:
         if self._tensor is not None:
             self._streams.abandon(self._tensor, self._copied)
         self._offloader._free.append(self._buffer)
-
-
-def as_result(tensor: torch.Tensor, is_leaf: bool = False) -> torch.Tensor:
-    """A tensor over the same memory that needs a gradient, and is no leaf unless ``is_leaf``.
-
-    As the result of a layer before is: of a leaf, autocast has all modules share one cast.
-    """
-    with torch.enable_grad():
-        leaf = tensor.detach().requires_grad_()
-        return leaf if is_leaf else leaf.view_as(leaf)

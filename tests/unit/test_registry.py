@@ -18,7 +18,7 @@ from poros.gates.kinds import KINDS
 from poros.gates.registry import Outcome, Record, Registry, read_registry
 from poros.gates.report import ParityReport
 from tests.command import poros_command
-from tools import sweep
+from tools import sweep, ways
 
 QUICK = "starcoder2"
 REAL = registry.PATH
@@ -204,3 +204,14 @@ def test_a_process_that_hangs_or_dies_is_recorded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sweep, "make_record", lambda *_: os._exit(3))
     record = sweep._in_process(QUICK, None, 30.0)
     assert record.outcome == "failed" and "exit code 3" in str(record.reason)
+
+
+def test_families_are_looked_at_in_each_way() -> None:
+    """Control: adapters that are others from the beginning."""
+    assert ways.look("qwen2", "cpu").startswith("equal (visits replayed: ")
+
+    def edit(model: Any) -> None:
+        next(each for each in model.parameters() if each.requires_grad).data += 0.01
+
+    found = ways.look("qwen2", "cpu", edit)
+    assert all(f"{way}: " in found for way in ways.WAYS) and "tensors differ" in found

@@ -16,7 +16,7 @@ from tools.adversary import POISON, AdversarialStreams, SlotHazard
 @pytest.mark.slow
 def test_a_warm_step_passes_through_the_files_that_stream() -> None:
     found = {str(path.relative_to(lines.ROOT)) for path in lines.files_run_by(lines.warm_step())}
-    assert found >= {"poros/stream/visit.py", "poros/slots/manager.py", "poros/streams.py"}
+    assert found >= {"poros/stream/visit.py", "poros/slots/manager.py", "poros/eager_streams.py"}
     # What belongs to the first step, or to a run that is not there.
     assert not {"poros/api.py", "poros/self_check/check.py", "poros/finetune/run.py"} & found
 

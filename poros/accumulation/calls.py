@@ -126,8 +126,8 @@ class Calls:
         self.latest: torch.Tensor | None = None
         self._given: dict[int, tuple[torch.Tensor, int]] = {}
         """What layers were given besides hidden states, and its version then, by its id."""
-        self._mappings: list[Any] = []
-        """Through which layers may share tensors; empty."""
+        self._mappings: dict[int, Any] = {}
+        """Through which layers may share tensors, by id; empty."""
 
     def require(
         self, layer: LayerBody, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -164,7 +164,7 @@ class Calls:
         """Raise ``NotGrouped`` if tensors were edited since layers were first given them."""
         if any(_version(each) != version for each, version in self._given.values()):
             raise NotGrouped("tensors that layers are given, edited in place behind a call")
-        if not all(map(is_empty_mapping, self._mappings)):
+        if not all(map(is_empty_mapping, self._mappings.values())):
             raise NotGrouped("layers share tensors")
 
     def note(self, handed: torch.Tensor | None) -> None:
@@ -186,7 +186,7 @@ class Calls:
             raise NotGrouped("layers are given what other layers than the latest have returned")
         if any(each.requires_grad for each in tensors):
             raise NotGrouped("layers are given other tensors that need gradients")
-        self._mappings += filter(is_shared_mapping, values)
+        self._mappings |= {id(each): each for each in values if is_shared_mapping(each)}
         if not all(_is_fixed(each) or is_shared_mapping(each) for each in values):
             raise NotGrouped("layers are given objects that may change")
         self.kind = len(self._kinds)

@@ -127,7 +127,7 @@ class Observer:
         return True
 
     def enter(self, holder: nn.Module, given: Sequence[Any]) -> None:
-        """Nothing is left out where it is seen what the code does."""
+        """Note what the module that holds the layers is given; its code runs as it is."""
         self._given = given
 
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

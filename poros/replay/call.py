@@ -130,7 +130,7 @@ class LayerCall(Call):
         self.mappings: Sequence[Any] = list(filter(is_shared_mapping, (*args, *kwargs.values())))
 
         def flatten(value: Any, where: str) -> Any:
-            if is_empty_mapping(value):
+            if self.mappings and is_empty_mapping(value):
                 return EmptySpec(type(value))
             return tree_flatten(value, f"{where} of {layer.name}", tensors)
 

@@ -82,12 +82,12 @@ class Attributes:
         for name, module in layer.named_modules():
             if module is not layer:
                 self._tables[id(module.__dict__)] = (name, module.__dict__)
+                if not is_adapter_module(module):
+                    self._of_modules.append((id(module.__dict__), module.__dict__))
             for key, value in module.__dict__.items():
                 if isinstance(value, PretrainedConfig):
                     where = f"{name}.{key}".lstrip(".")
                     self._tables.setdefault(id(value.__dict__), (where, value.__dict__))
-            if module is not layer and not is_adapter_module(module):
-                self._of_modules.append((id(module.__dict__), module.__dict__))
         self._dicts = [table for _, table in self._tables.values()]
         self._own: set[_Place] = set()
         """What the layer has changed by itself."""

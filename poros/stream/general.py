@@ -253,10 +253,9 @@ class RecomputedCall(Call):
             if number < len(self._saved) and self._saved[number]() is not None:
                 values[number] = tensor.detach(), _version(tensor)
 
-        args = self._args
+        args, kwargs = _aliases(copied(self._args, "")), _aliases(copied(self._kwargs, ""))
         if self._offloaded is not None:
             args = (self._offloaded.fetch(), *args[1:])
-        args, kwargs = _aliases(copied(args, "")), _aliases(copied(self._kwargs, ""))
         # Hooks, and a mode that sees operators, would see tensors without values.
         is_seen = self._is_watched or torch._C._len_torch_dispatch_stack()
         watching = layer.context.watching_graph

@@ -1,14 +1,14 @@
 """Reads the header of a safetensors file before any tensor is read.
 
 safetensors itself reads and checks it: the tensors fill the file without a hole or an overlap. Only
-their places are computed here, since it gives tensors through a mapping of the file alone, and
-``poros.loaders.shard`` says why none is used. Each defect is a ``CheckpointFormatError`` that names
-the file.
+their places are computed here, since it gives tensors through a mapping of the file alone, which
+would end the process with SIGBUS where a page cannot be read (the disk fails, the file is cut off).
+Each defect is a ``CheckpointFormatError`` that names the file.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from xxhash import xxh3_128
 
 from poros.errors import CheckpointFormatError, HostMemoryError, quoted, reason_of
 from poros.io import strict_json
@@ -52,6 +53,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.
 """The other way round."""
 
 _MAX_PATH = 1000  # characters of a path in a message
+_PIECE_NUM_BYTES = 16 * 2**20  # read and hashed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,6 @@ class Header:
     metadata: dict[str, str]
     num_bytes: int
     """Size of the whole file."""
-    data_offset: int
-    """Offset of the data in bytes; the length field and the JSON come before."""
 
 
 def defect(
@@ -154,6 +154,31 @@ def fill(descriptor: int, target: memoryview, offset: int, file: Path, **of_defe
         )
 
 
+def pieces(memory: memoryview) -> Iterator[memoryview]:
+    """Cut memory into pieces to read."""
+    for start in range(0, len(memory), _PIECE_NUM_BYTES):
+        yield memory[start : start + _PIECE_NUM_BYTES]
+
+
+def scratch(num_bytes: int) -> Iterator[memoryview]:
+    """Yield pieces of so many bytes in all, over the same memory, for what is only hashed."""
+    memory = memoryview(bytearray(min(num_bytes, _PIECE_NUM_BYTES)))
+    for start in range(0, num_bytes, _PIECE_NUM_BYTES):
+        yield memory[: num_bytes - start]
+
+
+def fill_and_hash(
+    descriptor: int, targets: Iterable[memoryview], offset: int, file: Path, **of_defect: str
+) -> str:
+    """``fill`` memory piece by piece; the digest of all bytes (``poros.io.digests``)."""
+    hasher = xxh3_128()
+    for target in targets:
+        fill(descriptor, target, offset, file, **of_defect)
+        hasher.update(target)
+        offset += len(target)
+    return hasher.hexdigest()
+
+
 def read_header(descriptor: int, file: Path) -> Header:
     """Read the header of an open safetensors file.
 
@@ -182,12 +207,12 @@ def read_header(descriptor: int, file: Path) -> Header:
             remedy="run git lfs pull" if is_pointer else "fetch it again",
         ) from error
     lengths = {name: _num_bytes(name, *entry, file) for name, entry in entries.items()}
-    offset = data_offset = size - sum(lengths.values())
+    offset = size - sum(lengths.values())
     tensors = {}
     for name, (kind, shape) in entries.items():
         tensors[name] = TensorEntry(file, DTYPES[kind], shape, offset, lengths[name])
         offset += lengths[name]
-    return Header(file, tensors, metadata, size, data_offset)
+    return Header(file, tensors, metadata, size)
 
 
 def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any]:

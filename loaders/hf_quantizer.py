@@ -27,7 +27,7 @@ from transformers.utils.quantization_config import (
 )
 
 from poros.kernels.nf4 import Format, is_params4bit, own, parts_of, places
-from poros.loaders.quant_state import require_state
+from poros.loaders.settings import describe_error
 from poros.loaders.slab_writer import SlabWriter
 
 
@@ -254,6 +254,11 @@ class _Write(_Operation):
         return weight
 
 
+def _tensors(parts: dict[str, Any]) -> list[torch.Tensor]:
+    """What transformers has read for a tensor, each in a list or not."""
+    return [part[0] if isinstance(part, list) else part for part in parts.values()]
+
+
 class _Deserialize(_Operation):
     """Moves what bitsandbytes' own operation makes to its place."""
 
@@ -268,36 +273,35 @@ class _Deserialize(_Operation):
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any
     ) -> dict[str, Any]:
         with _carrying():
-            self._require_state(full_layer_name, input_dict, model)
-        made = self._inner.convert(
-            input_dict, full_layer_name=full_layer_name, model=model, **kwargs
-        )
-        with _carrying():
+            planned = model.get_parameter_or_buffer(full_layer_name)
+            if is_params4bit(planned) and len(input_dict) == 1:
+                raise self._writer.dense(full_layer_name, *_tensors(input_dict))
+            if not is_params4bit(planned) and len(input_dict) > 1:
+                raise self._writer.packed(full_layer_name)
+            made = self._made(full_layer_name, input_dict, model=model, **kwargs)
             for weight in made.values():
-                if is_params4bit(weight):
-                    planned = model.get_parameter_or_buffer(full_layer_name)
-                    self._writer.require_packed(
-                        full_layer_name, parts_of(weight), weight.quant_state, planned.shape
-                    )
-                    for part, place in places(full_layer_name, weight).items():
-                        if part != "offset":
-                            # Packed bytes may be stored as floats, and as floats they mean nothing.
-                            is_packed = part == "packed"
-                            tensor = self._writer.copy(place.name, place.get(), is_packed=is_packed)
-                            place.put(tensor)
-        return dict(made)
+                if not is_params4bit(weight):
+                    continue
+                quant_type = weight.quant_state.quant_type
+                if quant_type != planned.quant_type:
+                    wanted = f"quantization to {planned.quant_type}, as configured"
+                    raise self._writer.damaged(full_layer_name, wanted, quant_type)
+                self._writer.require_packed(
+                    full_layer_name, parts_of(weight), weight.quant_state, planned.shape
+                )
+                for part, place in places(full_layer_name, weight).items():
+                    if part != "offset":
+                        # Packed bytes may be stored as floats, and as floats they mean nothing.
+                        is_packed = part == "packed"
+                        place.put(self._writer.copy(place.name, place.get(), is_packed=is_packed))
+        return made
 
-    def _require_state(self, name: str, parts: dict[str, Any], model: Any) -> None:
-        planned = model.get_parameter_or_buffer(name)
-        if not is_params4bit(planned):
-            if len(parts) > 1:
-                raise self._writer.packed(name)
-            return
-        tensors = {key: part[0] if isinstance(part, list) else part for key, part in parts.items()}
-        if len(tensors) == 1:
-            raise self._writer.dense(name, *tensors.values())
-        quant_type = str(self.hf_quantizer.quantization_config.bnb_4bit_quant_type)
-        require_state(self._writer.path, name, tensors, quant_type)
+    def _made(self, name: str, parts: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        try:
+            return dict(self._inner.convert(parts, full_layer_name=name, **kwargs))
+        except Exception as error:
+            expected = "a quantization state that bitsandbytes reads"
+            raise self._writer.damaged(name, expected, describe_error(error)) from error
 
     def plain(self, quantizer: Any) -> Any:
         self._inner.hf_quantizer = quantizer

@@ -1,6 +1,5 @@
 """``load``: a checkpoint in host memory, ready to be streamed, with nothing of it on the GPU."""
 
-import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +13,14 @@ import torch
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.host.disk import DiskStore
-from poros.host.layout import BlockLayout, slabs_num_bytes
-from poros.host.limits import require_host_memory
+from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attach_store
-from poros.io.digests import sha256
 from poros.kernels.nf4 import QUANT_TYPES
+from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.build import ONE_AT_A_TIME, fill, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
 from poros.loaders.options import (
-    DTYPES,
     UNSET,
     LoadOptions,
     Unset,
@@ -35,7 +32,6 @@ from poros.loaders.options import (
 from poros.loaders.quantize import Quantizer
 from poros.loaders.renaming import require_floats, require_whole_experts, without_towers
 from poros.loaders.settings import (
-    AUTO_CLASSES,
     configuration,
     generation_settings,
     model_class_of,
@@ -43,12 +39,11 @@ from poros.loaders.settings import (
 )
 from poros.loaders.slab_writer import Allocate, SlabWriter
 from poros.loaders.source import CONFIG, GENERATION, commit_of
-from poros.loaders.store import PLACE, OpenStore, is_store, open_store
-from poros.loaders.store_reader import StoreReader, contents, small_files
+from poros.loaders.store import About, OpenStore, is_store, open_store
+from poros.loaders.store_reader import StoreReader, contents
 from poros.model.inspect import require_language_model
 from poros.model.origin import Origin, origin_of, put_origin
 from poros.model.saving import watch_saving
-from poros.utils.formatting import size
 from poros.utils.logging_setup import show_info_by_default
 from poros.utils.versions import library_versions
 
@@ -59,8 +54,6 @@ if TYPE_CHECKING:
         PreTrainedConfig,
         PreTrainedModel,
     )
-
-logger = logging.getLogger(__name__)
 
 
 def load(
@@ -157,7 +150,7 @@ def load(
         loader = _CheckpointLoader(source, options, quantizing_device(device))
         if store is None:
             return loader.into_memory()
-        place = loader.into_store_unless_there(store)
+        place = loader.into_store(store)
         model = _open(store, budget, options)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     made = origin_of(model) or place  # the bytes are those of the store, wherever it was made
@@ -206,7 +199,7 @@ class _CheckpointLoader:
         attach_store(model, store)
         return model
 
-    def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> Origin:
+    def into_store(self, directory: "str | os.PathLike[str]") -> Origin:
         """Write the store unless it exists; refuse a store of another checkpoint.
 
         Returns:
@@ -214,14 +207,26 @@ class _CheckpointLoader:
         """
         if not is_store(directory):
             try:
-                return self.into_store(directory)
+                return self._write_store(directory)
             except StoreWriteError:
                 if not is_store(directory):
                     raise
                 # Another process has written it meanwhile.
-        return self.require_made_of_it(directory)
+        with self._checkpoint() as checkpoint, open_store(directory) as opened:
+            made = opened.about.origin
+            if made.seen != checkpoint.seen():
+                found = checkpoint.fingerprint()
+                if made.fingerprint != found:
+                    raise defect(
+                        opened.path,
+                        f"expected a store of the checkpoint {found}, found one of "
+                        f"{quoted(made.fingerprint)}",
+                        remedy="open it without a source, or write a store of this checkpoint "
+                        "elsewhere",
+                    )
+            return self._origin(checkpoint)
 
-    def into_store(self, directory: "str | os.PathLike[str]") -> Origin:
+    def _write_store(self, directory: "str | os.PathLike[str]") -> Origin:
         """Write the layers to a store on disk; only the rest of the model is in memory."""
         from poros.loaders.store_writer import StoreWriter
 
@@ -239,40 +244,22 @@ class _CheckpointLoader:
             model, slab_writer, used, dtype = self._read(checkpoint, allocate)
             rest, names = contents(model, slab_writer)
             origin = self._origin(checkpoint)
-            about = {
-                "source": fingerprint.result(),
-                "source_seen": checkpoint.seen(),
-                PLACE: {"source": origin.source, "revision": origin.revision},
-                "quantization": used and used.to_dict(),
-                "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
-                "dtype": dtype_name(dtype),
-                "vision": self._options.vision or "keep",
-                "auto_class": self._options.auto_class,
-                "num_labels": getattr(model.config, "num_labels", None),
+            about = About(
+                origin=replace(origin, fingerprint=fingerprint.result(), seen=checkpoint.seen()),
+                quantization=used and used.to_dict(),
+                is_prequantized=used is not None and model.hf_quantizer.pre_quantized,
+                dtype=dtype_name(dtype),  # type: ignore[arg-type]
+                vision=self._options.vision or "keep",  # type: ignore[arg-type]
+                auto_class=self._options.auto_class,  # type: ignore[arg-type]
+                num_labels=getattr(model.config, "num_labels", None),
                 **names,
-                "versions": library_versions("torch", "transformers", "bitsandbytes"),
-                "device": device_name(self._quantizer.device),
-                "num_threads": torch.get_num_threads(),
-            }
-            writers[0].commit(rest, about, small_files(checkpoint))
+                versions=library_versions("torch", "transformers", "bitsandbytes"),
+                device=device_name(self._quantizer.device),
+                num_threads=torch.get_num_threads(),
+            )
+            files = {**read_auxiliary_files(checkpoint.path), **checkpoint.texts}
+            writers[0].commit(rest, about, files)
             return origin
-
-    def require_made_of_it(self, directory: "str | os.PathLike[str]") -> Origin:
-        """Refuse a store of another checkpoint."""
-        with self._checkpoint() as checkpoint, open_store(directory) as opened:
-            if opened.manifest.about.get("source_seen") != checkpoint.seen():
-                opened.require_source(checkpoint.fingerprint())
-            kept = opened.manifest.files
-            now = {name: sha256(text) for name, text in small_files(checkpoint).items()}
-            changed = sorted(name for name in {*kept, *now} if kept.get(name) != now.get(name))
-            if changed:
-                logger.warning(
-                    "poros: store %s was made when the checkpoint had other files (%s). Opened by "
-                    "itself it has those still; write a new store for the others",
-                    directory,
-                    ", ".join(changed),
-                )
-            return self._origin(checkpoint)
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint.open(self._source, self._options.hub)
@@ -343,92 +330,51 @@ def _open(
     from poros.loaders.hf_quantizer import clean, reading_into
 
     with open_store(directory) as opened:
-        about = opened.manifest.about
+        about = opened.about
         options.require_store(about, quoted(os.fspath(directory)))
-        dtype, used = _made(opened)
-        texts = {
-            name: opened.text(name)
-            for name in (CONFIG, GENERATION)
-            if name in opened.manifest.files
-        }
-        auto_class = about["auto_class"]
+        used = _quantization_of(opened)
+        kept = opened.manifest.files.keys() & {CONFIG, GENERATION}
+        texts = {name: opened.text(name) for name in kept}
         fields = dict(options.fields)
-        if auto_class == "AutoModelForSequenceClassification":
-            fields.setdefault("num_labels", about.get("num_labels"))  # of its head
+        if about.auto_class == "AutoModelForSequenceClassification":
+            fields.setdefault("num_labels", about.num_labels)  # of its head
         config = configuration(opened.path, texts, fields)
         stored_quantization(opened.path, config)
-        model_class, config = model_class_of(config, auto_class)
+        model_class, config = model_class_of(config, about.auto_class)
         generation = generation_settings(opened.path, texts)
-        host = _slabs(opened, budget)
-        reader = StoreReader(opened, host)
-        placeholders = {name: torch.empty(0, 0, dtype=dtype) for name in reader.names()}
+        reader = StoreReader(opened, budget)
         with ONE_AT_A_TIME, quiet(), reading_into(reader, used) as quantization:
-            arguments = {"config": config, "dtype": dtype}
-            model = fill(model_class, reader, quantization, placeholders, arguments)
+            arguments = {"config": config, "dtype": getattr(torch, about.dtype)}
+            model = fill(model_class, reader, quantization, reader.placeholders(), arguments)
         clean(model)
         if used is not None:
-            model.hf_quantizer.pre_quantized = about["is_prequantized"]
+            model.hf_quantizer.pre_quantized = about.is_prequantized
         reader.finish(model)
         _set_generation(model, generation)
     # The former is what PEFT takes for the base of an adapter. The tokenizer, which others look for
     # by the name in the configuration, lies in the store.
     model.name_or_path, model.config.name_or_path = opened.origin.source, os.fspath(directory)
     put_origin(model, opened.origin)
-    attach_store(model, host)
-    if isinstance(host, DiskStore):
-        watch_saving(model, host)
+    attach_store(model, reader.store)
+    if isinstance(reader.store, DiskStore):
+        watch_saving(model, reader.store)
     return model
 
 
-def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
-    """Return the dtype and the quantization of a store."""
+def _quantization_of(opened: OpenStore) -> "BitsAndBytesConfig | None":
+    """Return the quantization of a store, which has a configuration too."""
     from transformers import BitsAndBytesConfig
 
-    about = opened.manifest.about
+    said = opened.about.quantization
     try:
-        dtype = getattr(torch, about["dtype"])
-        used = about["quantization"] and BitsAndBytesConfig.from_dict(about["quantization"])
-        is_told = dtype in DTYPES and isinstance(about["is_prequantized"], bool)
-        if not is_told or CONFIG not in opened.manifest.files:
-            raise ValueError("no dtype or no configuration")
-        if about["auto_class"] not in (None, *AUTO_CLASSES):
-            raise ValueError(f"auto_class {about['auto_class']!r}")
-        if used is not None and used.bnb_4bit_quant_type not in QUANT_TYPES:
-            raise ValueError(f"bnb_4bit_quant_type {used.bnb_4bit_quant_type!r}")
+        used = None if said is None else BitsAndBytesConfig.from_dict(said)
+        is_known = used is None or used.bnb_4bit_quant_type in QUANT_TYPES
+        if not is_known or CONFIG not in opened.manifest.files:
+            raise ValueError("another quantization, or no configuration")
     except Exception as error:
         raise defect(
             opened.path,
             f"expected how it was made, found {quoted(error)}",
             remedy="write the store again",
         ) from error
-    return dtype, used
-
-
-def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
-    """Read the slabs that ``budget`` has room for into memory, and map the others."""
-    layouts = opened.layouts
-    first = len(layouts)
-    while budget is not None and first and slabs_num_bytes(layouts[:first]) > budget:
-        first -= 1
-    what = f"the first layers of {shown(opened.path)}"
-    require_host_memory(slabs_num_bytes(layouts[:first]), what)
-    resident = HostStore.allocate(layouts[:first])
-    opened.read_into(resident)
-    if first == len(layouts):
-        return resident
-    opened.verify_slabs(first)
-    logger.warning(
-        "poros: %d of %d layers stay on the disk, in %s: training reads %s from there in each "
-        "forward and again in each backward pass",
-        len(layouts) - first,
-        len(layouts),
-        shown(opened.slabs),
-        size(slabs_num_bytes(layouts[first:])),
-    )
-    return DiskStore.over_file(
-        resident,
-        opened.slabs,
-        opened.data_offset,
-        layouts,
-        opened.identity,
-    )
+    return used

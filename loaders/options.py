@@ -21,6 +21,8 @@ from poros.utils.devices import default_device, usable_device
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
+    from poros.loaders.store import About
+
 
 class Unset(Enum):
     """The type of ``UNSET``."""
@@ -39,7 +41,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 
-_BY_QUANTIZATION = "pass quantization='nf4' or a 4-bit BitsAndBytesConfig as quantization"
 _SEE = "leave it out, and see device, store and host_budget"
 _REFUSED = {
     "trust_remote_code": "code from a checkpoint is never run; install a release of transformers "
@@ -47,17 +48,13 @@ _REFUSED = {
     "use_safetensors": "a pickle can run code and is never opened; convert the checkpoint to "
     "safetensors",
     "config": "pass the fields that differ, such as rope_parameters={...}",
-    "config_file_name": "name the folder with that config.json",
     "gguf_file": "load the safetensors checkpoint that the GGUF file was made from",
-    "load_in_4bit": _BY_QUANTIZATION,
-    "load_in_8bit": f"8 bits cannot be streamed: {_BY_QUANTIZATION}",
     "torch_dtype": "pass dtype",
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "pass quantization='nf4'"),
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "low_cpu_mem_usage"), _SEE),
-    **dict.fromkeys(("state_dict", "ignore_mismatched_sizes"), _SEE),
-    **dict.fromkeys(("output_loading_info", "tp_plan"), _SEE),
 }
-"""Refused arguments of ``from_pretrained``, with what to do instead. Any other argument that is no
-field of the configuration is refused as such."""
+"""Refused before anything is fetched, with what to do instead. Any other argument that is no field
+of the configuration is refused as such."""
 _HOLDS = {"trust_remote_code": False, "use_safetensors": True, "low_cpu_mem_usage": True}
 """Values of these that hold anyway; None does too."""
 
@@ -140,39 +137,30 @@ class LoadOptions:
                 "the checkpoint that it was made from"
             )
 
-    def require_store(self, about: Mapping[str, Any], where: str) -> None:
+    def require_store(self, about: "About", where: str) -> None:
         """Refuse a store that was made with other options than the ones that are set.
 
         Raises:
             PolicyError: If one contradicts.
         """
-        is_given = not about.get("is_prequantized")
-        dtype = str(about.get("dtype"))
-        expected: dict[str, Any] = {}
-        if self.vision is not None:
-            expected["vision"] = self.vision
-        if self.auto_class is not None:
-            expected["auto_class"] = self.auto_class
+        dtype = about.dtype
+        expected: dict[str, Any] = {"vision": self.vision, "auto_class": self.auto_class}
+        expected = {name: value for name, value in expected.items() if value is not None}
         if isinstance(self.dtype, torch.dtype):
-            expected["dtype"] = dtype = dtype_name(self.dtype)
-        if is_given and self.quantization is not UNSET:
-            made_in = getattr(torch, dtype, None)
-            wanted = self.wanted(made_in if made_in in DTYPES else torch.bfloat16)
+            expected["dtype"] = dtype_name(self.dtype)
+            dtype = expected["dtype"]
+        if self.quantization is not UNSET and not about.is_prequantized:
+            wanted = self.wanted(getattr(torch, dtype))
             expected["quantization"] = wanted and wanted.to_dict()
-        if self.device is not None and about.get("quantization") and is_given:
+        if self.device is not None and about.quantization and not about.is_prequantized:
             expected["device"] = device_name(quantizing_device(self.device))
         for name, value in expected.items():
-            found = about.get(name)
-            if found == value:
-                continue
-            if isinstance(found, dict) and isinstance(value, dict):
-                keys = [key for key in value if value[key] != found.get(key)]
-                found = {key: found.get(key) for key in keys}
-                value = {key: value[key] for key in keys}
-            raise PolicyError(
-                f"store: expected one with {name} {quoted(value)}, found {where} with "
-                f"{quoted(found)}; choose another folder, or pass what it was made with"
-            )
+            found = getattr(about, name)
+            if found != value:
+                raise PolicyError(
+                    f"store: expected one with {name} {quoted(value)}, found {where} with "
+                    f"{quoted(found)}; choose another folder, or pass what it was made with"
+                )
 
     def refuse_for_a_folder(self, source: "str | os.PathLike[str]") -> None:
         """Refuse options of the hub for what lies on this machine.

@@ -26,6 +26,8 @@ from poros.kernels.nf4 import (
     BLOCKSIZES,
     DTYPES,
     MOVING,
+    NESTED_BLOCKSIZE,
+    QUANT_TYPES,
     Format,
     Parts,
     is_4bit,
@@ -36,7 +38,6 @@ from poros.kernels.nf4 import (
     state_of,
 )
 from poros.loaders.header import shown
-from poros.loaders.quant_state import require_codes
 from poros.loaders.quantize import Quantizer, require_finite
 from poros.model.inspect import find_frozen, find_layers
 from poros.model.vision import drop_towers
@@ -194,24 +195,49 @@ class SlabWriter:
         return _copied(tensor, self._target(name, tensor))
 
     def require_packed(self, name: str, parts: Parts, state: Any, shape: Sequence[int]) -> None:
-        """Refuse a 4-bit weight of the checkpoint whose parts do not belong together.
+        """Check a 4-bit weight and its state before any kernel reads it.
+
+        bitsandbytes does not. Its kernels read 16 and 256 entries of the code books whatever their
+        sizes are, and divide by the block size: a wrong state ends the process, or trains on
+        numbers beyond the end of a tensor.
 
         Raises:
             CheckpointFormatError: If a part has not the size that weight and block size ask for, or
                 a code book or scale is not what a kernel takes for granted.
         """
         self._require_shape(name, torch.Size(state.shape), torch.Size(shape))
-        if type(state.blocksize) is not int or state.blocksize not in BLOCKSIZES:
-            raise CheckpointFormatError(
-                f"{self._where(name)}: expected a block size among {BLOCKSIZES}, found "
-                f"{quoted(state.blocksize)}; fetch the checkpoint again"
-            )
+        settings: list[tuple[str, Any, Sequence[Any]]] = [
+            ("a block size", state.blocksize, BLOCKSIZES),
+            ("a type", state.quant_type, QUANT_TYPES),
+            ("a dtype", state.dtype, tuple(DTYPES.values())),
+        ]
+        if state.nested:
+            settings.append(("a block size of scales", state.state2.blocksize, (NESTED_BLOCKSIZE,)))
+            settings.append(("a dtype of scales", state.state2.dtype, (torch.float32,)))
+        for what, found, known in settings:
+            if type(found) is not type(known[0]) or found not in known:
+                raise self.damaged(name, f"{what} among {known}", found)
         storage = parts["packed"].dtype
         form = Format(state.quant_type, state.nested, storage, state.blocksize).form(shape)
-        for part in form:
+        for part, expected in form.items():
+            tensor = parts[part]
             if part in MOVING:
-                self._require_shape(part_name(name, part), parts[part].shape, form[part].shape)
-        require_codes(self._where(name), state, parts, form)
+                self._require_shape(part_name(name, part), tensor.shape, expected.shape)
+            if tensor.dtype != expected.dtype or tensor.numel() != expected.numel():
+                raise self.damaged(
+                    name,
+                    f"{expected.numel()} entries of {expected.dtype} in {part}",
+                    (tensor.dtype, tuple(tensor.shape)),
+                )
+            if part not in MOVING:  # scales are checked where they are kept
+                require_finite(tensor, f"{self._where(name)}.{part}")
+
+    def damaged(self, name: str, expected: str, found: object) -> CheckpointFormatError:
+        """Make the error for a 4-bit weight of the checkpoint that is not whole."""
+        return CheckpointFormatError(
+            f"{self._where(name)}: expected {expected}, found {quoted(found)}; fetch the "
+            "checkpoint again, or load the one that it was made from"
+        )
 
     def finish(self, model: nn.Module) -> None:
         """Move tensors that came another way, and check that all are in their places.

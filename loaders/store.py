@@ -2,15 +2,14 @@
 
 A store is a folder:
 
-    slabs.safetensors   one uint8 tensor per decoder layer: its slab, on a page of the file
+    slabs.bin           the slab of each decoder layer, one after the other, each to the end of its
+                        last page (see "Layers start on pages" in ``poros.host.layout``)
     rest.safetensors    every other tensor of the model by name, and the small constants; in its
-                        metadata what all files must be (``poros.loaders.manifest``)
+                        metadata the manifest, with the digests of everything, and its own SHA-256
     config.json, ...    the source's own small files: settings, tokenizer, licence
 
-The data of ``slabs.safetensors`` are the bytes of the host store, page by page (see "Layers start
-on pages" in ``poros.host.layout``): they are read into memory, or mapped, without being parsed.
-They are a file of their own because a header comes first, and digests are known last: slabs are
-mapped from their file while they are quantized.
+The bytes of ``slabs.bin`` are those of the host store: they are read into memory, or mapped,
+without being parsed.
 
 Note: Nothing is used that was not checked
     Whatever is read is hashed and compared with the manifest, and so are slabs that stay in the
@@ -18,59 +17,94 @@ Note: Nothing is used that was not checked
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 
 from poros.errors import quoted
-from poros.host.layout import BlockLayout, slab_offsets, slabs_num_bytes
+from poros.host.layout import BlockLayout, TensorSpec
 from poros.host.store import HostStore
-from poros.io.digests import (
-    PIECE_NUM_BYTES,
-    Identity,
-    as_bytes,
-    cut,
-    hash_piece,
-    identity_of,
-    join,
-    num_threads,
-    sha256,
-)
+from poros.io.digests import Identity, as_bytes, identity_of, num_threads, sha256
 from poros.io.writing import PARTIAL
-from poros.loaders.header import Header, defect, fill, open_regular, read_at, read_header, shown
-from poros.loaders.limits import MAX_AUXILIARY_NUM_BYTES, read_small
-from poros.loaders.manifest import (
-    REMEDY,
-    REST,
-    SLABS,
-    Manifest,
-    read_manifest,
-    slab_name,
-    slabs_header,
+from poros.loaders.auxiliary_files import is_auxiliary_file
+from poros.loaders.checkpoint import new_bytes
+from poros.loaders.header import (
+    DTYPE_NAMES,
+    Header,
+    TensorEntry,
+    defect,
+    fill_and_hash,
+    open_regular,
+    pieces,
+    read_header,
+    scratch,
 )
-from poros.loaders.shard import new_bytes
+from poros.loaders.limits import MAX_AUXILIARY_NUM_BYTES, read_small
 from poros.model.origin import Origin
 
-PLACE = "source_place"
-"""Key of the place of the checkpoint in the manifest's ``about``."""
+SLABS, REST = "slabs.bin", "rest.safetensors"
+
+FORMAT, VERSION = "poros store", "6"
+
+REMEDY = "write the store again (poros load CHECKPOINT --out DIR)"
+
+Form = tuple[str, list[int]]
+"""Dtype and shape of a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """How a store was made."""
+
+    origin: Origin
+    """The checkpoint that it was made from."""
+    quantization: dict[str, Any] | None
+    """A ``BitsAndBytesConfig``."""
+    is_prequantized: bool
+    """Whether the checkpoint was in 4 bit already."""
+    dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    """That of the tensors that are not quantized."""
+    vision: Literal["keep", "drop"]
+    auto_class: Literal["AutoModel", "AutoModelForSequenceClassification"] | None
+    num_labels: int | None
+    dense: list[str]
+    """Names of the tensors that are not quantized."""
+    weights: dict[str, tuple[Literal["float16", "bfloat16", "float32"], int]]
+    """Dtype and block size of each 4-bit weight."""
+    versions: dict[str, str]
+    device: str
+    num_threads: int
 
 
 @dataclass(frozen=True)
-class Run:
-    """A contiguous run of bytes in a file, and the memory to read it into."""
+class Manifest:
+    """The expected contents of a store's files."""
 
+    layouts: list[list[tuple[str, Form]]]
+    """Of each decoder layer the tensors in its slab, in order."""
+    slabs: list[tuple[Annotated[int, Field(ge=0)], str]]
+    """Bytes and digest of each slab."""
+    rest: dict[str, tuple[Form, str]]
+    """Form and digest of each tensor that is in no slab."""
+    files: dict[str, str]
+    """SHA-256 of the small files of the source, by name."""
+    about: About
+
+
+class _Read(NamedTuple):
+    """Bytes to read from a file, and their digest."""
+
+    targets: Iterable[memoryview]
     offset: int
-    """Offset of the first byte in the file."""
-    parts: Sequence[memoryview]
-    """Memory for the bytes, one part after the other."""
     digest: str
-    """The expected digest (``poros.io.digests``)."""
-    name: str | None = None
-    """A name for messages."""
+    name: str
 
 
 @dataclass(frozen=True)
@@ -80,9 +114,6 @@ class OpenStore:
     path: Path
     """Its folder."""
     manifest: Manifest
-    """The manifest; ``manifest.about`` is how it was made."""
-    data_offset: int
-    """Offset of the first slab in the file ``slabs``, in bytes."""
     identity: Identity
     """Identity of the file ``slabs`` when it was opened."""
     _header: Header
@@ -91,12 +122,22 @@ class OpenStore:
     """Descriptors of slabs and rest."""
 
     @property
-    def layouts(self) -> Sequence[BlockLayout]:
-        return self.manifest.layouts
+    def about(self) -> About:
+        return self.manifest.about
 
     @property
     def slabs(self) -> Path:
         return self.path / SLABS
+
+    @property
+    def starts(self) -> list[int]:
+        """Offset of each slab in its file, and the end of the last."""
+        return list(accumulate((size for size, _ in self.manifest.slabs), initial=0))
+
+    @property
+    def origin(self) -> Origin:
+        """The checkpoint that it was made from, and this store."""
+        return replace(self.about.origin, store=str(self.path))
 
     def rest(self) -> dict[str, torch.Tensor]:
         """Read every tensor that is in no slab, by name.
@@ -104,14 +145,18 @@ class OpenStore:
         Raises:
             CheckpointFormatError: If a read fails, or the file is not what was written.
         """
-        tensors = {
-            name: new_bytes(entry.num_bytes).view(entry.dtype).view(entry.shape)
-            for name, entry in self._header.tensors.items()
-        }
-        parts = [*map(as_bytes, tensors.values())]
-        run = Run(self._header.data_offset, parts, self.manifest.rest_digest)
-        read_checked(self._files[1], self.path / REST, [run])
-        return tensors
+        entries, digests = self._header.tensors, self.manifest.rest
+        flat = {name: new_bytes(entry.num_bytes) for name, entry in entries.items()}
+        self._read(
+            REST,
+            [
+                _Read(pieces(as_bytes(flat[name])), entry.offset, digests[name][1], name)
+                for name, entry in entries.items()
+            ],
+        )
+        for name, entry in entries.items():
+            flat[name] = flat[name].view(entry.dtype).view(entry.shape)
+        return flat
 
     def text(self, name: str) -> bytes:
         """Read a small file of the source, such as ``config.json``.
@@ -119,69 +164,65 @@ class OpenStore:
         Raises:
             CheckpointFormatError: If it is not what was written.
         """
-        file = self.path / name
-        text = read_small(file, MAX_AUXILIARY_NUM_BYTES)
-        require_digest(file, self.manifest.files[name], sha256(text))
+        text = read_small(self.path / name, MAX_AUXILIARY_NUM_BYTES)
+        _require_digest(self.path / name, self.manifest.files[name], sha256(text))
         return text
 
-    def read_into(self, host: HostStore, first: int = 0) -> None:
-        """Fill the slabs of ``host`` with those of the store from ``first`` on.
+    def read_into(self, host: HostStore) -> None:
+        """Fill the slabs of ``host`` with the first ones of the store.
 
         Raises:
             CheckpointFormatError: If a read fails, or a slab is not what was written, by name.
         """
-        starts = slab_offsets(self.layouts)
-        runs = [
-            Run(
-                self.data_offset + starts[index],
-                [slab.padded],
-                self.manifest.slab_digests[index],
-                slab_name(index),
-            )
-            for index, slab in enumerate(host.slabs, first)
-        ]
-        read_checked(self._files[0], self.slabs, runs)
-
-    @property
-    def origin(self) -> Origin:
-        """The checkpoint that it was made from.
-
-        Raises:
-            CheckpointFormatError: If the manifest says nothing that makes sense.
-        """
-        about = self.manifest.about
-        place = about.get(PLACE)
-        record = {
-            **(place if isinstance(place, dict) else {}),
-            "fingerprint": about.get("source"),
-            "seen": about.get("source_seen"),
-            "store": str(self.path),
-        }
-        return Origin.of(record, f"{shown(self.path)}: {PLACE}")
-
-    def require_source(self, fingerprint: str) -> None:
-        """Raise ``CheckpointFormatError`` unless the store was made from that checkpoint."""
-        source = self.manifest.about.get("source")
-        if source != fingerprint:
-            raise defect(
-                self.path,
-                f"expected a store of the checkpoint {fingerprint}, found one of {quoted(source)}",
-                remedy="open it without a source, or write a store of this checkpoint elsewhere",
-            )
+        self._read_slabs(0, [pieces(slab.padded) for slab in host.slabs])
 
     def verify(self) -> None:
         """Read every byte and compare its digest with the manifest; nothing is kept.
 
         Raises:
-            CheckpointFormatError: At the first slab or file that differs, by name.
+            CheckpointFormatError: If a slab or file differs, by name.
         """
         self.rest()
         self.verify_slabs()
 
     def verify_slabs(self, first: int = 0) -> None:
-        """``verify`` for the slabs from ``first`` on alone, one after the other."""
-        for index in range(first, len(self.layouts)):
-            self.read_into(HostStore.allocate(self.layouts[index : index + 1]), index)
+        """``verify`` for the slabs from ``first`` on alone."""
+        self._read_slabs(first, [scratch(size) for size, _ in self.manifest.slabs[first:]])
+
+    def _read_slabs(self, first: int, targets: Sequence[Iterable[memoryview]]) -> None:
+        digests = [digest for _, digest in self.manifest.slabs]
+        self._read(
+            SLABS,
+            [
+                _Read(each, self.starts[index], digests[index], f"slab {index}")
+                for index, each in enumerate(targets, first)
+            ],
+        )
+
+    def _read(self, name: str, reads: Sequence[_Read]) -> None:
+        """Do all reads in several threads, so that the disk is the limit."""
+        descriptor, file = self._files[name == REST], self.path / name
+
+        def read(each: _Read) -> None:
+            found = fill_and_hash(descriptor, each.targets, each.offset, file, remedy=REMEDY)
+            _require_digest(file, each.digest, found, each.name)
+
+        # While some wait for the disk, the others hash.
+        pool = ThreadPoolExecutor(2 * num_threads(), "poros-reading")
+        try:
+            list(pool.map(read, reads))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def form_of(tensor: torch.Tensor | TensorEntry | TensorSpec) -> Form:
+    """Return the form of a tensor as a manifest says it."""
+    return DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+
+
+def forms_of(layouts: Sequence[BlockLayout]) -> list[list[tuple[str, Form]]]:
+    """Return what a manifest says of layouts."""
+    return [[(spec.name, form_of(spec)) for spec in layout.tensors] for layout in layouts]
 
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
@@ -194,7 +235,7 @@ def is_store(directory: str | os.PathLike[str]) -> bool:
 
 @contextmanager
 def open_store(directory: str | os.PathLike[str]) -> Iterator[OpenStore]:
-    """Open a store for the body, and check it: manifest, names, forms and sizes, small files.
+    """Open a store for the body, and check it: manifest, names and sizes, small files.
 
     Args:
         directory: What ``StoreWriter.commit`` returned.
@@ -212,73 +253,76 @@ def open_store(directory: str | os.PathLike[str]) -> Iterator[OpenStore]:
     if not is_store(path):
         raise defect(
             path,
-            f"expected a store (a folder with {SLABS} and {REST}), found {_what(path)}",
+            f"expected a store (a folder with {SLABS} and {REST}), found none there",
             remedy="make one of a checkpoint with `poros load CHECKPOINT --out DIR`",
         )
     with ExitStack() as undo:
         rest, _ = undo.enter_context(open_regular(path / REST))
         header = read_header(rest, path / REST)
-        manifest = read_manifest(header)
+        manifest = _read_manifest(header)
         slabs, status = undo.enter_context(open_regular(path / SLABS))
-        written = slabs_header(manifest.layouts)
-        expected, found = len(written) + slabs_num_bytes(manifest.layouts), status.st_size
-        if found != expected:
-            raise defect(path / SLABS, f"expected {expected} bytes, found {found}", remedy=REMEDY)
-        if read_at(slabs, len(written), 0, path / SLABS) != written:
+        opened = OpenStore(path, manifest, identity_of(status), header, (slabs, rest))
+        if status.st_size != opened.starts[-1]:
             raise defect(
                 path / SLABS,
-                "expected the slabs of the manifest, found another header",
+                f"expected {opened.starts[-1]} bytes, found {status.st_size}",
                 remedy=REMEDY,
             )
-        opened = OpenStore(
-            path,
-            manifest,
-            len(written),
-            identity_of(status),
-            header,
-            (slabs, rest),
-        )
         for name in manifest.files:
             opened.text(name)
         yield opened
 
 
-def read_checked(descriptor: int, file: Path, runs: Sequence[Run]) -> None:
-    """Fill the parts of all runs with several threads, so that the disk is the limit.
+def _read_manifest(header: Header) -> Manifest:
+    """Parse the manifest in the header of ``rest.safetensors``.
 
     Raises:
-        CheckpointFormatError: If a read fails, or a run is not what it has to be.
+        CheckpointFormatError: If there is none, it is of another version, was changed, or
+            contradicts itself.
     """
-
-    def read_piece(piece: list[memoryview], offset: int) -> bytes:
-        for view in piece:
-            fill(descriptor, view, offset, file, remedy=REMEDY)
-            offset += len(view)
-        return hash_piece(piece)
-
-    # While some wait for the disk, the others hash.
-    pool = ThreadPoolExecutor(2 * num_threads(), "poros-reading")
+    file, metadata = header.file, header.metadata
+    found = (metadata.get("format"), metadata.get("version"))
+    if found != (FORMAT, VERSION):
+        raise defect(
+            file,
+            f"expected {FORMAT!r} of version {VERSION}, found {quoted(found[0])} of version "
+            f"{quoted(found[1])}, made by another release or by no Poros",
+            remedy=REMEDY,
+        )
+    text = metadata.get("store", "")
+    if metadata.get("sha256") != sha256(text.encode()):
+        raise defect(
+            file, "expected the manifest that was written, found it changed since", remedy=REMEDY
+        )
     try:
-        submitted = [
-            [
-                pool.submit(read_piece, piece, run.offset + number * PIECE_NUM_BYTES)
-                for number, piece in enumerate(cut(run.parts))
-            ]
-            for run in runs
-        ]
-        for run, pieces in zip(runs, submitted, strict=True):
-            found = join(piece.result() for piece in pieces)
-            require_digest(file, run.digest, found, run.name)
-    finally:
-        pool.shutdown(cancel_futures=True)
+        manifest = TypeAdapter(Manifest).validate_json(text)
+    except ValidationError as error:
+        raise defect(
+            file,
+            f"expected a manifest that makes sense, found {quoted(str(error))}",
+            remedy=REMEDY,
+        ) from error
+    # Of folders only the one that extras may have; nothing here leads out of the store.
+    wrong = [name for name in manifest.files if not _is_inside(name)]
+    forms = {name: form_of(entry) for name, entry in header.tensors.items()}
+    if forms != {name: form for name, (form, _) in manifest.rest.items()}:
+        wrong = sorted(forms)
+    if wrong or len(manifest.layouts) != len(manifest.slabs):
+        raise defect(
+            file,
+            f"expected a manifest of its slabs, tensors and files, found others: {quoted(wrong)}",
+            remedy=REMEDY,
+        )
+    return manifest
 
 
-def require_digest(file: Path, expected: str, found: str, name: str | None = None) -> None:
-    """Refuse bytes whose digest differs from the one they were written with.
+def _is_inside(name: str) -> bool:
+    is_plain = Path(name).name == name and name not in ("", ".", "..")
+    return is_plain or is_auxiliary_file(name)
 
-    Raises:
-        CheckpointFormatError: With file and name.
-    """
+
+def _require_digest(file: Path, expected: str, found: str, name: str | None = None) -> None:
+    """Refuse bytes whose digest differs from the one they were written with."""
     if expected != found:
         raise defect(
             file,
@@ -287,12 +331,3 @@ def require_digest(file: Path, expected: str, found: str, name: str | None = Non
             tensor=name,
             remedy=REMEDY,
         )
-
-
-def _what(path: Path) -> str:
-    """Describe what is there instead of a store."""
-    if not os.path.lexists(path):
-        return "nothing there"
-    if not path.is_dir():
-        return "a file"
-    return "a checkpoint" if (path / "config.json").exists() else "another folder"

@@ -5,6 +5,7 @@ and of each 4-bit weight the few constants that stay on the device. Buffers that
 computes from the configuration are computed again.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,31 +14,33 @@ import torch
 from torch import nn
 
 from poros.errors import quoted
-from poros.host.layout import BlockLayout
+from poros.host.disk import DiskStore
+from poros.host.layout import BlockLayout, slabs_num_bytes
+from poros.host.limits import require_host_memory
 from poros.host.store import HostStore
 from poros.kernels.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
-from poros.loaders.auxiliary_files import read_auxiliary_files
-from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.header import defect
-from poros.loaders.manifest import REMEDY
+from poros.loaders.header import defect, shown
 from poros.loaders.options import dtype_name
 from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import SlabWriter
-from poros.loaders.store import OpenStore
+from poros.loaders.store import REMEDY, OpenStore, forms_of
+from poros.utils.formatting import size
+
+logger = logging.getLogger(__name__)
 
 
 def contents(
     model: nn.Module, slab_writer: SlabWriter
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return what of a loaded model is in no slab, and how to rebuild the model.
+    """Return what of a loaded model is in no slab, and the names that ``About`` has.
 
     Returns:
-        Tensors by name; and as JSON values the names of all dense tensors, and dtype and block size
-        of each 4-bit weight.
+        Tensors by name; and the names of all dense tensors, and dtype and block size of each 4-bit
+        weight.
     """
     rest: dict[str, torch.Tensor] = {}
     dense: list[str] = []
-    weights: dict[str, list[Any]] = {}
+    weights: dict[str, tuple[str, int]] = {}
     loaded = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in loaded:
@@ -46,48 +49,38 @@ def contents(
         if state is None:
             dense.append(name)
         else:
-            weights[name] = [dtype_name(state.dtype), state.blocksize]
+            weights[name] = dtype_name(state.dtype), state.blocksize
         for part, data in part_tensors(name, tensor, with_constants=True).items():
             if not slab_writer.is_placed(part, data):
                 rest[part] = data.detach()
     return rest, {"dense": dense, "weights": weights}
 
 
-def small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the small files that a store keeps, by name."""
-    return {**read_auxiliary_files(checkpoint.path), **checkpoint.texts}
-
-
 class StoreReader(SlabWriter):
-    """Builds a model from an open store, whose slabs were read or mapped."""
+    """Builds a model from an open store, whose first slabs it reads, and maps the others.
+
+    Args:
+        budget: Bytes for the slabs in memory; None reads all.
+    """
 
     gives_all = True
 
-    def __init__(self, opened: OpenStore, host: HostStore) -> None:
+    def __init__(self, opened: OpenStore, budget: int | None) -> None:
         super().__init__(
             opened.path,
             Quantizer(torch.device("cpu")),  # quantizes nothing
-            allocate=self._given,
-            drops_towers=opened.manifest.about.get("vision") == "drop",
+            allocate=self._slabs,
+            drops_towers=opened.about.vision == "drop",
         )
         self._opened = opened
-        self._host = host
+        self._budget = budget
         self._rest = opened.rest()
-        about = opened.manifest.about
-        try:
-            self._dense = {str(name) for name in about["dense"]}
-            self._weights = {
-                name: (DTYPES[dtype], blocksize)
-                for name, (dtype, blocksize) in about["weights"].items()
-            }
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise self._defect(
-                f"expected the names of its tensors, found {quoted(error)}"
-            ) from error
 
-    def names(self) -> list[str]:
-        """List the parameters and buffers that it has."""
-        return [*self._dense, *self._weights]
+    def placeholders(self) -> dict[str, torch.Tensor]:
+        """Return something for each parameter and buffer that it has, for transformers to load."""
+        about = self._opened.about
+        empty = torch.empty(0, 0, dtype=getattr(torch, about.dtype))
+        return {name: empty.clone() for name in (*about.dense, *about.weights)}
 
     def write(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a dense tensor of the store.
@@ -106,12 +99,12 @@ class StoreReader(SlabWriter):
         self, name: str, tensor: torch.Tensor, format: Format, shape: Sequence[int]
     ) -> Any:
         """Return a packed weight of the store, and its state."""
-        if name not in self._weights:
+        if name not in self._opened.about.weights:
             raise self.dense(name, self._part(name))
-        dtype, blocksize = self._weights[name]
+        dtype, blocksize = self._opened.about.weights[name]
         names = sorted(PARTS[f"{name}.offset" in self._rest])
         parts = {part: self._part(part_name(name, part)) for part in names}
-        state = replace(format, blocksize=blocksize).state(parts, shape, dtype)
+        state = replace(format, blocksize=blocksize).state(parts, shape, DTYPES[dtype])
         self.require_packed(name, parts, state, shape)
         return parts["packed"], state
 
@@ -136,19 +129,38 @@ class StoreReader(SlabWriter):
         slab, spec = self._places[name]
         return slab.tensor(spec)
 
-    def _given(self, layouts: Sequence[BlockLayout]) -> HostStore:
-        for index, (expected, found) in enumerate(zip(layouts, self._opened.layouts, strict=False)):
-            if expected != found:
-                differing = set(expected.tensors) ^ set(found.tensors)
-                names = sorted({spec.name for spec in differing})[:3]
+    def _slabs(self, layouts: Sequence[BlockLayout]) -> HostStore:
+        """Compare the model's layouts with the store's; read slabs, and map the others."""
+        opened = self._opened
+        planned, found = forms_of(layouts), opened.manifest.layouts
+        if len(planned) != len(found):
+            raise self._defect(f"expected {len(planned)} layers, found {len(found)}")
+        for index, (expected, each) in enumerate(zip(planned, found, strict=True)):
+            if expected != each:
+                both = (*expected, *each)
+                names = [spec[0] for spec in both if spec not in expected or spec not in each][:3]
                 raise self._defect(
                     f"expected layer {index} as this configuration and this release of "
-                    f"transformers have it, found another form of "
-                    f"{quoted(', '.join(names), is_bare=True) or 'its end'}"
+                    f"transformers have it, found another form of {quoted(names)}"
                 )
-        if len(layouts) != len(self._opened.layouts):
-            raise self._defect(f"expected {len(layouts)} layers, found {len(self._opened.layouts)}")
-        return self._host
+        first = len(layouts)
+        while self._budget is not None and first and opened.starts[first] > self._budget:
+            first -= 1
+        require_host_memory(opened.starts[first], f"the first layers of {shown(opened.path)}")
+        resident = HostStore.allocate(layouts[:first])
+        opened.read_into(resident)
+        if first == len(layouts):
+            return resident
+        opened.verify_slabs(first)
+        logger.warning(
+            "poros: %d of %d layers stay on the disk, in %s: training reads %s from there in each "
+            "forward and again in each backward pass",
+            len(layouts) - first,
+            len(layouts),
+            shown(opened.slabs),
+            size(slabs_num_bytes(layouts[first:])),
+        )
+        return DiskStore.over_file(resident, opened.slabs, layouts, opened.identity)
 
     def _defect(self, found: str, tensor: str | None = None) -> Exception:
         return defect(self._opened.path, found, tensor=tensor, remedy=REMEDY)

@@ -5,21 +5,35 @@ Note: A store is there or not
     renamed: a writer that is killed leaves nothing that opens, and of two writers one waits.
 """
 
+import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from xxhash import xxh3_128
 
 from poros.host.layout import BlockLayout, slabs_num_bytes
 from poros.host.slab import Arena
 from poros.host.store import HostStore
-from poros.io.digests import as_bytes, digest_of, num_threads, sha256
+from poros.io.digests import as_bytes, num_threads, sha256
 from poros.io.writing import partial_folder, put_in_place, writing
-from poros.loaders.manifest import REST, SLABS, Manifest, rest_header, slabs_header
+from poros.loaders.store import (
+    FORMAT,
+    REST,
+    SLABS,
+    VERSION,
+    About,
+    Form,
+    Manifest,
+    form_of,
+    forms_of,
+)
 
 
 class StoreWriter:
@@ -50,43 +64,37 @@ class StoreWriter:
             raise
 
     def commit(
-        self,
-        rest: Mapping[str, torch.Tensor],
-        about: Mapping[str, Any],
-        files: Mapping[str, bytes] | None = None,
+        self, rest: Mapping[str, torch.Tensor], about: About, files: Mapping[str, bytes]
     ) -> Path:
         """Write the remaining files, flush everything, and move the store to its folder.
 
         Args:
             rest: Every tensor that is in no slab, by name, on the CPU.
-            about: What the store holds and who made it, as plain JSON values: source fingerprint,
-                quantization, versions, device, threads.
             files: Small files of the source by name, such as ``config.json``.
 
         Raises:
             StoreWriteError: If the disk is full or another store came first. Nothing is left.
-            ValueError: If ``about`` is not plain JSON.
         """
-        files = files or {}
         try:
-            with writing(self.directory):
+            with writing(self.directory, (OSError, SafetensorError)):
                 for name, text in files.items():
                     (self._partial / name).parent.mkdir(exist_ok=True)
-                    _write(self._partial / name, [text])
+                    (self._partial / name).write_bytes(text)
                 rest = {name: tensor.detach().contiguous() for name, tensor in rest.items()}
-                with ThreadPoolExecutor(max_workers=num_threads()) as pool:
-                    slab_digests = [digest_of([slab.padded], pool) for slab in self.host.slabs]
-                    rest_digest = digest_of([*map(as_bytes, rest.values())], pool)
+                of_rest = described(rest)
+                slabs = [slab.padded for slab in self.host.slabs]
+                with ThreadPoolExecutor(num_threads()) as pool:
+                    digests = list(pool.map(_digest, slabs))
                 manifest = Manifest(
-                    self._layouts,
-                    slab_digests,
-                    rest_digest,
+                    forms_of(self._layouts),
+                    [(len(slab), found) for slab, found in zip(slabs, digests, strict=True)],
+                    of_rest,
                     {name: sha256(text) for name, text in files.items()},
                     about,
                 )
-                os.fsync(self._file)
-                pieces = [rest_header(manifest, rest), *map(as_bytes, rest.values())]
-                _write(self._partial / REST, pieces)
+                save_rest(self._partial, rest, json.dumps(asdict(manifest)))
+                for name in (SLABS, REST, *files):
+                    _flush(self._partial / name)
                 put_in_place(self._partial, self.directory)
                 return self.directory
         finally:
@@ -104,20 +112,33 @@ class StoreWriter:
         self.close()
 
     def _map_slabs(self) -> None:
-        header = slabs_header(self._layouts)
         size = slabs_num_bytes(self._layouts)
-        _write(self._partial / SLABS, [header])
-        self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CLOEXEC)
-        self._undo.callback(os.close, self._file)
-        # A page that found no room later would end the process with a signal.
-        os.posix_fallocate(self._file, 0, len(header) + size)
-        arena = Arena(size, file=self._file, offset=len(header)) if size else Arena(0)
+        descriptor = os.open(self._partial / SLABS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._undo.callback(os.close, descriptor)
+        if size:
+            # A page that found no room later would end the process with a signal.
+            os.posix_fallocate(descriptor, 0, size)
+        arena = Arena(size, file=descriptor) if size else Arena(0)
         self.host = HostStore.over(arena, self._layouts)
 
 
-def _write(file: Path, pieces: Iterable[Any]) -> None:
-    with file.open("xb") as stream:
-        for piece in pieces:
-            stream.write(piece)
-        stream.flush()
-        os.fsync(stream.fileno())
+def save_rest(
+    folder: Path, rest: Mapping[str, torch.Tensor], manifest: str, **metadata: str
+) -> None:
+    """Write ``rest.safetensors`` with a manifest, and the SHA-256 of that."""
+    said = {"format": FORMAT, "version": VERSION, "store": manifest, **metadata}
+    save_file(dict(rest), folder / REST, {**said, "sha256": sha256(manifest.encode())})
+
+
+def described(rest: Mapping[str, torch.Tensor]) -> dict[str, tuple[Form, str]]:
+    """Return what a manifest says of the tensors that are in no slab."""
+    return {name: (form_of(each), _digest(as_bytes(each))) for name, each in rest.items()}
+
+
+def _digest(data: memoryview) -> str:
+    return xxh3_128(data).hexdigest()
+
+
+def _flush(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream)

@@ -76,7 +76,7 @@ def load(
             with open_store(source) as store:
                 store.verify()
                 shown = quoted(source, is_bare=True)
-                typer.echo(f"{shown}: {len(store.layouts)} layers, every byte is as written")
+                typer.echo(f"{shown}: {len(store.manifest.slabs)} layers, every byte is as written")
             return
         with importing():
             from poros.loaders.load import load as load_model

@@ -131,7 +131,6 @@ class DiskStore(HostStore):
         cls,
         resident: HostStore,
         file: Path,
-        data_offset: int,
         layouts: Sequence[BlockLayout],
         identity: Identity,
     ) -> HostStore:
@@ -140,7 +139,6 @@ class DiskStore(HostStore):
         Args:
             resident: The first slabs of ``layouts``, filled; there may be none.
             file: The file of all slabs, each on a page, one after the other.
-            data_offset: Offset of the first slab in the file in bytes, a multiple of a page.
             layouts: Layouts of all layers.
             identity: Identity of the file when it was hashed.
 
@@ -151,7 +149,7 @@ class DiskStore(HostStore):
         first, rest = len(resident.slabs), layouts[len(resident.slabs) :]
         if not any(layout.num_bytes for layout in rest):
             return resident
-        offset = data_offset + slab_offsets(layouts)[first]
+        offset = slab_offsets(layouts)[first]
         opened = SlabFile(file, offset, slabs_num_bytes(rest), identity)
         behind = HostStore.over(opened.arena, rest)
         return cls(

@@ -1,8 +1,7 @@
 """Computes digests of large data, and identities of files that change with each write.
 
-The digest of a file or a slab is XXH3 (128 bits) over the XXH3 of each piece of ``PIECE_NUM_BYTES``
-(the last may be shorter), so that pieces are hashed on several threads, in any order, as they
-arrive. The digest of one tensor is XXH3 of its bytes.
+The digest of a tensor, a slab or a file is XXH3 (128 bits) of its bytes. Hashing releases the
+interpreter lock, so several are hashed at a time.
 
 Note: Accidents, not attacks
     A digest shows whether bytes are those that were written. Anyone who can change a file can
@@ -11,15 +10,14 @@ Note: Accidents, not attacks
 
 Note: Sources, not copies
     While a model is prepared, ``SourceDigests`` hashes the tensors at their source and never at
-    their new place, so that bytes which the move damages differ from the digest. Hashing releases
-    the interpreter lock and runs beside the copies.
+    their new place, so that bytes which the move damages differ from the digest.
 """
 
 import hashlib
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,9 +28,6 @@ from poros.utils.formatting import size
 from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
-
-PIECE_NUM_BYTES = 16 * 2**20
-"""Size of a piece. With another size the same bytes have another digest."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their bytes, to read the bits of an element."""
@@ -60,45 +55,6 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def cut(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The pieces of bytes that lie in several places, each piece as a list of views."""
-    piece: list[memoryview] = []
-    room = PIECE_NUM_BYTES
-    for part in parts:
-        done = 0
-        while done < len(part):
-            piece.append(part[done : done + room])
-            done += len(piece[-1])
-            room -= len(piece[-1])
-            if not room:
-                yield piece
-                piece, room = [], PIECE_NUM_BYTES
-    if piece:
-        yield piece
-
-
-def hash_piece(piece: Iterable[memoryview]) -> bytes:
-    """The digest of one piece. Lets other threads run meanwhile."""
-    hasher = xxh3_128()
-    for view in piece:
-        hasher.update(view)
-    return hasher.digest()
-
-
-def join(hashes: Iterable[bytes]) -> str:
-    """The digest of bytes whose pieces have these hashes, in hexadecimal."""
-    return xxh3_128(b"".join(hashes)).hexdigest()
-
-
-def digest_of(parts: Sequence[memoryview], pool: ThreadPoolExecutor | None = None) -> str:
-    """The digest of bytes that lie in several places, one after the other.
-
-    Args:
-        pool: Hashes the pieces; None hashes them here.
-    """
-    return join((pool.map if pool is not None else map)(hash_piece, cut(parts)))
-
-
 def sha256(text: bytes) -> str:
     """The SHA-256 of a small file or of a text, in hexadecimal."""
     return hashlib.sha256(text).hexdigest()
@@ -111,7 +67,7 @@ def num_threads() -> int:
 
 def digest(tensor: torch.Tensor) -> bytes:
     """The digest of the bytes of a contiguous host tensor."""
-    return hash_piece([as_bytes(tensor)])
+    return xxh3_128(as_bytes(tensor)).digest()
 
 
 class SourceDigests:

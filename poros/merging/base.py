@@ -63,7 +63,7 @@ def base_to_load(saved: SavedAdapter) -> tuple[str, str | None]:
     origin = saved.origin
     if origin is not None and origin.store is not None and is_store(origin.store):
         with open_store(origin.store) as opened:
-            is_same = opened.manifest.about.get("source") == origin.fingerprint
+            is_same = opened.about.origin.fingerprint == origin.fingerprint
         if is_same:
             return origin.store, None
     named = _named(saved)

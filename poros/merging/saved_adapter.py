@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from poros.errors import PorosError, UnsupportedModelError, quoted
+from poros.loaders.checkpoint import Shard
 from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import read_small, require_bounded
 from poros.loaders.settings import AUTO_CLASSES, describe_error
-from poros.loaders.shard import Shard
 from poros.model.origin import RECORD, Origin
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

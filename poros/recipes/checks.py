@@ -95,7 +95,7 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
 
 
 def _is_store(source: str) -> bool:
-    return (Path(source).expanduser() / "slabs.safetensors").is_file()
+    return (Path(source).expanduser() / "slabs.bin").is_file()
 
 
 def _check_data(draft: Draft, recipe: Recipe) -> None:

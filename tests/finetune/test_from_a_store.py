@@ -134,7 +134,7 @@ def test_a_script_saves_the_name_of_the_source(
         saved = SavedAdapter(adapter)
         with open_store(store) as opened:
             assert saved.origin is not None
-            assert saved.origin.fingerprint == opened.manifest.about["source"], how
+            assert saved.origin.fingerprint == opened.about.origin.fingerprint, how
         assert_merged(merge(adapter, tmp_path / f"{how} merged"), base, adapter)
     # The tokenizer is looked for by the name in the configuration, and lies in the store.
     assert made["store"].config.name_or_path == "store" and origin_of(made["store"]) is not None

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from poros.host.layout import BlockLayout, view
 from poros.host.store import HostStore
 from poros.loaders.header import Header, open_regular, read_header
-from poros.loaders.store import OpenStore
+from poros.loaders.store import About, OpenStore
 from poros.loaders.store_writer import StoreWriter
+from poros.model.origin import Origin
 from tests.support import same_bits
 
 MIB = 2**20
@@ -102,7 +103,20 @@ def big_checkpoint(folder: Path, num_mib: int = 8, num_tensors: int = 1) -> Path
 
 # A store of three slabs that is no model's, for what needs no model.
 
-ABOUT = {"source": "a1b2", "quantization": {"quant_type": "nf4"}, "num_threads": 1}
+ABOUT = About(
+    origin=Origin("a1b2"),
+    quantization=None,
+    is_prequantized=False,
+    dtype="bfloat16",
+    vision="keep",
+    auto_class=None,
+    num_labels=None,
+    dense=["norm.weight"],
+    weights={"a": ("bfloat16", 64)},
+    versions={"torch": "2"},
+    device="cpu",
+    num_threads=1,
+)
 FILES = {"config.json": b'{"model_type": "qwen2"}', "generation_config.json": b"{}"}
 
 
@@ -150,23 +164,22 @@ def write_store(
     directory: Path,
     host: HostStore,
     rest: Mapping[str, torch.Tensor],
-    about: Mapping[str, Any],
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes],
 ) -> Path:
     """A store of slabs that are in memory."""
     with StoreWriter(directory, [slab.layout for slab in host.slabs]) as writer:
         for slab, source in zip(writer.host.slabs, host.slabs, strict=True):
             slab.bytes.copy_(source.bytes)
-        return writer.commit(rest, about, files)
+        return writer.commit(rest, ABOUT, files)
 
 
 def write(directory: Path, num_layers: int = 3, seed: int = 0) -> Path:
     """A whole store of these."""
-    return write_store(directory, filled(num_layers, seed), some_rest(), ABOUT, FILES)
+    return write_store(directory, filled(num_layers, seed), some_rest(), FILES)
 
 
 def read(opened: OpenStore) -> HostStore:
-    host = HostStore.allocate(opened.layouts)
+    host = HostStore.allocate(some_layouts(len(opened.manifest.slabs)))
     opened.read_into(host)
     return host
 

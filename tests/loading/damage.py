@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from poros.errors import CheckpointFormatError, PorosError
-from poros.io.digests import digest_of
-from poros.loaders.manifest import FORMAT, REST, VERSION, forms_of, sealed_header
+from poros.loaders.store import REST
+from poros.loaders.store_writer import described, save_rest
 from tests.loading.checkpoints import SECOND, entry, file_bytes, header_of
 
 Break = Callable[[Path], Any]
@@ -168,10 +168,7 @@ def said_in(store: Path) -> Any:
 
 def write_sealed(store: Path, text: str, **metadata: str) -> None:
     """A manifest with the right SHA-256 of whatever it says: no accident, but made up."""
-    header, content = header_of(store / REST), (store / REST).read_bytes()
-    said = {"format": FORMAT, "version": VERSION, "store": text, **metadata}
-    sealed = sealed_header(forms_of(header.tensors), said)
-    (store / REST).write_bytes(sealed + content[header.data_offset :])
+    save_rest(store, load_file(store / REST), text, **metadata)
 
 
 def manifest_text(text: str) -> Break:
@@ -267,16 +264,8 @@ def rest(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
     """Change the tensors of a store that are in no slab, and say so in its manifest."""
 
     def rewrite(folder: Path) -> None:
-        found = load_file(folder / REST)
+        found, said = load_file(folder / REST), said_in(folder)
         change(found)
-        write_rest(folder, said_in(folder), found)
+        save_rest(folder, found, json.dumps(said | {"rest": described(found)}))
 
     return rewrite
-
-
-def write_rest(folder: Path, said: dict[str, Any], found: dict[str, torch.Tensor]) -> None:
-    """Put other tensors into a store that says so."""
-    save_file(found, folder / REST)
-    data = (folder / REST).read_bytes()[header_of(folder / REST).data_offset :]
-    said["rest_digest"] = digest_of([memoryview(data)])
-    write_sealed(folder, json.dumps(said))

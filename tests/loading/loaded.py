@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from poros.gates import tiny
-from poros.host.layout import is_small, slab_offsets
+from poros.host.layout import is_small
 from poros.host.store import attached_store
 from poros.loaders.load import load
 from poros.loaders.store import open_store
@@ -228,7 +228,7 @@ def unplaced(model: Any) -> list[str]:
 def budget_for(store: Path, num_layers: int) -> int:
     """The host budget that holds so many layers of a store."""
     with open_store(store) as opened:
-        return slab_offsets(opened.layouts)[num_layers]
+        return opened.starts[num_layers]
 
 
 def copy_of(path: Path, to: Path, change: Callable[[dict[str, Any]], Any] | None = None) -> Path:

@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 
 from poros.errors import CheckpointFormatError
 from poros.loaders import checkpoint as checkpoint_module
-from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.checkpoint import Checkpoint, Shard
 from poros.loaders.header import TensorEntry
-from poros.loaders.shard import Shard
 from tests.children import run_forked
 from tests.loading.checkpoints import (
     CONFIG,
@@ -223,8 +222,7 @@ import mmap, os, sys
 import torch
 from pathlib import Path
 from poros.errors import CheckpointFormatError
-from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.shard import Shard
+from poros.loaders.checkpoint import Checkpoint, Shard
 with Checkpoint.open(sys.argv[1]) as checkpoint:
     Shard.check_unchanged = lambda shard: None  # the cut comes just after the check
     file, how = Path(sys.argv[1]) / "model.safetensors", sys.argv[2]

@@ -29,11 +29,10 @@ from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.host import disk
 from poros.host.disk import NUM_STAGING, DiskStore
-from poros.host.layout import PAGE_NUM_BYTES, slab_offsets
+from poros.host.layout import PAGE_NUM_BYTES
 from poros.host.store import HostStore, attached_store
 from poros.loaders.load import load
-from poros.loaders.manifest import SLABS
-from poros.loaders.store import OpenStore, open_store
+from poros.loaders.store import SLABS, OpenStore, open_store
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Phase
@@ -71,15 +70,15 @@ class DiskSlots(Slots):
         for block, slab in enumerate(source.slabs):
             (spec,) = slab.layout.tensors
             slab.layout = replace(slab.layout, tensors=(replace(spec, name=f"{block}"),))
+        layouts = [slab.layout for slab in source.slabs]
         write_store(folder / "store", source, {}, {})
         # As a loader opens it: the first layers in memory, the others on the disk.
         with open_store(folder / "store") as opened:
-            resident = HostStore.allocate(opened.layouts[:first])
+            resident = HostStore.allocate(layouts[:first])
             opened.read_into(resident)
-            self.host = DiskStore.over_file(
-                resident, opened.slabs, opened.data_offset, opened.layouts, opened.identity
-            )
-        layouts = [slab.layout for slab in self.host.slabs]
+            made = DiskStore.over_file(resident, opened.slabs, layouts, opened.identity)
+        assert isinstance(made, DiskStore)
+        self.host = made
         self.ring = DeviceRing(layouts, num_slots, streams)
         self.manager = BlockManager(self.host, self.ring, streams)
 
@@ -205,7 +204,7 @@ def test_a_read_error_reaches_the_training_thread(
 
     with monkeypatch.context() as patch:
         reading(patch, fail)
-        with pytest.raises(CheckpointFormatError, match=r"slabs.safetensors.*Input/output error"):
+        with pytest.raises(CheckpointFormatError, match=r"slabs.bin.*Input/output error"):
             slots.train(3)
     slots.train(2)  # the disk is back
 
@@ -232,7 +231,7 @@ def test_a_file_that_was_cut_off_is_not_opened(tmp_path: Path) -> None:
     os.truncate(host.behind.path, host.behind.offset + PAGE_NUM_BYTES)
     layouts, identity = [slab.layout for slab in host.slabs], host.behind.identity
     with pytest.raises(CheckpointFormatError, match="another file"):
-        DiskStore.over_file(HostStore([]), host.behind.path, host.behind.offset, layouts, identity)
+        DiskStore.over_file(HostStore([]), host.behind.path, layouts, identity)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -281,7 +280,7 @@ def flip(store: Path, first: int = 2) -> None:
     """A bit of every layer from ``first`` on."""
     file = store / SLABS
     with open_store(store) as opened:
-        places = [opened.data_offset + at + 300 for at in slab_offsets(opened.layouts)[first:]]
+        places = [at + 300 for at in opened.starts[first:-1]]
     with file.open("r+b") as stream:
         for place in places:
             stream.seek(place)

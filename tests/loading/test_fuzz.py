@@ -28,8 +28,7 @@ from safetensors import SafetensorError, safe_open
 from poros.errors import CheckpointFormatError
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import DTYPES, Header
-from poros.loaders.manifest import REST, read_manifest
-from poros.loaders.store import open_store
+from poros.loaders.store import REST, _read_manifest, open_store
 from tests.loading.checkpoints import file_bytes, header_of, open_files, write
 from tests.loading.damage import said_in, write_sealed
 
@@ -201,16 +200,14 @@ def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:
                     container[last] = value
         write_sealed(store, json.dumps(said))
         try:
-            found = read_manifest(header_of(store / REST))
+            found = _read_manifest(header_of(store / REST))
         except CheckpointFormatError as error:
             assert f"{REST}: " in str(error) and len(str(error)) < 3000
             accepted.append(False)
         else:
             accepted.append(True)
-            for layout in found.layouts:
-                for spec in layout.tensors:
-                    assert min(spec.shape, default=0) >= 0 <= spec.offset
-                    assert spec.offset + spec.num_bytes <= layout.num_bytes
+            assert len(found.slabs) == len(found.layouts)
+            assert all(num_bytes >= 0 for num_bytes, _ in found.slabs)
         # And nothing else, with the files beside it.
         with suppress(CheckpointFormatError), open_store(store):
             pass

@@ -224,18 +224,18 @@ def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path:
     written = poros_command("load", str(checkpoint), "--out", str(store))
     assert written.exit_code == 0, written.output
     refused = poros_command("load", str(checkpoint), "--verify")
-    assert refused.exit_code == BAD_INPUT and "found a checkpoint" in refused.output
+    assert refused.exit_code == BAD_INPUT and "expected a store" in refused.output
     verified = poros_command("load", str(store), "--verify")
     assert verified.exit_code == 0 and "3 layers" in verified.output
     model = poros.load(store)
     expected = poros.load(checkpoint)
     assert compare_mappings(expected.state_dict(), model.state_dict()) == []
-    slabs = store / "slabs.safetensors"
+    slabs = store / "slabs.bin"
     content = bytearray(slabs.read_bytes())
     content[-100] ^= 1
     slabs.write_bytes(content)
     damaged = poros_command("load", str(store), "--verify")
-    assert damaged.exit_code == BAD_INPUT and "slabs.safetensors" in damaged.output
+    assert damaged.exit_code == BAD_INPUT and "slabs.bin" in damaged.output
 
 
 def plan(checkpoint: Path, *options: str) -> Any:

@@ -25,11 +25,12 @@ reads do.
 """
 
 import logging
+import mmap
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +39,9 @@ from typing import Any
 import torch
 
 from poros.errors import CheckpointFormatError
-from poros.host.layout import BlockLayout, slab_offsets, slabs_num_bytes
+from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, slab_offsets, slabs_num_bytes
 from poros.host.slab import Arena, HostSlab, NamedTensor
-from poros.host.store import HostStore, Lender
+from poros.host.store import HostStore
 from poros.io.digests import Identity, identity_of
 from poros.io.reading import read_into
 from poros.streams import Event, StreamContext
@@ -65,11 +66,11 @@ class SlabFile:
     """
 
     def __init__(self, path: Path, offset: int, num_bytes: int, identity: Identity) -> None:
-        self.path, self.offset, self.identity = path, offset, identity
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
+        self.path, self.offset, self._identity = path, offset, identity
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
         self.require_intact()
-        self.arena = Arena(num_bytes, file=self._descriptor, offset=offset, private=True)
+        self.arena = Arena(num_bytes, file=self.descriptor, offset=offset, private=True)
         self._address = torch.frombuffer(self.arena.memory, dtype=torch.uint8).data_ptr()
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -84,20 +85,13 @@ class SlabFile:
         Raises:
             CheckpointFormatError: If it is not.
         """
-        self.require_same(identity_of(os.fstat(self._descriptor)))
-
-    def require_same(self, found: Identity) -> None:
-        """Compare what a file is with what it was.
-
-        Raises:
-            CheckpointFormatError: If another file was read, or one that has changed.
-        """
-        if found[:-1] != self.identity[:-1]:
+        expected, found = self._identity[:-1], identity_of(os.fstat(self.descriptor))[:-1]
+        if found != expected:
             raise CheckpointFormatError(
-                f"{self.path}: expected device, inode, size and time of modification "
-                f"{self.identity[:-1]} as when it was opened, found {found[:-1]}: another file, or "
-                "one that was written to since. Adapters are not affected and can be saved; check "
-                "the disk, or write the store again, and go on from them"
+                f"{self.path}: expected device, inode, size and time of modification {expected} as "
+                f"when it was opened, found {found}: another file, or one that was written to "
+                "since. Adapters are not affected and can be saved; check the disk, or write the "
+                "store again, and go on from them"
             )
 
 
@@ -123,7 +117,7 @@ class DiskStore(HostStore):
         self._reader: _Reader | None = None
 
     @property
-    def lender(self) -> Lender:
+    def lender(self) -> "DiskStore":
         return self
 
     @classmethod
@@ -176,12 +170,15 @@ class DiskStore(HostStore):
         return DiskStore(adopted.slabs, adopted.fallbacks, behind=self.behind)
 
     def start(self, streams: StreamContext) -> None:
-        """Make the reader. Its buffers are part of the memory that ``pin`` page-locks."""
+        """Make the reader; copies will be queued in ``streams``. ``pin`` page-locks its buffers."""
         self._streams = streams
         self._make_staging()
 
     def borrow(self, block: int) -> torch.Tensor:
-        """As ``Lender.borrow``; waits for the reader, and counts for how long.
+        """Return the bytes of a block, (num_bytes,) uint8, to be copied to the device.
+
+        They stay as they are until the event given to ``borrowed_until`` has passed. Waits for the
+        reader, and counts for how long.
 
         Raises:
             CheckpointFormatError: If the block cannot be read. Another try reads again.
@@ -198,10 +195,11 @@ class DiskStore(HostStore):
         return self._lent.bytes[: self.slabs[block].layout.num_bytes]
 
     def borrowed_until(self, block: int, event: Event) -> None:
+        """Note that the copy of what ``borrow`` returned is complete at ``event``."""
         self._take_back(event)
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
-        """Start reading the next blocks into buffers that are free now. Does not wait."""
+        """Start reading the blocks that are borrowed next, into buffers that are free now."""
         if not self._staging:
             return
         wanted: list[int] = []
@@ -321,9 +319,16 @@ class _Reader:
     def __init__(self, behind: SlabFile) -> None:
         self._behind = behind
         self._pool = ThreadPoolExecutor(1, "poros-disk")
-        self._is_direct = True
-        self._descriptor = -1
-        self._close: Callable[[], object] = lambda: None
+        self._descriptor = behind.descriptor
+        try:
+            direct = os.open(
+                f"/proc/self/fd/{behind.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+            )
+            weakref.finalize(self, os.close, direct)
+            os.preadv(direct, [mmap.mmap(-1, PAGE_NUM_BYTES)], behind.offset)
+            self._descriptor = direct
+        except OSError as error:  # some file systems refuse the flag, others the reads
+            logger.debug("poros: %s is read through the page cache: %s", behind.path, error)
 
     def start(self, target: HostSlab, slab: HostSlab) -> Future[None]:
         """Read ``slab``, one of the mapping, into memory of its own, after what was started."""
@@ -334,28 +339,10 @@ class _Reader:
     def close(self) -> None:
         """End the thread, after the read that it is in."""
         self._pool.shutdown(cancel_futures=True)
-        self._close()
 
     def _read(self, memory: memoryview, place: int) -> None:
-        try:
-            self._fill(memory, place)
-        except OSError:
-            if not self._is_direct:
-                raise
-            # Some file systems refuse the flag, others take it and refuse the reads.
-            logger.debug("poros: %s is read through the page cache", self._behind.path)
-            self._is_direct = False
-            self._close()
-            self._descriptor = -1
-            self._fill(memory, place)
-        self._behind.require_same(identity_of(os.fstat(self._descriptor)))
-
-    def _fill(self, memory: memoryview, place: int) -> None:
-        if self._descriptor < 0:
-            flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
-            self._descriptor = os.open(self._behind.path, flags)
-            self._close = weakref.finalize(self, os.close, self._descriptor)
         done = read_into(self._descriptor, memory, place)
+        self._behind.require_intact()
         if done < len(memory):
             raise EOFError(f"the end of the file at {place + done}")
 

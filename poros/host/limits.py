@@ -36,13 +36,13 @@ def host_memory_left(root: Path = Path("/")) -> MemoryLimit | None:
         MemoryLimit(num_bytes, f"the machine has {size(num_bytes)} available")
         for num_bytes in _meminfo(root, "MemAvailable")
     ]
-    return min([*machine, *_control_groups(root)], default=None)
+    return min([*machine, *(left for _, left in _control_groups(root))], default=None)
 
 
 def host_memory() -> int | None:
     """Return the bytes of host memory that this machine and its control groups grant, or None."""
     root = Path("/")
-    whole = [*_meminfo(root, "MemTotal"), *(limit for limit, *_ in _group_limits(root))]
+    whole = [*_meminfo(root, "MemTotal"), *(limit for limit, _ in _control_groups(root))]
     return min(whole, default=None)
 
 
@@ -79,44 +79,25 @@ def _meminfo(root: Path, field: str) -> list[int]:
     return [] if found is None else [1024 * found]
 
 
-def _control_groups(root: Path) -> Iterator[MemoryLimit]:
-    """Yield what the limits of all groups above this process leave."""
-    for limit, usage, reclaimable, shared, path in _group_limits(root):
-        # The page cache counts as used, but goes when memory is needed. What is shared or
-        # in memory files is page cache too, and stays.
-        free = max(limit - usage, 0) + max(reclaimable - shared, 0)
-        yield MemoryLimit(
-            min(free, limit), f"control group {path}: {size(usage)} of {size(limit)} used"
-        )
-
-
-def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:
-    """Yield the groups above this process that have a limit, versions 1 and 2.
-
-    The limit, what is used, page cache in it and what of that is shared, in bytes; and its name.
-    """
-    mounts = root / "sys/fs/cgroup"
+def _control_groups(root: Path) -> Iterator[tuple[int, MemoryLimit]]:
+    """Yield the limit of each group (of version 2) above this process, and what it leaves."""
+    top = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        inside = Path(path.lstrip("/"))
-        if controllers == "":
-            top, maximum, current, reclaimable = mounts, "memory.max", "memory.current", "file"
-        elif "memory" in controllers.split(","):
-            top = mounts / "memory"
-            maximum, current = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            reclaimable = "total_cache"
-        else:
+        if not line.startswith("0::"):
             continue
+        path = line.removeprefix("0::")
+        inside = Path(path.lstrip("/"))
         # In a container the path may be that of the host, and only the top is mounted.
         for group in dict.fromkeys([inside, *inside.parents, Path()]):
-            limit = _number(top / group / maximum)
-            usage = _number(top / group / current)
-            if limit is None or usage is None or limit >= 2**60:
+            limit, usage = (_number(top / group / f"memory.{n}") for n in ("max", "current"))
+            if limit is None or usage is None:
                 continue
             fields = _fields(top / group / "memory.stat")
-            shared = fields.get("total_shmem" if controllers else "shmem", 0)
-            yield limit, usage, fields.get(reclaimable, 0), shared, path
+            # The page cache counts as used, but goes when memory is needed. What is shared or
+            # in memory files is page cache too, and stays.
+            cache = max(fields.get("file", 0) - fields.get("shmem", 0), 0)
+            said = f"control group {path}: {size(usage)} of {size(limit)} used"
+            yield limit, MemoryLimit(min(max(limit - usage, 0) + cache, limit), said)
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -14,40 +14,20 @@ Note: Adoption
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from poros.host.layout import BlockLayout, TensorSpec, slab_offsets, slabs_num_bytes
 from poros.host.slab import Arena, HostSlab, NamedTensor
-from poros.streams import Event, StreamContext
 from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
 
 _ATTACHED = "_poros_store"
-
-
-class Lender(Protocol):
-    """Gives bytes of blocks, to be copied to the device, that may lie on a disk."""
-
-    def start(self, streams: StreamContext) -> None:
-        """Prepare for ``borrow``; ``streams`` is where copies will be queued."""
-
-    def borrow(self, block: int) -> torch.Tensor:
-        """Return the bytes of a block: (num_bytes,), uint8.
-
-        They stay as they are until the event given to ``borrowed_until`` has passed.
-        """
-
-    def borrowed_until(self, block: int, event: Event) -> None:
-        """Note that the copy of what ``borrow`` returned is complete at ``event``."""
-
-    def read_ahead(self, blocks: Iterable[int]) -> None:
-        """Announce the blocks that are borrowed next, in this order."""
 
 
 @dataclass
@@ -62,7 +42,7 @@ class HostStore:
     disk_stall_ms: float = 0.0
     """Time for which training waited for them."""
     lender: ClassVar[Any] = None
-    """Gives the bytes of blocks that are copied, if some are on a disk: a ``Lender``, or None."""
+    """Gives the bytes of blocks that are copied, if some are on a disk: a ``DiskStore``."""
 
     @classmethod
     def allocate(cls, layouts: Sequence[BlockLayout]) -> "HostStore":

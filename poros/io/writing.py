@@ -11,7 +11,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,17 +40,12 @@ def require_file(path: Path, option: str) -> None:
         PolicyError: If it is a folder, a pipe or a device, or nothing can be written beside it.
     """
     try:
-        is_other = path.exists() and not path.is_file()
-        parent = Path(os.path.realpath(path)).parent
+        found = "a folder, a device or a pipe" if path.exists() and not path.is_file() else None
     except (OSError, ValueError) as error:
-        raise PolicyError(
-            f"{option}: expected a file to write, found {_shown(path)}: "
-            f"{quoted(reason_of(error), is_bare=True)}"
-        ) from error
-    if is_other:
-        found = "folder" if path.is_dir() else "device or pipe"
-        raise PolicyError(f"{option}: expected a file to write, found the {found} {_shown(path)}")
-    require_folder(parent, option)
+        found = quoted(reason_of(error), is_bare=True)
+    if found is not None:
+        raise PolicyError(f"{option}: expected a file to write, found {_shown(path)}: {found}")
+    require_folder(Path(os.path.realpath(path)).parent, option)
 
 
 def require_folder(path: Path, option: str) -> None:
@@ -60,16 +54,13 @@ def require_folder(path: Path, option: str) -> None:
     Raises:
         PolicyError: If the system refuses; the message has its reason.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path) as probe:
-            probe.write(bytes(4096))
-    except (OSError, ValueError) as error:
-        reason = reason_of(error)
+    reason = why_not_writable(path)
+    if reason is not None:
         raise PolicyError(
-            f"{option}: expected a folder to write to, found {_shown(path)}: "
-            f"{quoted(reason, is_bare=True)}; choose another"
-        ) from error
+            f"{option}: expected a folder to write to, found {_shown(path)}: {reason}; choose "
+            "another"
+        )
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def why_not_writable(path: Path) -> str | None:
@@ -85,8 +76,9 @@ def why_not_writable(path: Path) -> str | None:
                 break
             except FileNotFoundError:
                 path = path.parent
-        with TemporaryFile(dir=path):
-            return None
+        with TemporaryFile(dir=path) as probe:
+            probe.write(bytes(4096))
+        return None
     except (OSError, ValueError) as error:
         return quoted(reason_of(error), is_bare=True)
 
@@ -103,25 +95,6 @@ def require_empty_folder(path: Path, option: str) -> None:
             "another one, or none to get a fresh temporary folder"
         )
     require_folder(path, option)
-
-
-_ROOM = "make room on that disk, or choose a place on another"
-_RIGHTS = "fix the permissions, or choose a place in which you may write"
-_NEW = "choose a folder that does not exist yet"
-_REMEDIES = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: f"{_ROOM}: your quota is used up",
-    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a file system that "
-    "takes files of that size",
-    errno.ENOENT: "make its parent folder, or choose another",
-    errno.ENOTDIR: "choose a folder whose parent is a folder",
-    errno.EEXIST: _NEW,
-    errno.ENOTEMPTY: _NEW,
-    errno.EACCES: _RIGHTS,
-    errno.EPERM: _RIGHTS,
-    errno.EROFS: _RIGHTS,
-    errno.ENAMETOOLONG: "choose a shorter name",
-}
 
 
 @contextmanager
@@ -142,14 +115,10 @@ def writing(
     except PorosError:
         raise
     except errors as error:
-        reason = reason_of(error)
-        number = getattr(error, "errno", None)
-        if number is None:  # of a library in another language
-            number = next(map(int, re.findall(r"os error (\d+)", reason)), 0)
-        remedy = _REMEDIES.get(number, "make room or fix the permissions, and repeat the command")
         raise StoreWriteError(
             f"{quoted(str(path), is_bare=True, limit=1000)}: expected to write it, found: "
-            f"{quoted(reason, is_bare=True)}{_free(path)}; {remedy}"
+            f"{quoted(reason_of(error), is_bare=True)}{_free(path)}; make room, fix the "
+            "permissions, or choose another place in a folder that exists"
         ) from error
 
 

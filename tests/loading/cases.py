@@ -353,7 +353,9 @@ STORES = [
     loaded("a tensor twice", manifest(lambda s: _first(s, 1, _first(s, 0))), "expected layer 1"),
     loaded("a config of a billion layers", kept_config(num_hidden_layers=10**9), "at most 4096"),
     loaded("a config nested too deeply", kept_config(x=json.loads("[" * 99 + "]" * 99)), "levels"),
-    loaded("a source with escapes", manifest(lambda s: _origin(s).update(fingerprint=ESCAPES)), None),
+    loaded(
+        "a source with escapes", manifest(lambda s: _origin(s).update(fingerprint=ESCAPES)), None
+    ),
     loaded("a config without end", sparse(CONFIG, 10**12), "expected 1 to 268435456 bytes"),
     loaded("dtype of int8", about(dtype="int8"), "manifest that makes sense"),
     loaded("no quantization type", about(quantization={"load_in_4bit": True, "x": 1}), "layer 0"),

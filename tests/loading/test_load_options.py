@@ -246,10 +246,10 @@ def test_quoted_is_bounded(value: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("no/parent", "No such file or directory; make its parent folder"),
-        ("file/store", "Not a directory.*choose a folder whose parent is a folder"),
-        ("x" * 300, "File name too long.*choose a shorter name"),
-        ("full", "is not empty.*choose a folder that does not exist yet"),
+        ("no/parent", "No such file or directory"),
+        ("file/store", "Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("full", "is not empty"),
     ],
 )
 def test_what_to_do_when_a_store_cannot_be_written(
@@ -258,9 +258,8 @@ def test_what_to_do_when_a_store_cannot_be_written(
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").touch()
-    with pytest.raises(StoreWriteError, match=says) as caught:
+    with pytest.raises(StoreWriteError, match=f"{says}.*choose another place"):
         load(sound, store=tmp_path / place)
-    assert "make room" not in str(caught.value)
     there = sorted(str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*"))
     assert there == ["file", "full", "full/precious"]
 

@@ -77,7 +77,7 @@ WRONG: list[tuple[str, str]] = [
     ("load model --out file", "--out: expected a new folder, found the file"),
     ("check nowhere", "MODEL_DIR: expected a checkpoint folder with a config.json"),
     ("check model --slots 1", "slots: expected an integer of at least 2"),
-    ("check --architecture qwen2 --out .", "--out: expected a file to write, found the folder"),
+    ("check --architecture qwen2 --out .", "--out: expected a file to write, found"),
     ("check", "give either MODEL_DIR or --architecture NAME"),
     ("check --registered --adapter vera", "--registered lists recorded results"),
     ("demo --device abacus", "'abacus' is not one of"),

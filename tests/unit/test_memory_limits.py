@@ -13,7 +13,6 @@ from poros.host.limits import (
 )
 
 GIB = 2**30
-LIMIT, USAGE = ("max", "limit_in_bytes"), ("current", "usage_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,15 @@ class Machine:
     cgroup: str = "0::/"
     groups: dict[str, tuple[object, int, str]] = field(default_factory=dict)
     """By path: limit, usage (in bytes), and the text of memory.stat."""
-    version: int = 2
 
     def write(self, root: Path) -> Path:
         write(root, "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable: {self.available * 2**20} kB\n")
         write(root, "proc/self/cgroup", self.cgroup + "\n")
         write(root, "proc/sys/kernel/osrelease", "6.8.0-generic\n")
-        above, at = ("" if self.version == 2 else "memory/"), self.version == 1
         for path, (limit, usage, stat) in self.groups.items():
-            folder = f"sys/fs/cgroup/{above}{path}".rstrip("/")
-            write(root, f"{folder}/memory.{LIMIT[at]}", f"{limit}")
-            write(root, f"{folder}/memory.{USAGE[at]}", f"{usage}")
+            folder = f"sys/fs/cgroup/{path}".rstrip("/")
+            write(root, f"{folder}/memory.max", f"{limit}")
+            write(root, f"{folder}/memory.current", f"{usage}")
             write(root, f"{folder}/memory.stat", stat)
         return root
 
@@ -69,16 +66,6 @@ MACHINES = [
     ),
     *map(tightest, (0, 1, 2)),
     Machine("the host's path inside", 3, cgroup="0::/docker/0123abcd", groups={"": group(4, 1)}),
-    Machine(
-        "version 1",
-        3,
-        cgroup="5:cpu,cpuacct:/x\n4:memory:/job\n1:name=systemd:/",
-        groups={
-            "": (2**63 - 4096, 50 * GIB, ""),
-            "job": group(8, 7, f"total_cache {3 * GIB}\ntotal_shmem {1 * GIB}\n"),
-        },
-        version=1,
-    ),
     Machine("over the limit", 0, groups={"": group(2, 3)}),
 ]
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+import poros
 from poros.errors import PorosError
 from poros.gates.reference import (
     TrainingSpec,
@@ -70,7 +71,9 @@ def run_parity(
     prepare = prepare or poros_prepare()
     try:
         model = make_model()
-        report.environment = environment(_device_of(model))
+        report.environment = environment(
+            next(each.device for each in model.parameters() if each.requires_grad)
+        )
         start = start_digests(model)
         resident = run_arm(model if as_resident is None else as_resident(model))
     except PorosError:
@@ -93,7 +96,9 @@ def run_parity(
         streamed = run_arm(model)
         unstreamed = None
         if not is_control:
-            report.stats = _runtime_stats(model)
+            runtime = poros.runtime(model)
+            shape = {"num_blocks": runtime.num_blocks, "num_slots": runtime.num_slots}
+            report.stats = plain({**shape, **runtime.stats()})
             unstreamed = _unstreamed(model, spec.num_steps * spec.accumulation)
     except Exception as error:
         return _failed(report, "streamed", error)
@@ -156,7 +161,6 @@ def _vacuity(resident: Trajectory) -> str | None:
 
 def _unstreamed(model: torch.nn.Module, num_passes: int) -> str | None:
     """Say what of the second arm was not streamed in so many passes; None if all of it was."""
-    from poros.api import runtime
     from poros.model.inspect import find_layers
     from poros.stream.boundary import is_streamed
 
@@ -164,26 +168,15 @@ def _unstreamed(model: torch.nn.Module, num_passes: int) -> str | None:
     resident = sum(not is_streamed(layer) for layer in layers)
     if resident:
         return f"{resident} of {len(layers)} decoder layers of the streamed arm were not streamed"
-    model_runtime = runtime(model)
-    num_loads = model_runtime.stats()["num_loads"]
-    if model_runtime.policy.self_check != "off":
+    runtime = poros.runtime(model)
+    num_loads, num_blocks = runtime.stats()["num_loads"], runtime.num_streamed_blocks
+    if runtime.policy.self_check != "off":
         return None  # which loads blocks for itself
-    num_blocks = model_runtime.num_streamed_blocks
     # The first forward loads every block. Each later pass finds those in the slots at its turn.
-    num_later = 2 * num_passes - 1
-    expected = num_blocks + num_later * (num_blocks - model_runtime.num_slots)
+    expected = num_blocks + (2 * num_passes - 1) * (num_blocks - runtime.num_slots)
     if num_loads != expected:
         return f"the streamed arm loaded {num_loads} blocks, a zigzag loads {expected}"
     return None
-
-
-def _runtime_stats(model: torch.nn.Module) -> dict[str, Any]:
-    """Counters and sizes of the model's runtime."""
-    from poros.api import runtime
-
-    model_runtime = runtime(model)
-    shape = {"num_blocks": model_runtime.num_blocks, "num_slots": model_runtime.num_slots}
-    return plain({**shape, **model_runtime.stats()})
 
 
 def _release_memory() -> None:
@@ -191,10 +184,3 @@ def _release_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            return parameter.device
-    raise ValueError("expected a model with trainable adapters, found no trainable parameter")

@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.arms import Prepare, poros_prepare, run_parity
 from poros.gates.kinds import attach, kind_of
 from poros.gates.reference import TrainingSpec
 from poros.gates.report import ParityReport, plain, render
-from poros.loaders.header import shown
 from poros.utils.devices import default_device
 
 AS_COMPARED = {"loss": "reference", "adapter_kernels": "fused"}
@@ -103,7 +101,7 @@ def check_model_dir(
     of 64 tokens.
 
     Args:
-        path: Folder with ``config.json`` and safetensors; nothing is downloaded.
+        path: Folder with ``config.json`` and safetensors.
         adapter: As in ``check_architecture``.
         prepare: As in ``check_architecture``.
         **policy: Fields of ``StreamingPolicy``.
@@ -117,12 +115,6 @@ def check_model_dir(
     from poros.loaders.source import find_config
 
     path, device, row = Path(path), default_device().type, kind_of(adapter)
-    if not (path / "config.json").is_file():
-        raise UnsupportedModelError(
-            "expected a checkpoint folder with a config.json, found none at "
-            f"{shown(path)}; to check an architecture instead of a checkpoint, use "
-            "`poros check --architecture NAME`"
-        )
     build = {"rank": 16, "dropout": 0.05, "seed": 0}
 
     def make_model() -> torch.nn.Module:

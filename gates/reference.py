@@ -83,16 +83,16 @@ class Trajectory:
             where = f"step {step.index}"
             for micro, loss in enumerate(step.losses):
                 yield Entry("loss", f"{where}, loss of micro-batch {micro}", loss)
-            for name, tensor in step.gradients.items():
-                yield Entry("gradients", f"{where}, gradient of {name}", tensor)
-            if step.grad_norm is not None:
-                yield Entry("grad norm", f"{where}, grad norm", step.grad_norm)
-            for name, tensor in step.weights.items():
-                yield Entry("adapter weights", f"{where}, weight {name}", tensor)
-            for name, tensor in step.exp_avg.items():
-                yield Entry("exp_avg", f"{where}, exp_avg of {name}", tensor)
-            for name, tensor in step.exp_avg_sq.items():
-                yield Entry("exp_avg_sq", f"{where}, exp_avg_sq of {name}", tensor)
+            norms = {} if step.grad_norm is None else {"grad norm": step.grad_norm}
+            for quantity, what, found in (
+                ("gradients", "gradient of ", step.gradients),
+                ("grad norm", "", norms),
+                ("adapter weights", "weight ", step.weights),
+                ("exp_avg", "exp_avg of ", step.exp_avg),
+                ("exp_avg_sq", "exp_avg_sq of ", step.exp_avg_sq),
+            ):
+                for name, tensor in found.items():
+                    yield Entry(quantity, f"{where}, {what}{name}", tensor)
         for name, tensor in self.rng_end_state.items():
             yield Entry("RNG end state", f"end, RNG state of {name}", tensor)
         yield from self.extras
@@ -135,17 +135,9 @@ def train(
             f"expected trainable parameters and batches, found {len(trained)} parameters and "
             f"{len(batches)} batches; attach an adapter before training"
         )
-    device = next(iter(trained.values())).device
+    device, dtype = next(iter(trained.values())).device, spec.autocast_dtype
     on_gpu = device.type != "cpu"
-    optimizer = torch.optim.AdamW(
-        trained.values(),
-        lr=spec.lr,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.01,
-        foreach=False,
-        fused=False,
-    )
+    optimizer = torch.optim.AdamW(trained.values(), lr=spec.lr, foreach=False, fused=False)
     trajectory = Trajectory()
     python_state = random.getstate()
     with torch.random.fork_rng(devices=[device] if on_gpu else [], device_type=device.type):
@@ -157,15 +149,27 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             for micro in range(spec.accumulation):
                 batch = batches[(index * spec.accumulation + micro) % len(batches)]
-                record.losses.append(_backward(model, batch, device, spec))
-            _finish_step(record, trained, optimizer, spec.max_grad_norm)
+                inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+                with nullcontext() if dtype is None else torch.autocast(device.type, dtype):
+                    loss = model(**inputs).loss
+                (loss / spec.accumulation).backward()
+                record.losses.append(snapshot(loss))
+            record.gradients = {
+                name: snapshot(each.grad) for name, each in trained.items() if each.grad is not None
+            }
+            norm = torch.nn.utils.clip_grad_norm_(
+                trained.values(), spec.max_grad_norm, foreach=False
+            )
+            record.grad_norm = snapshot(norm)
+            optimizer.step()
+            state = adapter_state(trained, optimizer.state)
+            record.weights, record.exp_avg, record.exp_avg_sq = state
             _reallocate_ranks(model, index, record.weights, trained)
             trajectory.steps.append(record)
         trajectory.rng_end_state["cpu"] = torch.get_rng_state()
         if on_gpu:
-            trajectory.rng_end_state[device.type] = torch.get_device_module(device).get_rng_state(
-                device
-            )
+            generator = torch.get_device_module(device)
+            trajectory.rng_end_state[device.type] = generator.get_rng_state(device)
     random.setstate(python_state)
     return trajectory
 
@@ -222,42 +226,13 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _backward(
-    model: torch.nn.Module,
-    batch: Mapping[str, torch.Tensor],
-    device: torch.device,
-    spec: TrainingSpec,
-) -> torch.Tensor:
-    """Accumulate the gradients of one micro-batch and return its loss."""
-    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    dtype = spec.autocast_dtype
-    with nullcontext() if dtype is None else torch.autocast(device.type, dtype):
-        loss = model(**inputs).loss
-    (loss / spec.accumulation).backward()
-    return snapshot(loss)
-
-
-def _finish_step(
-    record: StepRecord,
-    trained: Mapping[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    max_grad_norm: float,
-) -> None:
-    """Clip, step, and record gradients, norm, weights and moments."""
-    record.gradients = {n: snapshot(p.grad) for n, p in trained.items() if p.grad is not None}
-    norm = torch.nn.utils.clip_grad_norm_(trained.values(), max_grad_norm, foreach=False)
-    record.grad_norm = snapshot(norm)
-    optimizer.step()
-    record.weights, record.exp_avg, record.exp_avg_sq = adapter_state(trained, optimizer.state)
-
-
 def _reallocate_ranks(
     model: torch.nn.Module,
     index: int,
     weights: dict[str, torch.Tensor],
     trained: Mapping[str, torch.nn.Parameter],
 ) -> None:
-    """Let AdaLoRA cut ranks, as its users have to after each step, and record what it leaves."""
+    """Let AdaLoRA cut ranks, as its users do after each step, and record what it leaves."""
     reallocate = getattr(getattr(model, "base_model", None), "update_and_allocate", None)
     if callable(reallocate):
         reallocate(index)

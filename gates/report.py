@@ -28,46 +28,32 @@ class ComparisonStats:
     num_elements: int = 0
     num_differing_tensors: int = 0
     num_differing_elements: int = 0
-    first_difference: Difference | None = None
-
-    def add(self, num_elements: int, difference: Difference | None) -> None:
-        self.num_tensors += 1
-        self.num_elements += num_elements
-        if difference is None:
-            return
-        self.num_differing_tensors += 1
-        self.num_differing_elements += difference.num_differing or 0
-        self.first_difference = self.first_difference or difference
 
 
 @dataclass
 class ParityReport:
-    """The outcome of one parity check.
-
-    Attributes:
-        subject: What was checked: an architecture's name or a checkpoint's folder.
-        settings: Everything that a repetition needs, as plain values.
-        tallies: Statistics of each compared quantity, in the order of the comparison.
-        differences: The first differences; ``num_differences`` counts all of them.
-        error: Why the comparison is incomplete or proves nothing; None otherwise.
-        traceback: The traceback behind ``error``, when an exception is behind it.
-        resident_repeats: Whether a second resident run equalled the first; None when not tried. It
-            is tried only after a difference: False means that this machine does not repeat its own
-            results, so the difference need not come from streaming.
-        stats: Counters of the streamed arm's runtime after its run.
-        environment: Versions, device and settings that bits can depend on.
-    """
+    """The outcome of one parity check."""
 
     subject: str
+    """What was checked: an architecture's name or a checkpoint's folder."""
     settings: dict[str, Any] = field(default_factory=dict)
+    """Everything that a repetition needs, as plain values."""
     tallies: dict[str, ComparisonStats] = field(default_factory=dict)
+    """Statistics of each compared quantity, in the order of the comparison."""
     differences: list[Difference] = field(default_factory=list)
+    """The first differences; ``num_differences`` counts all of them."""
     num_differences: int = 0
     error: str | None = None
+    """Why the comparison is incomplete or proves nothing; None otherwise."""
     traceback: str | None = None
+    """The traceback behind ``error``, when an exception is behind it."""
     resident_repeats: bool | None = None
+    """Whether a second resident run equalled the first; None when not tried. It is tried only after
+    a difference: False means that this machine does not repeat its own results."""
     stats: dict[str, Any] = field(default_factory=dict)
+    """Counters of the streamed arm's runtime after its run."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """Versions, device and settings that bits can depend on."""
 
     @property
     def exact(self) -> bool:
@@ -75,11 +61,16 @@ class ParityReport:
         return self.error is None and not self.num_differences and bool(self.tallies)
 
     def add(self, quantity: str, num_elements: int, difference: Difference | None) -> None:
-        self.tallies.setdefault(quantity, ComparisonStats()).add(num_elements, difference)
-        if difference is not None:
-            self.num_differences += 1
-            if len(self.differences) < _MAX_DIFFERENCES:
-                self.differences.append(difference)
+        tally = self.tallies.setdefault(quantity, ComparisonStats())
+        tally.num_tensors += 1
+        tally.num_elements += num_elements
+        if difference is None:
+            return
+        tally.num_differing_tensors += 1
+        tally.num_differing_elements += difference.num_differing or 0
+        self.num_differences += 1
+        if len(self.differences) < _MAX_DIFFERENCES:
+            self.differences.append(difference)
 
     def verdict(self) -> str:
         """Say the result in one line."""
@@ -96,15 +87,11 @@ class ParityReport:
             )
         return f"DIFFERENT: {self.subject}: {first}"
 
-    def record(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON can hold."""
-        return {"exact": self.exact, "verdict": self.verdict(), **asdict(self)}
-
     def write(self, path: str | Path) -> None:
-        """Write ``record()`` to ``path`` as JSON; a reader sees the old file or all of the new."""
+        """Write the report to ``path`` as JSON; a reader sees the old file or all of the new."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, self.record())
+        write_json(path, {"exact": self.exact, "verdict": self.verdict(), **asdict(self)})
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -133,7 +120,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(report: ParityReport, console: "Console | None" = None) -> None:
-    """Print a table with a row per compared quantity, the first differences, and the verdict."""
+    """Print a table with a row per compared quantity, and the verdict."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -141,31 +128,18 @@ def render(report: ParityReport, console: "Console | None" = None) -> None:
     console = console or Console()
 
     def line(text: str) -> str:
-        return escape(
-            "\n".join(quoted(part, is_bare=True, limit=4000) for part in text.split("\n"))
-        )
+        parts = (quoted(part, is_bare=True, limit=4000) for part in text.split("\n"))
+        return escape("\n".join(parts))
 
     table = Table(title=line(f"resident against streamed: {report.subject}"))
     table.add_column("quantity", no_wrap=True)
-    for heading in ("tensors", "elements"):
+    for heading in ("tensors", "elements", "differing\ntensors", "differing\nelements"):
         table.add_column(heading, justify="right")
-    for heading in ("tensors", "elements"):
-        table.add_column(f"differing\n{heading}", justify="right")
     for quantity, tally in report.tallies.items():
-        numbers = (
-            tally.num_tensors,
-            tally.num_elements,
-            tally.num_differing_tensors,
-            tally.num_differing_elements,
-        )
-        style = "red" if tally.num_differing_tensors else "green"
-        table.add_row(quantity, *(f"{number:,}" for number in numbers), style=style)
+        numbers = (f"{number:,}" for number in vars(tally).values())
+        table.add_row(quantity, *numbers, style="red" if tally.num_differing_tensors else "green")
     if report.tallies:
         console.print(table)
-    for quantity, tally in report.tallies.items():
-        if tally.first_difference is not None:
-            text = f"first difference in {quantity}: {tally.first_difference}"
-            console.print(line(text), style="red", highlight=False)
     if report.stats:
         counters = ", ".join(f"{name} {value}" for name, value in report.stats.items())
         console.print(line(f"streamed: {counters}"), highlight=False)

@@ -4,9 +4,8 @@ Without them ``AutoTokenizer.from_pretrained(store)`` would give a tokenizer wit
 vocabulary, and no error. They are copied unread; code is not copied.
 """
 
-import os
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from poros.loaders.header import defect
 from poros.loaders.limits import MAX_AUXILIARY_NUM_BYTES, read_small
@@ -41,23 +40,21 @@ def read_auxiliary_files(path: Path) -> dict[str, bytes]:
         CheckpointFormatError: If one cannot be read, or is larger than ``MAX_AUXILIARY_NUM_BYTES``.
     """
     try:
-        names = sorted(entry.name for entry in path.iterdir() if not entry.is_dir())
-        if (path / TEMPLATES).is_dir():
-            names += sorted(f"{TEMPLATES}/{entry.name}" for entry in (path / TEMPLATES).iterdir())
+        entries = [*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]
+        found = {str(each.relative_to(path)): each.stat() for each in entries if not each.is_dir()}
     except OSError as error:
-        raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
+        raise defect(path, f"expected readable files, found: {error.strerror}") from error
     # An empty file holds nothing, and the limit would refuse it.
     return {
         name: read_small(path / name, MAX_AUXILIARY_NUM_BYTES)
-        for name in names
-        if is_auxiliary_file(name) and os.stat(path / name).st_size
+        for name in sorted(found)
+        if is_auxiliary_file(name) and found[name].st_size
     }
 
 
 def is_auxiliary_file(name: str) -> bool:
     """Whether a file of that name goes into a store; code never does."""
-    parts = PurePosixPath(name).parts
-    in_place = len(parts) == 1 or (len(parts) == 2 and parts[0] == TEMPLATES)
+    in_place = "/" not in name.removeprefix(f"{TEMPLATES}/")
     has_code = name.endswith((".py", ".safetensors", ".bin", ".pt", ".pth", ".pkl"))
     matches = any(fnmatchcase(name, pattern) for pattern in AUXILIARY_FILES)
     return in_place and matches and not has_code and name.isprintable()

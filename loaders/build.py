@@ -117,12 +117,11 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
     surplus = [name for name in info["unexpected_keys"] if name.startswith(f"{layers_name}.")]
     for names, problem in ((info["missing_keys"], "none of"), (surplus, "tensors without use:")):
         if names:
-            first = sorted(names)[:_MAX_NAMED]
-            named = ", ".join(quoted(name, is_bare=True) for name in first)
-            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            first = ", ".join(quoted(name, is_bare=True) for name in sorted(names)[:_MAX_NAMED])
             raise defect(
                 path,
-                f"expected the tensors of the configuration, found {problem} {named}{more}",
+                f"expected the tensors of the configuration, found {problem} {first} "
+                f"({len(names)} in all)",
                 remedy=_REMEDY,
             )
 

@@ -33,7 +33,7 @@ from poros.loaders.header import (
     scratch,
     shown,
 )
-from poros.loaders.source import CONFIG, Source, find_source
+from poros.loaders.source import CONFIG, find_source
 
 AHEAD_NUM_BYTES = 128 * 2**20
 """How far ahead ``slices`` reads."""
@@ -132,9 +132,9 @@ class Checkpoint:
         names: All tensors, shard by shard in the order of their bytes.
     """
 
-    def __init__(self, source: Source, shards: list[Shard]) -> None:
-        self.path = source.path
-        self.texts = source.texts
+    def __init__(self, path: Path, texts: Mapping[str, bytes], shards: Sequence[Shard]) -> None:
+        self.path = path
+        self.texts = texts
         self._shards = {shard.file: shard for shard in shards}
         self._entries: dict[str, TensorEntry] = {}
         for shard in shards:
@@ -148,7 +148,7 @@ class Checkpoint:
                     )
                 self._entries[name] = entry
         if not self._entries:
-            raise defect(source.path, "expected tensors, found a checkpoint of none")
+            raise defect(path, "expected tensors, found a checkpoint of none")
         self.names = tuple(self._entries)
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
@@ -177,8 +177,8 @@ class Checkpoint:
             UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
-        located = find_source(source, hub)
-        return cls(located, [Shard.open(file) for file in located.files])
+        path, texts, files = find_source(source, hub)
+        return cls(path, texts, [Shard.open(file) for file in files])
 
     def entry(self, name: str) -> TensorEntry:
         """Return the file, dtype, shape and offset of a tensor.

@@ -99,14 +99,12 @@ def clean(model: Any) -> None:
         del model.hf_quantizer
         del model.config.quantization_config
         return
-    plain = Bnb4BitHfQuantizer(ours.quantization_config, pre_quantized=ours.pre_quantized)
     for conversion in getattr(model, "_weight_conversions", None) or ():
         operations = getattr(conversion, "operations", None)
         if operations and any(isinstance(operation, _Deserialize) for operation in operations):
-            conversion.operations = [operation.plain(plain) for operation in operations]
-    ours_only = ("_writer", "_dtype")
-    plain.__dict__ |= {key: value for key, value in vars(ours).items() if key not in ours_only}
-    model.hf_quantizer = plain
+            conversion.operations = [operation.inner for operation in operations]
+    del ours._writer, ours._dtype
+    ours.__class__ = Bnb4BitHfQuantizer
 
 
 class _Receiving:
@@ -122,8 +120,8 @@ class _Receiving:
     def _is_placed(self, model: Any, name: str) -> bool:
         """Whether a dense tensor is written without conversion.
 
-        Not where the model keeps a dtype of its own: transformers would cast it to the dtype to
-        load in first.
+        Not one that keeps a dtype of its own, which transformers would cast to the dtype to load
+        in first.
         """
         return self._writer.gives_all or (
             self._writer.has_place(name, self._dtype)
@@ -211,10 +209,7 @@ def _carrying() -> Iterator[None]:
 
 
 class _Operation(ConversionOps):
-    """An operation that uses a slab writer, of which a deep copy is the same object.
-
-    transformers makes deep copies of operations.
-    """
+    """An operation that uses a slab writer; a deep copy, as transformers makes, is the same one."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -222,21 +217,17 @@ class _Operation(ConversionOps):
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Operation":
         return self
 
+
+class _Write(_Operation):
+    """Quantizes or writes the given tensors."""
+
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
         with _carrying():
             return {name: self._make(name, value, model) for name, value in input_dict.items()}
 
     def _make(self, name: str, value: Any, model: Any) -> torch.Tensor:
-        """Make a tensor of the model of what transformers has read."""
-        raise NotImplementedError
-
-
-class _Write(_Operation):
-    """Quantizes or writes the given tensors."""
-
-    def _make(self, name: str, value: Any, model: Any) -> torch.Tensor:
-        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+        tensor = _single(value)
         module_name, _, key = name.rpartition(".")
         module = model.get_submodule(module_name)
         planned = getattr(module, key)
@@ -254,9 +245,9 @@ class _Write(_Operation):
         return weight
 
 
-def _tensors(parts: dict[str, Any]) -> list[torch.Tensor]:
-    """What transformers has read for a tensor, each in a list or not."""
-    return [part[0] if isinstance(part, list) else part for part in parts.values()]
+def _single(value: Any) -> torch.Tensor:
+    """What transformers has read for a tensor, in a list or not."""
+    return value[0] if isinstance(value, list) else value
 
 
 class _Deserialize(_Operation):
@@ -264,18 +255,18 @@ class _Deserialize(_Operation):
 
     def __init__(self, inner: Any, writer: SlabWriter) -> None:
         super().__init__(writer)
-        self._inner = inner
+        self.inner = inner
         self.hf_quantizer = inner.hf_quantizer
         """transformers leaves the dtypes of tensors alone that go to an operation with one."""
 
     @torch.no_grad()
-    def convert(  # type: ignore[override]
+    def convert(
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any
     ) -> dict[str, Any]:
         with _carrying():
             planned = model.get_parameter_or_buffer(full_layer_name)
             if is_params4bit(planned) and len(input_dict) == 1:
-                raise self._writer.dense(full_layer_name, *_tensors(input_dict))
+                raise self._writer.dense(full_layer_name, *map(_single, input_dict.values()))
             if not is_params4bit(planned) and len(input_dict) > 1:
                 raise self._writer.packed(full_layer_name)
             made = self._made(full_layer_name, input_dict, model=model, **kwargs)
@@ -298,11 +289,7 @@ class _Deserialize(_Operation):
 
     def _made(self, name: str, parts: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         try:
-            return dict(self._inner.convert(parts, full_layer_name=name, **kwargs))
+            return dict(self.inner.convert(parts, full_layer_name=name, **kwargs))
         except Exception as error:
             expected = "a quantization state that bitsandbytes reads"
             raise self._writer.damaged(name, expected, describe_error(error)) from error
-
-    def plain(self, quantizer: Any) -> Any:
-        self._inner.hf_quantizer = quantizer
-        return self._inner

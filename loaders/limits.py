@@ -19,19 +19,13 @@ MAX_INDEX_NUM_BYTES = 100_000_000
 MAX_AUXILIARY_NUM_BYTES = 256 * 2**20
 """Limit for each tokenizer file, and each other small file that goes into a store."""
 
-MAX_LAYERS = 4096
-"""Decoder layers, and whatever else a configuration counts as layers or stages."""
-MAX_EXPERTS = 200_000
-"""Experts of all layers together."""
-MAX_LABELS = 100_000
-"""Labels of a classifier, each of which gets a name."""
-MAX_DEPTH = 64
-"""The deepest nesting of a configuration; those of models have up to five levels."""
-
 # What is built once per unit: "num_hidden_layers", "n_layer", "decoder_layers", "depth".
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?|stages?)$")
 _EXPERTS = re.compile(r"(^|_)experts$")
-_LABELS = re.compile(r"(^|_)labels$")
+_MOST = {_LAYERS: 4096, _EXPERTS: 200_000, re.compile(r"(^|_)labels$"): 100_000}
+"""The largest numbers in a configuration, by the ends of their names."""
+_MAX_DEPTH = 64
+"""The deepest nesting of a configuration; those of models have up to five levels."""
 
 
 def read_small(file: Path, most: int = MAX_CONFIG_NUM_BYTES) -> bytes:
@@ -53,22 +47,18 @@ def require_bounded(config: Mapping[str, Any], file: Path) -> None:
     Raises:
         CheckpointFormatError: If it does; the message names the field and the bound.
     """
-    num_layers = num_experts = 1
+    most = dict.fromkeys(_MOST, 1.0)
     for name, value in _items(config, file):
-        if _LABELS.search(name):
-            _require_at_most(MAX_LABELS, name, value, file)
-        elif _LAYERS.search(name):
-            _require_at_most(MAX_LAYERS, name, value, file)
-            num_layers = max(num_layers, value if type(value) is int else 1)
-        elif _EXPERTS.search(name):
-            _require_at_most(MAX_EXPERTS, name, value, file)
-            num_experts = max(num_experts, value if type(value) is int else 1)
-    if num_experts > 1:
-        _require_at_most(MAX_EXPERTS, "layers times experts", num_layers * num_experts, file)
+        for pattern, bound in _MOST.items():
+            if isinstance(value, int | float) and pattern.search(name):
+                _require_at_most(bound, name, value, file)
+                most[pattern] = max(most[pattern], value)
+    product = most[_LAYERS] * most[_EXPERTS]
+    _require_at_most(_MOST[_EXPERTS], "layers times experts", int(product), file)
 
 
-def _require_at_most(most: int, name: str, value: Any, file: Path) -> None:
-    if isinstance(value, int | float) and value > most:
+def _require_at_most(most: int, name: str, value: float, file: Path) -> None:
+    if value > most:
         raise defect(
             file,
             f"expected {quoted(name, is_bare=True)} of at most {most}, found {quoted(value)}",
@@ -78,8 +68,8 @@ def _require_at_most(most: int, name: str, value: Any, file: Path) -> None:
 
 def _items(value: Any, file: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield names and values of a configuration, nested ones too; items of a list have its name."""
-    if depth > MAX_DEPTH:
-        raise defect(file, f"expected at most {MAX_DEPTH} levels, found it nested too deeply")
+    if depth > _MAX_DEPTH:
+        raise defect(file, f"expected at most {_MAX_DEPTH} levels, found it nested too deeply")
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _items(inner, file, str(key), depth + 1)

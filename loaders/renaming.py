@@ -29,7 +29,7 @@ class OwnName(NamedTuple):
     """Whether the model's tensor is made of this one and others, or is a piece of it."""
 
 
-def own_names(model: Any, names: Iterable[str]) -> "dict[str, OwnName]":
+def own_names(model: Any, names: Iterable[str]) -> dict[str, OwnName]:
     """Map each tensor of a checkpoint to its name in ``model``, as ``from_pretrained`` does.
 
     A tensor that the model does not have gets the name that the rules give it.

@@ -234,7 +234,7 @@ def shard(name: str, break_it: Break, says: str, tensor: str | None = None) -> C
     return Case(name, "files", break_it, says, SECOND, tensor)
 
 
-def index(name: str, break_it: Any, says: str, tensor: str | None = None) -> Case:
+def index(name: str, break_it: Any, says: str) -> Case:
     """Or entries of the index that are changed; None leaves the tensor out."""
 
     def change(folder: Any) -> None:
@@ -242,7 +242,7 @@ def index(name: str, break_it: Any, says: str, tensor: str | None = None) -> Cas
         write_index(folder, files)
 
     made = change if isinstance(break_it, dict) else break_it
-    return Case(f"index {name}", "files", made, says, INDEX, tensor)
+    return Case(f"index {name}", "files", made, says, INDEX)
 
 
 def named(weights: Any) -> Break:
@@ -276,7 +276,7 @@ FILES = [
     index("is absolute", {"a": "/tmp/x.safetensors"}, "found '/tmp/x.safetensors'"),
     index("with a null", {"a": "x\0.safetensors"}, r"found 'x\\x00"),
     index("names a pickle", {"a": "x.bin"}, "found 'x.bin'"),
-    index("names a number", {"a": 3}, "expected a file name, found 3", "a"),
+    index("names a number", {"a": 3}, "file in this folder, found 3"),
     index("with an empty map", dict.fromkeys(RIGHT_MAP), "expected a weight_m"),
     index("too large", sparse(INDEX, 10**9), "bytes of JSON, found 1000000000"),
     # What is no regular file.
@@ -285,13 +285,13 @@ FILES = [
     settings("is a pipe", instead(CONFIG, os.mkfifo), "a pipe"),
     # Configuration and source.
     settings("is missing", drop(CONFIG), "No such file"),
-    settings("names weights by a number", named(3), "expected transformers_weights"),
+    settings("names weights by a number", named(3), "file in this folder, found 3"),
     settings("names weights outside", named("../a.safetensors"), "found '../a.safetensors'"),
     source("no tensors", both(header({}, b""), called(ANOTHER)), "of none", ANOTHER, "."),
     source("only a pickle", pickled("pytorch_model.bin", *ALL_WEIGHTS), "never opened"),
     source("a pickle as source", pickled("x.pt"), "another file", "x.pt"),
     source("no weights", drop(*ALL_WEIGHTS), "expected model.safetensors or"),
-    source("source does not exist", drop(), "found none", "absent/", file="absent"),
+    source("source does not exist", drop(), "found no file", "absent/", file="absent"),
     source("source is a loop", lambda f: (f / "x").symlink_to(f / "x"), "another f", "x"),
     source("source of 5000 characters", drop(), "File name too long", "x" * 5000, file="xxx"),
 ]

@@ -99,12 +99,16 @@ def clean(model: Any) -> None:
         del model.hf_quantizer
         del model.config.quantization_config
         return
+    plain = Bnb4BitHfQuantizer(ours.quantization_config, pre_quantized=ours.pre_quantized)
     for conversion in getattr(model, "_weight_conversions", None) or ():
         operations = getattr(conversion, "operations", None)
         if operations and any(isinstance(operation, _Deserialize) for operation in operations):
             conversion.operations = [operation.inner for operation in operations]
+            for operation in conversion.operations:
+                operation.hf_quantizer = plain
     del ours._writer, ours._dtype
-    ours.__class__ = Bnb4BitHfQuantizer
+    plain.__dict__ |= vars(ours)
+    model.hf_quantizer = plain
 
 
 class _Receiving:

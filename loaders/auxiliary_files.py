@@ -34,11 +34,7 @@ AUXILIARY_FILES = (
 
 
 def read_auxiliary_files(path: Path) -> dict[str, bytes]:
-    """Read a folder's auxiliary files, by name.
-
-    Raises:
-        CheckpointFormatError: If one cannot be read, or is larger than ``MAX_AUXILIARY_NUM_BYTES``.
-    """
+    """Read a folder's auxiliary files, by name."""
     try:
         entries = [*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]
         found = {str(each.relative_to(path)): each.stat() for each in entries if not each.is_dir()}

@@ -53,11 +53,7 @@ class Shard:
 
     @classmethod
     def open(cls, file: Path) -> "Shard":
-        """Read and check the header of ``file``; nothing is left open.
-
-        Raises:
-            CheckpointFormatError: If the file cannot be opened or its header breaks the format.
-        """
+        """Read and check the header of ``file``; nothing is left open."""
         with open_regular(file) as (descriptor, status):
             return cls(read_header(descriptor, file), identity_of(status))
 
@@ -79,11 +75,7 @@ class Shard:
         return flat.view(entry.dtype).view(entry.shape)
 
     def check_unchanged(self) -> None:
-        """Compare the file with what it was when it was opened.
-
-        Raises:
-            CheckpointFormatError: If its name leads to another file, or size or times differ.
-        """
+        """Compare the file with what it was when it was opened."""
         try:
             current = identity_of(os.stat(self.file))
         except OSError as error:
@@ -181,11 +173,7 @@ class Checkpoint:
         return cls(path, texts, [Shard.open(file) for file in files])
 
     def entry(self, name: str) -> TensorEntry:
-        """Return the file, dtype, shape and offset of a tensor.
-
-        Raises:
-            CheckpointFormatError: If the checkpoint has no tensor of that name.
-        """
+        """Return the file, dtype, shape and offset of a tensor."""
         if name not in self._entries:
             raise defect(
                 self.path,
@@ -254,9 +242,6 @@ class Checkpoint:
 
         Returns:
             ``xxh3:`` and 32 hexadecimal digits.
-
-        Raises:
-            CheckpointFormatError: If a file has changed since ``open`` or cannot be read.
         """
         text = self.texts[CONFIG]
         digest = xxh3_128(len(text).to_bytes(8, "little") + text)
@@ -281,11 +266,7 @@ class Checkpoint:
         return {"config": sha256(self.texts[CONFIG]), "shards": shards}
 
     def float_dtype(self) -> torch.dtype:
-        """The dtype for ``dtype="auto"`` without one in the configuration: the first tensor's.
-
-        Raises:
-            CheckpointFormatError: If there is none in floating point.
-        """
+        """The dtype for ``dtype="auto"`` without one in the configuration: the first tensor's."""
         first = next(iter(self._shards.values()))
         for _, entry in sorted(first.header.tensors.items()):
             if entry.dtype.is_floating_point:

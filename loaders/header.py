@@ -101,12 +101,7 @@ def shown(path: Path) -> str:
 
 @contextmanager
 def open_regular(file: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """As ``poros.io.reading.open_descriptor``, for the body, with a typed error.
-
-    Raises:
-        CheckpointFormatError: If the file is missing, a loop of links, unreadable or not a regular
-            file. Nothing is left open.
-    """
+    """As ``poros.io.reading.open_descriptor``, for the body, with a typed error."""
     try:
         descriptor, status = open_descriptor(file)
     except (OSError, ValueError) as error:
@@ -120,11 +115,7 @@ def open_regular(file: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
-    """Read exactly ``num_bytes`` from ``offset``; the position of the descriptor is not used.
-
-    Raises:
-        CheckpointFormatError: If the system reports an error or the file ends too early.
-    """
+    """Read exactly ``num_bytes`` from ``offset``; the position of the descriptor is not used."""
     target = as_bytes(torch.empty(num_bytes, dtype=torch.uint8))
     fill(descriptor, target, offset, file)
     return target
@@ -221,9 +212,6 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     Args:
         strict: Refuse keys that are given twice, unpaired surrogates in keys, NaN and Infinity.
             transformers accepts them in a configuration.
-
-    Raises:
-        CheckpointFormatError: If it is anything else.
     """
     try:
         document = strict_json.parse(text.decode()) if strict else json.loads(text.decode())

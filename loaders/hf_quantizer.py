@@ -272,7 +272,8 @@ class _Deserialize(_Operation):
             if is_params4bit(planned) and len(input_dict) == 1:
                 raise self._writer.dense(full_layer_name, *map(_single, input_dict.values()))
             if not is_params4bit(planned) and len(input_dict) > 1:
-                raise self._writer.packed(full_layer_name)
+                wanted = "a dense weight, as config.json says (llm_int8_skip_modules?)"
+                raise self._writer.defect(full_layer_name, wanted, "a 4-bit one")
             made = self._made(full_layer_name, input_dict, model=model, **kwargs)
             for weight in made.values():
                 if not is_params4bit(weight):
@@ -280,7 +281,7 @@ class _Deserialize(_Operation):
                 quant_type = weight.quant_state.quant_type
                 if quant_type != planned.quant_type:
                     wanted = f"quantization to {planned.quant_type}, as configured"
-                    raise self._writer.damaged(full_layer_name, wanted, quant_type)
+                    raise self._writer.defect(full_layer_name, wanted, quant_type)
                 self._writer.require_packed(
                     full_layer_name, parts_of(weight), weight.quant_state, planned.shape
                 )
@@ -296,4 +297,4 @@ class _Deserialize(_Operation):
             return dict(self.inner.convert(parts, full_layer_name=name, **kwargs))
         except Exception as error:
             expected = "a quantization state that bitsandbytes reads"
-            raise self._writer.damaged(name, expected, describe_error(error)) from error
+            raise self._writer.defect(name, expected, describe_error(error)) from error

@@ -29,11 +29,7 @@ _MAX_DEPTH = 64
 
 
 def read_small(file: Path, most: int = MAX_CONFIG_NUM_BYTES) -> bytes:
-    """Read a file of at most ``most`` bytes.
-
-    Raises:
-        CheckpointFormatError: If it is empty, larger, unreadable or no regular file.
-    """
+    """Read a file of at most ``most`` bytes."""
     with open_regular(file) as (descriptor, status):
         if not 0 < status.st_size <= most:
             kind = " of JSON" if file.suffix == ".json" else ""
@@ -42,11 +38,7 @@ def read_small(file: Path, most: int = MAX_CONFIG_NUM_BYTES) -> bytes:
 
 
 def require_bounded(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse a configuration that asks for more than the bounds allow.
-
-    Raises:
-        CheckpointFormatError: If it does; the message names the field and the bound.
-    """
+    """Refuse a configuration that asks for more than the bounds allow."""
     most = dict.fromkeys(_MOST, 1.0)
     for name, value in _items(config, file):
         for pattern, bound in _MOST.items():

@@ -50,9 +50,6 @@ def require_source(source: str, option: str) -> None:
     Args:
         source: A path, or a name on the hub.
         option: What the user calls it.
-
-    Raises:
-        CheckpointFormatError: If it can be neither.
     """
     if os.path.lexists(source) or ("/" in source and not is_local(source)):
         return

@@ -85,11 +85,7 @@ class LoadOptions:
         vision: Any = None,
         auto_class: Any = None,
     ) -> "LoadOptions":
-        """Parse the arguments of ``poros.load``.
-
-        Raises:
-            PolicyError: If one cannot be honoured.
-        """
+        """Parse the arguments of ``poros.load``."""
         left = dict(others)
         if vision not in (None, "keep", "drop"):
             raise PolicyError(f"vision: expected 'keep' or 'drop', found {quoted(vision)}")
@@ -118,11 +114,7 @@ class LoadOptions:
         return bits_and_bytes(quantization, dtype)
 
     def require_format(self, stored: "BitsAndBytesConfig | None", where: str) -> None:
-        """Refuse another quantization than a checkpoint has already, if one was asked for.
-
-        Raises:
-            PolicyError: If it was.
-        """
+        """Refuse another quantization than a checkpoint has already, if one was asked for."""
         if self.quantization is UNSET:
             return
         wanted = self.wanted(self.chosen_dtype)
@@ -138,11 +130,7 @@ class LoadOptions:
             )
 
     def require_store(self, about: "About", where: str) -> None:
-        """Refuse a store that was made with other options than the ones that are set.
-
-        Raises:
-            PolicyError: If one contradicts.
-        """
+        """Refuse a store that was made with other options than the ones that are set."""
         dtype = about.dtype
         expected: dict[str, Any] = {"vision": self.vision, "auto_class": self.auto_class}
         expected = {name: value for name, value in expected.items() if value is not None}
@@ -163,11 +151,7 @@ class LoadOptions:
                 )
 
     def refuse_for_a_folder(self, source: "str | os.PathLike[str]") -> None:
-        """Refuse options of the hub for what lies on this machine.
-
-        Raises:
-            PolicyError: If there is one that asks for something else.
-        """
+        """Refuse options of the hub for what lies on this machine."""
         for name in ("revision", "force_download"):
             is_set = self.hub.get(name) not in (None, False, "main")
             if is_set and os.path.lexists(source):
@@ -189,11 +173,7 @@ def format_of(config: "BitsAndBytesConfig | None") -> Format | None:
 
 
 def quantizing_device(device: torch.device | str | None) -> torch.device:
-    """Choose where to quantize; None is the current GPU, or the CPU if there is none.
-
-    Raises:
-        PolicyError: If there is no such device.
-    """
+    """Choose where to quantize; None is the current GPU, or the CPU if there is none."""
     return default_device() if device is None else usable_device(device)
 
 
@@ -220,11 +200,7 @@ def _refuse(options: dict[str, Any]) -> None:
 
 
 def loadable_dtype(value: Any) -> "torch.dtype | str | Unset":
-    """Parse a dtype to load in.
-
-    Raises:
-        PolicyError: If nothing can be loaded in it.
-    """
+    """Parse a dtype to load in."""
     if value is UNSET or value == "auto":
         return "auto" if value == "auto" else UNSET
     dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
@@ -247,11 +223,7 @@ def _auto_class(value: Any) -> str | None:
 
 
 def bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
-    """Return the 4-bit configuration that ``quantization`` asks for; None for dense weights.
-
-    Raises:
-        PolicyError: If it is something else.
-    """
+    """Return the 4-bit configuration that ``quantization`` asks for; None for dense weights."""
     if quantization is None:
         return None
     from transformers import BitsAndBytesConfig

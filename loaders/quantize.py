@@ -79,9 +79,6 @@ class Quantizer:
         Exactness:
             Bytes equal to ``bitsandbytes.functional.quantize_4bit`` of the whole tensor on the
             same device; on a CPU with the same number of threads, which the mean depends on.
-
-        Raises:
-            CheckpointFormatError: If the tensor holds NaN or infinity.
         """
         import bitsandbytes.functional as bnb
 

@@ -69,11 +69,7 @@ def without_towers(model_class: Any, config: Any, names: Iterable[str]) -> list[
 
 
 def require_whole_experts(checkpoint: Checkpoint) -> None:
-    """Refuse experts whose numbers do not count from 0: stacked, each would be another's.
-
-    Raises:
-        CheckpointFormatError: If a number is missing or left over; the message names a tensor.
-    """
+    """Refuse experts whose numbers do not count from 0: stacked, each would be another's."""
     experts: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in checkpoint.names:
         match = _EXPERT.fullmatch(name)
@@ -98,9 +94,6 @@ def require_floats(checkpoint: Checkpoint, model: Any, floats: Collection[str]) 
 
     Args:
         floats: Names of the model's tensors that the configuration wants in floating point.
-
-    Raises:
-        CheckpointFormatError: If the checkpoint has one of them in whole numbers.
     """
     packed = {name.partition(_STATE)[0] for name in checkpoint.names if _STATE in name}
     whole = [

@@ -90,11 +90,7 @@ def _refuse_hub_kernels(path: Path, config: Any) -> None:
 
 
 def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationConfig":
-    """Parse the generation settings, from their file or from the configuration.
-
-    Raises:
-        CheckpointFormatError: If transformers cannot read it.
-    """
+    """Parse the generation settings, from their file or from the configuration."""
     from transformers import GenerationConfig
 
     name = GENERATION if GENERATION in texts else CONFIG

@@ -37,7 +37,7 @@ from poros.kernels.nf4 import (
     part_tensors,
     state_of,
 )
-from poros.loaders.header import shown
+from poros.loaders.header import defect, shown
 from poros.loaders.quantize import Quantizer, require_finite
 from poros.model.inspect import find_frozen, find_layers
 from poros.model.vision import drop_towers
@@ -141,9 +141,6 @@ class SlabWriter:
         Returns:
             The tensor in its place, or ``tensor`` itself if its place has another dtype: it is
             moved by ``finish``.
-
-        Raises:
-            CheckpointFormatError: If it has another shape than the model's, or is not finite.
         """
         slab, spec = self._places[name]
         self._require_shape(name, tensor.shape, torch.Size(spec.shape))
@@ -159,16 +156,10 @@ class SlabWriter:
 
         Args:
             tensor: The weight, (N, K), in the dtype to load in.
-
-        Raises:
-            CheckpointFormatError: If it has another shape or dtype, or is not finite.
         """
         self._require_shape(name, tensor.shape, torch.Size(shape))
         if tensor.dtype not in DTYPES.values():
-            raise CheckpointFormatError(
-                f"{self._where(name)}: expected weights of 16 or 32-bit floats to quantize, found "
-                f"{tensor.dtype}; load the checkpoint that it was made from"
-            )
+            raise self.defect(name, "weights of 16 or 32-bit floats to quantize", tensor.dtype)
         targets = {
             part: self._target(part_name(name, part), expected)
             for part, expected in format.form(shape).items()
@@ -186,9 +177,6 @@ class SlabWriter:
         """Copy ``tensor`` to its place, or to new memory if it has none or does not fit.
 
         Packed bytes are taken as they are, whatever dtype they are stored as.
-
-        Raises:
-            CheckpointFormatError: If it is not finite.
         """
         if not is_packed:
             self._require_finite(name, tensor)
@@ -200,10 +188,6 @@ class SlabWriter:
         bitsandbytes does not. Its kernels read 16 and 256 entries of the code books whatever their
         sizes are, and divide by the block size: a wrong state ends the process, or trains on
         numbers beyond the end of a tensor.
-
-        Raises:
-            CheckpointFormatError: If a part has not the size that weight and block size ask for, or
-                a code book or scale is not what a kernel takes for granted.
         """
         self._require_shape(name, torch.Size(state.shape), torch.Size(shape))
         settings: list[tuple[str, Any, Sequence[Any]]] = [
@@ -216,7 +200,7 @@ class SlabWriter:
             settings.append(("a dtype of scales", state.state2.dtype, (torch.float32,)))
         for what, found, known in settings:
             if type(found) is not type(known[0]) or found not in known:
-                raise self.damaged(name, f"{what} among {known}", found)
+                raise self.defect(name, f"{what} among {known}", found)
         storage = parts["packed"].dtype
         form = Format(state.quant_type, state.nested, storage, state.blocksize).form(shape)
         for part, expected in form.items():
@@ -224,7 +208,7 @@ class SlabWriter:
             if part in MOVING:
                 self._require_shape(part_name(name, part), tensor.shape, expected.shape)
             if tensor.dtype != expected.dtype or tensor.numel() != expected.numel():
-                raise self.damaged(
+                raise self.defect(
                     name,
                     f"{expected.numel()} entries of {expected.dtype} in {part}",
                     (tensor.dtype, tuple(tensor.shape)),
@@ -232,19 +216,8 @@ class SlabWriter:
             if part not in MOVING:  # scales are checked where they are kept
                 require_finite(tensor, f"{self._where(name)}.{part}")
 
-    def damaged(self, name: str, expected: str, found: object) -> CheckpointFormatError:
-        """Make the error for a 4-bit weight of the checkpoint that is not whole."""
-        return CheckpointFormatError(
-            f"{self._where(name)}: expected {expected}, found {quoted(found)}; fetch the "
-            "checkpoint again, or load the one that it was made from"
-        )
-
     def finish(self, model: nn.Module) -> None:
-        """Move tensors that came another way, and check that all are in their places.
-
-        Raises:
-            CheckpointFormatError: If a tensor has another shape than the model's, or is not finite.
-        """
+        """Move tensors that came another way, and check that all are in their places."""
         self._quantizer.flush()
         for name, tensor in named_tensors(model):
             is_packed = state_of(tensor) is not None
@@ -261,18 +234,17 @@ class SlabWriter:
 
     def dense(self, name: str, tensor: torch.Tensor) -> CheckpointFormatError:
         """Make the error for a packed weight without its quantization state."""
-        return CheckpointFormatError(
-            f"{self._where(name)}: expected a 4-bit weight with its quantization state, as "
-            f"config.json says, found {tensor.dtype} {quoted(tuple(tensor.shape))} without one; "
-            "check that config.json and weights belong together"
-        )
+        expected = "a 4-bit weight with its quantization state, as config.json says"
+        return self.defect(name, expected, (tensor.dtype, tuple(tensor.shape)))
 
-    def packed(self, name: str) -> CheckpointFormatError:
-        """Make the error for a 4-bit weight where the configuration wants a dense one."""
-        return CheckpointFormatError(
-            f"{self._where(name)}: expected a dense weight, as config.json says "
-            "(llm_int8_skip_modules?), found a 4-bit one; check that config.json and weights "
-            "belong together"
+    def defect(self, name: str, expected: str, found: object) -> CheckpointFormatError:
+        """Make the error for a tensor that is not what it should be."""
+        return defect(
+            self.path,
+            f"expected {expected}, found {quoted(found)}",
+            tensor=name,
+            remedy="check that config.json and weights belong together, or fetch the checkpoint "
+            "again",
         )
 
     def _target(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -303,10 +275,7 @@ class SlabWriter:
 
     def _require_shape(self, name: str, found: torch.Size, expected: torch.Size) -> None:
         if found != expected:
-            raise CheckpointFormatError(
-                f"{self._where(name)}: expected shape {tuple(expected)} for this configuration, "
-                f"found {quoted(tuple(found))}; check that config.json and weights belong together"
-            )
+            raise self.defect(name, f"shape {tuple(expected)} for this configuration", tuple(found))
 
 
 def _copied(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -86,9 +86,6 @@ def fetch(repository: str, patterns: Sequence[str], **hub: Any) -> Path:
         repository: ``owner/name`` or ``name``. What cannot be one is refused without a request.
         patterns: Of names within the repository.
         **hub: Of ``huggingface_hub.snapshot_download``.
-
-    Raises:
-        CheckpointFormatError: If there is no such repository, or no way to it.
     """
     if not is_repository(repository):
         raise _no_repository(repository, "no name of a repository")

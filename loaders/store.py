@@ -140,11 +140,7 @@ class OpenStore:
         return replace(self.about.origin, store=str(self.path))
 
     def rest(self) -> dict[str, torch.Tensor]:
-        """Read every tensor that is in no slab, by name.
-
-        Raises:
-            CheckpointFormatError: If a read fails, or the file is not what was written.
-        """
+        """Read every tensor that is in no slab, by name."""
         entries, digests = self._header.tensors, self.manifest.rest
         flat = {name: new_bytes(entry.num_bytes) for name, entry in entries.items()}
         self._read(
@@ -159,29 +155,17 @@ class OpenStore:
         return flat
 
     def text(self, name: str) -> bytes:
-        """Read a small file of the source, such as ``config.json``.
-
-        Raises:
-            CheckpointFormatError: If it is not what was written.
-        """
+        """Read a small file of the source, such as ``config.json``."""
         text = read_small(self.path / name, MAX_AUXILIARY_NUM_BYTES)
         _require_digest(self.path / name, self.manifest.files[name], sha256(text))
         return text
 
     def read_into(self, host: HostStore) -> None:
-        """Fill the slabs of ``host`` with the first ones of the store.
-
-        Raises:
-            CheckpointFormatError: If a read fails, or a slab is not what was written, by name.
-        """
+        """Fill the slabs of ``host`` with the first ones of the store."""
         self._read_slabs(0, [pieces(slab.padded) for slab in host.slabs])
 
     def verify(self) -> None:
-        """Read every byte and compare its digest with the manifest; nothing is kept.
-
-        Raises:
-            CheckpointFormatError: If a slab or file differs, by name.
-        """
+        """Read every byte and compare its digest with the manifest; nothing is kept."""
         self.rest()
         self.verify_slabs()
 
@@ -239,9 +223,6 @@ def open_store(directory: str | os.PathLike[str]) -> Iterator[OpenStore]:
 
     Args:
         directory: What ``StoreWriter.commit`` returned.
-
-    Raises:
-        CheckpointFormatError: If anything is not as it was written.
     """
     path = Path(directory).absolute()
     if path.name.endswith(PARTIAL):
@@ -274,12 +255,7 @@ def open_store(directory: str | os.PathLike[str]) -> Iterator[OpenStore]:
 
 
 def _read_manifest(header: Header) -> Manifest:
-    """Parse the manifest in the header of ``rest.safetensors``.
-
-    Raises:
-        CheckpointFormatError: If there is none, it is of another version, was changed, or
-            contradicts itself.
-    """
+    """Parse the manifest in the header of ``rest.safetensors``."""
     file, metadata = header.file, header.metadata
     found = (metadata.get("format"), metadata.get("version"))
     if found != (FORMAT, VERSION):

@@ -83,16 +83,12 @@ class StoreReader(SlabWriter):
         return {name: empty.clone() for name in (*about.dense, *about.weights)}
 
     def write(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a dense tensor of the store.
-
-        Raises:
-            CheckpointFormatError: If the store has not what the model needs; ``quantize`` too.
-        """
+        """Return a dense tensor of the store."""
         found = self._part(name)
         self._require_shape(name, found.shape, self._shapes[name])
         if found.is_floating_point() != (name in self.floats):
             kind = "a tensor in floating point" if name in self.floats else "whole numbers"
-            raise self._defect(f"expected {kind}, found {found.dtype}", tensor=name)
+            raise self.defect(name, kind, found.dtype)
         return found
 
     def quantize(
@@ -125,7 +121,7 @@ class StoreReader(SlabWriter):
         if name in self._rest:
             return self._rest[name]
         if name not in self._places:
-            raise self._defect("expected it in the store, found it nowhere", tensor=name)
+            raise self.defect(name, "it in the store", None)
         slab, spec = self._places[name]
         return slab.tensor(spec)
 
@@ -134,15 +130,12 @@ class StoreReader(SlabWriter):
         opened = self._opened
         planned, found = forms_of(layouts), opened.manifest.layouts
         if len(planned) != len(found):
-            raise self._defect(f"expected {len(planned)} layers, found {len(found)}")
+            raise self._other_form(f"{len(planned)} layers, found {len(found)}")
         for index, (expected, each) in enumerate(zip(planned, found, strict=True)):
             if expected != each:
                 both = (*expected, *each)
                 names = [spec[0] for spec in both if spec not in expected or spec not in each][:3]
-                raise self._defect(
-                    f"expected layer {index} as this configuration and this release of "
-                    f"transformers have it, found another form of {quoted(names)}"
-                )
+                raise self._other_form(f"layer {index}, found another form of {quoted(names)}")
         first = len(layouts)
         while self._budget is not None and first and opened.starts[first] > self._budget:
             first -= 1
@@ -162,5 +155,6 @@ class StoreReader(SlabWriter):
         )
         return DiskStore.over_file(resident, opened.slabs, layouts, opened.identity)
 
-    def _defect(self, found: str, tensor: str | None = None) -> Exception:
-        return defect(self._opened.path, found, tensor=tensor, remedy=REMEDY)
+    def _other_form(self, what: str) -> Exception:
+        said = f"expected, as this configuration and this release of transformers have it, {what}"
+        return defect(self._opened.path, said, remedy=REMEDY)

@@ -45,9 +45,6 @@ class StoreWriter:
     Args:
         directory: Where the store will be. Its parent must exist; it must not, or be empty.
         layouts: One per decoder layer.
-
-    Raises:
-        StoreWriteError: If there is no room on the disk or something else is in the way.
     """
 
     def __init__(self, directory: str | os.PathLike[str], layouts: Sequence[BlockLayout]) -> None:
@@ -71,9 +68,6 @@ class StoreWriter:
         Args:
             rest: Every tensor that is in no slab, by name, on the CPU.
             files: Small files of the source by name, such as ``config.json``.
-
-        Raises:
-            StoreWriteError: If the disk is full or another store came first. Nothing is left.
         """
         try:
             with writing(self.directory, (OSError, SafetensorError)):

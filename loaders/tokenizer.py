@@ -57,9 +57,6 @@ def require_known_tokens(most: int, num_known: int | None, where: str) -> None:
     Args:
         most: The largest token id.
         num_known: Rows of the embedding.
-
-    Raises:
-        CheckpointFormatError: If there is such a token.
     """
     if isinstance(num_known, int) and most >= num_known:
         raise defect(
@@ -72,11 +69,7 @@ def require_known_tokens(most: int, num_known: int | None, where: str) -> None:
 
 @contextmanager
 def tokenizer_errors(where: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise a panic of the tokenizer's library, which is no ``Exception``, as a typed error.
-
-    Raises:
-        CheckpointFormatError: In its place.
-    """
+    """Raise a panic of the tokenizer's library, which is no ``Exception``, as a typed error."""
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -149,7 +149,7 @@ EXTRA = "model.layers.1.mlp.extra.weight"
 
 WEIGHT_CASES = [
     *either("no weight", dropped(DOWN), f"none of {DOWN}"),
-    *either("a row less", tensor(DOWN, lambda t: t[:-1]), f"{DOWN}: expected shape"),
+    *either("a row less", tensor(DOWN, lambda t: t[:-1]), f"{DOWN}.: expected shape"),
     *either("norm one shorter", tensor(NORM, lambda t: t[:-1]), f"{NORM}.*expected shape"),
     *either("weight of NaN", tensor(DOWN, lambda t: t * NAN), f"{DOWN}: expected finite"),
     *either("norm of infinities", tensor(NORM, lambda t: t * INF), f"{NORM}: expected finite"),
@@ -350,7 +350,11 @@ STORES = [
     loaded("as it should be", manifest(lambda store: None), None),
     loaded("rest without end", size(REST, lambda _: 10**12), "not fully covered"),
     loaded("one bit of the manifest", flip(REST, 200), f"{REST}: expected"),
-    loaded("a tensor twice", manifest(lambda s: _first(s, 1, _first(s, 0))), "expected layer 1"),
+    loaded(
+        "a tensor twice",
+        manifest(lambda s: _first(s, 1, _first(s, 0))),
+        "layer 1, found another form",
+    ),
     loaded("a config of a billion layers", kept_config(num_hidden_layers=10**9), "at most 4096"),
     loaded("a config nested too deeply", kept_config(x=json.loads("[" * 99 + "]" * 99)), "levels"),
     loaded(
@@ -358,15 +362,17 @@ STORES = [
     ),
     loaded("a config without end", sparse(CONFIG, 10**12), "expected 1 to 268435456 bytes"),
     loaded("dtype of int8", about(dtype="int8"), "manifest that makes sense"),
-    loaded("no quantization type", about(quantization={"load_in_4bit": True, "x": 1}), "layer 0"),
-    loaded("said to be dense", about(quantization=None), "expected layer 0"),
+    loaded(
+        "no quantization type", about(quantization={"load_in_4bit": True, "x": 1}), "layer 0, found"
+    ),
+    loaded("said to be dense", about(quantization=None), "layer 0, found another form"),
     loaded("no weights", weights({}), "found none of"),
     loaded("weight of a dtype", weights({DOWN: ["load", 64]}), "manifest that makes sense"),
     loaded("weight of block size 0", manifest(lambda s: _blocksize(s, 0)), "block"),
     loaded("weight of block size 128", manifest(lambda s: _blocksize(s, 128)), "expected shape"),
     loaded("no config in it", manifest(lambda s: s["files"].pop(CONFIG)), "how it was made"),
     loaded("nested code of 4", changed(NESTED_CODE, lambda t: t[:4]), "256 entries"),
-    loaded("no code", rest(lambda f: f.pop(CODE)), "found it nowhere"),
+    loaded("no code", rest(lambda f: f.pop(CODE)), "it in the store"),
     loaded("an integer head", changed(HEAD, torch.Tensor.char), "a tensor in floating point"),
 ]
 

@@ -287,9 +287,9 @@ def test_options_of_a_reopened_model(kinds: Kinds) -> None:
         json.loads((at / "config.json").read_text()) for at in (kinds.store(), kinds.dense())
     )
     assert kept == given
-    with pytest.raises(CheckpointFormatError, match="expected layer 0 as this configuration"):
+    with pytest.raises(CheckpointFormatError, match=r"as this configuration.* layer 0"):
         load(kinds.store(), intermediate_size=96)
-    with pytest.raises(CheckpointFormatError, match="expected 3 layers, found 4"):
+    with pytest.raises(CheckpointFormatError, match="3 layers, found 4"):
         load(kinds.store(), num_hidden_layers=3, layer_types=["full_attention"] * 3)
 
 

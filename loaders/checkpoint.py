@@ -211,7 +211,12 @@ class Checkpoint:
         """
         from transformers.core_model_loading import dot_natural_key
 
-        self._order = sorted(self.names if names is None else names, key=dot_natural_key)
+        try:
+            self._order = sorted(self.names if names is None else names, key=dot_natural_key)
+        except ValueError as error:  # of digits that are no numbers
+            raise defect(
+                self.path, f"expected names that transformers sorts, found {quoted(str(error))}"
+            ) from error
         places = {name: place for place, name in enumerate(self._order)}
         self._begun = 0  # place in the order up to which reads have begun
         return {name: CheckpointSlice(self, name, place) for name, place in places.items()}

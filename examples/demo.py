@@ -5,7 +5,6 @@ finetune`` does, once streamed and once with the whole base on the device: the l
 and the bytes of both adapters have to be the same.
 """
 
-import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,53 +25,42 @@ MIN_LOSS_DROP = 0.1
 
 
 @dataclass(frozen=True)
-class Arm:
-    """What one run has left."""
-
-    run: Run
-    adapter: bytes
-    seconds: float
-
-    @property
-    def losses(self) -> list[float]:
-        """Of each step."""
-        return [each["loss"] for each in self.run.logs]
-
-    @property
-    def held_out(self) -> tuple[float, float]:
-        """The loss on rows that are not trained on, before and after."""
-        first, *_, last = [each["eval_loss"] for each in self.run.evaluations]
-        return first, last
-
-
-@dataclass(frozen=True)
 class DemoReport:
-    """What the demo found; ``passed`` is its result.
+    """What the demo found; ``passed`` is its result."""
 
-    Attributes:
-        streamed: The run whose base lies in host memory.
-        resident: The same with the whole base on the device.
-    """
-
-    streamed: Arm
-    resident: Arm
+    streamed: Run
+    """The run whose base lies in host memory."""
+    resident: Run
+    """The same with the whole base on the device."""
+    has_same_adapter: bool
+    """Whether both have left the same bytes."""
 
     @property
     def is_exact(self) -> bool:
         """Whether both runs have the same losses and the same adapter, bit for bit."""
-        same_losses = self.streamed.losses == self.resident.losses
-        return same_losses and self.streamed.adapter == self.resident.adapter
+        return losses(self.streamed) == losses(self.resident) and self.has_same_adapter
 
     @property
     def has_learned(self) -> bool:
         """Whether the loss fell clearly on rows that were not trained on."""
-        before, after = self.streamed.held_out
+        before, after = held_out(self.streamed)
         return after <= before - MIN_LOSS_DROP
 
     @property
     def passed(self) -> bool:
         """Whether every claim of the demo held."""
         return self.is_exact and self.has_learned
+
+
+def losses(run: Run) -> list[float]:
+    """Return the loss of each step."""
+    return [each["loss"] for each in run.logs]
+
+
+def held_out(run: Run) -> tuple[float, float]:
+    """Return the loss on rows that are not trained on, before and after."""
+    first, *_, last = [each["eval_loss"] for each in run.evaluations]
+    return first, last
 
 
 def run_demo(
@@ -110,11 +98,12 @@ def run_demo(
     require_empty_folder(out_dir, "out")
     base, rows = out_dir / "base", out_dir / "rows.jsonl"
     write_base(base, write_rows(rows), size)
-    arms = {}
+    adapters = {}
     for name in ("streamed", "resident"):
         console.rule(f"fine-tuning, {name}", align="left")
-        arms[name] = _train(out_dir / name, base, rows, num_steps, size, device, console)
-    report = DemoReport(**arms)
+        adapters[name] = _train(out_dir / name, base, rows, num_steps, size, device, console)
+    runs = (read_run(out_dir / name) for name in adapters)
+    report = DemoReport(*runs, adapters["streamed"] == adapters["resident"])
     render(report, console)
     return report
 
@@ -127,8 +116,8 @@ def _train(
     size: ModelSize,
     device: str,
     console: "Console",
-) -> Arm:
-    """Train as ``poros finetune`` does; what it prints is in a file beside its folder."""
+) -> bytes:
+    """Train as ``poros finetune`` does, and return the adapter; its output goes to a file."""
     from rich.console import Console
 
     from poros.finetune.data import read_data
@@ -159,15 +148,12 @@ def _train(
         **({"memory.resident": True} if folder.name == "resident" else {"memory.slots": MIN_SLOTS}),
     }
     recipe = checked(read_recipe(None, {key: str(value) for key, value in settings.items()}))
-    begin = time.perf_counter()
     with folder.with_suffix(".log").open("w", encoding="utf-8") as log, redirect_stdout(log):
         # It takes the log for a terminal, so that there is a progress bar.
         printed = Console(file=log, force_terminal=True, color_system=None, width=100)
         adapter = finetune(recipe, *read_data(recipe), printed)
-    seconds = time.perf_counter() - begin
-    weights = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
     console.print(f"{adapter}; its summary: {log.name}", markup=False, highlight=False)
-    return Arm(read_run(folder), weights, seconds)
+    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 def render(report: DemoReport, console: "Console") -> None:
@@ -175,20 +161,18 @@ def render(report: DemoReport, console: "Console") -> None:
     from rich.table import Table
 
     table = Table("", "streamed", "resident", title="poros demo")
-    arms = (report.streamed, report.resident)
-    ends = [each.run.end or {} for each in arms]
-    table.add_row("first loss", *(f"{each.losses[0]:.9f}" for each in arms))
-    table.add_row("last loss", *(f"{each.losses[-1]:.9f}" for each in arms))
+    runs = (report.streamed, report.resident)
+    table.add_row("first loss", *(f"{losses(each)[0]:.9f}" for each in runs))
+    table.add_row("last loss", *(f"{losses(each)[-1]:.9f}" for each in runs))
     for place, when in enumerate(("before", "after")):
-        table.add_row(f"held-out loss {when}", *(f"{each.held_out[place]:.4f}" for each in arms))
+        table.add_row(f"held-out loss {when}", *(f"{held_out(each)[place]:.4f}" for each in runs))
     for key, name in (("device_num_bytes", "layers on the device"), ("host_num_bytes", "in host")):
-        table.add_row(name, *(shown_size(each.get(key, 0)) for each in ends))
-    table.add_row("whole run", *(f"{each.seconds:.0f} s" for each in arms))
+        table.add_row(name, *(shown_size((each.end or {}).get(key, 0)) for each in runs))
     console.print(table)
     failed = [] if report.is_exact else ["streamed and resident runs differ"]
     if not report.has_learned:
         failed.append(f"the held-out loss did not fall by {MIN_LOSS_DROP} or more")
-    number = len(report.streamed.losses)
+    number = len(losses(report.streamed))
     passed = f"PASSED: the losses of {number} steps and the adapters are the same to the last bit"
     verdict = "FAILED: " + "; ".join(failed) if failed else passed
     console.print(verdict, style="bold red" if failed else "green", highlight=False)

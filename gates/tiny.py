@@ -52,17 +52,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 VOCAB_SIZE = 512
 
-# Attributes under which configurations keep a dropout probability inside the decoder.
-_DROPOUTS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "resid_pdrop",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "dropout",
-)
-
 # A configuration that ignores what it is asked for has its default size, which no gate can afford.
 _MAX_PARAMETERS = 30_000_000
 
@@ -134,51 +123,43 @@ def small_config(
 def _small_sizes(num_layers: int, hidden_size: int, dropout: float) -> dict[str, Any]:
     """Values by the names under which configurations of several families keep them."""
     head_dim = hidden_size // 4
-    return {
-        "vocab_size": VOCAB_SIZE,
-        **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim"), hidden_size),
-        **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff"), 2 * hidden_size),
-        **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 2 * hidden_size),
-        **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), hidden_size),
-        "shared_expert_intermediate_size": hidden_size,
-        **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), num_layers),
-        **dict.fromkeys(("decoder_layers", "encoder_layers"), num_layers),
-        **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-        **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
-        "num_key_value_heads": 2,
-        "head_dim": head_dim,
-        "query_pre_attn_scalar": head_dim,
+    table = [
+        (hidden_size, "hidden_size d_model n_embd word_embed_proj_dim moe_intermediate_size"),
+        (hidden_size, "expert_ffn_hidden_size shared_expert_intermediate_size"),
+        (2 * hidden_size, "intermediate_size ffn_dim n_inner d_ff mamba_d_ssm"),
+        (2 * hidden_size, "decoder_ffn_dim encoder_ffn_dim"),
+        (num_layers, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"),
+        (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input"),
+        (head_dim, "head_dim query_pre_attn_scalar mamba_d_head mamba_head_dim"),
+        (4, "num_attention_heads n_head n_heads num_heads"),
+        (4, "decoder_attention_heads encoder_attention_heads"),
+        (2, "num_key_value_heads"),
         # Low-rank attention; queries and keys are a rotated and a plain half.
-        **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), hidden_size // 2),
-        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), head_dim),
-        "qk_head_dim": 2 * head_dim,
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": VOCAB_SIZE,
-        "rotary_dim": head_dim // 2,
+        (hidden_size // 2, "q_lora_rank kv_lora_rank o_lora_rank"),
+        (head_dim, "qk_rope_head_dim qk_nope_head_dim v_head_dim"),
+        (2 * head_dim, "qk_head_dim"),
+        (head_dim // 2, "rotary_dim"),
         # Experts in one group, and every kind of layer within a few layers.
-        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-        **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
-        **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
-        "first_k_dense_replace": 1,
-        **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
-        **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+        (4, "num_experts num_local_experts n_routed_experts"),
+        (2, "num_experts_per_tok moe_topk moe_k attn_layer_period expert_layer_period"),
+        (1, "n_group topk_group n_shared_experts num_shared_experts first_k_dense_replace"),
+        (1, "attn_layer_offset expert_layer_offset"),
         # State-space and linear attention heads.
-        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), head_dim),
-        **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
-        **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), head_dim),
-        "mamba_d_ssm": 2 * hidden_size,
-        **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_chunk_size"), 16),
-        **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256),
-        "original_max_position_embeddings": 256,
-        **dict.fromkeys(("sliding_window", "window_size", "local_attention"), 8),
+        (2, "linear_num_key_heads linear_num_value_heads"),
+        (head_dim, "linear_key_head_dim linear_value_head_dim"),
+        (8, "mamba_n_heads mamba_num_heads sliding_window window_size local_attention"),
+        (16, "mamba_d_state ssm_state_size mamba_chunk_size"),
+        (256, "max_position_embeddings n_positions max_seq_len original_max_position_embeddings"),
         # Wide enough that attention is far from uniform: a wrong mask then moves many bits.
-        "initializer_range": 0.08,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **dict.fromkeys(_DROPOUTS, dropout),
-    }
+        (0.08, "initializer_range"),
+        (0, "pad_token_id num_kv_shared_layers"),
+        (1, "bos_token_id"),
+        (2, "eos_token_id"),
+        # Inside the decoder.
+        (dropout, "attention_dropout attn_pdrop resid_pdrop hidden_dropout hidden_dropout_prob"),
+        (dropout, "attention_probs_dropout_prob dropout"),
+    ]
+    return {name: value for value, every in table for name in every.split()}
 
 
 def _shrunk(config_class: Any, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -124,10 +124,12 @@ def _small_sizes(num_layers: int, hidden_size: int, dropout: float) -> dict[str,
     """Values by the names under which configurations of several families keep them."""
     head_dim = hidden_size // 4
     table = [
-        (hidden_size, "hidden_size d_model n_embd word_embed_proj_dim moe_intermediate_size"),
-        (hidden_size, "expert_ffn_hidden_size shared_expert_intermediate_size"),
+        # Of names for the same field the later one counts.
+        (hidden_size, "hidden_size d_model n_embd word_embed_proj_dim"),
         (2 * hidden_size, "intermediate_size ffn_dim n_inner d_ff mamba_d_ssm"),
         (2 * hidden_size, "decoder_ffn_dim encoder_ffn_dim"),
+        (hidden_size, "moe_intermediate_size expert_ffn_hidden_size"),
+        (hidden_size, "shared_expert_intermediate_size"),
         (num_layers, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"),
         (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input"),
         (head_dim, "head_dim query_pre_attn_scalar mamba_d_head mamba_head_dim"),

@@ -102,8 +102,8 @@ def run_demo(
     for name in ("streamed", "resident"):
         console.rule(f"fine-tuning, {name}", align="left")
         adapters[name] = _train(out_dir / name, base, rows, num_steps, size, device, console)
-    runs = (read_run(out_dir / name) for name in adapters)
-    report = DemoReport(*runs, adapters["streamed"] == adapters["resident"])
+    is_same = adapters["streamed"] == adapters["resident"]
+    report = DemoReport(read_run(out_dir / "streamed"), read_run(out_dir / "resident"), is_same)
     render(report, console)
     return report
 

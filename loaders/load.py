@@ -170,11 +170,6 @@ def _refuse_classifier(config: "PreTrainedConfig", options: LoadOptions, path: P
         )
 
 
-def _set_generation(model: "PreTrainedModel", generation: "GenerationConfig") -> None:
-    if model.can_generate():
-        model.generation_config = generation
-
-
 class _CheckpointLoader:
     """Loads one checkpoint into memory or into a store."""
 
@@ -200,11 +195,7 @@ class _CheckpointLoader:
         return model
 
     def into_store(self, directory: "str | os.PathLike[str]") -> Origin:
-        """Write the store unless it exists; refuse a store of another checkpoint.
-
-        Returns:
-            Where the checkpoint lies now.
-        """
+        """Write the store unless it exists, of this checkpoint; return where that lies now."""
         if not is_store(directory):
             try:
                 return self._write_store(directory)
@@ -274,15 +265,7 @@ class _CheckpointLoader:
     def _read(
         self, checkpoint: Checkpoint, allocate: "Allocate | None" = None
     ) -> "tuple[PreTrainedModel, SlabWriter, BitsAndBytesConfig | None, torch.dtype]":
-        """Read the model; return it, its slabs, the quantization of its weights, and its dtype.
-
-        Raises:
-            CheckpointFormatError: If transformers cannot make anything of the settings.
-            PolicyError: If an option is no field of the configuration, or the checkpoint is
-                quantized in another way than was asked for.
-            UnsupportedModelError: If it is no causal language model, or a classifier that was not
-                asked for, or quantized otherwise.
-        """
+        """Read the model; return it, its slabs, the quantization of its weights, and its dtype."""
         from poros.loaders.hf_quantizer import clean, reading_into
 
         # Everything about the settings is decided before a weight is read.
@@ -305,20 +288,22 @@ class _CheckpointLoader:
         if is_dropping:
             with ONE_AT_A_TIME:
                 names = without_towers(model_class, config, checkpoint.names)
-        slab_writer = SlabWriter(path, self._quantizer, allocate, drops_towers=is_dropping)
+        writer = SlabWriter(path, self._quantizer, allocate, drops_towers=is_dropping)
         slices = checkpoint.slices(names)
+        arguments = {"config": config, "dtype": dtype}
         is_quantized = stored is not None
-        with (
-            ONE_AT_A_TIME,
-            reading_into(slab_writer, used, is_quantized=is_quantized) as quantization,
-        ):
-            arguments = {"config": config, "dtype": dtype}
-            model = fill(model_class, slab_writer, quantization, slices, arguments)
+        with ONE_AT_A_TIME, reading_into(writer, used, is_quantized=is_quantized) as quantization:
+            model = fill(model_class, writer, quantization, slices, arguments)
         clean(model)
-        require_floats(checkpoint, model, slab_writer.floats)
-        slab_writer.finish(model)
-        _set_generation(model, generation)
-        return model, slab_writer, used, dtype
+        require_floats(checkpoint, model, writer.floats)
+        _finish(model, writer, generation)
+        return model, writer, used, dtype
+
+
+def _finish(model: "PreTrainedModel", writer: SlabWriter, generation: "GenerationConfig") -> None:
+    writer.finish(model)
+    if model.can_generate():
+        model.generation_config = generation
 
 
 def _open(
@@ -349,8 +334,7 @@ def _open(
         clean(model)
         if used is not None:
             model.hf_quantizer.pre_quantized = about.is_prequantized
-        reader.finish(model)
-        _set_generation(model, generation)
+        _finish(model, reader, generation)
     # The former is what PEFT takes for the base of an adapter. The tokenizer, which others look for
     # by the name in the configuration, lies in the store.
     model.name_or_path, model.config.name_or_path = opened.origin.source, os.fspath(directory)

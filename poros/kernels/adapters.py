@@ -17,12 +17,11 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.dora import SquaresOfRows, magnitude_of, run_dora
-from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
 from poros.kernels.grouped import ATTENTION, Casts, Projection, Shared, project, share_inputs
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import ActiveLora, Added, add_lora
-from poros.kernels.patching import replace
-from poros.kernels.paths import PEFT, InOrder, LoraShape, merges, multiply_in_order, order_of
+from poros.kernels.paths import PEFT, InOrder, LoraShape, cheapest, multiply_in_order
 from poros.kernels.product import Product, product_of
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
@@ -150,7 +149,7 @@ class _Forward(PatchedForward):
     """``forward`` of PEFT's ``lora.Linear`` and ``lora.Linear4bit``."""
 
     def __init__(self, module: nn.Module, tally: KernelStats, is_4bit: bool) -> None:
-        super().__init__(module)
+        super().__init__(module, tally, is_4bit)
         self._tally = tally
         self._is_4bit = is_4bit
         self.is_last = False
@@ -167,9 +166,6 @@ class _Forward(PatchedForward):
             self._tally.is_exact
             or not any(name in module.lora_variant for name in module.active_adapters)
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self._tally, self._is_4bit)
 
     def run(self, module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         lora: ActiveLora | str = "arguments besides the input"
@@ -272,8 +268,8 @@ class _Forward(PatchedForward):
         product = product_of(base, input, leaves_out=True, dtype=autocast)
         if product is None:
             self._tally.as_peft("a linear module, or an input, whose product is not known")
-        elif lora.dropout and merges(wanted):
-            self._tally.as_peft("dropout, for which f2, b4 and b5 are not defined")
+        elif lora.dropout:
+            self._tally.as_peft("dropout, which PEFT's order alone has")
         else:
             shape = LoraShape(
                 input.numel() // lora.a.shape[1],
@@ -282,11 +278,10 @@ class _Forward(PatchedForward):
                 lora.a.shape[0],
                 autocast or input.dtype,
                 autocast or lora.a.dtype,
-                lora.dropout > 0,
                 product.state is not None,
                 torch.backends.cuda.matmul.fp32_precision == "tf32",
             )
-            order = order_of(wanted, shape)
+            order = cheapest(shape) if wanted == "flops" else wanted
             self._tally.orders[shape, order] += 1
             return product, order
         return None, PEFT
@@ -347,7 +342,7 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     """Have PEFT's LoRA modules run by our operator, where it knows what they do.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.patching.unpatch`` undoes it.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
     from peft.tuners.lora import Linear4bit
 

@@ -64,7 +64,7 @@ from poros.kernels.forwards import PatchedForward, has_hooks, is_forward_of_lige
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.nodes import saved_tensors
 from poros.kernels.product import Product
-from poros.kernels.swiglu import parts_of
+from poros.kernels.swiglu import input_from, sources_of
 
 Optional = torch.Tensor | None
 
@@ -194,9 +194,7 @@ class _Project(torch.autograd.Function):
     def forward(ctx: Any, group: _Group, input: torch.Tensor, *matrices: Any) -> Any:
         stacked, all_b = group.cast(matrices, input.dtype)
         hidden = _rows(input).mm(stacked.t())
-        parts = parts_of(input)
-        ctx.making = None if parts is None else parts.making
-        sources = (input,) if parts is None else (parts.gate, parts.up)
+        sources = sources_of(input)
         weights = [each.weight for each in group.products]
         ctx.save_for_backward(hidden, stacked, *all_b, *weights, *sources)
         # If weights stream, autograd alone keeps them.
@@ -207,11 +205,9 @@ class _Project(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not group.leaves_out:
             return tuple(group.results(input, hidden, all_b))
-        source: Any = input if parts is None else None  # or the closure would keep it
 
         def form() -> torch.Tensor:
-            given = parts.making.again(parts.gate, parts.up) if parts is not None else source
-            return group.results(given, hidden, all_b)[0]
+            return group.results(input_from(sources), hidden, all_b)[0]
 
         shape = (*input.shape[:-1], group.products[0].num_rows)
         return (LazyTensor(shape, input.dtype, input.device, form, [*sources, hidden, *all_b]),)
@@ -248,9 +244,7 @@ def _backward(ctx: Any, gradients: list[Optional]) -> tuple[Optional, ...]:
         into.addmm_(rows, b, beta=0, alpha=scaling)
         del gradient, rows
     if any(wants_a):
-        input = sources[0] if ctx.making is None else ctx.making.again(*sources)
-        together = of_hidden.t().mm(_rows(input))
-        del input
+        together = of_hidden.t().mm(_rows(input_from(sources)))
         for place, part in enumerate(together.split(group.ranks)):
             if wants_a[place] and gradients[place] is not None:
                 of_a[place] = part
@@ -363,15 +357,12 @@ class SharingForward(PatchedForward):
         names: Sequence[str],
         before: Callable[..., Any] | None,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, sharer, names, before)
         self._sharer, self._names, self.before = sharer, names, before
 
     @property
     def is_exact(self) -> bool:
         return False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self._sharer, self._names, self.before)
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         with sharing_within(self._sharer, [module._modules[name] for name in self._names]):
@@ -386,7 +377,7 @@ def share_inputs(
     """Have modules say to ``sharer`` which of their projections share an input.
 
     Those whose forward somebody has set are left alone, but for forwards of Liger's, which call
-    the projections as the modules' own do. ``poros.kernels.patching.unpatch`` undoes it.
+    the projections as the modules' own do. ``poros.kernels.forwards.unpatch`` undoes it.
 
     Args:
         names_of: The projections of a module, in order; fewer than two leave it alone.

@@ -27,7 +27,7 @@ from torch import nn
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
-from poros.kernels.swiglu import parts_of
+from poros.kernels.swiglu import input_from, sources_of
 from poros.utils.devices import runs_triton
 
 
@@ -141,9 +141,7 @@ class _AddLora(torch.autograd.Function):
         dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
         hidden = times(dropped.to(a.dtype), a)
         del dropped
-        parts = parts_of(input)
-        sources = (input,) if parts is None else (parts.gate, parts.up)
-        ctx.making = None if parts is None else parts.making
+        sources = sources_of(input)
         # As PEFT's operators keep them: an adapter that is given other data later is not read.
         weight = None if product is None or again is None else product.weight
         ctx.save_for_backward(weight, b.detach(), a.detach(), hidden, mask, *sources)
@@ -182,7 +180,7 @@ class _AddLora(torch.autograd.Function):
             of_hidden = scaled.mm(b) if hidden.numel() > 1 else b.t().mm(scaled.t()).t()
             del scaled
             if wants_a:
-                input = sources[0] if ctx.making is None else ctx.making.again(*sources)
+                input = input_from(sources)
                 dropped = drop(input, mask, how.dropout, how.dtype, a.dtype)
                 del input
                 of_a = of_hidden.t().mm(dropped.reshape(-1, a.shape[1]))

@@ -38,7 +38,6 @@ _SMALL_RANK = 64
 """Up to here all of A's rows are in one block, and W is read once."""
 _MOST_GRAM_BLOCKS = 256
 """Programs for A A^T, and so float32 blocks of 64 by 64 that hold its parts: 4 MiB."""
-_SQUARE_ROWS, _SQUARE_WIDTH = 4, 512
 _ASSEMBLY = 256
 """Rows that a program assembles."""
 
@@ -136,21 +135,6 @@ def _multiply(
 
 
 @triton.jit
-def _square(dense, square, rows, columns, stride, step, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = row < rows
-    line = dense + row.to(tl.int64)[:, None] * stride
-    sums = tl.zeros((ROWS, WIDTH), tl.float32)
-    for first in range(0, columns, WIDTH):
-        column = (first + tl.arange(0, WIDTH))[None, :]
-        inside = is_row[:, None] & (column < columns)
-        values = tl.load(line + column.to(tl.int64) * step, mask=inside, other=0.0)
-        values = values.to(tl.float32)
-        sums += values * values
-    tl.store(square + row, tl.sum(sums, axis=1), mask=is_row)
-
-
-@triton.jit
 def _assemble(square, cross, gram, norm, twice, squared, rows, SIZE: tl.constexpr):
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = row < rows
@@ -162,23 +146,7 @@ def _assemble(square, cross, gram, norm, twice, squared, rows, SIZE: tl.constexp
 
 
 _MULTIPLY = Launcher(_multiply, enable_fp_fusion=False)
-_SQUARE = Launcher(_square, enable_fp_fusion=False)
 _ASSEMBLE = Launcher(_assemble, enable_fp_fusion=False)
-
-
-def square_of_rows(dense: torch.Tensor) -> torch.Tensor:
-    """``row_norm.square_of_rows`` on a GPU."""
-    rows, columns = dense.shape
-    square = dense.new_empty(rows, dtype=torch.float32)
-    if rows:
-        _SQUARE(
-            ceil_div(rows, _SQUARE_ROWS),
-            *(dense, square, rows, columns, *dense.stride()),
-            ROWS=_SQUARE_ROWS,
-            WIDTH=_SQUARE_WIDTH,
-            options={"num_warps": 4},
-        )
-    return square
 
 
 def row_norm(

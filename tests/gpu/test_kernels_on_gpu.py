@@ -14,7 +14,7 @@ from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
-import poros.kernels.linear4bit
+import poros.kernels.product
 from poros.cuda_streams import streams_for
 from poros.errors import ParityError
 from poros.gates import tiny
@@ -22,9 +22,9 @@ from poros.head.loss import sliced_cross_entropy
 from poros.head.rows import RowReader
 from poros.kernels.copies import copy_all
 from poros.kernels.dequantize import dequantize, has_kernel
-from poros.kernels.linear4bit import linear_4bit, patch, takes_fused_kernel
+from poros.kernels.forwards import unpatch, use_others
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits, add_logits_ref
-from poros.kernels.patching import unpatch, use_others
+from poros.kernels.product import Product, multiply, patch, takes_fused_kernel
 from poros.kernels.sums import sums_of_bits
 from poros.replay.graphs import CudaRecorder
 
@@ -158,7 +158,7 @@ def test_the_product_is_bitsandbytes(shape: tuple[int, int], bias: bool) -> None
         ] * 2
         fused.add(takes_fused_kernel(inputs[0], state))
         outputs = [
-            linear_4bit(inputs[0], packed, state, own),
+            multiply(Product(torch.nn.Identity(), packed, state, own, shape[0], True), inputs[0]),
             bitsandbytes.matmul_4bit(inputs[1], packed, state, bias=own),
         ]
         assert torch.equal(*map(bits, outputs)), num_tokens
@@ -185,7 +185,7 @@ def test_modules_are_taken_over_and_given_back() -> None:
     expected = module(input)
     again()
     found = module(input)
-    assert "_Linear4bit" in type(found.grad_fn).__name__ and torch.equal(found, expected)
+    assert "_Multiply" in type(found.grad_fn).__name__ and torch.equal(found, expected)
     # What only bitsandbytes does.
     assert module(input[:, :0]).shape == (2, 0, 256)
     assert torch.equal(module(input.float()), module.forward(input.float()))
@@ -212,7 +212,7 @@ def test_the_self_check_covers_the_product(tmp_path: Path, monkeypatch: pytest.M
         return str(poros.runtime(model).self_check["status"])
 
     assert first_step() == "passed"
-    monkeypatch.setattr(poros.kernels.linear4bit, "dequantize", wrong)
+    monkeypatch.setattr(poros.kernels.product, "dequantize", wrong)
     with pytest.raises(ParityError):
         first_step()
 

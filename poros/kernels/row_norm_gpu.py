@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher, ceil_div
+from poros.kernels.launching import ceil_div, start_kernel
 
 
 class Blocks(NamedTuple):
@@ -145,10 +145,6 @@ def _assemble(square, cross, gram, norm, twice, squared, rows, SIZE: tl.constexp
     tl.store(norm + row, tl.sqrt_rn(total), mask=inside)
 
 
-_MULTIPLY = Launcher(_multiply, enable_fp_fusion=False)
-_ASSEMBLE = Launcher(_assemble, enable_fp_fusion=False)
-
-
 def row_norm(
     dense: torch.Tensor, square: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
 ) -> torch.Tensor:
@@ -165,11 +161,11 @@ def assembled(
     norm = torch.empty_like(square)
     rows = len(norm)
     if rows:
-        _ASSEMBLE(
+        start_kernel(
+            _assemble,
             ceil_div(rows, _ASSEMBLY),
             *(square, cross, gram, norm, 2 * scaling, scaling * scaling, rows),
             SIZE=_ASSEMBLY,
-            options={"num_warps": 4},
         )
     return norm
 
@@ -212,7 +208,8 @@ def _launch(
     num_programs = ceil_div(rows, blocks.rows) * num_others * num_sections
     if not num_programs:
         return
-    _MULTIPLY(
+    start_kernel(
+        _multiply,
         num_programs,
         # What is not there is not looked at.
         *(x, y, y if weights is None else weights, parts, rows, len(y), columns, *x.stride()),
@@ -224,7 +221,8 @@ def _launch(
         OTHERS=blocks.others,
         COLUMNS=blocks.columns,
         COLUMNS_IN_ALL=blocks.columns_in_all,
-        options={"num_warps": blocks.num_warps, "num_stages": blocks.num_stages},
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
     )
 
 

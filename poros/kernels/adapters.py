@@ -18,10 +18,10 @@ from torch import nn
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.dora import SquaresOfRows, magnitude_of, run_dora
 from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
-from poros.kernels.grouped import ATTENTION, Casts, Projection, Shared, project, share_inputs
+from poros.kernels.grouped import ATTENTION, Projection, Shared, project, share_inputs
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.lora import ActiveLora, Added, add_lora
-from poros.kernels.paths import PEFT, InOrder, LoraShape, cheapest, multiply_in_order
+from poros.kernels.lora import ActiveLora, Added, Call, add_lora
+from poros.kernels.paths import PEFT, LoraShape, cheapest, multiply_in_order
 from poros.kernels.product import Product, product_of
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
@@ -66,7 +66,7 @@ class KernelStats:
         self.orders: Counter[tuple[LoraShape | str, str]] = Counter()
         self.num_left_out = 0
         self.is_recording = False
-        self.casts: Casts | None = None
+        self.casts: Any = None
         self.left_out: list[tuple[_Forward, LazyTensor]] | None = None
 
     @contextmanager
@@ -91,7 +91,7 @@ class KernelStats:
             self.is_recording = False
 
     @contextmanager
-    def casting(self, casts: Casts) -> Iterator[None]:
+    def casting(self, casts: Any) -> Iterator[None]:
         """Within it, ``casts`` keeps those of adapters."""
         self.casts = casts
         try:
@@ -206,13 +206,11 @@ class _Forward(PatchedForward):
             # In the order in which autocast makes them for linear: that of their gradients.
             a = _as_autocast(a, dtype)
             b = _as_autocast(b, dtype)
-        if product is not None and order != PEFT:
-            call = InOrder(order, product, how, self, leaves_out)
-            sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b)
-        elif product is not None:
-            sum_ = add_lora(product, input, a, b, how, self, leaves_out)
+        call = Call(how, product, self, leaves_out and product is not None)
+        if order == PEFT:
+            sum_ = add_lora(result, input, a, b, call)
         else:
-            sum_ = add_lora(result, input, a, b, how, self)
+            sum_ = multiply_in_order(order, input.to(dtype or input.dtype), a, b, call)
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_

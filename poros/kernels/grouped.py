@@ -53,7 +53,7 @@ Note: Bound
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -86,24 +86,12 @@ class Projection(NamedTuple):
     scaling: float
 
 
-class Casts(Protocol):
-    """Keeps casts of adapters, for what is recorded: they are made before it is replayed."""
-
-    def places(
-        self, shapes: Sequence[Sequence[int]], dtype: torch.dtype
-    ) -> list[torch.Tensor] | None:
-        """Return fixed memory for the casts of the next node; None if there is not as much."""
-
-    def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Have the second of each pair copied into the first before each replay."""
-
-
 def project(
     projections: Sequence[Projection],
     input: torch.Tensor,
     owner: object = None,
     leaves_out: bool = False,
-    casts: Casts | None = None,
+    casts: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     """The results of projections of one input, as one autograd node.
 
@@ -113,7 +101,8 @@ def project(
             made for. Gets a gradient.
         owner: Whoever calls; the node has it as ``owner``.
         leaves_out: Whether the values of the only result are computed only if somebody reads them.
-        casts: Keeps A and B in the dtype of the input; by default the node casts them.
+        casts: ``poros.replay.casts.AdapterCasts``, which keeps A and B in the dtype of the input;
+            by default the node casts them.
 
     Returns:
         For each a result of shape (..., rows), memory of its own, in the dtype of the input. A
@@ -150,7 +139,7 @@ class _Group(NamedTuple):
     ranks: list[int]
     owner: object
     leaves_out: bool
-    casts: Casts | None
+    casts: Any
 
     def cast(
         self, matrices: Sequence[torch.Tensor], dtype: torch.dtype
@@ -324,20 +313,14 @@ class Shared:
         self._input, self._state, self._waiting = input, _state_of(input), dict(waiting)
 
 
-class Sharer(Protocol):
-    """Who knows which modules share in the call that runs."""
-
-    shared: Shared | None
-
-
 @contextmanager
-def sharing_within(sharer: Sharer, modules: Sequence[nn.Module]) -> Iterator[None]:
+def sharing_within(tally: Any, modules: Sequence[nn.Module]) -> Iterator[None]:
     """These may share an input in the body, in this order."""
-    before, sharer.shared = sharer.shared, Shared(modules)
+    before, tally.shared = tally.shared, Shared(modules)
     try:
         yield
     finally:
-        sharer.shared = before
+        tally.shared = before
 
 
 class SharingForward(PatchedForward):
@@ -345,7 +328,7 @@ class SharingForward(PatchedForward):
 
     Args:
         module: Whose it is.
-        sharer: Told of it while the module runs.
+        tally: The ``KernelStats`` of the model, told of it while the module runs.
         names: Of the projections in the module, in the order of their calls.
         before: See ``PatchedForward``.
     """
@@ -353,28 +336,28 @@ class SharingForward(PatchedForward):
     def __init__(
         self,
         module: nn.Module,
-        sharer: Sharer,
+        tally: Any,
         names: Sequence[str],
         before: Callable[..., Any] | None,
     ) -> None:
-        super().__init__(module, sharer, names, before)
-        self._sharer, self._names, self.before = sharer, names, before
+        super().__init__(module, tally, names, before)
+        self._tally, self._names, self.before = tally, names, before
 
     @property
     def is_exact(self) -> bool:
         return False
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        with sharing_within(self._sharer, [module._modules[name] for name in self._names]):
+        with sharing_within(self._tally, [module._modules[name] for name in self._names]):
             return self.own(module, *args, **kwargs)
 
 
 def share_inputs(
     modules: Iterable[nn.Module],
-    sharer: Sharer,
+    tally: Any,
     names_of: Callable[[nn.Module], Sequence[str]],
 ) -> None:
-    """Have modules say to ``sharer`` which of their projections share an input.
+    """Have modules say to ``tally`` which of their projections share an input.
 
     Those whose forward somebody has set are left alone, but for forwards of Liger's, which call
     the projections as the modules' own do. ``poros.kernels.forwards.unpatch`` undoes it.
@@ -386,7 +369,7 @@ def share_inputs(
         before = module.__dict__.get("forward")
         names = names_of(module) if before is None or is_forward_of_liger(before) else ()
         if len(names) > 1:
-            module.__dict__["forward"] = SharingForward(module, sharer, names, before)
+            module.__dict__["forward"] = SharingForward(module, tally, names, before)
 
 
 def _state_of(input: torch.Tensor) -> tuple[object, ...]:

@@ -56,27 +56,34 @@ class Added(NamedTuple):
     """Whether the sum is brought to the dtype of ``result``."""
 
 
+class Call(NamedTuple):
+    """What a node is given besides tensors."""
+
+    how: Added
+    product: Product | None = None
+    """Of the linear module with the input, if it is part of the node."""
+    owner: object = None
+    """Whoever calls; the node in the graph has it as ``owner``."""
+    leaves_out: bool = False
+    """Whether the values of the sum with a product are computed only if somebody reads them."""
+
+
 def add_lora(
-    onto: torch.Tensor | Product,
+    result: torch.Tensor | None,
     input: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    how: Added,
-    owner: object = None,
-    leaves_out: bool = False,
+    call: Call,
 ) -> torch.Tensor:
     """The result of a linear module and what LoRA adds to it.
 
     Args:
-        onto: The result, of shape (..., rows), which gets a gradient, as all tensors here. Or the
-            product of a frozen module with ``input``, which is then part of the node.
+        result: Of the linear module, of shape (..., rows). Gets a gradient, as all tensors here.
+            None if the product is part of the node.
         input: Of shape (..., columns), contiguous, not empty.
         a: Of shape (rank, columns), in the dtype of the products.
         b: Of shape (rows, rank), likewise.
-        how: See there.
-        owner: Whoever calls; the node in the graph has it as ``owner``.
-        leaves_out: Whether the values of the sum with a product are computed only if somebody
-            reads them.
+        call: See there.
 
     Returns:
         Of shape (..., rows), in the dtype of the result, or if ``how`` does not keep that, in the
@@ -90,10 +97,7 @@ def add_lora(
     Exactness:
         The bits of ``add_lora_ref`` to what the module gives, forward and gradients, at every tier.
     """
-    product = onto if isinstance(onto, Product) else None
-    result = onto if product is None else None
-    again = None if product is None else input  # for the second of its gradients
-    call = _Call(how, owner, product, leaves_out)
+    again = None if call.product is None else input  # for the second of its gradients
     sum_: torch.Tensor = _AddLora.apply(result, input, b, a, again, call)
     return sum_
 
@@ -113,16 +117,6 @@ def add_lora_ref(
     return sum_.to(result.dtype) if how.keeps_dtype else sum_
 
 
-class _Call(NamedTuple):
-    """What a node is given besides tensors."""
-
-    how: Added
-    owner: object
-    product: Any
-    """A ``Product``, or None."""
-    leaves_out: bool
-
-
 class _AddLora(torch.autograd.Function):
     # B before A: of two equal nodes, autograd takes the first.
     @staticmethod
@@ -133,11 +127,11 @@ class _AddLora(torch.autograd.Function):
         b: torch.Tensor,
         a: torch.Tensor,
         again: torch.Tensor | None,
-        call: _Call,
+        call: Call,
     ) -> torch.Tensor:
-        how, owner, product, leaves_out = call
+        how, product = call.how, call.product
         # Before the others, as PEFT has it: one at a time needs memory.
-        formed = result if product is None or leaves_out else product.of(input)
+        formed = result if product is None or call.leaves_out else product.of(input)
         dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
         hidden = times(dropped.to(a.dtype), a)
         del dropped
@@ -146,7 +140,7 @@ class _AddLora(torch.autograd.Function):
         weight = None if product is None or again is None else product.weight
         ctx.save_for_backward(weight, b.detach(), a.detach(), hidden, mask, *sources)
         ctx.product = None if product is None else product._replace(weight=None)
-        ctx.how, ctx.owner = how, owner
+        ctx.how, ctx.owner = how, call.owner
         ctx.result_dtype = input.dtype if result is None else result.dtype
         ctx.input_form = input.shape, input.dtype
         ctx.set_materialize_grads(False)
@@ -154,7 +148,7 @@ class _AddLora(torch.autograd.Function):
             return add_scaled(formed, times(hidden, b), how)
 
         def form() -> torch.Tensor:
-            values = product.of(input) if formed is None else formed.values()
+            values = formed.values() if product is None else product.of(input)
             return add_scaled(values, times(hidden, b), how)
 
         read = [each for each in (result, input, hidden, b) if each is not None]

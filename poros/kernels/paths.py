@@ -28,7 +28,7 @@ import torch
 from poros.config import LORA_ORDERS
 from poros.kernels.autocast import autocast_as
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.lora import Added, add_scaled, sum_dtype
+from poros.kernels.lora import Added, Call, add_scaled, sum_dtype
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
 from poros.kernels.swiglu import input_from, sources_of
@@ -136,25 +136,10 @@ def cheapest(shape: LoraShape) -> str:
     return min(candidates(shape), key=lambda order: cost(order, shape).seconds)
 
 
-class InOrder(NamedTuple):
-    """What to compute. The node in the graph has ``owner`` too."""
-
-    order: str
-    """Such as ``"f2:b5"``."""
-    product: Product
-    how: Added
-    owner: object = None
-    leaves_out: bool = False
-    """Whether the values of the sum are computed only if somebody reads them."""
-
-
 def multiply_in_order(
-    call: InOrder,
-    input: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    order: str, input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, call: Call
 ) -> torch.Tensor:
-    """``poros.kernels.lora.add_lora``, with the products formed in another order.
+    """``poros.kernels.lora.add_lora`` of a product, formed in another order such as ``"f2:b5"``.
 
     Exactness:
         Within rounding of ``add_lora``; the same order gives the same bits.
@@ -162,7 +147,7 @@ def multiply_in_order(
     Source:
         Cherniuk et al., Run LoRA Run, equations 1 to 3 and Appendix A.
     """
-    sum_: torch.Tensor = _Ordered.apply(input, b, a, call)
+    sum_: torch.Tensor = _Ordered.apply(input, b, a, order, call)
     return sum_
 
 
@@ -173,18 +158,21 @@ class _Ordered(torch.autograd.Function):
         input: torch.Tensor,
         b: torch.Tensor,
         a: torch.Tensor,
-        call: InOrder,
+        order: str,
+        call: Call,
     ) -> torch.Tensor:
-        how, product = call.how, call.product
+        how: Added = call.how
+        product: Any = call.product
         ctx.save_for_backward(product.weight, b, a, *sources_of(input))
-        ctx.call = call._replace(product=product._replace(weight=None))
+        ctx.order, ctx.how, ctx.product = order, how, product._replace(weight=None)
         ctx.owner, ctx.shape, ctx.dtype = call.owner, input.shape, input.dtype
         ctx.set_materialize_grads(False)
         dtype = sum_dtype(input.dtype, b.dtype, how)
 
         def form() -> torch.Tensor:
-            if call.order[:2] == "f2":
-                return times(input, _merged(call, a, b, input.dtype), product.bias).to(dtype)
+            if order[:2] == "f2":
+                merged = _merged(product, a, b, how.scaling, input.dtype)
+                return times(input, merged, product.bias).to(dtype)
             result = product.of(input)
             inner = times(input.to(how.dtype).to(a.dtype), a)
             if result.dtype == b.dtype and result.is_contiguous():
@@ -203,7 +191,7 @@ class _Ordered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return (None,) * 4
+            return (None,) * 5
         # A region around the backward alone would cast for some of its products, and not for all.
         with autocast_as(None, gradient.device):
             return _backward(ctx, gradient)
@@ -211,9 +199,9 @@ class _Ordered(torch.autograd.Function):
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     weight, b, a, *sources = saved_tensors(ctx)
-    call: InOrder = ctx.call._replace(product=ctx.call.product._replace(weight=weight))
-    how, scaling, order = call.how, call.how.scaling, call.order[3:]
-    wants_input, wants_b, wants_a, _ = ctx.needs_input_grad
+    product: Product = ctx.product._replace(weight=weight)
+    how, scaling, order = ctx.how, ctx.how.scaling, ctx.order[3:]
+    wants_input, wants_b, wants_a, *_ = ctx.needs_input_grad
     is_merged = order in ("b4", "b5")
     of_input = of_b = of_a = of_hidden = outer = None
     rows = gradient.to(a.dtype).reshape(-1, b.shape[0])
@@ -237,19 +225,21 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
     if wants_input:
         arriving = gradient.to(ctx.dtype).reshape(-1, b.shape[0])
         if is_merged or of_hidden is None:
-            of_input = arriving.mm(_merged(call, a, b, ctx.dtype)).view(ctx.shape)
+            of_input = arriving.mm(_merged(product, a, b, scaling, ctx.dtype)).view(ctx.shape)
         else:
-            of_input = call.product.gradient(arriving)
+            of_input = product.gradient(arriving)
             if of_input.dtype == of_hidden.dtype:
                 of_input = of_input.addmm_(of_hidden, a).view(ctx.shape)
             else:
                 of_lora = of_hidden.mm(a).to(how.dtype).to(ctx.dtype)
                 of_input = of_input.add_(of_lora).view(ctx.shape)
-    return of_input, of_b, of_a, None
+    return of_input, of_b, of_a, None, None
 
 
-def _merged(call: InOrder, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _merged(
+    product: Product, a: torch.Tensor, b: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> torch.Tensor:
     """W + sAB, rounded to ``dtype`` once: (rows, columns), memory of its own."""
     wide = torch.promote_types(dtype, a.dtype)
-    weight = call.product.dense(dtype).to(wide)
-    return torch.addmm(weight, b.to(wide), a.to(wide), alpha=call.how.scaling).to(dtype)
+    weight = product.dense(dtype).to(wide)
+    return torch.addmm(weight, b.to(wide), a.to(wide), alpha=scaling).to(dtype)

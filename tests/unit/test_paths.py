@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from poros.config import LORA_ORDERS
-from poros.kernels.lora import Added, add_lora
+from poros.kernels.lora import Added, Call, add_lora
 from poros.kernels.paths import (
-    InOrder,
     LoraShape,
     candidates,
     cheapest,
@@ -98,17 +97,17 @@ class Case:
         self.a = normal(rank, i, seed=2) / i**0.5
         self.b = normal(o, rank, seed=3) / rank**0.5
 
-    def run(self, order: str, leaves_out: bool = False) -> list[torch.Tensor]:
+    def run(self, order: str) -> list[torch.Tensor]:
         given = [each.clone().requires_grad_() for each in (self.input, self.b, self.a)]
         input, b, a = given
         known = product_of(self.module, input, leaves_out=True)
         assert known is not None
         how = Added(self.scaling, 0.0, FP32, rounds=True, keeps_dtype=False)
+        call = Call(how, known)
         if order == "peft":
-            sum_ = add_lora(known, input, a, b, how, leaves_out=leaves_out)
+            sum_ = add_lora(None, input, a, b, call)
         else:
-            call = InOrder(order, known, how, leaves_out=leaves_out)
-            sum_ = multiply_in_order(call, input, a, b)
+            sum_ = multiply_in_order(order, input, a, b, call)
         gradients = torch.autograd.grad(sum_, given, self.arriving)
         return [sum_.detach(), *gradients]
 

@@ -12,6 +12,7 @@ Note: What it is
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -119,14 +120,15 @@ class HostMatrix(torch.Tensor):
         def of(whole: torch.Tensor) -> Any:
             return view(whole if own is None else own(whole))
 
+        def part(number: int, whole: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = of(whole)[number]
+            return found
+
         form = of(self.host)
         given = (self.host, self._reader, self._name, self._notes)
         if isinstance(form, torch.Tensor):
             return HostMatrix(*given, of)
-        return [
-            HostMatrix(*given, lambda whole, number=number: of(whole)[number])
-            for number in range(len(form))
-        ]
+        return [HostMatrix(*given, partial(part, number)) for number in range(len(form))]
 
     def on_device(self) -> torch.Tensor:
         """Copy the matrix to the device."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.kernels.lazy_tensor import LazyTensor
+from poros.kernels.lazy_tensor import LazyTensor, values_of
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
 from poros.kernels.swiglu import input_from, sources_of
@@ -148,7 +148,7 @@ class _AddLora(torch.autograd.Function):
             return add_scaled(formed, times(hidden, b), how)
 
         def form() -> torch.Tensor:
-            values = formed.values() if product is None else product.of(input)
+            values = values_of(result) if product is None else product.of(input)
             return add_scaled(values, times(hidden, b), how)
 
         read = [each for each in (result, input, hidden, b) if each is not None]

@@ -1,6 +1,6 @@
 """Kernels in Triton's interpreter, against their references; and references against libraries.
 
-The interpreter rounds float32 as a GPU does, but not bfloat16: that is for tests/gpu.
+The interpreter rounds float32 as a GPU does, but not bfloat16: that is for a GPU.
 """
 
 from collections.abc import Sequence

@@ -114,7 +114,8 @@ class KernelStats:
             self.left_out.append((forward, result))
 
 
-class Recomputation:
+@contextmanager
+def recomputing(tally: KernelStats | None, leaves_out: bool = True) -> Iterator[None]:
     """A layer is recomputed in the body.
 
     Results that were left out release their inputs at the end; what was read after all is not left
@@ -125,23 +126,19 @@ class Recomputation:
         leaves_out: Whether the layer's result is there already, so that what only adds to it may be
             left out.
     """
-
-    def __init__(self, tally: KernelStats | None, leaves_out: bool = True) -> None:
-        self._tally = tally
-        self._left_out: list[tuple[_Forward, LazyTensor]] | None = [] if leaves_out else None
-
-    def __enter__(self) -> None:
-        if self._tally is not None:
-            self._tally.left_out = self._left_out
-
-    def __exit__(self, error: object, *_: object) -> None:
-        if self._tally is None:
-            return
-        self._tally.left_out = None
-        for forward, tensor in self._left_out or ():
-            if error is None:
-                forward.is_read |= tensor.is_formed
-                self._tally.num_left_out += not tensor.is_formed
+    if tally is None:
+        yield
+        return
+    left_out: list[tuple[_Forward, LazyTensor]] = []
+    tally.left_out = left_out if leaves_out else None
+    try:
+        yield
+        for forward, tensor in left_out:
+            forward.is_read |= tensor.is_formed
+            tally.num_left_out += not tensor.is_formed
+    finally:
+        tally.left_out = None
+        for _, tensor in left_out:
             tensor.forget()
 
 
@@ -297,15 +294,9 @@ class _Forward(PatchedForward):
 
 
 def _projection_of(module: Any, input: torch.Tensor, lora: ActiveLora) -> Projection | None:
-    """What an adapted module computes as a part of a group (``poros.kernels.grouped``).
+    """What a module with a ``_Forward`` computes in a group; None: see "Which" in ``grouped``.
 
-    Args:
-        module: It has a ``_Forward``.
-        input: In the dtype of autocast, if that is on.
-        lora: What it adds.
-
-    Returns:
-        None if it cannot be a part: see "Which" there.
+    ``input`` is in the dtype of autocast, if that is on.
     """
     if lora.magnitude is not None or lora.dropout:
         return None
@@ -318,11 +309,7 @@ def _projection_of(module: Any, input: torch.Tensor, lora: ActiveLora) -> Projec
 
 
 def note_last(results: Iterable[torch.Tensor]) -> None:
-    """Note which adapted modules only add to the result of a layer.
-
-    Args:
-        results: What the layer gave, with its graph.
-    """
+    """Note which adapted modules only add to the ``results`` of a layer, which have its graph."""
     nodes = [result.grad_fn for result in results]
     while nodes:
         node: Any = nodes.pop()

@@ -243,17 +243,13 @@ def run_dora(
     squares: SquaresOfRows,
     may_keep: bool,
 ) -> torch.Tensor | None:
-    """The result of an adapted linear module of PEFT.
+    """The result of an adapted linear module of PEFT; None if that is of another kind.
 
     Args:
         module: PEFT's ``lora.Linear``, or its ``Linear4bit`` if it ``is_4bit``.
         input: Of shape (..., columns).
         lora: With a magnitude.
-        squares: Of the module.
-        may_keep: As for ``SquaresOfRows.of``.
-
-    Returns:
-        None if its linear module is of another kind.
+        squares: Of the module; kept if ``may_keep``.
     """
     base = module._modules["base_layer"]
     frozen = frozen_of(base)

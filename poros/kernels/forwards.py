@@ -123,11 +123,9 @@ def is_forward_of_liger(value: object) -> bool:
 def replace(
     modules: Iterable[nn.Module], forward_of: Callable[[nn.Module], PatchedForward | None]
 ) -> None:
-    """Give modules forwards of ours.
+    """Give modules forwards of ours: those that ``forward_of`` gives one.
 
-    Args:
-        modules: One whose forward somebody has set is left alone.
-        forward_of: Gives a module's new forward; None leaves the module alone.
+    One whose forward somebody has set is left alone.
     """
     for module in modules:
         forward = None if "forward" in module.__dict__ else forward_of(module)
@@ -136,14 +134,11 @@ def replace(
 
 
 def use_others(modules: Iterable[nn.Module], are_own: bool) -> Callable[[], None]:
-    """Have modules run what ours are to be compared with.
+    """Have modules run what ours are to be compared with; call what is returned to undo it.
 
     Args:
         are_own: Whether that is the modules' own forwards, where ours give the same bits. Ours that
             do not are compared with new ones of their kind.
-
-    Returns:
-        What gives them ours again.
     """
     taken = []
     for module in modules:

@@ -271,11 +271,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Shared:
-    """Modules that may share an input, and results that wait to be taken.
-
-    Args:
-        modules: In the order of their calls.
-    """
+    """Modules that may share an input, in the order of their calls, and results that wait."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -296,10 +292,7 @@ class Shared:
     ) -> torch.Tensor | None:
         """The result of ``module`` if it waits and is that of a call with this input now.
 
-        Args:
-            module: Its result waits no longer.
-            input: As the module was given it.
-            added: What it adds, as ``keep`` was told it: tensors and numbers.
+        ``added`` is what it adds, as ``keep`` was told it: tensors and numbers.
         """
         found = self._waiting.pop(module, None)
         if found is None or input is not self._input or _state_of(input) != self._state:
@@ -324,13 +317,9 @@ def sharing_within(tally: Any, modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class SharingForward(PatchedForward):
-    """``forward`` of a module with projections that share their input.
+    """``forward`` of a module with projections that share their input: ``names``, in order.
 
-    Args:
-        module: Whose it is.
-        tally: The ``KernelStats`` of the model, told of it while the module runs.
-        names: Of the projections in the module, in the order of their calls.
-        before: See ``PatchedForward``.
+    The ``KernelStats`` are told of it while the module runs.
     """
 
     def __init__(

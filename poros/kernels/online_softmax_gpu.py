@@ -96,10 +96,7 @@ def launch(
 ) -> torch.Tensor | None:
     """``online_softmax.add_logits`` on a GPU.
 
-    Args:
-        running: The fields of an ``OnlineSoftmaxState``, in order.
-        num_columns: Of its sums of rows; 0 if they are not wanted.
-        first, logits, slope, head: See there.
+    ``num_columns`` is that of the state's sums of rows; 0 if they are not wanted.
     """
     num_tokens, num_rows = logits.shape
     has_slopes = isinstance(slope, torch.Tensor)

@@ -196,7 +196,7 @@ class _Forward(PatchedForward):
             if why is not None:
                 self._note_unfused(why)
                 return self.own(module, input)
-            product = product_of(base, input, leaves_out)
+            product = product_of(base, input)
         self._tally.num_fused += 1
         result: Any = base(input) if product is None else None
         if dtype is not None:
@@ -260,7 +260,7 @@ class _Forward(PatchedForward):
         if wanted == PEFT:
             return None, PEFT
         # No bits of the module itself are promised here, so each product will do.
-        product = product_of(base, input, leaves_out=True, dtype=autocast)
+        product = product_of(base, input, dtype=autocast)
         if product is None:
             self._tally.as_peft("a linear module, or an input, whose product is not known")
         elif lora.dropout:
@@ -304,7 +304,7 @@ def _projection_of(module: Any, input: torch.Tensor, lora: ActiveLora) -> Projec
     # Autocast leaves float64 as it is.
     if (lora.a.dtype != input.dtype) if autocast is None else (lora.a.dtype == torch.float64):
         return None
-    product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
+    product = product_of(module._modules["base_layer"], input, dtype=autocast)
     return None if product is None else Projection(product, lora.a, lora.b, lora.scaling)
 
 

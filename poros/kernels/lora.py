@@ -142,7 +142,7 @@ class _AddLora(torch.autograd.Function):
         ctx.product = None if product is None else product._replace(weight=None)
         ctx.how, ctx.owner = how, call.owner
         ctx.result_dtype = input.dtype if result is None else result.dtype
-        ctx.input_form = input.shape, input.dtype
+        ctx.input_form = input.shape, input.dtype, input.device
         ctx.set_materialize_grads(False)
         if formed is not None and not isinstance(formed, LazyTensor):
             return add_scaled(formed, times(hidden, b), how)
@@ -159,12 +159,15 @@ class _AddLora(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
+        shape, dtype, device = ctx.input_form
+        wants_result, wants_input, wants_b, wants_a, wants_again, _ = ctx.needs_input_grad
         if gradient is None:
-            return (None,) * 6
+            # What bitsandbytes' node makes of a gradient that is lost.
+            makes_zeros = wants_again and ctx.product.state is not None
+            zeros = torch.zeros(shape, dtype=dtype, device=device) if makes_zeros else None
+            return None, None, None, None, zeros, None
         weight, b, a, hidden, mask, *sources = saved_tensors(ctx)
         how: Added = ctx.how
-        shape, dtype = ctx.input_form
-        wants_result, wants_input, wants_b, wants_a, wants_again, _ = ctx.needs_input_grad
         of_input = of_b = of_a = of_again = None
         scaled = scale(gradient, how.scaling, hidden.dtype).reshape(-1, b.shape[0])
         if wants_b:

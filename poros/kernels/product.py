@@ -21,6 +21,7 @@ from torch import nn
 from poros.kernels.autocast import autocast_dtype
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import PatchedForward, has_own_forward, replace
+from poros.kernels.nf4 import NESTED_BLOCKSIZE
 from poros.kernels.nodes import times
 
 
@@ -32,14 +33,11 @@ class Product(NamedTuple):
     read, with the scales of its ``state``.
     """
 
-    module: nn.Module
     weight: Any
     state: Any
     """The ``QuantState`` of a 4-bit weight; None if it is dense."""
     bias: torch.Tensor | None
     num_rows: int
-    is_ours: bool
-    """Whether it is formed here; or else by the module."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,16 +47,14 @@ class Product(NamedTuple):
 
     def of(self, input: torch.Tensor) -> torch.Tensor:
         """The product; no graph. It may be a view."""
-        if not self.is_ours:
-            result: torch.Tensor = self.module(input)
-            return result
         if self.state is None:
             return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
         # The subclass of a 4-bit weight would have each look at it pass through Python.
         with torch._C.DisableTorchFunctionSubclass():
-            if input.is_cuda and takes_fused_kernel(input, self.state):
-                return _fused(input, self.weight, self.state, self.bias)
-            return times(input, dequantize(self.weight, self.state, input.dtype), self.bias)
+            is_ours = input.is_cuda and has_kernel(self.weight, self.state)
+            if is_ours and not takes_fused_kernel(input, self.state):
+                return times(input, dequantize(self.weight, self.state, input.dtype), self.bias)
+            return _of_bitsandbytes(input, self.weight, self.state, self.bias)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the input's gradient, given the product's."""
@@ -122,7 +118,7 @@ def takes_fused_kernel(input: torch.Tensor, state: Any) -> bool:
     return chosen
 
 
-def _fused(
+def _of_bitsandbytes(
     input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
 ) -> torch.Tensor:
     nested, more = state, {}
@@ -155,27 +151,30 @@ def frozen_of(module: Any) -> Product | None:
     if kind is nn.Linear:
         is_known = type(weight) is nn.Parameter
     else:
-        is_known = kind is _linear_4bit() and state is not None
+        is_known = kind is _linear_4bit() and state is not None and _is_known(state)
         is_known = is_known and module.compute_type_is_set
     if not is_known or not has_own_forward(kind) or (bias is not None and bias.requires_grad):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         if weight.requires_grad:
             return None
-        is_ours = state is None or (weight.is_cuda and has_kernel(weight, state))
-    num_rows = (weight if state is None else state).shape[0]
-    return Product(module, weight, state, bias, num_rows, is_ours)
+    return Product(weight, state, bias, (weight if state is None else state).shape[0])
+
+
+def _is_known(state: Any) -> bool:
+    """Whether a 4-bit weight is packed as ever: not for inference on a CPU."""
+    is_usual = not getattr(state, "packing_format_for_cpu", False)
+    return is_usual and (not state.nested or state.state2.blocksize == NESTED_BLOCKSIZE)
 
 
 def product_of(
-    module: Any, input: torch.Tensor, leaves_out: bool, dtype: torch.dtype | None = None
+    module: Any, input: torch.Tensor, dtype: torch.dtype | None = None
 ) -> Product | None:
     """The product of ``module`` with ``input``, with the bits of the module's own.
 
     Args:
         module: The linear module below an adapter; nobody hooks into it.
         input: Of shape (..., columns).
-        leaves_out: Whether it is likely that nobody reads it.
         dtype: Of the input as it will be given; a dense weight of another dtype is cast to it at
             each use. None stands for the dtype of both.
 
@@ -203,10 +202,7 @@ def product_of(
         or state.shape[1] != columns
     ):
         return None
-    elif not input.is_cuda:
-        found = found._replace(is_ours=False)
-    is_sure = found.bias is None or found.bias.dtype == wanted
-    return found if is_sure and (found.is_ours or leaves_out) else None
+    return found if found.bias is None or found.bias.dtype == wanted else None
 
 
 class _Forward(PatchedForward):
@@ -216,7 +212,6 @@ class _Forward(PatchedForward):
         dtype, found = module.compute_dtype or input.dtype, frozen_of(module)
         if (
             found is None
-            or not found.is_ours
             or type(input) is not torch.Tensor
             or not input.is_cuda
             or input.numel() == 0

@@ -139,7 +139,7 @@ def test_the_product_is_bitsandbytes(shape: tuple[int, int], bias: bool) -> None
         ] * 2
         fused.add(takes_fused_kernel(inputs[0], state))
         outputs = [
-            multiply(Product(torch.nn.Identity(), packed, state, own, shape[0], True), inputs[0]),
+            multiply(Product(packed, state, own, shape[0]), inputs[0]),
             bitsandbytes.matmul_4bit(inputs[1], packed, state, bias=own),
         ]
         assert torch.equal(*map(bits, outputs)), num_tokens

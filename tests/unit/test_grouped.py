@@ -65,7 +65,7 @@ class Case(NamedTuple):
         found = []
         for place, module in enumerate(self.modules):
             a, b = self.all_a[place], self.all_b[place]
-            product = product_of(module, self.input, leaves_out=True)
+            product = product_of(module, self.input)
             assert product is not None
             found.append(Projection(product, a, b, self.scalings[place]))
         return found

@@ -100,7 +100,7 @@ class Case:
     def run(self, order: str) -> list[torch.Tensor]:
         given = [each.clone().requires_grad_() for each in (self.input, self.b, self.a)]
         input, b, a = given
-        known = product_of(self.module, input, leaves_out=True)
+        known = product_of(self.module, input)
         assert known is not None
         how = Added(self.scaling, 0.0, FP32, rounds=True, keeps_dtype=False)
         call = Call(how, known)
@@ -113,7 +113,7 @@ class Case:
 
     def excess(self, order: str, found: list[torch.Tensor]) -> list[float]:
         """The largest error of each of ``run`` as a share of its bound."""
-        known = product_of(self.module, self.input, leaves_out=True)
+        known = product_of(self.module, self.input)
         assert known is not None
         weight = known.dense(FP32)
         bias = torch.zeros(len(weight)) if known.bias is None else known.bias

@@ -87,7 +87,7 @@ def add_lora(
 
     Returns:
         Of shape (..., rows), in the dtype of the result, or if ``how`` does not keep that, in the
-        one that both are promoted to. A ``LazyTensor`` if the result is one, or is left out.
+        one that both are promoted to. A ``LazyTensor`` if it is left out.
 
     Streams:
         Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
@@ -129,9 +129,12 @@ class _AddLora(torch.autograd.Function):
         again: torch.Tensor | None,
         call: Call,
     ) -> torch.Tensor:
-        how, product = call.how, call.product
+        how: Added = call.how
+        product: Any = call.product
         # Before the others, as PEFT has it: one at a time needs memory.
-        formed = result if product is None or call.leaves_out else product.of(input)
+        formed = None
+        if not call.leaves_out:
+            formed = values_of(result) if product is None else product.of(input)
         dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
         hidden = times(dropped.to(a.dtype), a)
         del dropped
@@ -144,17 +147,15 @@ class _AddLora(torch.autograd.Function):
         ctx.result_dtype = input.dtype if result is None else result.dtype
         ctx.input_form = input.shape, input.dtype, input.device
         ctx.set_materialize_grads(False)
-        if formed is not None and not isinstance(formed, LazyTensor):
+        if formed is not None:
             return add_scaled(formed, times(hidden, b), how)
 
         def form() -> torch.Tensor:
-            values = values_of(result) if product is None else product.of(input)
-            return add_scaled(values, times(hidden, b), how)
+            return add_scaled(product.of(input), times(hidden, b), how)
 
-        read = [each for each in (result, input, hidden, b) if each is not None]
-        shape = result.shape if product is None else (*input.shape[:-1], product.num_rows)
+        shape = (*input.shape[:-1], product.num_rows)
         dtype = sum_dtype(ctx.result_dtype, b.dtype, how)
-        return LazyTensor(shape, dtype, input.device, form, read)
+        return LazyTensor(shape, dtype, input.device, form, [input, hidden, b])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

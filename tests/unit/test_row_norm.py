@@ -236,16 +236,6 @@ def test_on_a_gpu_within_the_bound(shape: tuple[int, int], rank: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rank", GPU_RANKS)
-def test_a_hundred_times_the_same(rank: int) -> None:
-    dense, a, b = tensors((3584, 3584), rank, BF16, way="gpu")
-    square, expected = square_of_rows(dense), found_norm(dense, a, b)
-    for _ in range(100):
-        assert same_bits(square_of_rows(dense), square)
-        assert same_bits(found_norm(dense, a, b), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rank", GPU_RANKS)
 @pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
 def test_no_copy_is_made(shape: tuple[int, int], rank: int) -> None:
     dense, a, b = tensors(shape, rank, BF16, way="gpu")

@@ -11,7 +11,7 @@ from poros.config import ADAPTER_KERNELS, MIN_SLOTS, StreamingPolicy, require_lo
 from poros.cuda_streams import streams_for
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
 from poros.kernels.adapters import KernelStats, tally_of
-from poros.kernels.patching import unpatch
+from poros.kernels.forwards import unpatch
 from poros.kernels.use import are_used, patch
 from poros.model.adapter_kinds import require_groupable
 from poros.model.inspect import Inventory, find_layers, take_inventory
@@ -219,7 +219,7 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
     Like ``prepare``, this changes the decoder layers alone: adapters elsewhere (for example on the
     head) run PEFT's modules. The LoRA branch of each projection, and DoRA, becomes one operator,
     which needs no tensor of the weight's size except the one dense weight (see
-    ``poros.kernels.dora``). Gated activations are recomputed in backward instead of being kept,
+    ``poros.kernels.dora``). SwiGLU activations are recomputed in backward instead of being kept,
     and on a GPU Poros' own kernels compute 4-bit products. Adapters that you add later need
     another call. Gradients of gradients are refused, and so is an input that was modified after its
     projection. Copy such a model with ``copy.deepcopy``: a shallow copy, as ``nn.DataParallel``

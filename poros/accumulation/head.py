@@ -20,7 +20,7 @@ from poros.head.slices import SliceReader
 
 class _Note(NamedTuple):
     micro_batch: MicroBatch
-    asked: LossInputs
+    width: int
     online: SlicedLossState
 
 
@@ -54,23 +54,22 @@ class SharedHead:
                 self._coming = None
         by_width: dict[int, list[_Note]] = defaultdict(list)
         for note in self._notes:
-            by_width[note.asked.given.width].append(note)
+            by_width[note.width].append(note)
         self._notes = []
         for width, notes in by_width.items():
             outer = notes[0].micro_batch.code
             with outer.inside(), torch.no_grad():
                 for first, rows in self._reader(width):
-                    for micro_batch, asked, online in notes:
+                    for micro_batch, _, online in notes:
                         with micro_batch.code.inside_of(outer), torch.no_grad():
-                            online.add(first, rows, asked.bias, asked.given.steps)
+                            online.add(first, rows)
 
     def __call__(self, asked: LossInputs) -> SlicedLossState | None:
         """In place of reading the head: what it gives, or None if it has to be read."""
         coming = self._coming
         if coming is None or not coming.code.is_running:
             return None
-        asked = asked.without_graph()
-        note = _Note(coming, asked, asked.given.online(asked.hidden))
+        note = _Note(coming, asked.width, SlicedLossState(asked))
         self._notes.append(note)
         coming.code.park()
         return note.online

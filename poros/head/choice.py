@@ -1,6 +1,5 @@
 """Decides how a model's loss is computed, and where its head lies."""
 
-import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,6 @@ from torch import nn
 from poros.head.embedding import adapted_modules, stays_on_host
 from poros.head.host_matrix import HostMatrix
 from poros.kernels.nf4 import is_plain
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,27 +31,20 @@ class Head:
         return self.module.weight
 
 
-def choose_head(model: nn.Module, base: Any, loss: str, wanted: bool | None) -> "Head | None":
-    """Choose what happens to a model's head; None if it stays as it is.
-
-    Says so if something was asked for in vain.
+def find_head(
+    model: nn.Module, base: Any, loss: str, wanted: bool | None
+) -> "tuple[Head | None, list[str]]":
+    """Choose what happens to a model's head.
 
     Args:
         model: With its adapters.
         base: The transformers model in it.
         loss: ``StreamingPolicy.loss``.
         wanted: ``StreamingPolicy.stream_head``.
+
+    Returns:
+        None if it stays as it is; and what was asked for in vain, and why.
     """
-    found, in_vain = find_head(model, base, loss, wanted)
-    for reason in in_vain:
-        logger.warning("poros: %s", reason)
-    return found
-
-
-def find_head(
-    model: nn.Module, base: Any, loss: str, wanted: bool | None
-) -> "tuple[Head | None, list[str]]":
-    """As ``choose_head``, but return what could not be done, and why, instead of logging it."""
     if loss == "reference":
         return None, ["stream_head=True, but loss='reference' reads all of the head"] * bool(wanted)
     head = base.get_output_embeddings()

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from poros.head.host_matrix import HostMatrix, as_parameter
+from poros.head.host_matrix import HostMatrix
 from poros.head.rows import RowReader
 from poros.kernels.nf4 import is_plain
 
@@ -125,7 +125,7 @@ def keep_on_host(
         What undoes it.
     """
     own: Any = users[0]._parameters["weight"]
-    matrix = as_parameter(HostMatrix(own.detach(), reader, name))
+    matrix = nn.Parameter(HostMatrix(own.detach(), reader, name), requires_grad=False)
     handles = []
     for module in users:
         module._parameters["weight"] = matrix

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
@@ -79,7 +78,9 @@ class HostMatrix(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func == _SET_DATA and isinstance(args[0], HostMatrix):
-            args[0]._notes.is_replaced |= not _has_bytes_of(args[1], args[0])
+            own, new = args
+            has_its_bytes = isinstance(new, HostMatrix) and new.host is own.host
+            own._notes.is_replaced |= not has_its_bytes
         return torch._C._disabled_torch_function_impl(func, (), tuple(args), dict(kwargs or {}))
 
     @classmethod
@@ -103,27 +104,30 @@ class HostMatrix(torch.Tensor):
                 if part.is_contiguous():
                     notes = _Notes(has_warned=True)
                     return HostMatrix(part, first._reader, first._name, notes)
-            is_host = operator is _ATEN._to_copy.default and _is_host(kwargs.get("device"))
-            if is_host and first._view is None:
+            device = kwargs.get("device")
+            is_host = device is not None and torch.device(device).type == "cpu"
+            if operator is _ATEN._to_copy.default and is_host and first._view is None:
                 return operator(first.host, **kwargs)
             if _is_view(operator):
                 first.require_as_prepared()
-                return first._viewed(partial(_apply, operator, args[1:], kwargs))
+                return first._viewed(lambda whole: operator(whole, *args[1:], **kwargs))
         return _whole(operator, args, kwargs)
 
     def _viewed(self, view: Callable[[torch.Tensor], Any]) -> Any:
         """A view of it, or several: copied when they are read, and read-only."""
-        own = self._view or _itself
+        own = self._view
 
-        def part(number: int | None, whole: torch.Tensor) -> torch.Tensor:
-            found = view(own(whole))
-            result: torch.Tensor = found if number is None else found[number]
-            return result
+        def of(whole: torch.Tensor) -> Any:
+            return view(whole if own is None else own(whole))
 
-        form = view(own(self.host))
+        def part(number: int, whole: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = of(whole)[number]
+            return found
+
+        form = of(self.host)
         given = (self.host, self._reader, self._name, self._notes)
         if isinstance(form, torch.Tensor):
-            return HostMatrix(*given, partial(part, None))
+            return HostMatrix(*given, of)
         return [HostMatrix(*given, partial(part, number)) for number in range(len(form))]
 
     def on_device(self) -> torch.Tensor:
@@ -174,47 +178,23 @@ class _Notes:
     is_replaced: bool = False
 
 
-def as_parameter(matrix: HostMatrix) -> nn.Parameter:
-    """Wrap the matrix as a frozen parameter."""
-    return nn.Parameter(matrix, requires_grad=False)
-
-
 def _is_view(operator: Any) -> bool:
     """Whether the operator returns a view of its input."""
     returned = [each.alias_info for each in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
 
 
-def _apply(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], on: torch.Tensor) -> Any:
-    return operator(on, *args, **kwargs)
-
-
-def _itself(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix
-
-
-def _has_bytes_of(value: Any, matrix: HostMatrix) -> bool:
-    return isinstance(value, HostMatrix) and value.host is matrix.host
-
-
-def _is_host(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cpu"
-
-
 def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run ``operator`` on whole copies of the matrices among its arguments."""
-    written = {
-        argument.name
+    given = dict(zip((each.name for each in operator._schema.arguments), args, strict=False))
+    given.update(kwargs)
+    written = [
+        given.get(argument.name)
         for argument in operator._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
-    }
-    named = dict(
-        zip((argument.name for argument in operator._schema.arguments), args, strict=False)
-    )
-    for name, value in {**named, **kwargs}.items():
-        for matrix in _pytree.tree_leaves(value) if name in written else ():
-            if not isinstance(matrix, HostMatrix):
-                continue
+    ]
+    for matrix in _pytree.tree_leaves(written):
+        if isinstance(matrix, HostMatrix):
             raise PreparedModelError(
                 f"{matrix._name}: expected a matrix that is read, found {operator} writing to it; "
                 "its bytes are in host memory while the model is prepared. Call "

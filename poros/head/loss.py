@@ -59,27 +59,42 @@ class Step(NamedTuple):
     number: float = 1.0
 
 
+class LossInputs(NamedTuple):
+    """The inputs of a sliced loss: see ``sliced_cross_entropy``."""
+
+    hidden: torch.Tensor
+    bias: torch.Tensor | None
+    labels: torch.Tensor
+    read: Slices
+    width: int
+    steps: Sequence[Step]
+    wants_gradient: bool
+    """Of the hidden states."""
+
+
 class SlicedLossState:
-    """The state of each token after some slices. See "One pass"."""
+    """The state of each token after some slices. See "One pass".
 
-    def __init__(self, hidden: torch.Tensor, labels: torch.Tensor, wants_gradient: bool) -> None:
-        self._hidden = hidden
-        num_columns = hidden.shape[1] if wants_gradient else 0
-        self._running = OnlineSoftmaxState.of(labels, num_columns, hidden.dtype)
+    Args:
+        given: Its hidden states and bias are taken without their graph.
+    """
 
-    def add(
-        self,
-        first: int,
-        rows: torch.Tensor,
-        bias: torch.Tensor | None,
-        steps: Sequence[Step],
-    ) -> None:
-        """Update the state with some rows of the head: see ``sliced_cross_entropy``."""
+    def __init__(self, given: LossInputs) -> None:
+        self._hidden = given.hidden.detach()
+        self._bias = None if given.bias is None else given.bias.detach()
+        self._steps = given.steps
+        num_columns = given.hidden.shape[1] if given.wants_gradient else 0
+        self._running = OnlineSoftmaxState.of(given.labels, num_columns, given.hidden.dtype)
+
+    def add(self, first: int, rows: torch.Tensor) -> None:
+        """Update the state with some rows of the head, of which ``first`` is the number."""
         with labelled("head", f"rows {first}"):
             running = self._running
-            rows = as_operand(rows, self._hidden.dtype)
-            part = None if bias is None else bias[first : first + len(rows)]
-            logits, slope = logits_of(self._hidden, rows, part, steps, running.wants_rows)
+            # In the dtype of products: another one under autocast.
+            rows = rows.to(self._hidden.dtype).contiguous()
+            part = None if self._bias is None else self._bias[first : first + len(rows)]
+            wants_slope = running.wants_rows
+            logits, slope = _logits_of(self._hidden, rows, part, self._steps, wants_slope)
             weights = add_logits(running, first, logits, slope, rows)
             del logits, slope
             if weights is not None:
@@ -140,49 +155,11 @@ def sliced_cross_entropy(
     _require_in_range(labels, num_rows, ignore_index)
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
-    given = _LossConfig(labels, read, width, tuple(steps), ignore_index, wants_gradient)
-    known: Callable[[LossInputs], SlicedLossState | None] | None = getattr(read, "known", None)
-    if known is not None:
-        given = given._replace(known=known(LossInputs(hidden, bias, given)))
-    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, bias, given)
+    given = LossInputs(hidden, bias, labels, read, width, tuple(steps), wants_gradient)
+    ask: Callable[[LossInputs], SlicedLossState | None] | None = getattr(read, "known", None)
+    known = None if ask is None else ask(given)
+    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, given, known, ignore_index)
     return loss
-
-
-class _LossConfig(NamedTuple):
-    """The inputs without a gradient."""
-
-    labels: torch.Tensor
-    read: Slices
-    width: int
-    steps: Sequence[Step]
-    ignore_index: int
-    wants_gradient: bool
-    """Of the hidden states."""
-    known: SlicedLossState | None = None
-    """What all slices together give, if that was computed ahead."""
-
-    def online(self, hidden: torch.Tensor) -> SlicedLossState:
-        """Make the state before the first slice."""
-        return SlicedLossState(hidden, self.labels, self.wants_gradient)
-
-    @property
-    def is_counted(self) -> torch.Tensor:
-        return self.labels != self.ignore_index
-
-
-class LossInputs(NamedTuple):
-    """The inputs of a sliced loss."""
-
-    hidden: torch.Tensor
-    bias: torch.Tensor | None
-    given: _LossConfig
-
-    def without_graph(self) -> "LossInputs":
-        """Copy the inputs without their graph."""
-        return self._replace(
-            hidden=self.hidden.detach(),
-            bias=None if self.bias is None else self.bias.detach(),
-        )
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
@@ -190,17 +167,17 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        bias: torch.Tensor | None,
-        given: _LossConfig,
+        given: LossInputs,
+        known: SlicedLossState | None,
+        ignore_index: int,
     ) -> torch.Tensor:
-        found = given.known
-        if found is None:
-            found = given.online(hidden)
+        found = SlicedLossState(given) if known is None else known
+        if known is None:
             for first, rows in given.read(given.width):
-                found.add(first, rows, bias, given.steps)
+                found.add(first, rows)
         ctx.save_for_backward(found.gradient() if given.wants_gradient else None)
-        ctx.given, ctx.dtype = given._replace(known=None), hidden.dtype
-        return found.losses().masked_fill(~given.is_counted, 0.0).sum()
+        ctx.is_ignored, ctx.dtype = given.labels == ignore_index, hidden.dtype
+        return found.losses().masked_fill(ctx.is_ignored, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -216,16 +193,11 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             scaled = torch.empty_like(by_hidden, dtype=ctx.dtype)
             torch.mul(by_hidden, gradients[0], out=scaled)
             # Also where the factor is not finite: a mean over no label.
-            scaled.masked_fill_(~ctx.given.is_counted[:, None], 0.0)
-        return scaled, None, None
+            scaled.masked_fill_(ctx.is_ignored[:, None], 0.0)
+        return scaled, None, None, None
 
 
-def as_operand(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows of the head, contiguous, in the dtype of products: another one under autocast."""
-    return rows.to(dtype).contiguous()
-
-
-def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Multiply in float32 operands that may be narrower."""
     if left.dtype == torch.float32:
         return left @ right
@@ -246,7 +218,7 @@ def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         sums.addmm_(left.float(), right.float())
 
 
-def logits_of(
+def _logits_of(
     hidden: torch.Tensor,
     rows: torch.Tensor,
     bias: torch.Tensor | None,
@@ -254,7 +226,7 @@ def logits_of(
     wants_slope: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Compute the logits of some rows of the head, and the derivative of ``steps`` there."""
-    logits = product(hidden, rows.t())
+    logits = _product(hidden, rows.t())
     if bias is not None:
         logits += bias
     slope: torch.Tensor | float = 1.0

@@ -128,8 +128,7 @@ class RowReader:
         return target.view(*indices.shape, matrix.shape[1])
 
     def _copy(self, matrix: torch.Tensor, indices: torch.Tensor, target: torch.Tensor) -> None:
-        staged = self._host_memory_like(target)
-        torch.index_select(matrix, 0, indices, out=staged)
+        staged = matrix.index_select(0, indices)
         copied = self._streams.copy(target, staged, after=self._streams.record())
         try:
             self._streams.wait(copied)
@@ -147,18 +146,6 @@ class RowReader:
         self.h2d_num_bytes += matrix.nbytes
         self._streams.wait(self._streams.copy(target, matrix, after=self._streams.record()))
         return target
-
-    def _host_memory_like(self, target: torch.Tensor) -> torch.Tensor:
-        """Return memory for rows on their way to ``target``.
-
-        PyTorch keeps page-locked memory, and hands it out again when the copy out of it is over.
-        """
-        if self.device.type == "cuda":
-            try:
-                return torch.empty_like(target, device="cpu", pin_memory=True)
-            except RuntimeError:  # the driver refuses
-                self.note_pageable("rows of the embedding")
-        return torch.empty_like(target, device="cpu")
 
     def note_pageable(self, what: str) -> None:
         """Log once that host memory for ``what`` could not be page-locked."""

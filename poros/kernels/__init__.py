@@ -1,4 +1,4 @@
-"""Operators of our own: 4-bit products, LoRA, DoRA, gated activations, the softmax in slices.
+"""Operators of our own: 4-bit products, LoRA, DoRA, SwiGLU, the softmax in slices.
 
 Each is a function with a reference of the same name and ``_ref`` beside it, in plain PyTorch: that
 is what it computes on a CPU, and what the tests compare the GPU's kernel with. The kernels, in

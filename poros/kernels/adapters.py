@@ -17,12 +17,11 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.dora import SquaresOfRows, magnitude_of, run_dora
-from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward
-from poros.kernels.grouped import ATTENTION, Casts, Projection, Shared, project, share_inputs
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
+from poros.kernels.grouped import ATTENTION, Projection, Shared, project, share_inputs
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.lora import ActiveLora, Added, add_lora
-from poros.kernels.patching import replace
-from poros.kernels.paths import PEFT, InOrder, LoraShape, merges, multiply_in_order, order_of
+from poros.kernels.lora import ActiveLora, Added, Call, add_lora
+from poros.kernels.paths import PEFT, LoraShape, cheapest, multiply_in_order
 from poros.kernels.product import Product, product_of
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
@@ -67,7 +66,7 @@ class KernelStats:
         self.orders: Counter[tuple[LoraShape | str, str]] = Counter()
         self.num_left_out = 0
         self.is_recording = False
-        self.casts: Casts | None = None
+        self.casts: Any = None
         self.left_out: list[tuple[_Forward, LazyTensor]] | None = None
 
     @contextmanager
@@ -92,7 +91,7 @@ class KernelStats:
             self.is_recording = False
 
     @contextmanager
-    def casting(self, casts: Casts) -> Iterator[None]:
+    def casting(self, casts: Any) -> Iterator[None]:
         """Within it, ``casts`` keeps those of adapters."""
         self.casts = casts
         try:
@@ -115,7 +114,8 @@ class KernelStats:
             self.left_out.append((forward, result))
 
 
-class Recomputation:
+@contextmanager
+def recomputing(tally: KernelStats | None, leaves_out: bool = True) -> Iterator[None]:
     """A layer is recomputed in the body.
 
     Results that were left out release their inputs at the end; what was read after all is not left
@@ -126,23 +126,19 @@ class Recomputation:
         leaves_out: Whether the layer's result is there already, so that what only adds to it may be
             left out.
     """
-
-    def __init__(self, tally: KernelStats | None, leaves_out: bool = True) -> None:
-        self._tally = tally
-        self._left_out: list[tuple[_Forward, LazyTensor]] | None = [] if leaves_out else None
-
-    def __enter__(self) -> None:
-        if self._tally is not None:
-            self._tally.left_out = self._left_out
-
-    def __exit__(self, error: object, *_: object) -> None:
-        if self._tally is None:
-            return
-        self._tally.left_out = None
-        for forward, tensor in self._left_out or ():
-            if error is None:
-                forward.is_read |= tensor.is_formed
-                self._tally.num_left_out += not tensor.is_formed
+    if tally is None:
+        yield
+        return
+    left_out: list[tuple[_Forward, LazyTensor]] = []
+    tally.left_out = left_out if leaves_out else None
+    try:
+        yield
+        for forward, tensor in left_out:
+            forward.is_read |= tensor.is_formed
+            tally.num_left_out += not tensor.is_formed
+    finally:
+        tally.left_out = None
+        for _, tensor in left_out:
             tensor.forget()
 
 
@@ -150,7 +146,7 @@ class _Forward(PatchedForward):
     """``forward`` of PEFT's ``lora.Linear`` and ``lora.Linear4bit``."""
 
     def __init__(self, module: nn.Module, tally: KernelStats, is_4bit: bool) -> None:
-        super().__init__(module)
+        super().__init__(module, tally, is_4bit)
         self._tally = tally
         self._is_4bit = is_4bit
         self.is_last = False
@@ -167,9 +163,6 @@ class _Forward(PatchedForward):
             self._tally.is_exact
             or not any(name in module.lora_variant for name in module.active_adapters)
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self._tally, self._is_4bit)
 
     def run(self, module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         lora: ActiveLora | str = "arguments besides the input"
@@ -203,20 +196,18 @@ class _Forward(PatchedForward):
             if why is not None:
                 self._note_unfused(why)
                 return self.own(module, input)
-            product = product_of(base, input, leaves_out)
+            product = product_of(base, input)
         self._tally.num_fused += 1
         result: Any = base(input) if product is None else None
         if dtype is not None:
             # In the order in which autocast makes them for linear: that of their gradients.
             a = _as_autocast(a, dtype)
             b = _as_autocast(b, dtype)
-        if product is not None and order != PEFT:
-            call = InOrder(order, product, how, self, leaves_out)
-            sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b)
-        elif product is not None:
-            sum_ = add_lora(product, input, a, b, how, self, leaves_out)
+        call = Call(how, product, self, leaves_out and product is not None)
+        if order == PEFT:
+            sum_ = add_lora(result, input, a, b, call)
         else:
-            sum_ = add_lora(result, input, a, b, how, self)
+            sum_ = multiply_in_order(order, input.to(dtype or input.dtype), a, b, call)
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_
@@ -269,11 +260,11 @@ class _Forward(PatchedForward):
         if wanted == PEFT:
             return None, PEFT
         # No bits of the module itself are promised here, so each product will do.
-        product = product_of(base, input, leaves_out=True, dtype=autocast)
+        product = product_of(base, input, dtype=autocast)
         if product is None:
             self._tally.as_peft("a linear module, or an input, whose product is not known")
-        elif lora.dropout and merges(wanted):
-            self._tally.as_peft("dropout, for which f2, b4 and b5 are not defined")
+        elif lora.dropout:
+            self._tally.as_peft("dropout, which PEFT's order alone has")
         else:
             shape = LoraShape(
                 input.numel() // lora.a.shape[1],
@@ -282,11 +273,10 @@ class _Forward(PatchedForward):
                 lora.a.shape[0],
                 autocast or input.dtype,
                 autocast or lora.a.dtype,
-                lora.dropout > 0,
                 product.state is not None,
                 torch.backends.cuda.matmul.fp32_precision == "tf32",
             )
-            order = order_of(wanted, shape)
+            order = cheapest(shape) if wanted == "flops" else wanted
             self._tally.orders[shape, order] += 1
             return product, order
         return None, PEFT
@@ -304,15 +294,9 @@ class _Forward(PatchedForward):
 
 
 def _projection_of(module: Any, input: torch.Tensor, lora: ActiveLora) -> Projection | None:
-    """What an adapted module computes as a part of a group (``poros.kernels.grouped``).
+    """What a module with a ``_Forward`` computes in a group; None: see "Which" in ``grouped``.
 
-    Args:
-        module: It has a ``_Forward``.
-        input: In the dtype of autocast, if that is on.
-        lora: What it adds.
-
-    Returns:
-        None if it cannot be a part: see "Which" there.
+    ``input`` is in the dtype of autocast, if that is on.
     """
     if lora.magnitude is not None or lora.dropout:
         return None
@@ -320,16 +304,12 @@ def _projection_of(module: Any, input: torch.Tensor, lora: ActiveLora) -> Projec
     # Autocast leaves float64 as it is.
     if (lora.a.dtype != input.dtype) if autocast is None else (lora.a.dtype == torch.float64):
         return None
-    product = product_of(module._modules["base_layer"], input, leaves_out=True, dtype=autocast)
+    product = product_of(module._modules["base_layer"], input, dtype=autocast)
     return None if product is None else Projection(product, lora.a, lora.b, lora.scaling)
 
 
 def note_last(results: Iterable[torch.Tensor]) -> None:
-    """Note which adapted modules only add to the result of a layer.
-
-    Args:
-        results: What the layer gave, with its graph.
-    """
+    """Note which adapted modules only add to the ``results`` of a layer, which have its graph."""
     nodes = [result.grad_fn for result in results]
     while nodes:
         node: Any = nodes.pop()
@@ -347,7 +327,7 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     """Have PEFT's LoRA modules run by our operator, where it knows what they do.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.patching.unpatch`` undoes it.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
     from peft.tuners.lora import Linear4bit
 

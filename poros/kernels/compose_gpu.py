@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher, ceil_div
+from poros.kernels.launching import ceil_div, start_kernel
 
 # What a program works on: tokens in all, tokens at once in registers (g is read once for them), and
 # elements of each, of which 32 of bfloat16 are a whole sector of memory. Loads of a thread have 16
@@ -116,10 +116,6 @@ def _backward(
         tl.store(parts + block * rows + place, tl.sum(sums, axis=0), mask=place < rows)
 
 
-_COMPOSE = Launcher(_compose, enable_fp_fusion=False, num_warps=4)
-_BACKWARD = Launcher(_backward, enable_fp_fusion=False, num_warps=4)
-
-
 def compose(
     result: torch.Tensor,
     base: torch.Tensor | None,
@@ -135,7 +131,8 @@ def compose(
     if sum_.numel() == 0:
         return sum_, inner
     num_tokens, rows = prod(result.shape[:-1]), result.shape[-1]
-    _COMPOSE(
+    start_kernel(
+        _compose,
         ceil_div(rows, _WIDTH) * ceil_div(num_tokens, _FORWARD_TOKENS),
         result,
         # What is not there is not looked at.
@@ -174,7 +171,8 @@ def backward(
     num_parts = ceil_div(num_tokens, _BACKWARD_TOKENS)
     parts = None if inner is None else g.new_empty(num_parts, rows)
     if gradient.numel() > 0:
-        _BACKWARD(
+        start_kernel(
+            _backward,
             ceil_div(rows, _WIDTH) * num_parts,
             gradient,
             g,

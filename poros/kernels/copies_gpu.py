@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher, ceil_div
+from poros.kernels.launching import ceil_div, start_kernel
 
 _SIZE = 2048
 """Elements of a program."""
@@ -55,9 +55,6 @@ def _copy(
 # fmt: on
 
 
-_COPY = Launcher(_copy, num_warps=4)
-
-
 def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second of each pair into the first: see ``poros.kernels.copies.fits_kernel``."""
     for begin in range(0, len(pairs), _MOST):
@@ -68,7 +65,8 @@ def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         missing = _MOST - len(part)
         places, sources = zip(*part, *[part[0]] * missing, strict=True)
         arguments: list[Any] = [*places, *sources, *sizes, *[0] * missing]
-        _COPY(sum(ceil_div(size, _SIZE) for size in sizes), *arguments, SIZE=_SIZE)
+        num_programs = sum(ceil_div(size, _SIZE) for size in sizes)
+        start_kernel(_copy, num_programs, *arguments, SIZE=_SIZE)
 
 
 def compile_for(dtypes: Sequence[torch.dtype], device: torch.device) -> None:

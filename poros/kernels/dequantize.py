@@ -17,7 +17,7 @@ Note: The weights of a layer, for several calls in a row
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -149,16 +149,12 @@ class DensePlace:
         return self.memory()
 
     def memory(self) -> torch.Tensor:
-        """What it is to be written to."""
-        return self._dense.memory_of(self)
-
-
-class DenseWeight(NamedTuple):
-    """A 4-bit weight of a layer, and where its dense form goes."""
-
-    packed: torch.Tensor
-    state: Any
-    place: DensePlace
+        """Its part of the memory, whatever is there."""
+        whole = self._dense.memory
+        if whole is None:
+            raise RuntimeError("expected memory for the dense weights of a layer, found none")
+        end = self.offset + self.shape.numel() * self.dtype.itemsize
+        return whole[self.offset : end].view(self.dtype).view(self.shape)
 
 
 class DenseLayer:
@@ -169,11 +165,12 @@ class DenseLayer:
 
     Attributes:
         served: The layer whose calls share it now.
+        memory: Where they go; None if there is none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory: torch.Tensor | None = None
+        self.memory: torch.Tensor | None = None
         self._num_needed = 0
         self.served: int | None = None
         self._reader: int | None = None
@@ -186,12 +183,12 @@ class DenseLayer:
     @property
     def num_bytes(self) -> int:
         """On the device now."""
-        return 0 if self._memory is None else self._memory.numel()
+        return 0 if self.memory is None else self.memory.numel()
 
     @property
     def address(self) -> int | None:
         """Of its memory; None if it has none."""
-        return None if self._memory is None else self._memory.data_ptr()
+        return None if self.memory is None else self.memory.data_ptr()
 
     def places(self, layer: int, states: Sequence[Any]) -> list[DensePlace]:
         """Where the weights of ``layer`` go, in order."""
@@ -212,12 +209,12 @@ class DenseLayer:
         self.forget()
         if self.num_bytes < self._num_needed:
             self.free()
-            self._memory = torch.empty(self._num_needed, dtype=torch.uint8, device=self._device)
+            self.memory = torch.empty(self._num_needed, dtype=torch.uint8, device=self._device)
 
     def free(self) -> None:
         """Give the memory back; products make their weights dense themselves."""
         self.forget_recorded()
-        self._memory = None
+        self.memory = None
 
     def forget(self) -> None:
         """Take no dense weight to be there already."""
@@ -231,7 +228,7 @@ class DenseLayer:
     @contextmanager
     def use(self, layer: int) -> Iterator[None]:
         """Calls of ``layer`` in the body share its dense weights, from ``fill`` on."""
-        self.served = None if self._memory is None else layer
+        self.served = None if self.memory is None else layer
         try:
             yield
         finally:
@@ -253,7 +250,7 @@ class DenseLayer:
         finally:
             self._reader = before
 
-    def fill(self, layer: int, weights: Sequence[DenseWeight]) -> None:
+    def fill(self, layer: int, weights: Sequence[Any]) -> None:
         """Make the weights of ``layer`` dense, if its calls share them and they are not there.
 
         Streams:
@@ -270,7 +267,7 @@ class DenseLayer:
     def record(
         self,
         layer: int,
-        weights: Sequence[DenseWeight],
+        weights: Sequence[Any],
         record: Callable[[Callable[[], None]], Callable[[], None]],
     ) -> None:
         """Have the weights of ``layer`` made dense by one call, for as long as they lie where now.
@@ -284,18 +281,12 @@ class DenseLayer:
             self._filled = None  # it may be done as it is recorded
             self._recorded[layer] = record(partial(self._make, weights))
 
-    def _make(self, weights: Sequence[DenseWeight]) -> None:
+    def _make(self, weights: Sequence[Any]) -> None:
         with torch.no_grad():
-            for packed, state, place in weights:
-                dequantize_into(packed, state, place.memory())
-
-    def memory_of(self, place: DensePlace) -> torch.Tensor:
-        """Its part of the memory, whatever is there."""
-        if self._memory is None:
-            raise RuntimeError("expected memory for the dense weights of a layer, found none")
-        end = place.offset + place.shape.numel() * place.dtype.itemsize
-        return self._memory[place.offset : end].view(place.dtype).view(place.shape)
+            for weight in weights:
+                state = weight.quant_state
+                dequantize_into(weight, state, state.dense_place.memory())
 
     def serves(self, layer: int) -> bool:
         """Whether products of ``layer`` read it now."""
-        return self._reader == layer and self._memory is not None
+        return self._reader == layer and self.memory is not None

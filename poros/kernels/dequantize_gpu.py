@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher, ceil_div
+from poros.kernels.launching import ceil_div, start_kernel
 
 _NUM_BYTES = 2048
 """Packed bytes of a program. At large shapes on an H100 none of 512 to 4096 was faster with 4
@@ -52,13 +52,11 @@ def _dequantize(
     tl.store(weight + place, values, mask=place < num_elements)
 
 
-_DEQUANTIZE = Launcher(_dequantize, num_warps=4, enable_fp_fusion=False)
-
-
 def launch(packed: torch.Tensor, state: Any, weight: torch.Tensor) -> torch.Tensor:
     """``dequantize.dequantize`` on a GPU, written to ``weight``, which is returned."""
     nested = state.state2 if state.nested else state
-    _DEQUANTIZE(
+    start_kernel(
+        _dequantize,
         ceil_div(weight.numel(), 2 * _NUM_BYTES),
         packed,
         state.absmax,

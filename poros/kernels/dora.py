@@ -25,7 +25,7 @@ from poros.kernels.lora import ActiveLora, drop, dropout_of
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product, frozen_of
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
-from poros.kernels.swiglu import parts_of
+from poros.kernels.swiglu import input_from, sources_of
 
 
 class SquaresOfRows:
@@ -165,10 +165,8 @@ class _Dora(torch.autograd.Function):
             frozen.bias,
             ctx.needs_input_grad[3],
         )
-        parts = parts_of(input)
-        sources = (input,) if parts is None else (parts.gate, parts.up)
-        ctx.making = None if parts is None else parts.making
-        ctx.save_for_backward(frozen.weight, b, a, hidden, mask, g, divisor, inner, *sources)
+        kept = (frozen.weight, b, a, hidden, mask, g, divisor, inner)
+        ctx.save_for_backward(*kept, *sources_of(input))
         ctx.how, ctx.frozen = how, frozen._replace(weight=None)
         ctx.magnitude_dtype = magnitude.dtype
         ctx.input_form = input.shape, input.dtype
@@ -209,7 +207,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
         of_hidden = of_lora.mm(b.to(how.of_products))
         del of_lora
         if wants_a:
-            input = sources[0] if ctx.making is None else ctx.making.again(*sources)
+            input = input_from(sources)
             dropped = drop(input, mask, how.dropout, how.dtype, how.of_products)
             del input
             of_a = of_hidden.t().mm(_rows(dropped)).to(a.dtype)
@@ -245,17 +243,13 @@ def run_dora(
     squares: SquaresOfRows,
     may_keep: bool,
 ) -> torch.Tensor | None:
-    """The result of an adapted linear module of PEFT.
+    """The result of an adapted linear module of PEFT; None if that is of another kind.
 
     Args:
         module: PEFT's ``lora.Linear``, or its ``Linear4bit`` if it ``is_4bit``.
         input: Of shape (..., columns).
         lora: With a magnitude.
-        squares: Of the module.
-        may_keep: As for ``SquaresOfRows.of``.
-
-    Returns:
-        None if its linear module is of another kind.
+        squares: Of the module; kept if ``may_keep``.
     """
     base = module._modules["base_layer"]
     frozen = frozen_of(base)

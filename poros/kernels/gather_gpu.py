@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher
+from poros.kernels.launching import start_kernel
 
 _SIZE = 1024
 """Words of a row that a program reads at once."""
@@ -24,9 +24,6 @@ def _gather(into, matrix, indices, num_rows, num_words, SIZE: tl.constexpr):
         inside = (at < num_words) & (row >= 0) & (row < num_rows)
         words = tl.load(matrix + row * num_words + at, mask=inside)
         tl.store(into + number.to(tl.int64) * num_words + at, words, mask=inside)
-
-
-_GATHER = Launcher(_gather, num_warps=4)
 
 
 def gather(matrix: torch.Tensor, indices: torch.Tensor, into: torch.Tensor) -> None:
@@ -51,4 +48,5 @@ def gather(matrix: torch.Tensor, indices: torch.Tensor, into: torch.Tensor) -> N
     # As bytes first: a view as wider words wants an even number of columns.
     words = [each.view(torch.uint8).view(word) for each in (into, matrix)]
     num_words = row // word.itemsize
-    _GATHER(len(indices), *words, indices.contiguous(), num_rows, num_words, SIZE=_SIZE)
+    given = (*words, indices.contiguous(), num_rows, num_words)
+    start_kernel(_gather, len(indices), *given, SIZE=_SIZE)

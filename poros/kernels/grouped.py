@@ -53,7 +53,7 @@ Note: Bound
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ from poros.kernels.forwards import PatchedForward, has_hooks, is_forward_of_lige
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.nodes import saved_tensors
 from poros.kernels.product import Product
-from poros.kernels.swiglu import parts_of
+from poros.kernels.swiglu import input_from, sources_of
 
 Optional = torch.Tensor | None
 
@@ -86,24 +86,12 @@ class Projection(NamedTuple):
     scaling: float
 
 
-class Casts(Protocol):
-    """Keeps casts of adapters, for what is recorded: they are made before it is replayed."""
-
-    def places(
-        self, shapes: Sequence[Sequence[int]], dtype: torch.dtype
-    ) -> list[torch.Tensor] | None:
-        """Return fixed memory for the casts of the next node; None if there is not as much."""
-
-    def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Have the second of each pair copied into the first before each replay."""
-
-
 def project(
     projections: Sequence[Projection],
     input: torch.Tensor,
     owner: object = None,
     leaves_out: bool = False,
-    casts: Casts | None = None,
+    casts: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     """The results of projections of one input, as one autograd node.
 
@@ -113,7 +101,8 @@ def project(
             made for. Gets a gradient.
         owner: Whoever calls; the node has it as ``owner``.
         leaves_out: Whether the values of the only result are computed only if somebody reads them.
-        casts: Keeps A and B in the dtype of the input; by default the node casts them.
+        casts: ``poros.replay.casts.AdapterCasts``, which keeps A and B in the dtype of the input;
+            by default the node casts them.
 
     Returns:
         For each a result of shape (..., rows), memory of its own, in the dtype of the input. A
@@ -150,7 +139,7 @@ class _Group(NamedTuple):
     ranks: list[int]
     owner: object
     leaves_out: bool
-    casts: Casts | None
+    casts: Any
 
     def cast(
         self, matrices: Sequence[torch.Tensor], dtype: torch.dtype
@@ -194,9 +183,7 @@ class _Project(torch.autograd.Function):
     def forward(ctx: Any, group: _Group, input: torch.Tensor, *matrices: Any) -> Any:
         stacked, all_b = group.cast(matrices, input.dtype)
         hidden = _rows(input).mm(stacked.t())
-        parts = parts_of(input)
-        ctx.making = None if parts is None else parts.making
-        sources = (input,) if parts is None else (parts.gate, parts.up)
+        sources = sources_of(input)
         weights = [each.weight for each in group.products]
         ctx.save_for_backward(hidden, stacked, *all_b, *weights, *sources)
         # If weights stream, autograd alone keeps them.
@@ -207,11 +194,9 @@ class _Project(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not group.leaves_out:
             return tuple(group.results(input, hidden, all_b))
-        source: Any = input if parts is None else None  # or the closure would keep it
 
         def form() -> torch.Tensor:
-            given = parts.making.again(parts.gate, parts.up) if parts is not None else source
-            return group.results(given, hidden, all_b)[0]
+            return group.results(input_from(sources), hidden, all_b)[0]
 
         shape = (*input.shape[:-1], group.products[0].num_rows)
         return (LazyTensor(shape, input.dtype, input.device, form, [*sources, hidden, *all_b]),)
@@ -248,9 +233,7 @@ def _backward(ctx: Any, gradients: list[Optional]) -> tuple[Optional, ...]:
         into.addmm_(rows, b, beta=0, alpha=scaling)
         del gradient, rows
     if any(wants_a):
-        input = sources[0] if ctx.making is None else ctx.making.again(*sources)
-        together = of_hidden.t().mm(_rows(input))
-        del input
+        together = of_hidden.t().mm(_rows(input_from(sources)))
         for place, part in enumerate(together.split(group.ranks)):
             if wants_a[place] and gradients[place] is not None:
                 of_a[place] = part
@@ -288,11 +271,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Shared:
-    """Modules that may share an input, and results that wait to be taken.
-
-    Args:
-        modules: In the order of their calls.
-    """
+    """Modules that may share an input, in the order of their calls, and results that wait."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -313,10 +292,7 @@ class Shared:
     ) -> torch.Tensor | None:
         """The result of ``module`` if it waits and is that of a call with this input now.
 
-        Args:
-            module: Its result waits no longer.
-            input: As the module was given it.
-            added: What it adds, as ``keep`` was told it: tensors and numbers.
+        ``added`` is what it adds, as ``keep`` was told it: tensors and numbers.
         """
         found = self._waiting.pop(module, None)
         if found is None or input is not self._input or _state_of(input) != self._state:
@@ -330,63 +306,50 @@ class Shared:
         self._input, self._state, self._waiting = input, _state_of(input), dict(waiting)
 
 
-class Sharer(Protocol):
-    """Who knows which modules share in the call that runs."""
-
-    shared: Shared | None
-
-
 @contextmanager
-def sharing_within(sharer: Sharer, modules: Sequence[nn.Module]) -> Iterator[None]:
+def sharing_within(tally: Any, modules: Sequence[nn.Module]) -> Iterator[None]:
     """These may share an input in the body, in this order."""
-    before, sharer.shared = sharer.shared, Shared(modules)
+    before, tally.shared = tally.shared, Shared(modules)
     try:
         yield
     finally:
-        sharer.shared = before
+        tally.shared = before
 
 
 class SharingForward(PatchedForward):
-    """``forward`` of a module with projections that share their input.
+    """``forward`` of a module with projections that share their input: ``names``, in order.
 
-    Args:
-        module: Whose it is.
-        sharer: Told of it while the module runs.
-        names: Of the projections in the module, in the order of their calls.
-        before: See ``PatchedForward``.
+    The ``KernelStats`` are told of it while the module runs.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        sharer: Sharer,
+        tally: Any,
         names: Sequence[str],
         before: Callable[..., Any] | None,
     ) -> None:
-        super().__init__(module)
-        self._sharer, self._names, self.before = sharer, names, before
+        super().__init__(module, tally, names, before)
+        self._tally, self._names, self.before = tally, names, before
 
     @property
     def is_exact(self) -> bool:
         return False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self._sharer, self._names, self.before)
-
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        with sharing_within(self._sharer, [module._modules[name] for name in self._names]):
+        with sharing_within(self._tally, [module._modules[name] for name in self._names]):
             return self.own(module, *args, **kwargs)
 
 
 def share_inputs(
     modules: Iterable[nn.Module],
-    sharer: Sharer,
+    tally: Any,
     names_of: Callable[[nn.Module], Sequence[str]],
 ) -> None:
-    """Have modules say to ``sharer`` which of their projections share an input.
+    """Have modules say to ``tally`` which of their projections share an input.
 
     Those whose forward somebody has set are left alone, but for forwards of Liger's, which call
-    the projections as the modules' own do. ``poros.kernels.patching.unpatch`` undoes it.
+    the projections as the modules' own do. ``poros.kernels.forwards.unpatch`` undoes it.
 
     Args:
         names_of: The projections of a module, in order; fewer than two leave it alone.
@@ -395,7 +358,7 @@ def share_inputs(
         before = module.__dict__.get("forward")
         names = names_of(module) if before is None or is_forward_of_liger(before) else ()
         if len(names) > 1:
-            module.__dict__["forward"] = SharingForward(module, sharer, names, before)
+            module.__dict__["forward"] = SharingForward(module, tally, names, before)
 
 
 def _state_of(input: torch.Tensor) -> tuple[object, ...]:

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.kernels.lazy_tensor import LazyTensor
+from poros.kernels.lazy_tensor import LazyTensor, values_of
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
-from poros.kernels.swiglu import parts_of
+from poros.kernels.swiglu import input_from, sources_of
 from poros.utils.devices import runs_triton
 
 
@@ -56,31 +56,38 @@ class Added(NamedTuple):
     """Whether the sum is brought to the dtype of ``result``."""
 
 
+class Call(NamedTuple):
+    """What a node is given besides tensors."""
+
+    how: Added
+    product: Product | None = None
+    """Of the linear module with the input, if it is part of the node."""
+    owner: object = None
+    """Whoever calls; the node in the graph has it as ``owner``."""
+    leaves_out: bool = False
+    """Whether the values of the sum with a product are computed only if somebody reads them."""
+
+
 def add_lora(
-    onto: torch.Tensor | Product,
+    result: torch.Tensor | None,
     input: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    how: Added,
-    owner: object = None,
-    leaves_out: bool = False,
+    call: Call,
 ) -> torch.Tensor:
     """The result of a linear module and what LoRA adds to it.
 
     Args:
-        onto: The result, of shape (..., rows), which gets a gradient, as all tensors here. Or the
-            product of a frozen module with ``input``, which is then part of the node.
+        result: Of the linear module, of shape (..., rows). Gets a gradient, as all tensors here.
+            None if the product is part of the node.
         input: Of shape (..., columns), contiguous, not empty.
         a: Of shape (rank, columns), in the dtype of the products.
         b: Of shape (rows, rank), likewise.
-        how: See there.
-        owner: Whoever calls; the node in the graph has it as ``owner``.
-        leaves_out: Whether the values of the sum with a product are computed only if somebody
-            reads them.
+        call: See there.
 
     Returns:
         Of shape (..., rows), in the dtype of the result, or if ``how`` does not keep that, in the
-        one that both are promoted to. A ``LazyTensor`` if the result is one, or is left out.
+        one that both are promoted to. A ``LazyTensor`` if it is left out.
 
     Streams:
         Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
@@ -90,10 +97,7 @@ def add_lora(
     Exactness:
         The bits of ``add_lora_ref`` to what the module gives, forward and gradients, at every tier.
     """
-    product = onto if isinstance(onto, Product) else None
-    result = onto if product is None else None
-    again = None if product is None else input  # for the second of its gradients
-    call = _Call(how, owner, product, leaves_out)
+    again = None if call.product is None else input  # for the second of its gradients
     sum_: torch.Tensor = _AddLora.apply(result, input, b, a, again, call)
     return sum_
 
@@ -113,16 +117,6 @@ def add_lora_ref(
     return sum_.to(result.dtype) if how.keeps_dtype else sum_
 
 
-class _Call(NamedTuple):
-    """What a node is given besides tensors."""
-
-    how: Added
-    owner: object
-    product: Any
-    """A ``Product``, or None."""
-    leaves_out: bool
-
-
 class _AddLora(torch.autograd.Function):
     # B before A: of two equal nodes, autograd takes the first.
     @staticmethod
@@ -133,46 +127,48 @@ class _AddLora(torch.autograd.Function):
         b: torch.Tensor,
         a: torch.Tensor,
         again: torch.Tensor | None,
-        call: _Call,
+        call: Call,
     ) -> torch.Tensor:
-        how, owner, product, leaves_out = call
+        how: Added = call.how
+        product: Any = call.product
         # Before the others, as PEFT has it: one at a time needs memory.
-        formed = result if product is None or leaves_out else product.of(input)
+        formed = None
+        if not call.leaves_out:
+            formed = values_of(result) if product is None else product.of(input)
         dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
         hidden = times(dropped.to(a.dtype), a)
         del dropped
-        parts = parts_of(input)
-        sources = (input,) if parts is None else (parts.gate, parts.up)
-        ctx.making = None if parts is None else parts.making
+        sources = sources_of(input)
         # As PEFT's operators keep them: an adapter that is given other data later is not read.
         weight = None if product is None or again is None else product.weight
         ctx.save_for_backward(weight, b.detach(), a.detach(), hidden, mask, *sources)
         ctx.product = None if product is None else product._replace(weight=None)
-        ctx.how, ctx.owner = how, owner
+        ctx.how, ctx.owner = how, call.owner
         ctx.result_dtype = input.dtype if result is None else result.dtype
-        ctx.input_form = input.shape, input.dtype
+        ctx.input_form = input.shape, input.dtype, input.device
         ctx.set_materialize_grads(False)
-        if formed is not None and not isinstance(formed, LazyTensor):
+        if formed is not None:
             return add_scaled(formed, times(hidden, b), how)
 
         def form() -> torch.Tensor:
-            values = product.of(input) if formed is None else formed.values()
-            return add_scaled(values, times(hidden, b), how)
+            return add_scaled(product.of(input), times(hidden, b), how)
 
-        read = [each for each in (result, input, hidden, b) if each is not None]
-        shape = result.shape if product is None else (*input.shape[:-1], product.num_rows)
+        shape = (*input.shape[:-1], product.num_rows)
         dtype = sum_dtype(ctx.result_dtype, b.dtype, how)
-        return LazyTensor(shape, dtype, input.device, form, read)
+        return LazyTensor(shape, dtype, input.device, form, [input, hidden, b])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
+        shape, dtype, device = ctx.input_form
+        wants_result, wants_input, wants_b, wants_a, wants_again, _ = ctx.needs_input_grad
         if gradient is None:
-            return (None,) * 6
+            # What bitsandbytes' node makes of a gradient that is lost.
+            makes_zeros = wants_again and ctx.product.state is not None
+            zeros = torch.zeros(shape, dtype=dtype, device=device) if makes_zeros else None
+            return None, None, None, None, zeros, None
         weight, b, a, hidden, mask, *sources = saved_tensors(ctx)
         how: Added = ctx.how
-        shape, dtype = ctx.input_form
-        wants_result, wants_input, wants_b, wants_a, wants_again, _ = ctx.needs_input_grad
         of_input = of_b = of_a = of_again = None
         scaled = scale(gradient, how.scaling, hidden.dtype).reshape(-1, b.shape[0])
         if wants_b:
@@ -182,7 +178,7 @@ class _AddLora(torch.autograd.Function):
             of_hidden = scaled.mm(b) if hidden.numel() > 1 else b.t().mm(scaled.t()).t()
             del scaled
             if wants_a:
-                input = sources[0] if ctx.making is None else ctx.making.again(*sources)
+                input = input_from(sources)
                 dropped = drop(input, mask, how.dropout, how.dtype, a.dtype)
                 del input
                 of_a = of_hidden.t().mm(dropped.reshape(-1, a.shape[1]))

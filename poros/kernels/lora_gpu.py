@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher, ceil_div
+from poros.kernels.launching import ceil_div, start_kernel
 
 _SIZE = 2048
 """Elements of a program."""
@@ -54,25 +54,19 @@ def _masked(values, mask, result, factor, num_elements, MIDDLE: tl.constexpr, SI
     tl.store(result + at, product.to(result.dtype.element_ty), mask=inside)
 
 
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-_ADD_SCALED = Launcher(_add_scaled, **_OPTIONS)
-_SCALE = Launcher(_scale, **_OPTIONS)
-_MASKED = Launcher(_masked, **_OPTIONS)
-
-
 def add_scaled(
     result: torch.Tensor, added: torch.Tensor, scaling: float, rounds: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """``lora.add_scaled`` on a GPU; the sum is in ``dtype``."""
     sum_ = added if added.dtype == dtype else torch.empty_like(result, dtype=dtype)
-    _launch(_ADD_SCALED, result, added, sum_, scaling, ROUNDS=rounds)
+    _launch(_add_scaled, result, added, sum_, scaling, ROUNDS=rounds)
     return sum_
 
 
 def scale(gradient: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
     """``lora.scale`` on a GPU."""
     scaled = torch.empty_like(gradient, dtype=dtype)
-    _launch(_SCALE, gradient, scaled, scaling)
+    _launch(_scale, gradient, scaled, scaling)
     return scaled
 
 
@@ -86,10 +80,11 @@ def masked(
     """``values`` in the dtype ``middle``, times mask and factor, rounded there and to ``dtype``."""
     result = torch.empty_like(values, dtype=dtype)
     # Bytes: what is false is 0, what is true is 1.
-    _launch(_MASKED, values, mask.view(torch.uint8), result, factor, MIDDLE=_TYPES[middle])
+    _launch(_masked, values, mask.view(torch.uint8), result, factor, MIDDLE=_TYPES[middle])
     return result
 
 
-def _launch(kernel: Launcher, *arguments: Any, **constants: Any) -> None:
+def _launch(kernel: Any, *arguments: Any, **constants: Any) -> None:
     num_elements = arguments[0].numel()
-    kernel(ceil_div(num_elements, _SIZE), *arguments, num_elements, **constants, SIZE=_SIZE)
+    num_programs = ceil_div(num_elements, _SIZE)
+    start_kernel(kernel, num_programs, *arguments, num_elements, **constants, SIZE=_SIZE)

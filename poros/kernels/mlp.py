@@ -1,41 +1,86 @@
-"""Feed-forward modules of models that compute their gated activation by one operator of ours.
+"""SwiGLU feed-forward modules of models, which compute their activation by one operator of ours.
 
-``poros.kernels.gated_forms`` recognises them. All parts are called as modules, as before.
+They are recognised by what their forward does: classes whose own forward compiles to the same
+bytecode as one of ``_FORMS`` below, by whatever names. Those of Llama, Mistral, Qwen, Gemma, OLMo
+and others are of the first two forms, those of Phi-3 and GLM of the third. All parts are called as
+modules, as before.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.activations import GELUTanh, SiLUActivation
+from transformers.activations import SiLUActivation
 
 from poros.kernels.adapters import KernelStats
-from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward
-from poros.kernels.gated_forms import names_in
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
 from poros.kernels.grouped import share_inputs, sharing_within
-from poros.kernels.patching import replace
-from poros.kernels.swiglu import forget_parts, swiglu
+from poros.kernels.swiglu import forget_sources, swiglu
 
-_ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)
-"""Functions of their argument alone."""
+
+class Names(NamedTuple):
+    """Under which names a module holds its parts."""
+
+    down: str
+    activation: str
+    gate: str
+    up: str | None
+    """None if one projection gives both."""
+
+
+def _direct(self: Any, input: Any) -> Any:
+    return self.down(self.activation(self.gate(input)) * self.up(input))
+
+
+def _named(self: Any, input: Any) -> Any:
+    result = self.down(self.activation(self.gate(input)) * self.up(input))
+    return result
+
+
+def _in_one(self: Any, input: Any) -> Any:
+    up = self.gate_up(input)
+    gate, up = up.chunk(2, dim=-1)
+    up = up * self.activation(gate)
+    return self.down(up)
+
+
+_FORMS = (_direct, _named, _in_one)
+
+
+@cache
+def names_in(forward: Callable[..., Any]) -> Names | None:
+    """The parts of a module that has this forward; None if it is not a gated feed-forward."""
+    if not isinstance(forward, FunctionType) or forward.__defaults__:
+        return None
+    code = forward.__code__
+    for form in _FORMS:
+        if _shape_of(code) == _shape_of(form.__code__):
+            by_role = dict(zip(form.__code__.co_names, code.co_names, strict=True))
+            if by_role.get("chunk", "chunk") != "chunk":
+                return None
+            if form is _in_one:
+                return Names(by_role["down"], by_role["activation"], by_role["gate_up"], None)
+            return Names(*(by_role[part] for part in ("down", "activation", "gate", "up")))
+    return None
+
+
+def _shape_of(code: CodeType) -> tuple[object, ...]:
+    """What it does, whatever its names are; without a text that is its docstring."""
+    values = tuple(each for each in code.co_consts if each is not None and type(each) is not str)
+    return code.co_code, values, code.co_argcount, code.co_flags, len(code.co_names)
 
 
 class _Forward(PatchedForward):
-    def __init__(self, module: nn.Module, tally: KernelStats) -> None:
-        super().__init__(module)
-        self._tally = tally
-        names = names_in(type(module).forward)
-        if names is None:
-            raise TypeError(f"expected a gated feed-forward, found {type(module).__name__}")
-        self._names = names
+    def __init__(self, module: nn.Module, tally: KernelStats, names: Names) -> None:
+        super().__init__(module, tally, names)
+        self._tally, self._names = tally, names
 
     @property
     def is_exact(self) -> bool:
         return not self._tally.is_grouped
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self._tally)
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         parts, names = module._modules, self._names
@@ -43,9 +88,8 @@ class _Forward(PatchedForward):
         if (
             len(args) != 1
             or kwargs
-            or type(activation) not in _ACTIVATIONS
+            or not _is_silu(activation)
             or not has_own_forward(type(activation))
-            or getattr(activation, "inplace", False)
             or down is None
             # Nobody else is to see the product: it may be made again.
             or has_hooks(activation, down, down._modules.get("base_layer", down), but_ours=True)
@@ -55,41 +99,39 @@ class _Forward(PatchedForward):
         (input,) = args
         if names.up is None:
             both = parts[names.gate](input)
-            is_plain = type(both) is torch.Tensor and both.is_contiguous()
+            given = [both]
             gate, up = both.chunk(2, dim=-1)
         else:
             first, second = parts[names.gate], parts[names.up]
-            if self._tally.is_grouped:
-                with sharing_within(self._tally, [first, second]):
-                    gate, up = first(input), second(input)
-            else:
-                gate, up = first(input), second(input)
-            is_plain = (
-                type(gate) is type(up) is torch.Tensor
-                and gate.is_contiguous()
-                and up.is_contiguous()
-            )
+            with sharing_within(self._tally, [first, second]):
+                gate, up = given = [first(input), second(input)]
+        is_plain = all(type(each) is torch.Tensor and each.is_contiguous() for each in given)
         if not is_plain or gate.shape != up.shape or gate.dtype != up.dtype:
             return down(activation(gate) * up)
-        product = swiglu(gate, up, activation)
+        product = swiglu(gate, up)
         try:
             return down(product)
         finally:
-            forget_parts(product)
+            forget_sources(product)
+
+
+def _is_silu(activation: Any) -> bool:
+    is_known = type(activation) in (nn.SiLU, SiLUActivation)
+    return is_known and not getattr(activation, "inplace", False)
 
 
 def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
-    """Have feed-forward modules take our operator; with grouped adapters gate and up are one.
+    """Have SwiGLU modules take our operator; with grouped adapters gate and up are one.
 
-    Modules of other forms are left alone, and so are those whose forward somebody has set; where it
-    is Liger's, gate and up are one all the same.
-    ``poros.kernels.patching.unpatch`` undoes it.
+    Modules of other forms are left alone, and so are those whose forward somebody has set. Where
+    that is Liger's, or the activation is another one, gate and up are one all the same.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
 
     def forward_of(module: nn.Module) -> PatchedForward | None:
-        if type(module).__module__.startswith(("torch.", "peft.")):
-            return None
-        return None if names_in(type(module).forward) is None else _Forward(module, tally)
+        names = names_in(type(module).forward)
+        is_ours = names is not None and _is_silu(module._modules.get(names.activation))
+        return _Forward(module, tally, names) if names is not None and is_ours else None
 
     def names_of(module: nn.Module) -> list[str]:
         names = names_in(type(module).forward)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher
+from poros.kernels.launching import start_kernel
 
 _WIDTH = 2048
 """Logits or columns that a program has in registers at a time."""
@@ -86,9 +86,6 @@ def _add_logits(
                 tl.store(label_rows + line + at, own, mask=inside)
 
 
-_ADD_LOGITS = Launcher(_add_logits, num_warps=8, enable_fp_fusion=False)
-
-
 def launch(
     running: tuple[torch.Tensor, ...],
     num_columns: int,
@@ -99,15 +96,13 @@ def launch(
 ) -> torch.Tensor | None:
     """``online_softmax.add_logits`` on a GPU.
 
-    Args:
-        running: The fields of an ``OnlineSoftmaxState``, in order.
-        num_columns: Of its sums of rows; 0 if they are not wanted.
-        first, logits, slope, head: See there.
+    ``num_columns`` is that of the state's sums of rows; 0 if they are not wanted.
     """
     num_tokens, num_rows = logits.shape
     has_slopes = isinstance(slope, torch.Tensor)
     weights = torch.empty_like(logits, dtype=head.dtype) if num_columns else None
-    _ADD_LOGITS(
+    start_kernel(
+        _add_logits,
         num_tokens,
         *running,
         logits,
@@ -122,5 +117,6 @@ def launch(
         HAS_SLOPES=has_slopes,
         WANTS_ROWS=weights is not None,
         WIDTH=_WIDTH,
+        num_warps=8,
     )
     return weights

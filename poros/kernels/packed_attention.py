@@ -142,14 +142,8 @@ def flash_attention(
 ) -> torch.Tensor:
     """Compute causal attention within documents by FlashAttention-2.
 
-    A mode of torch functions sees it as one function.
-
-    Args:
-        query: ``(tokens, heads, channels)``, in 16 bits, on a GPU.
-        key: ``(tokens, key heads, channels)``.
-        value: Like ``key``.
-        ends: int32 ``(documents + 1,)``, from 0 on.
-        longest: A bound of the documents' lengths.
+    A mode of torch functions sees it as one function. Its arguments are those of ``attend_packed``,
+    tokens first and without the row's dimension, in 16 bits, on a GPU.
     """
     given = (query, key, value)
     if has_torch_function(given):

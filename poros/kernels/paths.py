@@ -10,10 +10,10 @@ Note: The choice
     recomputation, a replay and a resident model take the same order with every budget.
 
 Note: The node
-    It keeps input, A, B and the mask of dropout, but not XA; W + sAB is memory of its own, formed
-    in forward and again in backward. Where base and adapters have one dtype, products are added to
-    what is there. As PEFT holds them, ``weight`` is (rows, columns), A (rank, columns) and B (rows,
-    rank): the paper's matrices transposed.
+    It keeps input, A and B, but not XA; W + sAB is memory of its own, formed in forward and again
+    in backward. Where base and adapters have one dtype, products are added to what is there. As
+    PEFT holds them, ``weight`` is (rows, columns), A (rank, columns) and B (rows, rank): the
+    paper's matrices transposed. With dropout PEFT's order runs.
 
 Note: Precision
     W + sAB has the dtype of the base. If that is narrower than float32, or its products are in
@@ -28,10 +28,10 @@ import torch
 from poros.config import LORA_ORDERS
 from poros.kernels.autocast import autocast_as
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.lora import Added, add_scaled, drop, dropout_of, sum_dtype
+from poros.kernels.lora import Added, Call, add_scaled, sum_dtype
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
-from poros.kernels.swiglu import parts_of
+from poros.kernels.swiglu import input_from, sources_of
 
 PEFT = LORA_ORDERS[0]
 _FLOP_PER_S = {torch.float16: 989e12, torch.bfloat16: 989e12}
@@ -73,14 +73,12 @@ class LoraShape(NamedTuple):
     rank: int
     base: torch.dtype
     adapters: torch.dtype
-    has_dropout: bool = False
     is_4bit: bool = False
     has_tf32: bool = False
 
     def __str__(self) -> str:
         base, adapters = (str(dtype).removeprefix("torch.") for dtype in (self.base, self.adapters))
-        marks = zip((", 4-bit", ", dropout", ", TF32"), self[7:5:-1] + self[8:], strict=True)
-        others = "".join(mark for mark, is_so in marks if is_so)
+        others = ", 4-bit" * self.is_4bit + ", TF32" * self.has_tf32
         sizes = f"{self.tokens} tokens, {self.columns} to {self.rows}, rank {self.rank}"
         return f"{sizes}, {base} with {adapters}{others}"
 
@@ -129,7 +127,7 @@ def candidates(shape: LoraShape) -> list[str]:
     """The orders that may be chosen for a shape, PEFT's first."""
     is_narrow = torch.finfo(shape.base).eps > torch.finfo(torch.float32).eps
     is_narrow |= shape.has_tf32 and shape.base == torch.float32
-    return [each for each in LORA_ORDERS if not (merges(each) and (is_narrow or shape.has_dropout))]
+    return [each for each in LORA_ORDERS if not (is_narrow and merges(each))]
 
 
 @cache
@@ -138,37 +136,10 @@ def cheapest(shape: LoraShape) -> str:
     return min(candidates(shape), key=lambda order: cost(order, shape).seconds)
 
 
-def order_of(wanted: str, shape: LoraShape) -> str:
-    """The order for a shape; PEFT's if the one asked for is not defined with dropout.
-
-    Args:
-        wanted: ``lora_paths`` as in ``StreamingPolicy``.
-        shape: Of the layer and its input.
-    """
-    if wanted == "flops":
-        return cheapest(shape)
-    return PEFT if shape.has_dropout and merges(wanted) else wanted
-
-
-class InOrder(NamedTuple):
-    """What to compute. The node in the graph has ``owner`` too."""
-
-    order: str
-    """Such as ``"f2:b5"``. With dropout f1 and b1 to b3 are defined."""
-    product: Product
-    how: Added
-    owner: object = None
-    leaves_out: bool = False
-    """Whether the values of the sum are computed only if somebody reads them."""
-
-
 def multiply_in_order(
-    call: InOrder,
-    input: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    order: str, input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, call: Call
 ) -> torch.Tensor:
-    """``poros.kernels.lora.add_lora``, with the products formed in another order.
+    """``poros.kernels.lora.add_lora`` of a product, formed in another order such as ``"f2:b5"``.
 
     Exactness:
         Within rounding of ``add_lora``; the same order gives the same bits.
@@ -176,7 +147,7 @@ def multiply_in_order(
     Source:
         Cherniuk et al., Run LoRA Run, equations 1 to 3 and Appendix A.
     """
-    sum_: torch.Tensor = _Ordered.apply(input, b, a, call)
+    sum_: torch.Tensor = _Ordered.apply(input, b, a, order, call)
     return sum_
 
 
@@ -187,28 +158,23 @@ class _Ordered(torch.autograd.Function):
         input: torch.Tensor,
         b: torch.Tensor,
         a: torch.Tensor,
-        call: InOrder,
+        order: str,
+        call: Call,
     ) -> torch.Tensor:
-        how, product = call.how, call.product
-        hidden = mask = None
-        if how.dropout:
-            dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
-            hidden = times(dropped.to(a.dtype), a)
-            del dropped
-        parts = parts_of(input)
-        ctx.making = None if parts is None else parts.making
-        sources = (input,) if parts is None else (parts.gate, parts.up)
-        ctx.save_for_backward(product.weight, b, a, mask, *sources)
-        ctx.call = call._replace(product=product._replace(weight=None))
+        how: Added = call.how
+        product: Any = call.product
+        ctx.save_for_backward(product.weight, b, a, *sources_of(input))
+        ctx.order, ctx.how, ctx.product = order, how, product._replace(weight=None)
         ctx.owner, ctx.shape, ctx.dtype = call.owner, input.shape, input.dtype
         ctx.set_materialize_grads(False)
         dtype = sum_dtype(input.dtype, b.dtype, how)
 
         def form() -> torch.Tensor:
-            if call.order[:2] == "f2":
-                return times(input, _merged(call, a, b, input.dtype), product.bias).to(dtype)
+            if order[:2] == "f2":
+                merged = _merged(product, a, b, how.scaling, input.dtype)
+                return times(input, merged, product.bias).to(dtype)
             result = product.of(input)
-            inner = times(input.to(how.dtype).to(a.dtype), a) if hidden is None else hidden
+            inner = times(input.to(how.dtype).to(a.dtype), a)
             if result.dtype == b.dtype and result.is_contiguous():
                 inner = inner.reshape(-1, b.shape[1])
                 result.view(-1, b.shape[0]).addmm_(inner, b.t(), alpha=how.scaling)
@@ -218,32 +184,32 @@ class _Ordered(torch.autograd.Function):
 
         if not call.leaves_out:
             return form()
-        read = [each for each in (input, hidden, b, a) if each is not None]
-        return LazyTensor((*input.shape[:-1], product.num_rows), dtype, input.device, form, read)
+        shape = (*input.shape[:-1], product.num_rows)
+        return LazyTensor(shape, dtype, input.device, form, [input, b, a])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return (None,) * 4
+            return (None,) * 5
         # A region around the backward alone would cast for some of its products, and not for all.
         with autocast_as(None, gradient.device):
             return _backward(ctx, gradient)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    weight, b, a, mask, *sources = saved_tensors(ctx)
-    call: InOrder = ctx.call._replace(product=ctx.call.product._replace(weight=weight))
-    how, scaling, order = call.how, call.how.scaling, call.order[3:]
-    wants_input, wants_b, wants_a, _ = ctx.needs_input_grad
+    weight, b, a, *sources = saved_tensors(ctx)
+    product: Product = ctx.product._replace(weight=weight)
+    how, scaling, order = ctx.how, ctx.how.scaling, ctx.order[3:]
+    wants_input, wants_b, wants_a, *_ = ctx.needs_input_grad
     is_merged = order in ("b4", "b5")
     of_input = of_b = of_a = of_hidden = outer = None
     rows = gradient.to(a.dtype).reshape(-1, b.shape[0])
     if (wants_a and order in ("b1", "b2", "b5")) or (wants_input and not is_merged):
         of_hidden = rows.mm(b).mul_(scaling)
     if wants_a or wants_b:
-        input = sources[0] if ctx.making is None else ctx.making.again(*sources)
-        seen = drop(input, mask, how.dropout, how.dtype, a.dtype).reshape(-1, a.shape[1])
+        input = input_from(sources)
+        seen = input.to(how.dtype).to(a.dtype).reshape(-1, a.shape[1])
         del input
         if order in ("b3", "b4") or (wants_b and order == "b2"):
             outer = rows.t().mm(seen)  # X'dY of the paper, transposed
@@ -259,20 +225,21 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
     if wants_input:
         arriving = gradient.to(ctx.dtype).reshape(-1, b.shape[0])
         if is_merged or of_hidden is None:
-            of_input = arriving.mm(_merged(call, a, b, ctx.dtype)).view(ctx.shape)
+            of_input = arriving.mm(_merged(product, a, b, scaling, ctx.dtype)).view(ctx.shape)
         else:
-            of_input = call.product.gradient(arriving)
-            if mask is None and of_input.dtype == of_hidden.dtype:
+            of_input = product.gradient(arriving)
+            if of_input.dtype == of_hidden.dtype:
                 of_input = of_input.addmm_(of_hidden, a).view(ctx.shape)
             else:
-                of_lora = of_hidden.mm(a).view(ctx.shape)
-                of_lora = drop(of_lora, mask, how.dropout, how.dtype, ctx.dtype, is_gradient=True)
-                of_input = of_input.view(ctx.shape).add_(of_lora)
-    return of_input, of_b, of_a, None
+                of_lora = of_hidden.mm(a).to(how.dtype).to(ctx.dtype)
+                of_input = of_input.add_(of_lora).view(ctx.shape)
+    return of_input, of_b, of_a, None, None
 
 
-def _merged(call: InOrder, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _merged(
+    product: Product, a: torch.Tensor, b: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> torch.Tensor:
     """W + sAB, rounded to ``dtype`` once: (rows, columns), memory of its own."""
     wide = torch.promote_types(dtype, a.dtype)
-    weight = call.product.dense(dtype).to(wide)
-    return torch.addmm(weight, b.to(wide), a.to(wide), alpha=call.how.scaling).to(dtype)
+    weight = product.dense(dtype).to(wide)
+    return torch.addmm(weight, b.to(wide), a.to(wide), alpha=scaling).to(dtype)

@@ -1,18 +1,28 @@
-"""The product of a frozen linear module, as a part of the node that also makes what LoRA adds.
+"""The product of a frozen linear module: a node of its own, or a part of the one that adds LoRA.
 
 Its gradient by the input takes the weight and nothing of the product itself, so where a
 recomputation needs the graph alone, the product is left out.
+
+Note: 4-bit weights
+    One projection is dense at a time, and nobody keeps it. bitsandbytes' node keeps the packed
+    weight as an attribute; ours saves it as autograd's own nodes do, so whoever holds it in a slot
+    is asked for it before it is read. Where bitsandbytes takes a kernel that multiplies without a
+    dense weight (few tokens; for which shapes depends on the card), that kernel runs here too, so
+    that all bits are bitsandbytes'.
 """
 
+from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from poros.kernels import linear4bit
 from poros.kernels.autocast import autocast_dtype
 from poros.kernels.dequantize import dequantize, has_kernel
-from poros.kernels.forwards import has_own_forward
+from poros.kernels.forwards import PatchedForward, has_own_forward, replace
+from poros.kernels.nf4 import NESTED_BLOCKSIZE
+from poros.kernels.nodes import times
 
 
 class Product(NamedTuple):
@@ -23,14 +33,11 @@ class Product(NamedTuple):
     read, with the scales of its ``state``.
     """
 
-    module: nn.Module
     weight: Any
     state: Any
     """The ``QuantState`` of a 4-bit weight; None if it is dense."""
     bias: torch.Tensor | None
     num_rows: int
-    is_ours: bool
-    """Whether it is formed here; or else by the module."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,19 +47,22 @@ class Product(NamedTuple):
 
     def of(self, input: torch.Tensor) -> torch.Tensor:
         """The product; no graph. It may be a view."""
-        if not self.is_ours:
-            result: torch.Tensor = self.module(input)
-            return result
         if self.state is None:
             return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
-        return linear4bit.multiply(input, self.weight, self.state, self.bias)
+        # The subclass of a 4-bit weight would have each look at it pass through Python.
+        with torch._C.DisableTorchFunctionSubclass():
+            is_ours = input.is_cuda and has_kernel(self.weight, self.state)
+            if is_ours and not takes_fused_kernel(input, self.state):
+                return times(input, dequantize(self.weight, self.state, input.dtype), self.bias)
+            return _of_bitsandbytes(input, self.weight, self.state, self.bias)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the input's gradient, given the product's."""
-        if self.state is not None:
-            return linear4bit.multiply_backward(gradient, self.weight, self.state)
+        dense = self.dense(gradient.dtype)
+        if self.state is not None and not gradient.is_contiguous():
+            return torch.matmul(gradient, dense)  # as bitsandbytes has it
         rows = gradient.reshape(-1, gradient.shape[-1])
-        return rows.mm(self.dense(gradient.dtype)).view(*gradient.shape[:-1], -1)
+        return rows.mm(dense).view(*gradient.shape[:-1], -1)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, of shape (num_rows, columns), to be read and not kept; no graph.
@@ -67,6 +77,71 @@ class Product(NamedTuple):
         return weight
 
 
+def multiply(product: Product, input: torch.Tensor) -> torch.Tensor:
+    """``product.of(input)`` of a 4-bit weight, by a node of its own.
+
+    Streams:
+        Queued on the current stream. The dense weight is gone when the call returns, in backward
+        likewise, so its memory serves the next projection.
+
+    Exactness:
+        The bits of ``bitsandbytes.matmul_4bit``, and of its gradient by ``input``.
+    """
+    output: torch.Tensor = _Multiply.apply(input, product)
+    return output
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, product: Product) -> torch.Tensor:
+        ctx.save_for_backward(product.weight)
+        ctx.product = product._replace(weight=None)
+        return product.of(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return ctx.product._replace(weight=weight).gradient(gradients[0]), None
+
+
+def takes_fused_kernel(input: torch.Tensor, state: Any) -> bool:
+    """Whether bitsandbytes multiplies ``input`` on a GPU without a dense weight."""
+    from bitsandbytes.backends.cuda import ops
+
+    columns = input.shape[-1]
+    num_tokens = input.numel() // columns
+    if num_tokens > ops._gemm_4bit_custom_max_m or columns % state.blocksize:
+        return False
+    chosen: bool = ops._gemm_4bit_use_custom_fn(
+        input.device.index, input.dtype, num_tokens, state.shape[0], columns
+    )
+    return chosen
+
+
+def _of_bitsandbytes(
+    input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
+) -> torch.Tensor:
+    nested, more = state, {}
+    if state.nested:
+        nested = state.state2
+        more = {
+            "absmax_8bit": state.absmax,
+            "absmax_code": nested.code,
+            "absmax_offset": state.offset,
+        }
+    result: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+        input,
+        weight.view(-1, 1),
+        state.shape,
+        nested.absmax,
+        state.blocksize,
+        state.quant_type,
+        bias=bias,
+        **more,
+    )
+    return result
+
+
 def frozen_of(module: Any) -> Product | None:
     """The product of a frozen linear module; None if it is another kind, or trained."""
     kind, parameters = type(module), module._parameters
@@ -76,28 +151,30 @@ def frozen_of(module: Any) -> Product | None:
     if kind is nn.Linear:
         is_known = type(weight) is nn.Parameter
     else:
-        is_known = kind is linear4bit.module_class() and state is not None
+        is_known = kind is _linear_4bit() and state is not None and _is_known(state)
         is_known = is_known and module.compute_type_is_set
     if not is_known or not has_own_forward(kind) or (bias is not None and bias.requires_grad):
         return None
-    # The subclass of a 4-bit weight would have each look at it pass through Python.
     with torch._C.DisableTorchFunctionSubclass():
         if weight.requires_grad:
             return None
-        is_ours = state is None or (weight.is_cuda and has_kernel(weight, state))
-    num_rows = (weight if state is None else state).shape[0]
-    return Product(module, weight, state, bias, num_rows, is_ours)
+    return Product(weight, state, bias, (weight if state is None else state).shape[0])
+
+
+def _is_known(state: Any) -> bool:
+    """Whether a 4-bit weight is packed as ever: not for inference on a CPU."""
+    is_usual = not getattr(state, "packing_format_for_cpu", False)
+    return is_usual and (not state.nested or state.state2.blocksize == NESTED_BLOCKSIZE)
 
 
 def product_of(
-    module: Any, input: torch.Tensor, leaves_out: bool, dtype: torch.dtype | None = None
+    module: Any, input: torch.Tensor, dtype: torch.dtype | None = None
 ) -> Product | None:
     """The product of ``module`` with ``input``, with the bits of the module's own.
 
     Args:
         module: The linear module below an adapter; nobody hooks into it.
         input: Of shape (..., columns).
-        leaves_out: Whether it is likely that nobody reads it.
         dtype: Of the input as it will be given; a dense weight of another dtype is cast to it at
             each use. None stands for the dtype of both.
 
@@ -125,7 +202,42 @@ def product_of(
         or state.shape[1] != columns
     ):
         return None
-    elif not input.is_cuda:
-        found = found._replace(is_ours=False)
-    is_sure = found.bias is None or found.bias.dtype == wanted
-    return found if is_sure and (found.is_ours or leaves_out) else None
+    return found if found.bias is None or found.bias.dtype == wanted else None
+
+
+class _Forward(PatchedForward):
+    """A ``Linear4bit`` that runs ``multiply``."""
+
+    def run(self, module: Any, input: torch.Tensor) -> torch.Tensor:
+        dtype, found = module.compute_dtype or input.dtype, frozen_of(module)
+        if (
+            found is None
+            or type(input) is not torch.Tensor
+            or not input.is_cuda
+            or input.numel() == 0
+            or input.shape[-1] != found.state.shape[-1]
+            or (found.bias is not None and found.bias.dtype != dtype)
+        ):
+            result: torch.Tensor = self.own(module, input)
+            return result
+        return multiply(found, input.to(dtype)).to(input.dtype)
+
+
+@cache
+def _linear_4bit() -> type[nn.Module]:
+    """The 4-bit linear module of bitsandbytes."""
+    from bitsandbytes.nn import Linear4bit
+
+    kind: type[nn.Module] = Linear4bit
+    return kind
+
+
+def patch(modules: Iterable[nn.Module]) -> None:
+    """Have 4-bit modules on a GPU run ``multiply``.
+
+    Modules of other classes, and those whose forward somebody has set, are left alone.
+    ``poros.kernels.forwards.unpatch`` undoes it.
+    """
+    kind = _linear_4bit()
+    if has_own_forward(kind):
+        replace(modules, lambda module: _Forward(module) if type(module) is kind else None)

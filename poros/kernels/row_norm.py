@@ -14,6 +14,7 @@ import torch
 from poros.utils.devices import runs_triton
 
 
+@torch.no_grad()
 def square_of_rows(dense: torch.Tensor) -> torch.Tensor:
     """The sum of squares of each row.
 
@@ -24,25 +25,12 @@ def square_of_rows(dense: torch.Tensor) -> torch.Tensor:
         float32, or float64 if ``dense`` is, of shape (rows,).
 
     Streams:
-        Queued on the current stream.
+        Queued on the current stream. PyTorch's reduction makes no copy of ``dense``.
 
     Exactness:
-        All arithmetic is float32. The kernel's order of sums is not that of the reference; it
-        depends on the shape alone.
+        All arithmetic is float32. The order of sums depends on shape and device alone.
     """
-    if dense.is_meta:
-        return dense.new_empty(len(dense), dtype=_computed_in(dense))
-    if _takes_kernel(dense):
-        from poros.kernels import row_norm_gpu
-
-        return row_norm_gpu.square_of_rows(dense.detach())
-    return square_of_rows_ref(dense)
-
-
-@torch.no_grad()
-def square_of_rows_ref(dense: torch.Tensor) -> torch.Tensor:
-    """``square_of_rows`` in plain PyTorch."""
-    return dense.to(_computed_in(dense)).square().sum(1)
+    return torch.linalg.vector_norm(dense, dim=1, dtype=_computed_in(dense)).square_()
 
 
 def row_norm(

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher, ceil_div
+from poros.kernels.launching import ceil_div, start_kernel
 
 
 class Blocks(NamedTuple):
@@ -38,7 +38,6 @@ _SMALL_RANK = 64
 """Up to here all of A's rows are in one block, and W is read once."""
 _MOST_GRAM_BLOCKS = 256
 """Programs for A A^T, and so float32 blocks of 64 by 64 that hold its parts: 4 MiB."""
-_SQUARE_ROWS, _SQUARE_WIDTH = 4, 512
 _ASSEMBLY = 256
 """Rows that a program assembles."""
 
@@ -136,21 +135,6 @@ def _multiply(
 
 
 @triton.jit
-def _square(dense, square, rows, columns, stride, step, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = row < rows
-    line = dense + row.to(tl.int64)[:, None] * stride
-    sums = tl.zeros((ROWS, WIDTH), tl.float32)
-    for first in range(0, columns, WIDTH):
-        column = (first + tl.arange(0, WIDTH))[None, :]
-        inside = is_row[:, None] & (column < columns)
-        values = tl.load(line + column.to(tl.int64) * step, mask=inside, other=0.0)
-        values = values.to(tl.float32)
-        sums += values * values
-    tl.store(square + row, tl.sum(sums, axis=1), mask=is_row)
-
-
-@triton.jit
 def _assemble(square, cross, gram, norm, twice, squared, rows, SIZE: tl.constexpr):
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = row < rows
@@ -159,26 +143,6 @@ def _assemble(square, cross, gram, norm, twice, squared, rows, SIZE: tl.constexp
     # Not a maximum, which may lose a NaN; and Triton's other square root is not rounded correctly.
     total = tl.where(total < 0.0, 0.0, total)
     tl.store(norm + row, tl.sqrt_rn(total), mask=inside)
-
-
-_MULTIPLY = Launcher(_multiply, enable_fp_fusion=False)
-_SQUARE = Launcher(_square, enable_fp_fusion=False)
-_ASSEMBLE = Launcher(_assemble, enable_fp_fusion=False)
-
-
-def square_of_rows(dense: torch.Tensor) -> torch.Tensor:
-    """``row_norm.square_of_rows`` on a GPU."""
-    rows, columns = dense.shape
-    square = dense.new_empty(rows, dtype=torch.float32)
-    if rows:
-        _SQUARE(
-            ceil_div(rows, _SQUARE_ROWS),
-            *(dense, square, rows, columns, *dense.stride()),
-            ROWS=_SQUARE_ROWS,
-            WIDTH=_SQUARE_WIDTH,
-            options={"num_warps": 4},
-        )
-    return square
 
 
 def row_norm(
@@ -197,11 +161,11 @@ def assembled(
     norm = torch.empty_like(square)
     rows = len(norm)
     if rows:
-        _ASSEMBLE(
+        start_kernel(
+            _assemble,
             ceil_div(rows, _ASSEMBLY),
             *(square, cross, gram, norm, 2 * scaling, scaling * scaling, rows),
             SIZE=_ASSEMBLY,
-            options={"num_warps": 4},
         )
     return norm
 
@@ -244,7 +208,8 @@ def _launch(
     num_programs = ceil_div(rows, blocks.rows) * num_others * num_sections
     if not num_programs:
         return
-    _MULTIPLY(
+    start_kernel(
+        _multiply,
         num_programs,
         # What is not there is not looked at.
         *(x, y, y if weights is None else weights, parts, rows, len(y), columns, *x.stride()),
@@ -256,7 +221,8 @@ def _launch(
         OTHERS=blocks.others,
         COLUMNS=blocks.columns,
         COLUMNS_IN_ALL=blocks.columns_in_all,
-        options={"num_warps": blocks.num_warps, "num_stages": blocks.num_stages},
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
     )
 
 

@@ -8,12 +8,14 @@ derivative the product and sum that CUDA's compiler fuses are fused.
 # Kernels state no types, and what is decorated has none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from poros.kernels.launching import Launcher, ceil_div
+from poros.kernels.launching import ceil_div, start_kernel
 
 _SIZE = 2048
 """Elements of a program."""
@@ -45,15 +47,10 @@ def _silu_mul_backward(gradient, gate, up, of_gate, of_up, num_elements, SIZE: t
     tl.store(of_gate + at, (arriving * part * slope).to(of_gate.dtype.element_ty), mask=inside)
 
 
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-_FORWARD = Launcher(_silu_mul, **_OPTIONS)
-_BACKWARD = Launcher(_silu_mul_backward, **_OPTIONS)
-
-
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``."""
     product = torch.empty_like(gate)
-    _FORWARD(_num_programs(gate), gate, up, product, gate.numel(), SIZE=_SIZE)
+    _launch(_silu_mul, gate, up, product)
     return product
 
 
@@ -62,10 +59,10 @@ def silu_mul_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of gate and of up."""
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-    parts = (gradient, gate, up, of_gate, of_up)
-    _BACKWARD(_num_programs(gate), *parts, gate.numel(), SIZE=_SIZE)
+    _launch(_silu_mul_backward, gradient, gate, up, of_gate, of_up)
     return of_gate, of_up
 
 
-def _num_programs(tensor: torch.Tensor) -> int:
-    return ceil_div(tensor.numel(), _SIZE)
+def _launch(kernel: Any, *tensors: torch.Tensor) -> None:
+    number = tensors[0].numel()
+    start_kernel(kernel, ceil_div(number, _SIZE), *tensors, number, SIZE=_SIZE)

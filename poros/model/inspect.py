@@ -5,6 +5,7 @@ are all transformers' checkpointable layers, adapters are what PEFT's tuner laye
 and everything else that is frozen inside a layer moves.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from poros.config import StreamingPolicy
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
-from poros.head.choice import Head, choose_head
+from poros.head.choice import Head, find_head
 from poros.head.embedding import Embedding, choose_embeddings
 from poros.host.layout import is_small
 from poros.kernels.nf4 import is_4bit, is_params4bit, is_plain
@@ -34,6 +35,8 @@ from poros.model.targets import is_router
 from poros.model.vision import base_of, find_towers
 from poros.stream.adapters import adapter_tensors, named_tensors
 from poros.stream.frozen import FrozenTensor
+
+logger = logging.getLogger(__name__)
 
 _WRAPPERS = (
     "DataParallel",
@@ -117,7 +120,9 @@ def take_inventory(
     tied = _check_adapters(layers_name, layers)
     frozen = find_frozen(model, layers_name, layers, policy.block_size)
     untested = _check_records(base, kinds) if goes_by_records else ""
-    head = choose_head(model, base, policy.loss, policy.stream_head)
+    head, in_vain = find_head(model, base, policy.loss, policy.stream_head)
+    for reason in in_vain:
+        logger.warning("poros: %s", reason)
     kept = head.users if head is not None and head.is_on_host else ()
     apart = [*layers, *find_towers(base).values()]
     embeddings = choose_embeddings(model, apart, policy.stream_embedding, kept)

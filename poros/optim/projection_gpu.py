@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from poros.kernels.launching import ceil_div, start_kernel
+
 _SIZE = 256
 """Counters of a program; each gives eight entries."""
 
@@ -40,9 +42,9 @@ def tile(projection: Any, num_counters: int, first: int, last: int) -> torch.Ten
     device = projection.quantiles.device
     out = torch.empty((projection.rank, 8 * (last - first)), dtype=torch.float32, device=device)
     numbers = (projection.seed, projection.matrix, projection.draw, int(projection.stream))
-    with torch.cuda.device_of(out):
-        _tile[(triton.cdiv(size, _SIZE),)](
-            out, projection.quantiles, projection.rank**-0.5, *numbers,
-            num_counters, first, last - first, size, SIZE=_SIZE,
-        )  # fmt: skip
+    start_kernel(
+        *(_tile, ceil_div(size, _SIZE), out, projection.quantiles, projection.rank**-0.5),
+        *(*numbers, num_counters, first, last - first, size),
+        SIZE=_SIZE,
+    )
     return out

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.kernels.adapters import Recomputation
+from poros.kernels.adapters import recomputing
 from poros.kernels.lazy_tensor import forget
 from poros.replay.graphs import Spec
 from poros.replay.routing import Gradients, differentiate
@@ -384,7 +384,7 @@ class CallFacts:
         Raises:
             RematerializationError: If it gives tensors of another form than the forward.
         """
-        with Recomputation(self._call.layer.context.tally, leaves_out):
+        with recomputing(self._call.layer.context.tally, leaves_out):
             results = self.run(inputs)
         forget(results)
         if _forms(results) != self.forms:

@@ -17,7 +17,7 @@ from poros.replay.graphs import Recorder, Recording, SharedMemory, Spec
 
 
 class AdapterCasts:
-    """Those that one recording reads: see ``poros.kernels.grouped.Casts``.
+    """Those that one recording reads.
 
     Args:
         memory: Has room for them. They have to be somewhere before the recording begins: what is

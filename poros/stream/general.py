@@ -30,7 +30,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.kernels.adapters import Recomputation, note_last
+from poros.kernels.adapters import note_last, recomputing
 from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.lazy_tensor import forget, values_of
 from poros.kernels.nodes import weakly
@@ -260,7 +260,7 @@ class RecomputedCall(Call):
         is_seen = self._is_watched or torch._C._len_torch_dispatch_stack()
         watching = layer.context.watching_graph
         with (
-            Recomputation(layer.context.tally, not is_seen),
+            recomputing(layer.context.tally, not is_seen),
             nullcontext() if watching is None else watching() or nullcontext(),
             layer.visit(Phase.BACKWARD, self._leaves) as slot,
             self.ambient.but_random(contents.modules()),

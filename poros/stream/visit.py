@@ -26,7 +26,6 @@ from torch import nn
 from torch.autograd import Variable
 
 from poros.errors import PreparedModelError, SlotStateError
-from poros.kernels.dequantize import DenseWeight
 from poros.kernels.nf4 import state_of
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
@@ -163,9 +162,9 @@ class LayerBindings:
             binding.owner[binding.key] = None
 
 
-def _dense_weights(bindings: Sequence[Binding]) -> list[DenseWeight]:
+def _dense_weights(bindings: Sequence[Binding]) -> list[torch.Tensor]:
     found = {
-        id(state): DenseWeight(binding.on_device, state, state.dense_place)
+        id(state): binding.on_device
         for binding in bindings
         if (state := state_of(binding.on_device)) is not None and hasattr(state, "dense_place")
     }

@@ -332,8 +332,9 @@ def test_each_weight_is_made_dense_once_a_group_and_pass(
     assert num_groups(model) == 3 and reasons(model) == []
     # Seven matrices, forward and backward; the last layer's are still there at the turn.
     assert counted.num_shared == 3 * 7 * (2 * NUM_LAYERS - 1)
-    # On a CPU the forward is bitsandbytes' own: what asks is the gradient of the input.
-    assert counted.num_single == 0
+    # On a CPU the forward is bitsandbytes' own: what asks is the gradient of the input, which q, k
+    # and v of the first layer have not, in the micro-batch that is watched by itself.
+    assert counted.num_single == 7 * NUM_LAYERS - 3
     runtime = poros.runtime(model)
     largest = 2 * sum(p.numel() for p in projections(model, 0))
     plain = prepare_plain(training(), slots=2, self_check="off")

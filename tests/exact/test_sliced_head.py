@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoHaConfig, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
 import poros
@@ -74,17 +74,6 @@ def saved_whole(model: Model, name: str = "lm_head") -> Model:
 def trained(model: Model) -> Model:
     head_of(model).requires_grad_(True)
     return model
-
-
-def both_forms(model: Model) -> Model:
-    """A trained bias beside a frozen weight."""
-    head = model.get_output_embeddings()
-    head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 512, dtype=head.weight.dtype))
-    return model
-
-
-def with_loha(model: Model) -> Model:
-    return peft_model(model, LoHaConfig(r=4, target_modules=["lm_head"], init_weights=False))
 
 
 def with_a_loss_of_its_own(model: Model) -> Model:
@@ -166,12 +155,10 @@ HEADS = {
     "LoRA": Head(with_lora, "its head is a", False, 2),
     "DoRA": Head(partial(with_lora, use_dora=True), "its head is a", False, 3),
     "trained": Head(trained, "its head is trained", False, 1),
-    "a trained bias": Head(both_forms, "its head is trained", False, 1),
     "saved whole": Head(saved_whole, "its head is a ModulesToSaveWrapper", False, 1),
     "another user": Head(
         with_another_user, "the head stays on the device: something else uses its weight"
     ),
-    "LoHa": Head(with_loha, "its head is a", False, 4),
     "a loss of its own": Head(with_a_loss_of_its_own, "its loss is loss", False),
     "another forward": Head(
         with_a_forward_of_its_own, "its head's forward has been replaced", False

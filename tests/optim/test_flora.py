@@ -386,8 +386,8 @@ def test_the_newer_of_two_optimizers_takes_the_gradients() -> None:
 SHARES = {"t5-small": (6, 55.81), "gpt2": (12, 45.02)}
 
 
-def made(name: str, num_layers: int, device: str = "meta") -> nn.Module:
-    with torch.device(device):
+def made(name: str, num_layers: int) -> nn.Module:
+    with torch.device("meta"):
         if name == "gpt2":
             return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=num_layers))
         config = transformers.T5Config(num_layers=num_layers, decoder_start_token_id=0)
@@ -406,26 +406,6 @@ def test_state_is_as_large_as_the_formula_says(name: str) -> None:
         sizes.append((held, sum(each.nbytes for each in model.parameters())))
     held, naive = (one + (num_layers - 1) * (two - one) for one, two in zip(*sizes, strict=True))
     assert 100 * held / naive == pytest.approx(share, abs=0.01)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["t5-small", "gpt2"])
-def test_the_gpu_holds_what_the_formula_says(name: str) -> None:
-    """Between micro-batches, beside the weights: FLORA's bytes as a share of naive's."""
-    num_layers, share = SHARES[name]
-    model = made(name, num_layers, "cuda")
-    tokens = torch.zeros(1, 16, dtype=torch.long, device="cuda")
-    model(input_ids=tokens, labels=tokens).loss.backward()  # products allocate workspaces once
-    model.zero_grad()
-    held = []
-    for projected in ([], None):
-        optimizer = Flora(model.named_parameters(), rank=256, accumulation=2, projected=projected)
-        before = torch.cuda.memory_allocated()
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        held.append(torch.cuda.memory_allocated() - before)
-        optimizer.zero_grad()
-    # The table of quantiles and rounding to 512 bytes come on top.
-    assert 100 * held[1] / held[0] == pytest.approx(share, abs=0.5)
 
 
 def sparse() -> None:

@@ -1,10 +1,10 @@
 """Kernels in Triton's interpreter, against their references; and references against libraries.
 
-The interpreter rounds float32 as a GPU does, but not bfloat16: that is for tests/gpu.
+The interpreter rounds float32 as a GPU does, but not bfloat16: that is for a GPU.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,17 +16,22 @@ from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits_ref
 from tests.support import interpreted
 
 T, V, H, WIDTH = 5, 300, 70, 128
-FP32 = 2.0**-24
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+UNITS = {FP32: 2.0**-24, FP16: 2.0**-11, BF16: 2.0**-8}
+U = UNITS[FP32]
 
 
-@pytest.fixture
-def softmax_gpu() -> ModuleType:
-    return interpreted("poros.kernels.online_softmax_gpu")
+def kernels_of(name: str, device: str) -> Any:
+    """On a CPU the interpreter runs them."""
+    module = f"poros.kernels.{name}_gpu"
+    return interpreted(module) if device == "cpu" else import_module(module)
 
 
-@pytest.fixture
-def dequantize_gpu() -> ModuleType:
-    return interpreted("poros.kernels.dequantize_gpu")
+on_both = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", FP32), *(pytest.param("cuda", each, marks=pytest.mark.gpu) for each in UNITS)],
+    ids=str,
+)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4096, 1, 5000), (3,) * 9, (2048, 0, 64)], ids=str)
@@ -63,58 +68,67 @@ LOGITS = 4 * torch.randn(T, V, generator=torch.Generator().manual_seed(1))
 SLOPES = {"one": 1.0, "a number": 0.25, "of each": torch.tanh(LOGITS)}
 
 
-def part_of(values: torch.Tensor | float, first: int) -> torch.Tensor | float:
+def part_of(values: torch.Tensor | float, first: int, device: str) -> torch.Tensor | float:
     is_tensor = isinstance(values, torch.Tensor)
-    return values[:, first : first + WIDTH].clone() if is_tensor else values
-
-
-def running_of(wanted: bool, labels: torch.Tensor = LABELS) -> OnlineSoftmaxState:
-    return OnlineSoftmaxState.of(labels, H if wanted else 0, torch.float32)
+    return values[:, first : first + WIDTH].clone().to(device) if is_tensor else values
 
 
 @pytest.mark.cover("pairs")
+@on_both
 @pytest.mark.parametrize("masked", [[], [3], range(V // 2)], ids=["none", "one", "a slice"])
 @pytest.mark.parametrize("slope", SLOPES)
 @pytest.mark.parametrize("wanted", [True, False], ids=["rows", "no rows"])
 def test_online_softmax(
-    softmax_gpu: ModuleType, masked: Sequence[int], slope: str, wanted: bool
+    device: str,
+    dtype: torch.dtype,
+    masked: Sequence[int],
+    slope: str,
+    wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As near as exponentials and the order of sums allow; what is only copied is equal."""
+    gpu = kernels_of("online_softmax", device)
+    monkeypatch.setattr(gpu, "_WIDTH", 64)  # several times
     logits = LOGITS.clone()
     logits[:, list(masked)] = float("-inf")
-    head = torch.randn(V, H, generator=torch.Generator().manual_seed(2))
-    ours, reference = running_of(wanted), running_of(wanted)
+    head = torch.randn(V, H, generator=torch.Generator().manual_seed(2)).to(dtype).to(device)
+    labels = LABELS.to(device)
+    ours, reference = (OnlineSoftmaxState.of(labels, H * wanted, dtype) for _ in range(2))
     for first in range(0, V, WIDTH):
-        given, slopes = part_of(logits, first), part_of(SLOPES[slope], first)
+        given, slopes = (part_of(each, first, device) for each in (logits, SLOPES[slope]))
         rows = head[first : first + WIDTH]
-        found = softmax_gpu.launch(ours, H * wanted, first, given, slopes, rows)
+        found = gpu.launch(ours, H * wanted, first, given, slopes, rows)
         expected = add_logits_ref(reference, first, given.clone(), slopes, rows)
         assert (found is None) == (expected is None) == (not wanted)
         if found is not None and expected is not None:
             # Each exponential is good to a few roundoffs of its own size.
-            torch.testing.assert_close(found, expected, rtol=16 * FP32, atol=0.0)
-            ours.rows.addmm_(expected, rows)
-            reference.rows.addmm_(expected, rows)
+            rtol = 16 * U + 2 * UNITS[dtype] * (dtype is not FP32)
+            atol = 2.0**-24 * (dtype is FP16)  # where its exponents end
+            torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+            ours.rows.addmm_(expected.float(), rows.float())
+            reference.rows.addmm_(expected.float(), rows.float())
     for name in ("most", "of_label", "slope", "label_rows"):
         assert torch.equal(getattr(ours, name), getattr(reference, name)), name
-    torch.testing.assert_close(ours.total, reference.total, rtol=(V + 16) * FP32, atol=0.0)
+    torch.testing.assert_close(ours.total, reference.total, rtol=(V + 16) * U, atol=0.0)
     exact = torch.logsumexp(logits.double(), 1)
-    assert bool(((ours.total.log() + ours.most).double() - exact).abs().max() < 1e-5)
+    assert bool(((ours.total.log() + ours.most).double().cpu() - exact).abs().max() < 1e-5)
     if wanted:
         torch.testing.assert_close(ours.rows, reference.rows, rtol=1e-5, atol=1e-4)
-        assert torch.equal(ours.label_rows[:4], head[LABELS[:4]])
+        assert torch.equal(ours.label_rows[:4], head[labels[:4]])
 
 
 @pytest.mark.parametrize("add_logits", ["kernel", "reference"])
-def test_a_logit_that_is_no_number_is_not_lost(softmax_gpu: ModuleType, add_logits: str) -> None:
+def test_a_logit_that_is_no_number_is_not_lost(add_logits: str) -> None:
     def kernel(running: OnlineSoftmaxState, *given: Any) -> torch.Tensor | None:
-        found: torch.Tensor | None = softmax_gpu.launch(running, running.rows.shape[1], *given)
+        launch = kernels_of("online_softmax", "cpu").launch
+        found: torch.Tensor | None = launch(running, running.rows.shape[1], *given)
         return found
 
     function = add_logits_ref if add_logits == "reference" else kernel
-    running, logits = running_of(True), LOGITS.clone()
+    running, logits = OnlineSoftmaxState.of(LABELS, H, FP32), LOGITS.clone()
     logits[2, 200] = float("nan")
     for first in range(0, V, WIDTH):
-        part = part_of(logits, first)
+        part: Any = part_of(logits, first, "cpu")
         weights = function(running, first, part, 1.0, torch.ones(part.shape[1], H))
         assert bool(weights[2].isnan().any()) == (first == 128 or running.most[2].isnan())
     assert running.total.isnan().tolist() == [False, False, True, False, False]
@@ -135,25 +149,30 @@ def defined(packed: torch.Tensor, state: Any) -> torch.Tensor:
     return (state.code[places] * scales).view(state.shape)
 
 
+@on_both
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("nested", [True, False], ids=["double", "single"])
 @pytest.mark.parametrize("blocksize", [64, 128])
 def test_dequantize(
-    dequantize_gpu: ModuleType, shape: tuple[int, int], nested: bool, blocksize: int
+    device: str, dtype: torch.dtype, shape: tuple[int, int], nested: bool, blocksize: int
 ) -> None:
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    """On a GPU also of a few megabytes."""
+    launch = kernels_of("dequantize", device).launch
+    rows = shape[0] * (300 if device == "cuda" else 1)
+    weight = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(3)).to(device)
     packed, state = quantize_4bit(
-        weight, blocksize=blocksize, compress_statistics=nested, quant_type="nf4"
+        weight.to(dtype), blocksize=blocksize, compress_statistics=nested, quant_type="nf4"
     )
     assert has_kernel(packed, state)
-    expected = defined(packed, state)
-    if shape[1] % blocksize == 0:  # bitsandbytes' CPU kernel is wrong for other shapes
+    expected = defined(packed, state).to(dtype)
+    # bitsandbytes' CPU kernel is wrong for other shapes.
+    if shape[1] % blocksize == 0 or device == "cuda":
         assert torch.equal(bits(expected), bits(dequantize_4bit(packed, state)))
-        assert torch.equal(bits(expected), bits(dequantize_ref(packed, state, torch.float32)))
-    found = torch.empty(shape)
-    assert torch.equal(bits(expected), bits(dequantize_gpu.launch(packed, state, found)))
+        assert torch.equal(bits(expected), bits(dequantize_ref(packed, state, dtype)))
+    found = torch.empty_like(expected)
+    assert torch.equal(bits(expected), bits(launch(packed, state, found)))
     packed[0] ^= 0x11
-    assert not torch.equal(expected, dequantize_gpu.launch(packed, state, found))
+    assert not torch.equal(expected, launch(packed, state, found))
 
 
 def test_other_kinds_are_left_to_bitsandbytes() -> None:

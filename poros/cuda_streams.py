@@ -30,7 +30,7 @@ class CudaStreams(StreamContext):
         self._memories: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         self._settling = threading.Lock()
         self._copied: deque[tuple[int, Event, Event]] = deque()
-        self._stalled: deque[tuple[int, Event, Event]] = deque()
+        self._stalled: deque[tuple[Event, Event]] = deque()
 
     def beside(self) -> "CudaStreams":
         return CudaStreams(self.device)
@@ -69,7 +69,7 @@ class CudaStreams(StreamContext):
         begin = None if event.query() else _timed_event(stream)
         stream.wait_event(event)
         if begin is not None:
-            self._stalled.append((0, begin, _timed_event(stream)))
+            self._stalled.append((begin, _timed_event(stream)))
 
     def record(self) -> Event:
         event = torch.cuda.Event()
@@ -88,18 +88,15 @@ class CudaStreams(StreamContext):
         if not self._settling.acquire(blocking=False):
             return
         try:
-            self._add_up()
+            while self._copied and self._copied[0][2].query():
+                num_bytes, begin, end = self._copied.popleft()
+                self._timings.num_bytes += num_bytes
+                self._timings.copy_ms += begin.elapsed_time(end)
+            while self._stalled and self._stalled[0][1].query():
+                begin, end = self._stalled.popleft()
+                self._timings.stall_ms += begin.elapsed_time(end)
         finally:
             self._settling.release()
-
-    def _add_up(self) -> None:
-        while self._copied and self._copied[0][2].query():
-            num_bytes, begin, end = self._copied.popleft()
-            self._timings.num_bytes += num_bytes
-            self._timings.copy_ms += begin.elapsed_time(end)
-        while self._stalled and self._stalled[0][2].query():
-            _, begin, end = self._stalled.popleft()
-            self._timings.stall_ms += begin.elapsed_time(end)
 
     def _copies(self) -> torch.cuda.Stream:
         if self._copy_stream is None:

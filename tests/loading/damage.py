@@ -85,22 +85,6 @@ def cut(name: str) -> Break:
     return size(name, lambda found: found - 1)
 
 
-def flip(name: str, at: int) -> Break:
-    """One bit of a byte, counted from the end if negative."""
-
-    def change(folder: Path) -> None:
-        content = bytearray((folder / name).read_bytes())
-        content[at] ^= 1
-        (folder / name).write_bytes(content)
-
-    return change
-
-
-def text(name: str, old: bytes, new: bytes) -> Break:
-    """Another text of the same length, the first time that it occurs."""
-    return lambda folder: put(name, (folder / name).read_bytes().replace(old, new, 1))(folder)
-
-
 class RunsCode:
     """Unpickling it makes a folder."""
 
@@ -169,10 +153,6 @@ def said_in(store: Path) -> Any:
 def write_sealed(store: Path, text: str, **metadata: str) -> None:
     """A manifest with the right SHA-256 of whatever it says: no accident, but made up."""
     save_rest(store, load_file(store / REST), text, **metadata)
-
-
-def manifest_text(text: str) -> Break:
-    return lambda folder: write_sealed(folder, text)
 
 
 def manifest(change: Callable[[dict[str, Any]], Any], **metadata: str) -> Break:

@@ -38,11 +38,11 @@ from poros.self_check.evidence import (
     written,
 )
 from poros.slots.schedule import Phase
+from poros.stream.adapters import proxy_leaves
 from poros.stream.attention import AttentionKernels, deterministic_flag, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
-from poros.stream.proxies import proxy_leaves
 from poros.stream.visit import LayerBindings
 from poros.stream.within import FunctionMode, Within
 

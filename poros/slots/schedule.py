@@ -82,12 +82,8 @@ def missing(contents: Sequence[int | None], in_use: int, expected: Iterable[int]
     """The blocks to load now, in the order they will be needed.
 
     Looks ahead until a block needs a slot that is in use or promised to an earlier visit: loading
-    past that point would evict what is needed sooner.
-
-    Args:
-        contents: The block each slot holds or is being filled with.
-        in_use: The slot whose block computes now.
-        expected: Upcoming visits, nearest first.
+    past that point would evict what is needed sooner. ``contents`` are the blocks that the slots
+    hold or are being filled with, ``in_use`` is the slot whose block computes now.
     """
     num_slots = len(contents)
     promised: dict[int, int] = {}
@@ -107,12 +103,7 @@ def missing(contents: Sequence[int | None], in_use: int, expected: Iterable[int]
 
 
 def loads(contents: Sequence[int | None], expected: Iterable[int]) -> Iterator[int]:
-    """The blocks that ``expected`` visits will load, in that order: what to read ahead from a disk.
-
-    Args:
-        contents: The block each slot holds or is being filled with.
-        expected: Upcoming visits, nearest first.
-    """
+    """The blocks that ``expected`` visits will load, in order: what to read ahead from a disk."""
     held = list(contents)
     for block in expected:
         if held[block % len(held)] != block:

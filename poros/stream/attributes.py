@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from poros.kernels.forwards import PatchedForward
+from poros.kernels.forwards import PatchedForward, is_forward_of_liger
 from poros.stream.adapters import is_adapter_module
 from poros.stream.args import PLAIN
 from poros.stream.namespaces import CONTAINERS, content_of, is_like
@@ -49,12 +49,9 @@ _LEFT_OUT = frozenset(
 _HELD = (*CONTAINERS, tuple, frozenset)
 _OF_MODULE = frozenset({*vars(nn.Module()), *vars(nn.ParameterDict())})
 _MISSING = object()
-_ROOT = 0
-"""Stands for the id of the layer's own ``__dict__``."""
-
 
 _Place = tuple[int, str]
-"""The id of a module's or a configuration's ``__dict__``, and a key of it."""
+"""The number of a namespace, that of the layer itself first, and a key of it."""
 
 
 class Reading(NamedTuple):
@@ -64,54 +61,53 @@ class Reading(NamedTuple):
     values: tuple[Any, ...]
     contents: dict[_Place, Any]
     """Copies of containers."""
+    forwards: list[Any]
+    """Those that are set on modules in the layer."""
+
+    def has_own_code(self) -> bool:
+        """Whether all of these forwards are ours, or a known library's."""
+        return all(map(_is_of_libraries, self.forwards))
 
 
 class Attributes:
-    """The plain attributes of one layer.
+    """The plain attributes of one layer, as long as it is composed of the same modules.
 
     Holds the layer itself weakly: the layer holds this.
-
-    Args:
-        layer: It must be composed of the same modules for as long as this is used.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = weakref.ref(layer)
-        self._tables: dict[int, tuple[str, dict[str, Any]]] = {}
-        self._of_modules: list[tuple[int, dict[str, Any]]] = []
+        spaces: dict[int, tuple[str, dict[str, Any], bool]] = {}
         for name, module in layer.named_modules():
-            if module is not layer:
-                self._tables[id(module.__dict__)] = (name, module.__dict__)
-                if not is_adapter_module(module):
-                    self._of_modules.append((id(module.__dict__), module.__dict__))
+            spaces[id(module)] = name, module.__dict__, not is_adapter_module(module)
             for key, value in module.__dict__.items():
                 if isinstance(value, PretrainedConfig):
                     where = f"{name}.{key}".lstrip(".")
-                    self._tables.setdefault(id(value.__dict__), (where, value.__dict__))
-        self._dicts = [table for _, table in self._tables.values()]
+                    spaces.setdefault(id(value), (where, value.__dict__, False))
+        self._names, (_, *self._inner), self._are_looked_into = zip(*spaces.values(), strict=True)
         self._own: set[_Place] = set()
         """What the layer has changed by itself."""
         self._look()
 
     def read(self) -> Reading:
         """All of them now."""
-        root = self._root()
-        if sum(map(len, self._dicts)) + len(root) != self._size:
+        tables = self._tables()
+        if sum(map(len, tables)) != self._size:
             self._look()
+        owners = map(tables.__getitem__, self._numbers)
+        values = (*map(dict.get, owners, self._keys, repeat(_MISSING)),)
         return Reading(
             self._places,
-            (
-                *map(root.get, self._root_keys, repeat(_MISSING)),
-                *map(dict.get, self._owners, self._keys, repeat(_MISSING)),
-            ),
-            {place: content_of(table.get(place[1])) for place, table in self._containers},
+            values,
+            {place: content_of(tables[place[0]].get(place[1])) for place in self._containers},
+            [values[number] for number in self._forwards],
         )
 
-    def changes(self, before: Reading) -> list[str]:
-        """Names of those that are not as in ``before``, with both values."""
+    def changes(self, before: Reading, now: Reading) -> list[str]:
+        """Names of those that are not the same in both, with both values."""
         return [
-            f"{self._name(place)} ({_brief(old)} then, {_brief(new)} now)"
-            for place, old, new in self._differing(before, self.read())
+            f"{f'{self._names[number]}.{key}'.lstrip('.')} ({_brief(old)} then, {_brief(new)} now)"
+            for (number, key), old, new in self._differing(before, now)
         ]
 
     def differ(self, before: Reading, now: Reading) -> bool:
@@ -127,34 +123,32 @@ class Attributes:
 
     def _look(self) -> None:
         """Find them, after one has come or gone."""
-        root = self._root()
-        self._size = sum(map(len, self._dicts)) + len(root)
-        self._root_keys = self._plain_keys(_ROOT, root)
-        places = [
+        tables = self._tables()
+        self._size = sum(map(len, tables))
+        found = {
+            (number, key): value
+            for number, table in enumerate(tables)
+            for key, value in table.items()
+            if (number, key) not in self._own
+        }
+        self._places = [
             (number, key)
-            for number, (_, table) in self._tables.items()
-            for key in self._plain_keys(number, table)
+            for (number, key), value in found.items()
+            if (isinstance(value, _SEEN) or key == "forward") and key not in _LEFT_OUT
         ]
-        self._places = [*((_ROOT, key) for key in self._root_keys), *places]
-        self._owners = [self._tables[number][1] for number, _ in places]
-        self._keys = [key for _, key in places]
+        self._numbers = [number for number, _ in self._places]
+        self._keys = [key for _, key in self._places]
+        forwards = (each for each, key in enumerate(self._keys) if key == "forward")
+        self._forwards = [each for each in forwards if self._numbers[each] > 0]
         self._containers = [
-            ((number, key), table)
-            for number, table in [(_ROOT, root), *self._of_modules]
-            for key, value in table.items()
-            if type(value) in _HELD and key not in _OF_MODULE and (number, key) not in self._own
+            (number, key)
+            for (number, key), value in found.items()
+            if type(value) in _HELD and key not in _OF_MODULE and self._are_looked_into[number]
         ]
 
-    def _plain_keys(self, number: int, table: dict[str, Any]) -> list[str]:
-        return [
-            key
-            for key, value in table.items()
-            if isinstance(value, _SEEN) and key not in _LEFT_OUT and (number, key) not in self._own
-        ]
-
-    def _root(self) -> dict[str, Any]:
+    def _tables(self) -> list[dict[str, Any]]:
         layer = self._layer()
-        return layer.__dict__ if layer is not None else {}
+        return [layer.__dict__ if layer is not None else {}, *self._inner]
 
     def _differing(self, before: Reading, now: Reading) -> list[tuple[_Place, Any, Any]]:
         if (
@@ -172,9 +166,14 @@ class Attributes:
             and not _same(old.get(place, _MISSING), new.get(place, _MISSING))
         ]
 
-    def _name(self, place: _Place) -> str:
-        number, key = place
-        return key if number == _ROOT else f"{self._tables[number][0]}.{key}".lstrip(".")
+
+def _is_of_libraries(forward: Any) -> bool:
+    return (
+        forward is _MISSING
+        or forward is None
+        or isinstance(forward, PatchedForward)
+        or is_forward_of_liger(forward)
+    )
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -64,34 +64,19 @@ class StreamedLayer(LayerBody):
             }
         if self.cast_trained_biases():
             condition = self.condition()
-        if self.weights.is_pinned:
-            return self._keep_recorded(args, kwargs, condition, given)
-        if not condition.parameters:
+        is_kept = self.weights.is_pinned
+        if not is_kept and not condition.parameters:
             self._refuse_frozen_adapters()
         check, replays = self.context.check, self.context.captures
-        forward = partial(self._recompute, args, kwargs, condition)
-        if check is not None and self.index in check.unchecked:
-            if replays is not None:
-                replay = partial(replays.call, "recomputed", self, args, kwargs, condition)
-                forward = partial(replay, forward, is_checked=True)
-            return check.watch(self.index, forward, given)
-        if replays is not None:
-            return replays.call("recomputed", self, args, kwargs, condition, forward)
-        return forward()
-
-    def _keep_recorded(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition, given: Any
-    ) -> Any:
-        """The forward with its graph kept, in a recording if it has one."""
-        replays, keep = self.context.captures, partial(self._keep, args, kwargs)
-        check = self.context.check
-        if check is not None and self.index in check.unchecked:
-            return check.watch(self.index, keep, given)
-        if replays is None:
-            return keep()
-        # A recording holds what a graph does: both of all kept layers would be twice the memory.
-        forward = partial(self._recompute, args, kwargs, condition)
-        return replays.call("kept", self, args, kwargs, condition, keep, forward)
+        is_checked = check is not None and self.index in check.unchecked
+        recompute = partial(self._recompute, args, kwargs, condition)
+        run: Callable[[], Any] = partial(self._keep, args, kwargs) if is_kept else recompute
+        if replays is not None and not (is_kept and is_checked):
+            # A recording holds what a graph does: both of all kept layers would be twice the
+            # memory, so beside it a kept layer is recomputed.
+            call = "kept" if is_kept else "recomputed", self, args, kwargs, condition
+            run = partial(replays.call, *call, run, recompute, is_checked=is_checked)
+        return check.watch(self.index, run, given) if check is not None and is_checked else run()
 
     def _recompute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
@@ -172,7 +157,7 @@ class StreamedLayerMixin:
     def train(self, mode: bool = True) -> Any:
         """Trainers ask for it at each micro-batch: modules that are in that mode are left alone."""
         own = super().train  # type: ignore[misc]
-        if own.__func__ is nn.Module.train and streamed_layer(self).is_in_mode(mode):
+        if own.__func__ is nn.Module.train and streamed_layer(self)._contents.is_in_mode(mode):
             return self
         return own(mode)
 

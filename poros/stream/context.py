@@ -12,7 +12,6 @@ from torch import nn
 from poros.kernels.adapters import KernelStats
 from poros.kernels.dequantize import DenseLayer
 from poros.slots.manager import BlockManager
-from poros.stream.condition import Condition
 from poros.stream.offload import ActivationOffloader
 from poros.stream.visit import Visits
 
@@ -32,46 +31,6 @@ class LayerCheck(Protocol):
 
     def watch_bytes(self, index: int, buffer: torch.Tensor) -> None:
         """Check the bytes over which a layer keeps its graph."""
-
-
-class Replayer(Protocol):
-    """Replays visits that it has recorded: ``poros.replay.captures``.
-
-    Attributes:
-        rows: Replays visits by micro-batches that go together: ``poros.replay.rows``.
-    """
-
-    rows: Any
-
-    def call(
-        self,
-        kind: Kind,
-        layer: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: Condition,
-        run: Callable[[], Any],
-        beside: Callable[[], Any] | None = None,
-        *,
-        is_checked: bool = False,
-    ) -> Any:
-        """Replay a call of a layer if it is recorded, else run it; return its result."""
-
-
-class StandIn(Protocol):
-    """Is called in place of layers: ``poros.accumulation``."""
-
-    def begin_pass(self, make_room: Callable[[], None]) -> bool:
-        """The model's own code begins; whether this is a pass of its own.
-
-        ``make_room`` has the room made that its micro-batch takes.
-        """
-
-    def enter(self, holder: nn.Module, given: Sequence[Any]) -> None:
-        """All is made ready, and the code of the module that holds the layers begins."""
-
-    def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of the forward of a layer."""
 
 
 class ModelContext:
@@ -95,8 +54,10 @@ class ModelContext:
         watching_graph: Gives what is to surround a recomputation, or None; None if nothing ever is.
         watches: Whether the call that comes of a layer, by its place, is not to be replayed; None
             if all may be.
-        captures: Visits that are recorded and replayed; None if all of them run.
-        in_place: Gives what is called in place of layers, if that is still there.
+        captures: Visits that are recorded and replayed (``poros.replay.captures``); None if all of
+            them run.
+        in_place: Gives what is called in place of layers (``poros.accumulation``), if that is still
+            there.
         is_confined: Whether each call of a layer has an autocast region of its own.
         without_graph: Where replayed visits that are to be no nodes of a graph are added, if they
             are.
@@ -126,8 +87,8 @@ class ModelContext:
         self.check: LayerCheck | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] | None = None
         self.watches: Callable[[int], bool] | None = None
-        self.captures: Replayer | None = None
-        self.in_place: Callable[[], StandIn | None] | None = None
+        self.captures: Any = None
+        self.in_place: Callable[[], Any] | None = None
         self.is_confined = False
         self.without_graph: list[Any] | None = None
 

@@ -36,11 +36,11 @@ from poros.kernels.lazy_tensor import forget, values_of
 from poros.kernels.nodes import weakly
 from poros.kernels.sums import sums_of_bits
 from poros.slots.schedule import Phase
+from poros.stream.adapters import ProxyLeaf
 from poros.stream.args import as_result, copied
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.proxies import ProxyLeaf
-from poros.stream.staying import StayingState
+from poros.stream.marks import Marks
 from poros.stream.within import SavedTensorHooks, without_collector
 
 
@@ -78,12 +78,8 @@ class _InSlot(NamedTuple):
 class RecomputedCall(Call):
     """One call of one layer, from its forward until its graph is gone.
 
-    Args:
-        layer: The layer.
-        args: Its arguments; mutable ones are copied, and the layer gets the copies' originals.
-        kwargs: Likewise.
-        condition: What decides what it computes, as it is now.
-        leaves: What is to be there instead of parameters.
+    Mutable arguments are copied, and the layer gets the copies' originals; ``leaves`` are to be
+    there instead of parameters.
 
     Raises:
         UnsupportedModelError: If an argument may be written to by the side; and within saved-tensor
@@ -119,15 +115,11 @@ class RecomputedCall(Call):
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._task: int | None = None
-        self._staying: StayingState | None = None
+        self._marks: Marks = condition.marks
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's result, in the caller's graph.
-
-        Args:
-            args: The arguments that ``self`` was made of.
-            kwargs: Likewise.
+        """The layer's result, in the caller's graph, of the arguments that ``self`` was made of.
 
         Streams:
             As ``LayerBody.visit``.
@@ -162,7 +154,7 @@ class RecomputedCall(Call):
         contents.note_tensors()
         self.note_end()
         # Now, not before: bitsandbytes casts a bias for good at its first use.
-        self._staying = layer.staying(self.condition.frozen)
+        self._marks = self.condition.marks_now()
         outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
         note_last(outputs)
         begin = weakly(self._begin)
@@ -182,9 +174,7 @@ class RecomputedCall(Call):
         """The backward begins: hooks on what the layer gave have run, those inside have not."""
         task = torch._C._current_graph_task_id()
         if self._saved and task != self._task and not torch.is_grad_enabled():
-            self._values = {}
-            self._values = self._recompute()
-            self._task = task
+            self._recompute_for(task)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if _lies_in(tensor, self._memory):
@@ -216,9 +206,7 @@ class RecomputedCall(Call):
         if isinstance(kept, _InSlot):
             return kept.within(self.layer.weights.lease(Phase.BACKWARD))
         if task != self._task or kept.number not in self._values:
-            self._values = {}
-            self._values = self._recompute()
-            self._task = task
+            self._recompute_for(task)
         tensor, version = self._values.pop(kept.number)
         if _version(tensor) != version or kept.is_edited():
             raise RematerializationError(
@@ -228,10 +216,15 @@ class RecomputedCall(Call):
             )
         return tensor
 
+    def _recompute_for(self, task: int) -> None:
+        self._values = {}  # what the values before have taken is free meanwhile
+        self._values = self._recompute()
+        self._task = task
+
     def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Run the layer once more; what its operators save, by number, and its version then."""
         layer, contents = self.layer, self.condition.contents
-        layer.condition().require_as(self.condition, self._staying)
+        layer.condition().require_as(self.condition, self._marks)
         if self._versions != _versions(self._given):
             raise RematerializationError(
                 f"{layer.name}: its input or another tensor it was given was edited in place "
@@ -263,7 +256,7 @@ class RecomputedCall(Call):
             Recomputation(layer.context.tally, not is_seen),
             nullcontext() if watching is None else watching() or nullcontext(),
             layer.visit(Phase.BACKWARD, self._leaves) as slot,
-            self.ambient.but_random(contents.modules()),
+            self.around(),
             self.start.replay(),
             torch.enable_grad(),
             SavedTensorHooks(store, _refuse_backward),
@@ -275,8 +268,8 @@ class RecomputedCall(Call):
         if forms != self._forms:
             raise RematerializationError(
                 f"{layer.name}: expected the recomputation to save the tensors that the forward "
-                f"saved, found {_first_difference(self._forms, forms)}; the layer depends on state "
-                "that is not its input"
+                "saved, found others; the layer depends on state that is not its input (another "
+                "autocast, a counter?)"
             )
         if sums and not torch.equal(torch.cat(sums), torch.cat(self._sums)):
             raise RematerializationError(
@@ -318,13 +311,8 @@ def _walk(
     """The nodes of a layer that may keep a slot's tensor as they like; parameters cast before.
 
     The former are of functions of others in Python, such as bitsandbytes' 4-bit matmul, and all
-    where code of the user may have saved-tensor hooks of its own inside the layer; of the latter it
-    uses a cast of autocast's, or somebody's, from before it was called.
-
-    Args:
-        outputs: Of a layer, with their graph.
-        first: Nodes below this number are not of the layer.
-        is_watched: Whether code of the user may run inside the layer.
+    where code of the user (``is_watched``) may have saved-tensor hooks of its own inside the layer;
+    of the latter it uses a cast from before it was called. Nodes below ``first`` are not of it.
     """
     readers, casts, seen = [], [], set()
     queue: list[Any] = [output.grad_fn for output in outputs]
@@ -386,15 +374,6 @@ def _refuse_backward(_: object) -> NoReturn:
     raise RematerializationError(
         "expected no backward inside a layer's forward, found one while it was recomputed (a hook?)"
     )
-
-
-def _first_difference(expected: Sequence[Any], found: Sequence[Any]) -> str:
-    for number, (old, new) in enumerate(zip(expected, found, strict=False)):
-        if old != new:
-            return (
-                f"tensor {number} of {tuple(new[0])}, {new[1]} instead of {tuple(old[0])}, {old[1]}"
-            )
-    return f"{len(found)} tensors instead of {len(expected)}"
 
 
 def _lies_in(tensor: torch.Tensor, memory: int) -> bool:

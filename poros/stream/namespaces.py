@@ -73,9 +73,7 @@ def refill(container: Any, content: Any) -> None:
 def bound(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
     """Which names, in which places, are bound anew, or are containers or tensors that were edited.
 
-    Args:
-        before: The ``contents_of`` namespaces then.
-        now: Those of the same ones now.
+    Both are the ``contents_of`` the same namespaces.
     """
     for place, (old, new) in enumerate(zip(before, now, strict=True)):
         for name in old.keys() | new.keys():

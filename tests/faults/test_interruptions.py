@@ -25,10 +25,10 @@ from poros.kernels.dequantize import DenseLayer
 from poros.self_check.evidence import CallSnapshot, random_states
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
+from poros.stream.adapters import proxy_leaves
 from poros.stream.attention import deterministic_flag, unchanged_flags
 from poros.stream.body import LayerBody
 from poros.stream.boundary import StreamedLayer, streamed_layer
-from poros.stream.proxies import proxy_leaves
 from poros.stream.settings import Settings
 from poros.stream.visit import BlockVisit, Visits
 from tests.comparing import assert_same_run
@@ -112,7 +112,7 @@ def test_healthy_steps_after_exceptions_equal_the_resident_ones() -> None:
 AROUND = ("stream/visit.py", "stream/body.py", "slots/manager.py", "contextlib.py")
 STEP = (
     *("visit", "body", "streamed", "general", "manager", "layer_index"),
-    *("stream/state", "proof", "settings", "rng", "check", "contextlib"),
+    *("proof", "settings", "rng", "check", "contextlib"),
 )
 
 
@@ -153,7 +153,7 @@ def end_at_once(self: Visits, note: Any) -> None:
     """As a visit would end if nobody made up for an end that is interrupted."""
     if note in self._open:
         self._open.remove(note)
-        note.undo()
+        note()
 
 
 @pytest.mark.parametrize(

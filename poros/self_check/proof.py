@@ -39,7 +39,7 @@ from poros.self_check.evidence import (
 )
 from poros.slots.schedule import Phase
 from poros.stream.adapters import proxy_leaves
-from poros.stream.attention import AttentionKernels, deterministic_flag, unchanged_flags
+from poros.stream.attention import AttentionKernels, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
@@ -333,7 +333,7 @@ def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:
     def fill(stack: ExitStack) -> None:
         if kernels is Kernels.DETERMINISTIC:
             stack.enter_context(warnings.catch_warnings())
-            stack.enter_context(deterministic_flag(warn_only=True))
+            stack.enter_context(unchanged_flags((True, True)))
             warnings.simplefilter("ignore")
 
     return Within(fill)

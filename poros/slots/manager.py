@@ -139,6 +139,10 @@ class BlockManager:
         self._streams.wait(slot.ready)
         return slot
 
+    def slot(self, block: int) -> Slot:
+        """The one slot in which ``block`` may live, whatever it holds."""
+        return self._ring.slot(block)
+
     def is_held(self, block: int) -> bool:
         """Whether ``block`` was acquired and not released yet."""
         slot = self._ring.slot(block)

@@ -47,17 +47,20 @@ class StreamedLayer(LayerBody):
 
         ``condition``: its condition now, if that was looked up.
         """
-        if torch.is_grad_enabled():
+        has_graph = torch.is_grad_enabled()
+        if has_graph:
             require_saved_tensor_hooks(self.name)
         condition = condition or self.condition()
-        if not torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                self._refuse_dropped_cache(value)
-            return self._infer(args, kwargs, condition)
+        caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
+        for cache in caches:
+            self._require_usable(cache, has_graph)
+        if not has_graph:
+            return self._infer(args, kwargs, condition, has_cache=bool(caches))
         if self.index == 0:
             refuse_outer_graph(self.name)
         given = (args, kwargs)
-        if self.drop_caches(args, kwargs):
+        if caches:  # a recomputation would append to them a second time
+            self._dropped_caches.update(caches)
             args = tuple(None if isinstance(value, Cache) else value for value in args)
             kwargs = {
                 key: None if isinstance(value, Cache) else value for key, value in kwargs.items()
@@ -92,14 +95,17 @@ class StreamedLayer(LayerBody):
                 check.watch_bytes(self.index, slab)
             return self.run(args, kwargs)
 
-    def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition) -> Any:
+    def _infer(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: Condition,
+        *,
+        has_cache: bool,
+    ) -> Any:
         replays = self.context.captures
         run = partial(self._stream, args, kwargs)
-        if (
-            replays is None
-            or torch.is_inference_mode_enabled()
-            or any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
-        ):
+        if replays is None or has_cache or torch.is_inference_mode_enabled():
             return run()
         return replays.call("inference", self, args, kwargs, condition, run)
 
@@ -108,27 +114,17 @@ class StreamedLayer(LayerBody):
         with self.visit(Phase.INFERENCE):
             return self.run(args, kwargs)
 
-    def drop_caches(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Have empty KV caches among the arguments known as such that stay empty; whether any is.
-
-        The layer is not given them: its recomputation would append a second time.
-        """
-        caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
-        for cache in caches:
-            self._refuse_dropped_cache(cache)
-            if cache.get_seq_length() > 0:
-                raise UnsupportedModelError(
-                    f"{self.name}: expected an empty KV cache while gradients are enabled, found "
-                    "one that is in use. Decode under torch.no_grad(), or pass use_cache=False"
-                )
-            self._dropped_caches.add(cache)
-        return bool(caches)
-
-    def _refuse_dropped_cache(self, value: Any) -> None:
-        if isinstance(value, Cache) and value in self._dropped_caches:
+    def _require_usable(self, cache: Cache, has_graph: bool) -> None:
+        """Raise unless a KV cache is empty, if it is to be dropped, and none that was dropped."""
+        if cache in self._dropped_caches:
             raise UnsupportedModelError(
                 f"{self.name}: expected a new KV cache, found the one of a forward with gradients, "
                 "which was left empty. Run the whole of a decoding under torch.no_grad()"
+            )
+        if has_graph and cache.get_seq_length() > 0:
+            raise UnsupportedModelError(
+                f"{self.name}: expected an empty KV cache while gradients are enabled, found one "
+                "that is in use. Decode under torch.no_grad(), or pass use_cache=False"
             )
 
     def _refuse_frozen_adapters(self) -> None:

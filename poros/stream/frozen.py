@@ -73,32 +73,25 @@ class FrozenTensor:
         return [part for key, part in parts.items() if streams(key, part.get())]
 
 
+@dataclass(eq=False)
 class DeviceConstants:
-    """Small quantization constants that stay on the device: code books once, offsets by value.
+    """Small quantization constants that stay on the device: code books once, offsets by value."""
 
-    Args:
-        device: Where.
-        nested: The device copies of nested absmax, by the name of the part.
-        workspace: Where 4-bit weights are made dense; None if each takes memory of its own.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        nested: Mapping[str, torch.Tensor],
-        workspace: DenseWorkspace | None = None,
-    ) -> None:
-        self._device = device
-        self.workspace = workspace
-        self._known: dict[tuple[torch.dtype, tuple[int, ...], bytes], torch.Tensor] = {}
-        self.nested = nested
+    device: torch.device
+    nested: Mapping[str, torch.Tensor]
+    """The device copies of nested absmax, by the name of the part."""
+    workspace: DenseWorkspace | None = None
+    """Where 4-bit weights are made dense; None if each takes memory of its own."""
+    _known: dict[tuple[torch.dtype, tuple[int, ...], bytes], torch.Tensor] = field(
+        default_factory=dict
+    )
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of ``tensor``, shared between all tensors of equal bits."""
         host = tensor.detach().cpu().contiguous()
         key = (host.dtype, tuple(host.shape), bytes(host.reshape(-1).view(torch.uint8).tolist()))
         if key not in self._known:
-            self._known[key] = host.to(self._device, copy=True)
+            self._known[key] = host.to(self.device, copy=True)
         return self._known[key]
 
     @property

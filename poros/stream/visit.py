@@ -63,13 +63,13 @@ class LayerBindings:
             for binding in bindings
             if binding.key == "quant_state"
         ]
-        self.dense_weights = _dense_weights(bindings)
+        by_state = {
+            id(state): DenseWeight(each.on_device, state, state.dense_place)
+            for each in bindings
+            if (state := state_of(each.on_device)) is not None and hasattr(state, "dense_place")
+        }
+        self.dense_weights = list(by_state.values())
         """Its 4-bit weights on the device that have a place to be dense in."""
-        self._biases = [
-            (binding.on_device, binding.on_device.detach())
-            for binding in bindings
-            if binding.key == "bias" and isinstance(binding.on_device, nn.Parameter)
-        ]
 
     def without_device_tensors(self) -> "LayerBindings":
         """The same tensors at rest, with nothing of them on the device."""
@@ -150,25 +150,11 @@ class LayerBindings:
         """Put the originals back, whatever is in their place."""
         for binding in self._bindings:
             binding.owner[binding.key] = binding.at_rest
-        for bias, slot_view in self._biases:
-            # bitsandbytes casts a bias to the compute dtype for good, which would leave the tensor
-            # with memory of its own.
-            if bias.dtype != slot_view.dtype:
-                bias.data = slot_view
 
     def hide(self) -> None:
         """Take parameters and buffers out of their modules, until ``swap_out``."""
         for binding, *_ in self._resting:
             binding.owner[binding.key] = None
-
-
-def _dense_weights(bindings: Sequence[Binding]) -> list[DenseWeight]:
-    found = {
-        id(state): DenseWeight(binding.on_device, state, state.dense_place)
-        for binding in bindings
-        if (state := state_of(binding.on_device)) is not None and hasattr(state, "dense_place")
-    }
-    return list(found.values())
 
 
 def _marks_of(state: Any) -> list[int]:
@@ -293,8 +279,10 @@ class BlockVisit:
         self.bindings = self.bindings.without_device_tensors()
 
     @contextmanager
-    def hold(self, phase: Phase, leaves: Sequence[ProxyLeaf] = ()) -> Iterator[torch.Tensor]:
+    def hold(self, phase: Phase | None, leaves: Sequence[ProxyLeaf] = ()) -> Iterator[torch.Tensor]:
         """Hold the block in its slot, with device tensors and leaves in place; its bytes.
+
+        To be recorded only, no phase: the slot may hold anything.
 
         Streams:
             The compute stream waits for the block's copy; at the end an event is recorded behind
@@ -306,12 +294,14 @@ class BlockVisit:
         """
         self._require_ready()
         # The bindings of now: a visit that is undone later is undone as it began.
-        undo = partial(_end_visit, self._manager, self.block, self.bindings, leaves)
+        undo = partial(self._end, self.bindings, leaves)
         with self._visits.begin(self._name, undo) as require_alone:
-            slot = self._acquire(phase)
+            slot = self._manager.slot(self.block) if phase is None else self._acquire(phase)
             version = slot.buffer._version
-            self._put_in_place(leaves)
-            with labelled(phase.value, self._label):
+            self.bindings.swap_in()
+            for place in leaves:
+                place.owner[place.key] = place.leaf
+            with labelled("record" if phase is None else phase.value, self._label):
                 yield slot.buffer
             require_alone()
             self.bindings.require_device_tensors()
@@ -350,7 +340,7 @@ class BlockVisit:
         self._lease = None
         if at_end is not None:
             at_end()
-        _release(self._manager, self.block)
+        self._release()
 
     def occupy(self, phase: Phase) -> AbstractContextManager[None]:
         """Hold the block in its slot for work that does not go by the reader's tensors.
@@ -396,25 +386,6 @@ class BlockVisit:
             self._when_ready(self.bindings)
         return slot
 
-    @contextmanager
-    def expose(self, leaves: Sequence[ProxyLeaf]) -> Iterator[None]:
-        """Device tensors and leaves in place, whatever the slot holds: to be recorded only.
-
-        As ``hold`` otherwise.
-        """
-        self._require_ready()
-        undo = partial(_end_visit, self._manager, self.block, self.bindings, leaves)
-        with self._visits.begin(self._name, undo) as require_alone:
-            self._put_in_place(leaves)
-            yield
-            require_alone()
-            self.bindings.require_device_tensors()
-
-    def _put_in_place(self, leaves: Sequence[ProxyLeaf]) -> None:
-        self.bindings.swap_in()
-        for place in leaves:
-            place.owner[place.key] = place.leaf
-
     def _require_ready(self) -> None:
         self._visits.end_all()
         self.bindings.require_at_rest()
@@ -436,20 +407,13 @@ class BlockVisit:
             self.bindings.hide()
             yield
 
+    def _end(self, bindings: LayerBindings, leaves: Sequence[ProxyLeaf]) -> None:
+        for place in leaves:
+            if place.owner.get(place.key) is place.leaf:
+                place.owner[place.key] = place.parameter
+        bindings.swap_out()
+        self._release()
 
-def _end_visit(
-    manager: BlockManager,
-    block: int,
-    bindings: LayerBindings,
-    leaves: Sequence[ProxyLeaf],
-) -> None:
-    for place in leaves:
-        if place.owner.get(place.key) is place.leaf:
-            place.owner[place.key] = place.parameter
-    bindings.swap_out()
-    _release(manager, block)
-
-
-def _release(manager: BlockManager, block: int) -> None:
-    if manager.is_held(block):
-        manager.release(block)
+    def _release(self) -> None:
+        if self._manager.is_held(self.block):
+            self._manager.release(self.block)

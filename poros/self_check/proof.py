@@ -343,7 +343,7 @@ def _recomputed(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     """Return the result of a layer, and proxies by the ids of its adapters."""
     condition = layer.condition()
     places, proxies = proxy_leaves(condition.trained.places)
-    call = RecomputedCall(layer, args, kwargs, condition, places)
+    call = RecomputedCall(layer, condition, places)
     return call.forward(args, kwargs), dict(proxies)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from poros.kernels.forwards import PatchedForward, is_forward_of_liger
+from poros.kernels.forwards import PatchedForward
 from poros.stream.adapters import is_adapter_module
 from poros.stream.args import PLAIN
 from poros.stream.namespaces import CONTAINERS, content_of, is_like
@@ -61,12 +61,6 @@ class Reading(NamedTuple):
     values: tuple[Any, ...]
     contents: dict[_Place, Any]
     """Copies of containers."""
-    forwards: list[Any]
-    """Those that are set on modules in the layer."""
-
-    def has_own_code(self) -> bool:
-        """Whether all of these forwards are ours, or a known library's."""
-        return all(map(_is_of_libraries, self.forwards))
 
 
 class Attributes:
@@ -95,12 +89,10 @@ class Attributes:
         if sum(map(len, tables)) != self._size:
             self._look()
         owners = map(tables.__getitem__, self._numbers)
-        values = (*map(dict.get, owners, self._keys, repeat(_MISSING)),)
         return Reading(
             self._places,
-            values,
+            (*map(dict.get, owners, self._keys, repeat(_MISSING)),),
             {place: content_of(tables[place[0]].get(place[1])) for place in self._containers},
-            [values[number] for number in self._forwards],
         )
 
     def changes(self, before: Reading, now: Reading) -> list[str]:
@@ -134,12 +126,10 @@ class Attributes:
         self._places = [
             (number, key)
             for (number, key), value in found.items()
-            if (isinstance(value, _SEEN) or key == "forward") and key not in _LEFT_OUT
+            if isinstance(value, _SEEN) and key not in _LEFT_OUT
         ]
         self._numbers = [number for number, _ in self._places]
         self._keys = [key for _, key in self._places]
-        forwards = (each for each, key in enumerate(self._keys) if key == "forward")
-        self._forwards = [each for each in forwards if self._numbers[each] > 0]
         self._containers = [
             (number, key)
             for (number, key), value in found.items()
@@ -165,15 +155,6 @@ class Attributes:
             if place not in self._own
             and not _same(old.get(place, _MISSING), new.get(place, _MISSING))
         ]
-
-
-def _is_of_libraries(forward: Any) -> bool:
-    return (
-        forward is _MISSING
-        or forward is None
-        or isinstance(forward, PatchedForward)
-        or is_forward_of_liger(forward)
-    )
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -54,8 +54,12 @@ class StreamedLayer(LayerBody):
         caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
         for cache in caches:
             self._require_usable(cache, has_graph)
+        check, replays = self.context.check, self.context.captures
         if not has_graph:
-            return self._infer(args, kwargs, condition, has_cache=bool(caches))
+            run: Callable[[], Any] = partial(self._run, Phase.INFERENCE, args, kwargs)
+            if replays is None or caches or torch.is_inference_mode_enabled():
+                return run()
+            return replays.call("inference", self, args, kwargs, condition, run)
         if self.index == 0:
             refuse_outer_graph(self.name)
         given = (args, kwargs)
@@ -70,10 +74,9 @@ class StreamedLayer(LayerBody):
         is_kept = self.weights.is_pinned
         if not is_kept and not condition.parameters:
             self._refuse_frozen_adapters()
-        check, replays = self.context.check, self.context.captures
         is_checked = check is not None and self.index in check.unchecked
         recompute = partial(self._recompute, args, kwargs, condition)
-        run: Callable[[], Any] = partial(self._keep, args, kwargs) if is_kept else recompute
+        run = partial(self._run, Phase.FORWARD, args, kwargs) if is_kept else recompute
         if replays is not None and not (is_kept and is_checked):
             # A recording holds what a graph does: both of all kept layers would be twice the
             # memory, so beside it a kept layer is recomputed.
@@ -85,33 +88,17 @@ class StreamedLayer(LayerBody):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
     ) -> Any:
         """The forward in the graph around it, which backward recomputes."""
-        return RecomputedCall(self, args, kwargs, condition).forward(args, kwargs)
+        return RecomputedCall(self, condition).forward(args, kwargs)
 
-    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
+    def _run(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward without a graph, or with it, as a resident layer's.
+
+        See "No strangers" in ``poros.slots.ring``.
+        """
         check = self.context.check
-        with self.visit(Phase.FORWARD) as slab:
-            if check is not None and self.index in check.unchecked:
+        with self.visit(phase) as slab:
+            if phase is Phase.FORWARD and check is not None and self.index in check.unchecked:
                 check.watch_bytes(self.index, slab)
-            return self.run(args, kwargs)
-
-    def _infer(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: Condition,
-        *,
-        has_cache: bool,
-    ) -> Any:
-        replays = self.context.captures
-        run = partial(self._stream, args, kwargs)
-        if replays is None or has_cache or torch.is_inference_mode_enabled():
-            return run()
-        return replays.call("inference", self, args, kwargs, condition, run)
-
-    def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The forward when no gradient passes through the layer."""
-        with self.visit(Phase.INFERENCE):
             return self.run(args, kwargs)
 
     def _require_usable(self, cache: Cache, has_graph: bool) -> None:

@@ -16,7 +16,7 @@ Note: Edits of what stays
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -58,11 +58,13 @@ class Condition:
         are_trained = self.marks.are_trained
         frozen = [number for number in contents.of_adapters if not are_trained[number]]
         if frozen:
-            acting = {each for each in frozen if any(map(User.acts, contents.places[each].users))}
-            idle = set(frozen) - acting
-            self._frozen = sorted(acting)
-            self._numbers = [each for each in range(len(contents.places)) if each not in idle]
-            self.marks = contents.marks(self._numbers)
+            users = [contents.places[number].users for number in frozen]
+            acts = [any(map(User.acts, each)) for each in users]
+            self._frozen = list(compress(frozen, acts))
+            if not all(acts):
+                idle = set(frozen).difference(self._frozen)
+                self._numbers = [each for each in range(len(contents.places)) if each not in idle]
+                self.marks = contents.marks(self._numbers)
         self.values = self._values_now()
         self.hooks = contents.hooks()
         self.adapter_state = AdapterState.of(contents.adapter_modules)
@@ -72,8 +74,8 @@ class Condition:
 
     @cached_property
     def has_hooks(self) -> bool:
-        """Whether code of the user may see tensors from inside the layer."""
-        return bool(self.hooks) or not self.attributes.has_own_code()
+        """Whether code of the user may see tensors inside the layer; to be asked at once."""
+        return bool(self.hooks) or not self.contents.has_own_code()
 
     def reads_as(self, other: "Condition") -> bool:
         """Whether the layer does the same in both with the same tensors, whatever these hold."""
@@ -94,6 +96,7 @@ class Condition:
         return (
             self.reads_as(other)
             and self.hooks == other.hooks
+            and self.has_hooks == other.has_hooks
             and self.training == other.training
             and self.marks.versions == other.marks.versions
             and _are_equal(self.values, other.values)

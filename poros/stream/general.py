@@ -45,7 +45,7 @@ from poros.stream.within import SavedTensorHooks, without_collector
 
 
 class _Saved:
-    """Stands in the graph for the saved tensor of this number."""
+    """Stands in the graph for the saved tensor of this number; whether that is edited since."""
 
     __slots__ = ("__weakref__", "number", "version", "witness")
 
@@ -55,7 +55,6 @@ class _Saved:
         self.witness = _witness(tensor) if is_watched else None
 
     def is_edited(self) -> bool:
-        """Whether code of the user inside the layer has edited the tensor since."""
         return self.witness is not None and self.witness._version != self.version
 
 
@@ -78,21 +77,15 @@ class _InSlot(NamedTuple):
 class RecomputedCall(Call):
     """One call of one layer, from its forward until its graph is gone.
 
-    Mutable arguments are copied, and the layer gets the copies' originals; ``leaves`` are to be
-    there instead of parameters.
+    ``leaves`` are to be there instead of parameters.
 
     Raises:
-        UnsupportedModelError: If an argument may be written to by the side; and within saved-tensor
-            hooks of the caller, which would have nothing to keep.
+        UnsupportedModelError: Within saved-tensor hooks of the caller, which would have nothing to
+            keep.
     """
 
     def __init__(
-        self,
-        layer: LayerBody,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        condition: Condition,
-        leaves: Sequence[ProxyLeaf] = (),
+        self, layer: LayerBody, condition: Condition, leaves: Sequence[ProxyLeaf] = ()
     ) -> None:
         if _are_hooks_of_others():
             raise UnsupportedModelError(
@@ -103,14 +96,7 @@ class RecomputedCall(Call):
             )
         super().__init__(layer, condition)
         self._leaves = leaves
-        self._args = tuple(
-            copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
-        )
-        self._kwargs = {
-            key: copied(value, f"argument {key!r} of {layer.name}") for key, value in kwargs.items()
-        }
         self._is_watched = condition.has_hooks
-        self._num_tokens = _num_tokens(args) if self._is_watched else 0
         self._sums: list[torch.Tensor] = []
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
@@ -119,15 +105,23 @@ class RecomputedCall(Call):
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's result, in the caller's graph, of the arguments that ``self`` was made of.
+        """The layer's result, in the caller's graph. Kept are copies of mutable arguments.
 
         Streams:
             As ``LayerBody.visit``.
 
         Raises:
             RematerializationError: If the layer edits its arguments or its adapters in place.
+            UnsupportedModelError: If an argument may be written to by the side.
         """
         layer, contents = self.layer, self.condition.contents
+        self._args = tuple(
+            copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
+        )
+        self._kwargs = {
+            key: copied(value, f"argument {key!r} of {layer.name}") for key, value in kwargs.items()
+        }
+        self._num_tokens = _num_tokens(args) if self._is_watched else 0
         self._offloaded = layer.offload(args[0]) if args and _is_tensor(args[0]) else None
         if self._offloaded is not None:
             self._args = (None, *self._args[1:])

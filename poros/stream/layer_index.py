@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from poros.errors import PreparedModelError
+from poros.kernels.forwards import PatchedForward, is_forward_of_liger
 from poros.stream.adapters import Adapter, is_adapter_module, places
 from poros.stream.attributes import Attributes
 from poros.stream.marks import Marks
@@ -103,6 +104,13 @@ class LayerIndex:
     def hooks(self) -> list[int]:
         """Keys of the hooks inside the layer, which PyTorch gives out once each."""
         return list(chain.from_iterable(filter(None, self._hook_tables)))
+
+    def has_own_code(self) -> bool:
+        """Whether forwards that are set on modules in the layer are ours, or a known library's."""
+        forwards = filter(None, map(dict.get, self._dicts, repeat("forward")))
+        return all(
+            isinstance(each, PatchedForward) or is_forward_of_liger(each) for each in forwards
+        )
 
     def is_in_mode(self, mode: bool) -> bool:
         """Whether the layer and all in it have this mode, and no module sets it in its own way."""

@@ -70,6 +70,11 @@ class LayerBindings:
         }
         self.dense_weights = list(by_state.values())
         """Its 4-bit weights on the device that have a place to be dense in."""
+        self._biases = [
+            (each.on_device, each.on_device.detach())
+            for each in bindings
+            if each.key == "bias" and isinstance(each.on_device, nn.Parameter)
+        ]
 
     def without_device_tensors(self) -> "LayerBindings":
         """The same tensors at rest, with nothing of them on the device."""
@@ -150,6 +155,11 @@ class LayerBindings:
         """Put the originals back, whatever is in their place."""
         for binding in self._bindings:
             binding.owner[binding.key] = binding.at_rest
+        for bias, slot_view in self._biases:
+            # bitsandbytes casts a bias to the compute dtype for good, which would leave the tensor
+            # with memory of its own: of a recording's, if it is recorded.
+            if bias.dtype != slot_view.dtype:
+                bias.data = slot_view
 
     def hide(self) -> None:
         """Take parameters and buffers out of their modules, until ``swap_out``."""
@@ -214,21 +224,17 @@ class Visits:
             )
 
     @contextmanager
-    def begin(self, name: str, undo: Undo) -> Iterator[Callable[[], None]]:
+    def begin(self, name: str, undo: Undo) -> Iterator[None]:
         """Run the body as a visit of layer ``name``, then undo it. ``end_all`` comes before.
-
-        Yields:
-            What raises if this is no longer the visit that goes on. Called at the end as well.
 
         Raises:
             SlotStateError: If another visit began before this one ended.
         """
         self.open(undo)
-        require_alone = partial(self.require_open, name, undo)
         try:
             try:
-                yield require_alone
-                require_alone()
+                yield
+                self.require_open(name, undo)
             finally:
                 self.end(undo)
         finally:
@@ -295,7 +301,7 @@ class BlockVisit:
         self._require_ready()
         # The bindings of now: a visit that is undone later is undone as it began.
         undo = partial(self._end, self.bindings, leaves)
-        with self._visits.begin(self._name, undo) as require_alone:
+        with self._visits.begin(self._name, undo):
             slot = self._manager.slot(self.block) if phase is None else self._acquire(phase)
             version = slot.buffer._version
             self.bindings.swap_in()
@@ -303,7 +309,7 @@ class BlockVisit:
                 place.owner[place.key] = place.leaf
             with labelled("record" if phase is None else phase.value, self._label):
                 yield slot.buffer
-            require_alone()
+            self._visits.require_open(self._name, undo)
             self.bindings.require_device_tensors()
             if slot.buffer._version != version:
                 raise PreparedModelError(

@@ -46,13 +46,9 @@ class Division(NamedTuple):
 
 
 def divide(num_layers: int, block_size: int, num_slots: int, keep_last: int) -> Division:
-    """Divide the blocks as ``StreamingPolicy`` says.
+    """Divide the blocks as ``StreamingPolicy`` says; ``num_slots`` are those of all blocks.
 
-    Args:
-        num_layers: In blocks of ``block_size``; the last block may have fewer.
-        block_size: Layers of a block.
-        num_slots: All slots, those of blocks that stay included.
-        keep_last: Layers to keep: rounded down to whole blocks, or all.
+    The last block may have fewer layers. ``keep_last`` is rounded down to whole blocks, or is all.
     """
     num_blocks = -(-num_layers // block_size)
     num_pinned = min(keep_last // block_size, num_blocks)

@@ -95,22 +95,33 @@ class Attributes:
             {place: content_of(tables[place[0]].get(place[1])) for place in self._containers},
         )
 
-    def changes(self, before: Reading, now: Reading) -> list[str]:
-        """Names of those that are not the same in both, with both values."""
+    def changed(self, before: Reading, now: Reading) -> list[_Place]:
+        """Those that are not the same in both."""
+        if (
+            now.places is before.places
+            and not any(map(is_not, now.values, before.values))
+            and all(map(is_like, now.contents.values(), before.contents.values()))
+        ):
+            return []
+        old = {**dict(zip(before.places, before.values, strict=True)), **before.contents}
+        new = {**dict(zip(now.places, now.values, strict=True)), **now.contents}
         return [
-            f"{f'{self._names[number]}.{key}'.lstrip('.')} ({_brief(old)} then, {_brief(new)} now)"
-            for (number, key), old, new in self._differing(before, now)
+            place
+            for place in old | new
+            if place not in self._own
+            and not _same(old.get(place, _MISSING), new.get(place, _MISSING))
         ]
 
-    def differ(self, before: Reading, now: Reading) -> bool:
-        """Whether any is not the same in both."""
-        return bool(self._differing(before, now))
+    def name_of(self, place: _Place) -> str:
+        """Below the layer."""
+        number, key = place
+        return f"{self._names[number]}.{key}".lstrip(".")
 
     def disregard(self, before: Reading) -> None:
         """Leave out from now on what has changed since ``before``: the layer did it by itself."""
-        differing = self._differing(before, self.read())
-        if differing:
-            self._own.update(place for place, *_ in differing)
+        changed = self.changed(before, self.read())
+        if changed:
+            self._own.update(changed)
             self._look()
 
     def _look(self) -> None:
@@ -140,29 +151,9 @@ class Attributes:
         layer = self._layer()
         return [layer.__dict__ if layer is not None else {}, *self._inner]
 
-    def _differing(self, before: Reading, now: Reading) -> list[tuple[_Place, Any, Any]]:
-        if (
-            now.places is before.places
-            and not any(map(is_not, now.values, before.values))
-            and all(map(is_like, now.contents.values(), before.contents.values()))
-        ):
-            return []
-        old = {**dict(zip(before.places, before.values, strict=True)), **before.contents}
-        new = {**dict(zip(now.places, now.values, strict=True)), **now.contents}
-        return [
-            (place, old.get(place, _MISSING), new.get(place, _MISSING))
-            for place in old | new
-            if place not in self._own
-            and not _same(old.get(place, _MISSING), new.get(place, _MISSING))
-        ]
-
 
 def _same(left: Any, right: Any) -> bool:
     if is_like(left, right):
         return True
     is_plain = type(left) is type(right) and not isinstance(left, (torch.Tensor, *_HELD))
     return is_plain and bool(left == right)
-
-
-def _brief(value: Any) -> str:
-    return "nothing" if value is _MISSING else getattr(value, "__qualname__", repr(value))[:60]

@@ -88,7 +88,7 @@ class Condition:
             and self.adapter_state == other.adapter_state
             and self.marks.where == other.marks.where
             and self.marks.are_trained == other.marks.are_trained
-            and not self.contents.attributes.differ(self.attributes, other.attributes)
+            and not self.contents.attributes.changed(self.attributes, other.attributes)
         )
 
     def equals(self, other: "Condition") -> bool:
@@ -173,11 +173,13 @@ class Condition:
                 "expected a frozen adapter as it was at the forward, found it edited before the "
                 "backward of its layer; do so between steps"
             )
-        changes = self.contents.attributes.changes(before.attributes, self.attributes)
-        if changes:
+        attributes = self.contents.attributes
+        changed = attributes.changed(before.attributes, self.attributes)
+        if changed:
             return (
-                "expected the modules in it as they were at the forward, found other settings at "
-                f"its backward: {', '.join(changes)}; change them between steps, not within one"
+                "expected the modules in it as they were at the forward, found others at its "
+                f"backward: {', '.join(map(attributes.name_of, changed))}; change them between "
+                "steps, not within one"
             )
         return None
 

@@ -150,11 +150,8 @@ def constant_parts(name: str, tensor: torch.Tensor) -> list[Part]:
 class SmallTensors:
     """Device copies of the small tensors of all layers. Nothing of the model is changed.
 
-    Args:
-        layers: For each layer the frozen tensors that stay, and those that stream: the nested
-            absmax of these stay.
-        device: Where.
-        digests: Whether to compare a digest of each with that of its source.
+    ``layers`` has for each layer the frozen tensors that stay, and those that stream: the nested
+    absmax of these stay. ``digests`` has a digest of each compared with that of its source.
 
     Attributes:
         moves: What stays, with its new bytes.

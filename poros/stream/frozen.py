@@ -10,7 +10,7 @@ the module holds another, built once, whose storage is a view of the block's slo
 What is small stays on the device: a norm, a bias or a buffer keeps its place, its object and its
 name in the model. Only its bytes move, into a buffer that all small tensors of a layer share; from
 then on it is an ordinary tensor of the device, which its owner may edit, cast, replace or train as
-in a resident model (``poros.stream.staying`` watches for edits within a step). Each has a storage
+in a resident model (``poros.stream.condition`` watches for edits within a step). Each has a storage
 of its own over the buffer's memory, so that no saver takes two neighbours for one shared tensor.
 
 bitsandbytes' 4-bit weights (Dettmers et al. 2023, QLoRA, section 3) move as two tensors: packed

@@ -40,7 +40,7 @@ from poros.stream.adapters import ProxyLeaf
 from poros.stream.args import as_result, copied
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.marks import Marks
+from poros.stream.marks import Marks, version_of
 from poros.stream.within import SavedTensorHooks, without_collector
 
 
@@ -51,7 +51,7 @@ class _Saved:
 
     def __init__(self, number: int, tensor: torch.Tensor, is_watched: bool) -> None:
         self.number = number
-        self.version = _version(tensor) if is_watched else 0
+        self.version = version_of(tensor) if is_watched else 0
         self.witness = _witness(tensor) if is_watched else None
 
     def is_edited(self) -> bool:
@@ -202,7 +202,7 @@ class RecomputedCall(Call):
         if task != self._task or kept.number not in self._values:
             self._recompute_for(task)
         tensor, version = self._values.pop(kept.number)
-        if _version(tensor) != version or kept.is_edited():
+        if version_of(tensor) != version or kept.is_edited():
             raise RematerializationError(
                 f"{self.layer.name}: expected what its backward needs to be left alone, found a "
                 f"tensor of shape {tuple(tensor.shape)} that was edited in place after an operator "
@@ -238,7 +238,7 @@ class RecomputedCall(Call):
             if self._is_watched:
                 sums.extend(self._sums_of(tensor))
             if number < len(self._saved) and self._saved[number]() is not None:
-                values[number] = tensor.detach(), _version(tensor)
+                values[number] = tensor.detach(), version_of(tensor)
 
         args, kwargs = _aliases(copied(self._args, "")), _aliases(copied(self._kwargs, ""))
         if self._offloaded is not None:
@@ -384,10 +384,6 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _witness(tensor: torch.Tensor) -> torch.Tensor | None:
     """A tensor without values that counts the edits of ``tensor``."""
     if tensor.is_inference() or tensor.layout is not torch.strided:
@@ -398,7 +394,7 @@ def _witness(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return list(map(_version, tensors))
+    return list(map(version_of, tensors))
 
 
 def _plain(value: Any) -> Any:

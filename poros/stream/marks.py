@@ -48,5 +48,9 @@ class Marks:
 def _facts(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     if tensor is None:
         return None, None, None, False
-    version = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), _FORM(tensor), version, tensor.requires_grad
+    return tensor.data_ptr(), _FORM(tensor), version_of(tensor), tensor.requires_grad
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often PyTorch has counted an edit; 0 of a tensor of inference mode, whose are not."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -40,7 +40,7 @@ STEP = tuple(
         "": "cuda_streams eager_streams streams",
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition context frozen general "
-        "layer_index namespaces offload proxies rng settings state staying visit within",
+        "layer_index marks namespaces offload rng settings visit within",
         "replay": "call captures casts forms graphs joined recording remat routing rows uses",
         "accumulation": "calls distributed draws foreign gradients group head host_values loop "
         "micro_batch modules observed parked trainer",

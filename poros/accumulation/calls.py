@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from poros.kernels.forwards import has_hooks
 from poros.stream.args import PLAIN, is_empty_mapping, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
-from poros.stream.state import Surroundings
+from poros.stream.settings import Surroundings
 
 ADVICE = (
     "Call backward for each micro-batch, without poros.accumulate or block-major trainers, or "

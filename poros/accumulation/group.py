@@ -41,7 +41,7 @@ from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudg
 from poros.model.runtime import Runtime
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
-from poros.stream.condition import StackConditions
+from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Group:
         self._has_last = False
         self._values = HostValues()
         """While code of the model, and of nobody else, runs up to its first layer."""
-        self._conditions: StackConditions | None = None
+        self._conditions: list[Condition] = []
         """Of the layers, as the code of the first one has called them."""
 
     @property
@@ -285,18 +285,22 @@ class Group:
         """The code of one has come to its first layer."""
         if not self._outside.is_at(self._marks):
             raise NotGrouped("the model's code changes the model")
-        if self._conditions is None:
-            self._conditions = StackConditions([each.condition() for each in self._layers])
+        if not self._conditions:
+            self._conditions = [each.condition() for each in self._layers]
             self._runtime.share_dense()
-        elif not self._conditions.still_hold():
+        elif not self._still_hold():
             raise NotGrouped("layers that the loss changes while it runs")
-        if self._conditions.has_hooks:
+        if any(each.has_hooks for each in self._conditions):
             raise NotGrouped("hooks inside of layers")
 
     def _require_conditions(self, batch: MicroBatch) -> None:
         """Raise if a layer is not as the code of ``batch`` has called it."""
-        if self._conditions is not None and not self._conditions.still_hold():
+        if self._conditions and not self._still_hold():
             raise batch.refuse("layers that the loss changes while it runs")
+
+    def _still_hold(self) -> bool:
+        conditions = zip(self._layers, self._conditions, strict=True)
+        return all(layer.condition().equals(before) for layer, before in conditions)
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
         """The model's own code begins; whether this is a pass of its own."""

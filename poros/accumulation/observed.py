@@ -145,7 +145,7 @@ class Observer:
             return layer.forward_now(args, kwargs)
         try:
             given = self._calls.require(layer, args, kwargs)
-            condition = layer.condition().note()
+            condition = layer.condition()
             if condition.has_hooks:
                 raise NotGrouped("hooks inside of layers")
             if self._end_of_layer and not self._end_of_layer.equals(Start.capture(self._device)):

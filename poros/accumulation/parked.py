@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
-from poros.stream.state import Surroundings
+from poros.stream.settings import Surroundings
 
 
 class Stopped(BaseException):

@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
 from poros.head.loss import Step
-from poros.stream.state import AutocastState
+from poros.stream.settings import AutocastState
 from poros.stream.within import on_plain_tensors
 
 _T: Any = torch.Tensor

@@ -68,16 +68,18 @@ def guard_initialisation(tuner: BaseTuner, renew: Callable[[], None]) -> Callabl
             make(current_key=current_key)
             return
         streamed = streamed_layer(layer)
-        before = after = None
+        before = None
+        is_written = False
         complaint: PreparedModelError | None = None
         kept = False
         try:
             with streamed.weights.hold(Phase.INFERENCE) as slot:
-                before = streamed.weights.bindings.device_marks()
+                before, is_written = streamed.weights.bindings.device_marks(), True
                 try:
                     make(current_key=current_key)
                 finally:
-                    after = streamed.weights.bindings.device_marks()
+                    now = streamed.weights.bindings.device_marks()
+                    is_written = now.changed(before) is not None
             kept = _keeps_some(layer, slot)
         except PreparedModelError as error:
             if before is None:
@@ -85,9 +87,9 @@ def guard_initialisation(tuner: BaseTuner, renew: Callable[[], None]) -> Callabl
             complaint = error
         finally:
             # Whatever else has failed: nothing may read the bytes that were written.
-            if before != after:
+            if is_written:
                 renew()
-        if complaint is not None or kept or before != after:
+        if complaint is not None or kept or is_written:
             _take_out(tuner, adapter)
             raise PreparedModelError(
                 f"{streamed.name}: expected an adapter whose initialisation leaves the base as it "

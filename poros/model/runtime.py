@@ -152,7 +152,7 @@ class Runtime(Passes):
             self.manager = BlockManager(self.host, self.ring, streams)
             self.offloader = ActivationOffloader(streams)
             self.sizer = self._make_sizer(estimate)
-            self.context = self._make_context(model, inventory, recorder)
+            self.context = self._make_context(inventory, recorder)
             self._attachment.attach_layers(
                 model,
                 self._make_layers(inventory),
@@ -201,11 +201,9 @@ class Runtime(Passes):
         else:
             self.head.evict()
 
-    def _make_context(
-        self, model: nn.Module, inventory: Inventory, recorder: Recorder | None
-    ) -> ModelContext:
+    def _make_context(self, inventory: Inventory, recorder: Recorder | None) -> ModelContext:
         context = ModelContext(
-            model,
+            self._model,
             self.device,
             self.manager,
             inventory.tied_adapters,

@@ -2,7 +2,7 @@
 
 What may change between its forward and its backward is what may change between those of a layer
 that keeps the graph of its forward, with the same errors: see ``poros.stream.condition`` and
-``poros.stream.state``; its input or any other tensor it was given must not be edited in place.
+``poros.stream.settings``; its input or any other tensor it was given must not be edited in place.
 
 Its arguments and results are taken apart into tensors and a template: a recording is made of one
 call and replayed for others, and a template says what all of them have in common.
@@ -17,7 +17,7 @@ stays on the device, it is not seen, here or by autograd.
 
 import copy
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from poros.kernels.lazy_tensor import forget
 from poros.replay.graphs import Spec
 from poros.replay.routing import Gradients, differentiate
 from poros.replay.uses import Around, Uses
+from poros.stream.adapters import proxy_leaves
 from poros.stream.args import (
     PLAIN,
     RESULTS,
@@ -42,7 +43,6 @@ from poros.stream.args import (
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput
-from poros.stream.proxies import proxy_leaves
 from poros.stream.rng import RngStash
 from poros.stream.within import Within
 
@@ -157,7 +157,7 @@ class LayerCall(Call):
     @cached_property
     def has_casts(self) -> bool:
         """Whether autocast makes casts of parameters and keeps them in its region."""
-        return self.ambient.surroundings.is_autocast and torch.is_autocast_cache_enabled()
+        return self.surroundings.is_autocast and torch.is_autocast_cache_enabled()
 
     @cached_property
     def shares_casts(self) -> bool:
@@ -250,8 +250,7 @@ class LayerCall(Call):
         found = object.__new__(LayerCall)
         found.__dict__.update(self.__dict__)
         found.tensors, found.others, found.offloaded = tensors, tensors[1:], None
-        found.ambient = self.ambient.at(rng)
-        found.start, found._end = rng, None
+        found.rng, found.start, found._end = rng, rng, None
         return found
 
     def conditions(self) -> Hashable:
@@ -262,8 +261,8 @@ class LayerCall(Call):
             self._forms,
             self.has_casts,
             self.shares_casts,
-            self.ambient.surroundings,
-            self.ambient.training,
+            self.surroundings,
+            self.condition.training,
             self.condition.adapter_state,
         )
 
@@ -274,13 +273,9 @@ class LayerCall(Call):
         found.mappings = ()
         return found
 
-    def surroundings(self) -> AbstractContextManager[object]:
-        """The state around its forward but for random numbers; everything is put back."""
-        return self.ambient.but_random(self.condition.contents.modules())
-
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
-        self.layer.condition().require_as(self.condition, self.condition.staying)
+        self.layer.condition().require_as(self.condition, self.condition.marks)
 
 
 class CallFacts:
@@ -368,7 +363,7 @@ class CallFacts:
 
     def run(self, inputs: Sequence[torch.Tensor], has_graph: bool = True) -> list[torch.Tensor]:
         """The layer on ``inputs``, in the state of the call; within a visit with ``adapters``."""
-        with self._call.surroundings(), torch.set_grad_enabled(has_graph):
+        with self._call.around(), torch.set_grad_enabled(has_graph):
             results = self._call.run(inputs)
         if any(each._backward_hooks for each in inputs):
             raise UnsupportedModelError("it registers hooks on what it is given")
@@ -429,7 +424,7 @@ class CallFacts:
         tally = self._call.layer.context.tally
         with ExitStack() as stack:
             if not draws_anew:
-                stack.enter_context(self._call.ambient.rng.replay())
+                stack.enter_context(self._call.rng.replay())
             if tally is not None:
                 stack.enter_context(tally.recording())
             yield

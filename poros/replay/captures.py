@@ -221,7 +221,7 @@ class Captures:
                 self._refuse(call.layer, form, LEAVES, ", ".join(sorted(left)))
                 return returned
             call.note_end()
-            with call.layer.weights.occupy(phase), call.ambient.rng.replay():
+            with call.layer.weights.occupy(phase), call.rng.replay():
                 results = forward.run(call.tensors, self.memory)
                 same_end = call.ends_alike()
             forward.has_drawn = call.has_drawn
@@ -332,7 +332,7 @@ class Captures:
         with call.layer.visit(Phase.BACKWARD, facts.leaves):
             tensors = call.with_input(tensors)
             inputs = facts.inputs(tensors)
-            with call.ambient.rng.replay():
+            with call.rng.replay():
                 # A mode that sees operators would see tensors without values.
                 results = facts.recompute(inputs, not torch._C._len_torch_dispatch_stack())
                 call.require_same_end()
@@ -366,7 +366,7 @@ class Captures:
             return
         if different and steady is not None:
             own_visit = call.layer.visit(Phase.BACKWARD, facts.leaves)
-            with own_visit, call.ambient.rng.replay():
+            with own_visit, call.rng.replay():
                 wanted = with_steady_attention(facts, tensors, gradients, around)
             different = self._differs(steady, *visit, wanted, is_kept=False)
         form.deterministic.pop(around, None)
@@ -403,7 +403,7 @@ class Captures:
             return replayed.run(arrived, self.memory, in_place)
         if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
             return replayed.run([*tensors, *arrived], self.memory, in_place, is_again)
-        with call.ambient.rng.replay():
+        with call.rng.replay():
             found = replayed.run([*tensors, *arrived], self.memory, in_place, is_again)
             call.require_same_end()
         return found
@@ -572,8 +572,7 @@ class Captures:
             kinds: list[Kind] = ["kept"] if layer.weights.is_pinned else []
             for form in sorted(moved.get(layer.index, ()), key=lambda each: -each.last_visit):
                 before = form.condition
-                is_same = now.is_like(before) and now.trained is before.trained
-                if is_same and form.dense_address == layer.dense_address:
+                if now.is_like(before) and form.dense_address == layer.dense_address:
                     if form.kind != "inference":
                         form.kind = kinds.pop() if kinds else "recomputed"
                     form.condition = now

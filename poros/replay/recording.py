@@ -66,7 +66,7 @@ class Recordings:
             form.drop_graph()
         wanted = [around for around, made in form.backwards.items() if made is None]
         with (
-            layer.weights.expose(facts.leaves),
+            layer.weights.hold(None, facts.leaves),
             layer.assuming_dense(form.dense_address),
             facts.recording(),
             # Another thread would have workspaces of cuBLAS of its own.

@@ -48,7 +48,7 @@ class RematerializeLayer(torch.autograd.Function):
     Exactness:
         Outputs and gradients are bitwise equal to running the layer in the surrounding graph, if
         the layer is a deterministic function of its inputs, its weights, its adapters and the state
-        in ``AmbientState``.
+        around it (``poros.stream.body.Call``).
 
     Raises:
         RematerializationError: In backward, if something of that has changed since.

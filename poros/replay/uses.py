@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from poros.errors import UnsupportedModelError
 from poros.kernels.nodes import weakly
-from poros.stream.state import Surroundings
+from poros.stream.settings import Surroundings
 
 CAST = "ToCopyBackward0"
 

@@ -38,11 +38,11 @@ from poros.self_check.evidence import (
     written,
 )
 from poros.slots.schedule import Phase
-from poros.stream.attention import AttentionKernels, deterministic_flag, unchanged_flags
+from poros.stream.adapters import proxy_leaves
+from poros.stream.attention import AttentionKernels, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
-from poros.stream.proxies import proxy_leaves
 from poros.stream.visit import LayerBindings
 from poros.stream.within import FunctionMode, Within
 
@@ -333,7 +333,7 @@ def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:
     def fill(stack: ExitStack) -> None:
         if kernels is Kernels.DETERMINISTIC:
             stack.enter_context(warnings.catch_warnings())
-            stack.enter_context(deterministic_flag(warn_only=True))
+            stack.enter_context(unchanged_flags((True, True)))
             warnings.simplefilter("ignore")
 
     return Within(fill)
@@ -343,7 +343,7 @@ def _recomputed(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     """Return the result of a layer, and proxies by the ids of its adapters."""
     condition = layer.condition()
     places, proxies = proxy_leaves(condition.trained.places)
-    call = RecomputedCall(layer, args, kwargs, condition, places)
+    call = RecomputedCall(layer, condition, places)
     return call.forward(args, kwargs), dict(proxies)
 
 

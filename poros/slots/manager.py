@@ -15,22 +15,14 @@ from poros.utils.profiling import labelled
 class BlockManager:
     """Keeps the slots filled ahead of the walk, one compute stream, one copy stream.
 
-    Args:
-        host: The bytes of every block.
-        ring: The slots, allocated with the same ``streams``.
-        streams: Where copies and waits are queued.
+    The ring is allocated with the same ``streams``.
 
     Attributes:
         num_blocks: Blocks that pass through the slots, from the first on; the others are pinned.
         num_loads: Copies of these queued so far. Likewise ``num_hits`` and ``h2d_num_bytes``.
     """
 
-    def __init__(
-        self,
-        host: HostStore,
-        ring: DeviceRing,
-        streams: StreamContext,
-    ) -> None:
+    def __init__(self, host: HostStore, ring: DeviceRing, streams: StreamContext) -> None:
         self._slabs, self._lender = host.slabs, host.lender
         self._streams = streams
         self.num_loads = 0
@@ -99,11 +91,8 @@ class BlockManager:
         """Make ``block`` readable on the compute stream and hold it in its slot until release.
 
         Queues the copy first if nobody prefetched it, then the copies of the blocks that will be
-        needed next and whose slots are not in use. A pinned block is there for good, unheld.
-
-        Args:
-            block: Index in execution order.
-            phase: What the visit belongs to; it only steers what is prefetched.
+        needed next and whose slots are not in use; the phase only steers which. A pinned block is
+        there for good, unheld.
 
         Streams:
             The compute stream waits for the copy. Blocks the host only if a slab is pageable.
@@ -138,6 +127,10 @@ class BlockManager:
     def _waited_for(self, slot: Slot) -> Slot:
         self._streams.wait(slot.ready)
         return slot
+
+    def slot(self, block: int) -> Slot:
+        """The one slot in which ``block`` may live, whatever it holds."""
+        return self._ring.slot(block)
 
     def is_held(self, block: int) -> bool:
         """Whether ``block`` was acquired and not released yet."""

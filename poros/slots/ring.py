@@ -51,17 +51,11 @@ class Slot:
 
 
 class DeviceRing:
-    """The slots of one prepared model.
-
-    Args:
-        layouts: Of its blocks.
-        num_slots: Slots that blocks pass through, at most one for each that does.
-        streams: Allocate them.
-        num_pinned: Blocks at the end that stay, each in a slot of its own.
+    """The slots of one prepared model, for blocks of these ``layouts``.
 
     Attributes:
-        slots: Those that the first ``num_blocks`` blocks pass through.
-        pinned: Those of the other blocks.
+        slots: Those that the first ``num_blocks`` blocks pass through, at most one for each.
+        pinned: Those of the last ``num_pinned`` blocks, which stay.
     """
 
     def __init__(

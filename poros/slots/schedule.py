@@ -46,13 +46,9 @@ class Division(NamedTuple):
 
 
 def divide(num_layers: int, block_size: int, num_slots: int, keep_last: int) -> Division:
-    """Divide the blocks as ``StreamingPolicy`` says.
+    """Divide the blocks as ``StreamingPolicy`` says; ``num_slots`` are those of all blocks.
 
-    Args:
-        num_layers: In blocks of ``block_size``; the last block may have fewer.
-        block_size: Layers of a block.
-        num_slots: All slots, those of blocks that stay included.
-        keep_last: Layers to keep: rounded down to whole blocks, or all.
+    The last block may have fewer layers. ``keep_last`` is rounded down to whole blocks, or is all.
     """
     num_blocks = -(-num_layers // block_size)
     num_pinned = min(keep_last // block_size, num_blocks)
@@ -82,12 +78,8 @@ def missing(contents: Sequence[int | None], in_use: int, expected: Iterable[int]
     """The blocks to load now, in the order they will be needed.
 
     Looks ahead until a block needs a slot that is in use or promised to an earlier visit: loading
-    past that point would evict what is needed sooner.
-
-    Args:
-        contents: The block each slot holds or is being filled with.
-        in_use: The slot whose block computes now.
-        expected: Upcoming visits, nearest first.
+    past that point would evict what is needed sooner. ``contents`` are the blocks that the slots
+    hold or are being filled with, ``in_use`` is the slot whose block computes now.
     """
     num_slots = len(contents)
     promised: dict[int, int] = {}
@@ -107,12 +99,7 @@ def missing(contents: Sequence[int | None], in_use: int, expected: Iterable[int]
 
 
 def loads(contents: Sequence[int | None], expected: Iterable[int]) -> Iterator[int]:
-    """The blocks that ``expected`` visits will load, in that order: what to read ahead from a disk.
-
-    Args:
-        contents: The block each slot holds or is being filled with.
-        expected: Upcoming visits, nearest first.
-    """
+    """The blocks that ``expected`` visits will load, in order: what to read ahead from a disk."""
     held = list(contents)
     for block in expected:
         if held[block % len(held)] != block:

@@ -1,6 +1,6 @@
 """Which modules and tensors of a layer PEFT has put there, and which belong to the base."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,25 +9,60 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 
-class AdapterPlace(NamedTuple):
-    """Where a layer holds one tensor of an adapter."""
+class User(NamedTuple):
+    """One of PEFT's modules, which uses a tensor of an adapter."""
 
-    name: str
-    """Below the layer."""
-    owner: dict[str, Any]
-    key: str
     module: Any
-    """PEFT's, which uses it."""
     adapter: str
     """Whose it is; another word if the module uses it whichever adapter is active."""
     table: Any
     """One of PEFT's in which that adapter was found by its name; empty if there is none."""
 
     def acts(self) -> bool:
-        """Whether a call of the layer reads it now."""
+        """Whether a call of the layer reads the tensor now."""
         if self.module.disable_adapters:
             return False
         return self.adapter in self.module.active_adapters or self.adapter not in self.table
+
+
+class Place(NamedTuple):
+    """Where a layer holds one tensor that does not stream."""
+
+    name: str
+    """Below the layer."""
+    owner: dict[str, Any]
+    key: str
+    users: list[User]
+    """None if it is of the base."""
+
+
+class Adapter(NamedTuple):
+    """One place of a trainable parameter in a layer."""
+
+    owner: dict[str, Any]
+    key: str
+    parameter: nn.Parameter
+
+
+class ProxyLeaf(NamedTuple):
+    """A leaf that takes the place of a trained parameter while its layer runs once more."""
+
+    owner: dict[str, Any]
+    key: str
+    parameter: nn.Parameter
+    leaf: nn.Parameter
+
+
+def proxy_leaves(adapters: Sequence[Adapter]) -> tuple[list[ProxyLeaf], dict[int, nn.Parameter]]:
+    """Leaves for these places, which meet no other graph and have no hooks.
+
+    Returns:
+        One for each place; and the leaves by the ids of the parameters, each over the memory and
+        the version counter of its own.
+    """
+    parameters = {id(each.parameter): each.parameter for each in adapters}
+    leaves = {number: nn.Parameter(each.detach()) for number, each in parameters.items()}
+    return [ProxyLeaf(*each, leaves[id(each.parameter)]) for each in adapters], leaves
 
 
 def is_adapter_module(module: nn.Module) -> bool:
@@ -61,54 +96,37 @@ def adapter_tensors(layer: nn.Module) -> set[int]:
     return added
 
 
-def staying_places(
-    layer: nn.Module, streamed: Collection[int]
-) -> list[tuple[str, dict[str, Any], str]]:
-    """Where ``layer`` holds what it reads of the base and what does not stream.
-
-    Args:
-        layer: A decoder layer.
-        streamed: Ids of the tensors that stream.
-
-    Returns:
-        Name below the layer, owner dictionary and key of each parameter and buffer.
-    """
-    adapters = adapter_tensors(layer)
-    return [
-        (f"{name}.{key}" if name else key, owner, key)
-        for name, module in layer.named_modules()
-        for owner in (module._parameters, module._buffers)
-        for key, tensor in owner.items()
-        if tensor is not None and id(tensor) not in streamed and id(tensor) not in adapters
-    ]
-
-
-def adapter_places(layer: nn.Module, streamed: Collection[int]) -> list[AdapterPlace]:
-    """Where ``layer`` holds parameters and buffers of adapters that do not stream.
+def places(layer: nn.Module, streamed: Collection[int]) -> list[Place]:
+    """Where ``layer`` holds parameters and buffers that do not stream.
 
     Args:
         layer: A decoder layer.
         streamed: Ids of the tensors that stream.
     """
+    users: dict[tuple[int, str], list[User]] = {}
+    for module in layer.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            tables = _tables_of(module)
+            for part in (*module.adapter_layer_names, *getattr(module, "other_param_names", ())):
+                held = getattr(module, part, None)
+                for inner, owner, key in _entries(held) if isinstance(held, nn.Module) else ():
+                    adapter = inner.partition(".")[0] or key
+                    user = User(module, adapter, tables.get(adapter, ()))
+                    users.setdefault((id(owner), key), []).append(user)
     return [
-        AdapterPlace(
-            f"{name}.{part}.{inner}.{key}".replace("..", "."),
-            owner,
-            key,
-            module,
-            adapter := inner.partition(".")[0] or key,
-            tables.get(adapter, ()),
-        )
-        for name, module in layer.named_modules()
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        for tables in (_tables_of(module),)
-        for part in (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
-        if isinstance(held := getattr(module, part, None), nn.Module)
-        for inner, submodule in held.named_modules()
-        for owner in (submodule._parameters, submodule._buffers)
-        for key, tensor in owner.items()
-        if tensor is not None and id(tensor) not in streamed
+        Place(f"{name}.{key}" if name else key, owner, key, users.get((id(owner), key), []))
+        for name, owner, key in _entries(layer)
+        if id(owner[key]) not in streamed
     ]
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Name below ``module``, owner dictionary and key of each parameter and buffer."""
+    for name, inner in module.named_modules():
+        for owner in (inner._parameters, inner._buffers):
+            for key, tensor in owner.items():
+                if tensor is not None:
+                    yield name, owner, key
 
 
 def _tables_of(module: Any) -> dict[str, Any]:

@@ -47,14 +47,10 @@ def is_empty_mapping(value: Any) -> bool:
 
 
 def copied(value: Any, where: str) -> Any:
-    """``value`` with lists and mappings of its own, over the same tensors.
-
-    Args:
-        value: An argument.
-        where: What it is, for the error.
+    """The argument ``value`` with lists and mappings of its own, over the same tensors.
 
     Raises:
-        UnsupportedModelError: If it may be written to otherwise.
+        UnsupportedModelError: If it may be written to otherwise; ``where`` says what it is.
     """
     if isinstance(value, (torch.Tensor, *PLAIN)):
         return value

@@ -25,6 +25,7 @@ from poros.stream.within import FunctionMode, Within
 
 _NODES = ("ScaledDotProduct", "varlen_attn")
 """What names of attention's backward nodes contain."""
+_STEADY = (True, False)
 
 
 class AttentionKernels(FunctionMode):
@@ -65,36 +66,32 @@ def varies(func: Any, query: torch.Tensor, *others: Any, **options: Any) -> bool
     return query.is_cuda and _choice(func, query, *others, **options) is not SDPBackend.MATH
 
 
-def unchanged_flags() -> AbstractContextManager[object]:
-    """Put the deterministic flag back at the end: a backward node that fails leaves it on."""
+def unchanged_flags(flags: tuple[bool, bool] | None = None) -> AbstractContextManager[object]:
+    """Put the deterministic flags back at the end: a backward node that fails leaves one on.
+
+    ``flags``: what PyTorch's are in the body, for this process, if others than they are.
+    """
 
     def fill(stack: ExitStack) -> None:
-        stack.callback(set_deterministic_flags, deterministic_flags())
-
-    return Within(fill)
-
-
-def deterministic_flag(warn_only: bool = False) -> AbstractContextManager[object]:
-    """Have PyTorch's deterministic flag on, for this process."""
-
-    def fill(stack: ExitStack) -> None:
-        stack.callback(set_deterministic_flags, deterministic_flags())
-        set_deterministic_flags((True, warn_only))
+        before = deterministic_flags()
+        stack.callback(set_deterministic_flags, before)
+        set_deterministic_flags(flags or before)
 
     return Within(fill)
 
 
 def _deterministically(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    with deterministic_flag():
+    with unchanged_flags(_STEADY):
         choice = _choice(func, *args, **kwargs)
         output = func(*args, **kwargs) if choice is not SDPBackend.MATH else None
     if output is None:
         # Plain matrix products repeat themselves, and under the flag cuBLAS would refuse them.
         with sdpa_kernel(SDPBackend.MATH):
             return func(*args, **kwargs)
-    for node in _nodes(
-        output, [argument for argument in args if isinstance(argument, torch.Tensor)]
-    ):
+    given = [argument.grad_fn for argument in args if isinstance(argument, torch.Tensor)]
+    for node in nodes_from([output.grad_fn], given):
+        if not any(each in node.name() for each in _NODES):
+            continue
         held: list[tuple[bool, bool]] = []
         node.register_prehook(lambda _, held=held: _enter(held))
         node.register_hook(lambda *_, held=held: _leave(held))
@@ -107,15 +104,9 @@ def _choice(func: Any, *args: Any, **kwargs: Any) -> SDPBackend:
     return SDPBackend(torch._fused_sdp_choice(*args, **kwargs))
 
 
-def _nodes(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[Any]:
-    """The backward nodes of attention between ``output`` and its inputs."""
-    nodes = nodes_from([output.grad_fn], [tensor.grad_fn for tensor in inputs])
-    return [node for node in nodes if any(each in node.name() for each in _NODES)]
-
-
 def _enter(held: list[tuple[bool, bool]]) -> None:
     held.append(deterministic_flags())
-    set_deterministic_flags((True, False))
+    set_deterministic_flags(_STEADY)
 
 
 def _leave(held: list[tuple[bool, bool]]) -> None:

@@ -49,12 +49,9 @@ _LEFT_OUT = frozenset(
 _HELD = (*CONTAINERS, tuple, frozenset)
 _OF_MODULE = frozenset({*vars(nn.Module()), *vars(nn.ParameterDict())})
 _MISSING = object()
-_ROOT = 0
-"""Stands for the id of the layer's own ``__dict__``."""
-
 
 _Place = tuple[int, str]
-"""The id of a module's or a configuration's ``__dict__``, and a key of it."""
+"""The number of a namespace, that of the layer itself first, and a key of it."""
 
 
 class Reading(NamedTuple):
@@ -67,96 +64,39 @@ class Reading(NamedTuple):
 
 
 class Attributes:
-    """The plain attributes of one layer.
+    """The plain attributes of one layer, as long as it is composed of the same modules.
 
     Holds the layer itself weakly: the layer holds this.
-
-    Args:
-        layer: It must be composed of the same modules for as long as this is used.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = weakref.ref(layer)
-        self._tables: dict[int, tuple[str, dict[str, Any]]] = {}
-        self._of_modules: list[tuple[int, dict[str, Any]]] = []
+        spaces: dict[int, tuple[str, dict[str, Any], bool]] = {}
         for name, module in layer.named_modules():
-            if module is not layer:
-                self._tables[id(module.__dict__)] = (name, module.__dict__)
-                if not is_adapter_module(module):
-                    self._of_modules.append((id(module.__dict__), module.__dict__))
+            spaces[id(module)] = name, module.__dict__, not is_adapter_module(module)
             for key, value in module.__dict__.items():
                 if isinstance(value, PretrainedConfig):
                     where = f"{name}.{key}".lstrip(".")
-                    self._tables.setdefault(id(value.__dict__), (where, value.__dict__))
-        self._dicts = [table for _, table in self._tables.values()]
+                    spaces.setdefault(id(value), (where, value.__dict__, False))
+        self._names, (_, *self._inner), self._are_looked_into = zip(*spaces.values(), strict=True)
         self._own: set[_Place] = set()
         """What the layer has changed by itself."""
         self._look()
 
     def read(self) -> Reading:
         """All of them now."""
-        root = self._root()
-        if sum(map(len, self._dicts)) + len(root) != self._size:
+        tables = self._tables()
+        if sum(map(len, tables)) != self._size:
             self._look()
+        owners = map(tables.__getitem__, self._numbers)
         return Reading(
             self._places,
-            (
-                *map(root.get, self._root_keys, repeat(_MISSING)),
-                *map(dict.get, self._owners, self._keys, repeat(_MISSING)),
-            ),
-            {place: content_of(table.get(place[1])) for place, table in self._containers},
+            (*map(dict.get, owners, self._keys, repeat(_MISSING)),),
+            {place: content_of(tables[place[0]].get(place[1])) for place in self._containers},
         )
 
-    def changes(self, before: Reading) -> list[str]:
-        """Names of those that are not as in ``before``, with both values."""
-        return [
-            f"{self._name(place)} ({_brief(old)} then, {_brief(new)} now)"
-            for place, old, new in self._differing(before, self.read())
-        ]
-
-    def differ(self, before: Reading, now: Reading) -> bool:
-        """Whether any is not the same in both."""
-        return bool(self._differing(before, now))
-
-    def disregard(self, before: Reading) -> None:
-        """Leave out from now on what has changed since ``before``: the layer did it by itself."""
-        differing = self._differing(before, self.read())
-        if differing:
-            self._own.update(place for place, *_ in differing)
-            self._look()
-
-    def _look(self) -> None:
-        """Find them, after one has come or gone."""
-        root = self._root()
-        self._size = sum(map(len, self._dicts)) + len(root)
-        self._root_keys = self._plain_keys(_ROOT, root)
-        places = [
-            (number, key)
-            for number, (_, table) in self._tables.items()
-            for key in self._plain_keys(number, table)
-        ]
-        self._places = [*((_ROOT, key) for key in self._root_keys), *places]
-        self._owners = [self._tables[number][1] for number, _ in places]
-        self._keys = [key for _, key in places]
-        self._containers = [
-            ((number, key), table)
-            for number, table in [(_ROOT, root), *self._of_modules]
-            for key, value in table.items()
-            if type(value) in _HELD and key not in _OF_MODULE and (number, key) not in self._own
-        ]
-
-    def _plain_keys(self, number: int, table: dict[str, Any]) -> list[str]:
-        return [
-            key
-            for key, value in table.items()
-            if isinstance(value, _SEEN) and key not in _LEFT_OUT and (number, key) not in self._own
-        ]
-
-    def _root(self) -> dict[str, Any]:
-        layer = self._layer()
-        return layer.__dict__ if layer is not None else {}
-
-    def _differing(self, before: Reading, now: Reading) -> list[tuple[_Place, Any, Any]]:
+    def changed(self, before: Reading, now: Reading) -> list[_Place]:
+        """Those that are not the same in both."""
         if (
             now.places is before.places
             and not any(map(is_not, now.values, before.values))
@@ -166,15 +106,50 @@ class Attributes:
         old = {**dict(zip(before.places, before.values, strict=True)), **before.contents}
         new = {**dict(zip(now.places, now.values, strict=True)), **now.contents}
         return [
-            (place, old.get(place, _MISSING), new.get(place, _MISSING))
+            place
             for place in old | new
             if place not in self._own
             and not _same(old.get(place, _MISSING), new.get(place, _MISSING))
         ]
 
-    def _name(self, place: _Place) -> str:
+    def name_of(self, place: _Place) -> str:
+        """Below the layer."""
         number, key = place
-        return key if number == _ROOT else f"{self._tables[number][0]}.{key}".lstrip(".")
+        return f"{self._names[number]}.{key}".lstrip(".")
+
+    def disregard(self, before: Reading) -> None:
+        """Leave out from now on what has changed since ``before``: the layer did it by itself."""
+        changed = self.changed(before, self.read())
+        if changed:
+            self._own.update(changed)
+            self._look()
+
+    def _look(self) -> None:
+        """Find them, after one has come or gone."""
+        tables = self._tables()
+        self._size = sum(map(len, tables))
+        found = {
+            (number, key): value
+            for number, table in enumerate(tables)
+            for key, value in table.items()
+            if (number, key) not in self._own
+        }
+        self._places = [
+            (number, key)
+            for (number, key), value in found.items()
+            if isinstance(value, _SEEN) and key not in _LEFT_OUT
+        ]
+        self._numbers = [number for number, _ in self._places]
+        self._keys = [key for _, key in self._places]
+        self._containers = [
+            (number, key)
+            for (number, key), value in found.items()
+            if type(value) in _HELD and key not in _OF_MODULE and self._are_looked_into[number]
+        ]
+
+    def _tables(self) -> list[dict[str, Any]]:
+        layer = self._layer()
+        return [layer.__dict__ if layer is not None else {}, *self._inner]
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -182,7 +157,3 @@ def _same(left: Any, right: Any) -> bool:
         return True
     is_plain = type(left) is type(right) and not isinstance(left, (torch.Tensor, *_HELD))
     return is_plain and bool(left == right)
-
-
-def _brief(value: Any) -> str:
-    return "nothing" if value is _MISSING else getattr(value, "__qualname__", repr(value))[:60]

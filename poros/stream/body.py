@@ -7,7 +7,8 @@ them, as the forward has found them.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -15,28 +16,23 @@ from torch import nn
 
 from poros.errors import PreparedModelError, RematerializationError
 from poros.slots.schedule import Phase
-from poros.stream.adapters import AdapterPlace, staying_places
-from poros.stream.condition import Condition
+from poros.stream.adapters import ProxyLeaf
+from poros.stream.condition import Condition, require_unwritten
 from poros.stream.context import ModelContext
 from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import OffloadedInput
-from poros.stream.proxies import ProxyLeaf
 from poros.stream.rng import RngStash, Start
-from poros.stream.state import AmbientState, Surroundings
-from poros.stream.staying import Staying, StayingState
+from poros.stream.settings import Surroundings
 from poros.stream.visit import BlockVisit, LayerBindings
+from poros.stream.within import Within
+
+_training = attrgetter("training")
 
 
 class LayerBody:
-    """One decoder layer as its recomputation sees it.
+    """One decoder layer as its recomputation sees it: number ``index``, of that qualified ``name``.
 
-    Args:
-        layer: The layer, still of its own class; held weakly.
-        index: Its place among the layers.
-        name: Its qualified name.
-        block: The block it travels in.
-        bindings: Its frozen tensors.
-        context: Shared by the layers of a model.
+    The layer is held weakly, and still of its own class here.
     """
 
     def __init__(
@@ -86,9 +82,10 @@ class LayerBody:
         """
         try:
             with self.weights.hold(phase, leaves) as slab:
-                staying = self._staying.state()
+                contents = self._contents
+                marks = contents.marks(contents.of_base)
                 yield slab
-                self._staying.require_unwritten(staying)
+                require_unwritten(self.name, contents, marks)
         except torch.OutOfMemoryError as error:
             raise self.context.explain(self.name, error) from error
 
@@ -122,26 +119,10 @@ class LayerBody:
         contents = self._contents
         if not (contents.is_current() and contents.has_same_tensors()):
             layer = contents.modules()[0]
-            owners = (
-                id(table)
-                for module in layer.modules()
-                for table in (module._parameters, module._buffers)
-            )
-            self.weights.bindings.require_owners(set(owners))
+            self.weights.bindings.require_owners(layer)
             self.weights.bindings.require_at_rest()
             self._take_stock(layer)
-        for module in self._contents.adapter_modules:
-            if module.merged_adapters:
-                raise PreparedModelError(
-                    f"{self.name}: expected separate adapters, found {module.merged_adapters} "
-                    "merged into the base, which the slots do not see. Call poros.restore(model) "
-                    "before merging"
-                )
         return self._contents
-
-    def is_in_mode(self, mode: bool) -> bool:
-        """See ``LayerIndex.is_in_mode``."""
-        return self._contents.is_in_mode(mode)
 
     def condition(self) -> Condition:
         """What decides what the layer computes now.
@@ -151,7 +132,13 @@ class LayerBody:
         if self._known is not None:
             return self._known
         contents = self.contents()  # first: it may take stock again
-        found = Condition(self.name, contents, self._staying, self.weights)
+        found = Condition(self.name, contents, self.weights.bindings)
+        if any(found.adapter_state.merged):
+            raise PreparedModelError(
+                f"{self.name}: expected separate adapters, found {found.adapter_state.merged} "
+                "merged into the base, which the slots do not see. Call poros.restore(model) "
+                "before merging"
+            )
         if self._is_in_a_row:
             self._known = found
         return found
@@ -182,10 +169,6 @@ class LayerBody:
             finally:
                 self._known, self._around, self._is_in_a_row = None, None, False
 
-    def staying(self, adapters: Sequence[AdapterPlace]) -> StayingState:
-        """What stays on the device, and what lies in the places of frozen ``adapters``, now."""
-        return self._staying.state(adapters)
-
     def offload(self, tensor: torch.Tensor) -> OffloadedInput | None:
         """Have the layer's input wait for its backward on the host; None to keep it here."""
         offloader = self.context.offloader
@@ -202,10 +185,8 @@ class LayerBody:
     def cast_trained_biases(self) -> bool:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
 
-        It would do so inside the layer, to the leaf that stands in for the bias there.
-
-        Returns:
-            Whether there was any to cast.
+        It would do so inside the layer, to the leaf that stands in for the bias there. Returns
+        whether there was any to cast.
         """
         is_cast = False
         for module in self._biased:
@@ -224,34 +205,46 @@ class LayerBody:
             if getattr(module, "compute_dtype", None) is not None
             and module._parameters.get("bias") is not None
         ]
-        streamed = self.weights.bindings.tensor_ids
-        contents = LayerIndex(layer, streamed)
-        self._staying = Staying(self.name, staying_places(layer, streamed))
-        # Last: as long as these are the old ones, stock is taken again.
-        self._contents = contents
+        # Last: as long as this is the old one, stock is taken again.
+        self._contents = LayerIndex(layer, self.weights.bindings.tensor_ids)
 
 
 class Call:
     """One call of a layer, and what its recomputation has to find again.
 
-    Args:
-        layer: The layer.
-        condition: What decides what it computes, as it is now.
-
     Attributes:
-        ambient: The state around it.
-        start: The random states that it begins with: Python's and NumPy's too if code of the user
-            runs inside the layer, which may draw from anywhere.
+        condition: What decides what it computes, as it was then.
+        surroundings: Autocast and settings around it.
+        rng: The random states that it begins with.
+        start: Likewise, Python's and NumPy's too if code of the user runs inside the layer, which
+            may draw from anywhere.
     """
 
     def __init__(self, layer: LayerBody, condition: Condition) -> None:
         self.layer = layer
         self.condition = condition
-        rng = RngStash.capture(layer.device)
-        self.ambient = AmbientState(rng, layer.surroundings(), condition.training)
-        self.start = Start.capture(layer.device) if condition.has_hooks else self.ambient.rng
+        self.rng = RngStash.capture(layer.device)
+        self.surroundings = layer.surroundings()
+        self.start = Start.capture(layer.device) if condition.has_hooks else self.rng
         self._end: Any = None
         self._module = layer.module()  # lives as long as its graph, as the parameters do
+
+    def around(self) -> AbstractContextManager[object]:
+        """Run the body in the state around the forward but for random states; then all is put back.
+
+        That is autocast, the settings that pick kernels, and training flags of the layer's modules.
+        """
+
+        def fill(stack: ExitStack) -> None:
+            self.surroundings.enter(stack)
+            modules, wanted = self.condition.contents.modules(), self.condition.training
+            if tuple(map(_training, modules)) != wanted:
+                for module, mode in zip(modules, wanted, strict=True):
+                    if module.training != mode:
+                        stack.callback(setattr, module, "training", module.training)
+                        module.training = mode
+
+        return Within(fill)
 
     def note_end(self) -> None:
         """Its forward has run, or was replayed: note the random states."""

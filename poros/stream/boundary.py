@@ -47,103 +47,71 @@ class StreamedLayer(LayerBody):
 
         ``condition``: its condition now, if that was looked up.
         """
-        if torch.is_grad_enabled():
+        has_graph = torch.is_grad_enabled()
+        if has_graph:
             require_saved_tensor_hooks(self.name)
         condition = condition or self.condition()
-        if not torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                self._refuse_dropped_cache(value)
-            return self._infer(args, kwargs, condition)
+        caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
+        for cache in caches:
+            self._require_usable(cache, has_graph)
+        check, replays = self.context.check, self.context.captures
+        if not has_graph:
+            run: Callable[[], Any] = partial(self._run, Phase.INFERENCE, args, kwargs)
+            if replays is None or caches or torch.is_inference_mode_enabled():
+                return run()
+            return replays.call("inference", self, args, kwargs, condition, run)
         if self.index == 0:
             refuse_outer_graph(self.name)
         given = (args, kwargs)
-        if self.drop_caches(args, kwargs):
+        if caches:  # a recomputation would append to them a second time
+            self._dropped_caches.update(caches)
             args = tuple(None if isinstance(value, Cache) else value for value in args)
             kwargs = {
                 key: None if isinstance(value, Cache) else value for key, value in kwargs.items()
             }
         if self.cast_trained_biases():
             condition = self.condition()
-        if self.weights.is_pinned:
-            return self._keep_recorded(args, kwargs, condition, given)
-        if not condition.parameters:
+        is_kept = self.weights.is_pinned
+        if not is_kept and not condition.parameters:
             self._refuse_frozen_adapters()
-        check, replays = self.context.check, self.context.captures
-        forward = partial(self._recompute, args, kwargs, condition)
-        if check is not None and self.index in check.unchecked:
-            if replays is not None:
-                replay = partial(replays.call, "recomputed", self, args, kwargs, condition)
-                forward = partial(replay, forward, is_checked=True)
-            return check.watch(self.index, forward, given)
-        if replays is not None:
-            return replays.call("recomputed", self, args, kwargs, condition, forward)
-        return forward()
-
-    def _keep_recorded(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition, given: Any
-    ) -> Any:
-        """The forward with its graph kept, in a recording if it has one."""
-        replays, keep = self.context.captures, partial(self._keep, args, kwargs)
-        check = self.context.check
-        if check is not None and self.index in check.unchecked:
-            return check.watch(self.index, keep, given)
-        if replays is None:
-            return keep()
-        # A recording holds what a graph does: both of all kept layers would be twice the memory.
-        forward = partial(self._recompute, args, kwargs, condition)
-        return replays.call("kept", self, args, kwargs, condition, keep, forward)
+        is_checked = check is not None and self.index in check.unchecked
+        recompute = partial(self._recompute, args, kwargs, condition)
+        run = partial(self._run, Phase.FORWARD, args, kwargs) if is_kept else recompute
+        if replays is not None and not (is_kept and is_checked):
+            # A recording holds what a graph does: both of all kept layers would be twice the
+            # memory, so beside it a kept layer is recomputed.
+            call = "kept" if is_kept else "recomputed", self, args, kwargs, condition
+            run = partial(replays.call, *call, run, recompute, is_checked=is_checked)
+        return check.watch(self.index, run, given) if check is not None and is_checked else run()
 
     def _recompute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
     ) -> Any:
         """The forward in the graph around it, which backward recomputes."""
-        return RecomputedCall(self, args, kwargs, condition).forward(args, kwargs)
+        return RecomputedCall(self, condition).forward(args, kwargs)
 
-    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
+    def _run(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward without a graph, or with it, as a resident layer's.
+
+        See "No strangers" in ``poros.slots.ring``.
+        """
         check = self.context.check
-        with self.visit(Phase.FORWARD) as slab:
-            if check is not None and self.index in check.unchecked:
+        with self.visit(phase) as slab:
+            if phase is Phase.FORWARD and check is not None and self.index in check.unchecked:
                 check.watch_bytes(self.index, slab)
             return self.run(args, kwargs)
 
-    def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition) -> Any:
-        replays = self.context.captures
-        run = partial(self._stream, args, kwargs)
-        if (
-            replays is None
-            or torch.is_inference_mode_enabled()
-            or any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
-        ):
-            return run()
-        return replays.call("inference", self, args, kwargs, condition, run)
-
-    def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The forward when no gradient passes through the layer."""
-        with self.visit(Phase.INFERENCE):
-            return self.run(args, kwargs)
-
-    def drop_caches(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Have empty KV caches among the arguments known as such that stay empty; whether any is.
-
-        The layer is not given them: its recomputation would append a second time.
-        """
-        caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
-        for cache in caches:
-            self._refuse_dropped_cache(cache)
-            if cache.get_seq_length() > 0:
-                raise UnsupportedModelError(
-                    f"{self.name}: expected an empty KV cache while gradients are enabled, found "
-                    "one that is in use. Decode under torch.no_grad(), or pass use_cache=False"
-                )
-            self._dropped_caches.add(cache)
-        return bool(caches)
-
-    def _refuse_dropped_cache(self, value: Any) -> None:
-        if isinstance(value, Cache) and value in self._dropped_caches:
+    def _require_usable(self, cache: Cache, has_graph: bool) -> None:
+        """Raise unless a KV cache is empty, if it is to be dropped, and none that was dropped."""
+        if cache in self._dropped_caches:
             raise UnsupportedModelError(
                 f"{self.name}: expected a new KV cache, found the one of a forward with gradients, "
                 "which was left empty. Run the whole of a decoding under torch.no_grad()"
+            )
+        if has_graph and cache.get_seq_length() > 0:
+            raise UnsupportedModelError(
+                f"{self.name}: expected an empty KV cache while gradients are enabled, found one "
+                "that is in use. Decode under torch.no_grad(), or pass use_cache=False"
             )
 
     def _refuse_frozen_adapters(self) -> None:
@@ -172,7 +140,7 @@ class StreamedLayerMixin:
     def train(self, mode: bool = True) -> Any:
         """Trainers ask for it at each micro-batch: modules that are in that mode are left alone."""
         own = super().train  # type: ignore[misc]
-        if own.__func__ is nn.Module.train and streamed_layer(self).is_in_mode(mode):
+        if own.__func__ is nn.Module.train and streamed_layer(self)._contents.is_in_mode(mode):
             return self
         return own(mode)
 

@@ -10,7 +10,7 @@ the module holds another, built once, whose storage is a view of the block's slo
 What is small stays on the device: a norm, a bias or a buffer keeps its place, its object and its
 name in the model. Only its bytes move, into a buffer that all small tensors of a layer share; from
 then on it is an ordinary tensor of the device, which its owner may edit, cast, replace or train as
-in a resident model (``poros.stream.staying`` watches for edits within a step). Each has a storage
+in a resident model (``poros.stream.condition`` watches for edits within a step). Each has a storage
 of its own over the buffer's memory, so that no saver takes two neighbours for one shared tensor.
 
 bitsandbytes' 4-bit weights (Dettmers et al. 2023, QLoRA, section 3) move as two tensors: packed
@@ -73,32 +73,25 @@ class FrozenTensor:
         return [part for key, part in parts.items() if streams(key, part.get())]
 
 
+@dataclass(eq=False)
 class DeviceConstants:
-    """Small quantization constants that stay on the device: code books once, offsets by value.
+    """Small quantization constants that stay on the device: code books once, offsets by value."""
 
-    Args:
-        device: Where.
-        nested: The device copies of nested absmax, by the name of the part.
-        workspace: Where 4-bit weights are made dense; None if each takes memory of its own.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        nested: Mapping[str, torch.Tensor],
-        workspace: DenseWorkspace | None = None,
-    ) -> None:
-        self._device = device
-        self.workspace = workspace
-        self._known: dict[tuple[torch.dtype, tuple[int, ...], bytes], torch.Tensor] = {}
-        self.nested = nested
+    device: torch.device
+    nested: Mapping[str, torch.Tensor]
+    """The device copies of nested absmax, by the name of the part."""
+    workspace: DenseWorkspace | None = None
+    """Where 4-bit weights are made dense; None if each takes memory of its own."""
+    _known: dict[tuple[torch.dtype, tuple[int, ...], bytes], torch.Tensor] = field(
+        default_factory=dict
+    )
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of ``tensor``, shared between all tensors of equal bits."""
         host = tensor.detach().cpu().contiguous()
         key = (host.dtype, tuple(host.shape), bytes(host.reshape(-1).view(torch.uint8).tolist()))
         if key not in self._known:
-            self._known[key] = host.to(self._device, copy=True)
+            self._known[key] = host.to(self.device, copy=True)
         return self._known[key]
 
     @property
@@ -157,11 +150,8 @@ def constant_parts(name: str, tensor: torch.Tensor) -> list[Part]:
 class SmallTensors:
     """Device copies of the small tensors of all layers. Nothing of the model is changed.
 
-    Args:
-        layers: For each layer the frozen tensors that stay, and those that stream: the nested
-            absmax of these stay.
-        device: Where.
-        digests: Whether to compare a digest of each with that of its source.
+    ``layers`` has for each layer the frozen tensors that stay, and those that stream: the nested
+    absmax of these stay. ``digests`` has a digest of each compared with that of its source.
 
     Attributes:
         moves: What stays, with its new bytes.

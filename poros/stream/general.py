@@ -36,26 +36,25 @@ from poros.kernels.lazy_tensor import forget, values_of
 from poros.kernels.nodes import weakly
 from poros.kernels.sums import sums_of_bits
 from poros.slots.schedule import Phase
+from poros.stream.adapters import ProxyLeaf
 from poros.stream.args import as_result, copied
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
-from poros.stream.proxies import ProxyLeaf
-from poros.stream.staying import StayingState
+from poros.stream.marks import Marks, version_of
 from poros.stream.within import SavedTensorHooks, without_collector
 
 
 class _Saved:
-    """Stands in the graph for the saved tensor of this number."""
+    """Stands in the graph for the saved tensor of this number; whether that is edited since."""
 
     __slots__ = ("__weakref__", "number", "version", "witness")
 
     def __init__(self, number: int, tensor: torch.Tensor, is_watched: bool) -> None:
         self.number = number
-        self.version = _version(tensor) if is_watched else 0
+        self.version = version_of(tensor) if is_watched else 0
         self.witness = _witness(tensor) if is_watched else None
 
     def is_edited(self) -> bool:
-        """Whether code of the user inside the layer has edited the tensor since."""
         return self.witness is not None and self.witness._version != self.version
 
 
@@ -78,25 +77,15 @@ class _InSlot(NamedTuple):
 class RecomputedCall(Call):
     """One call of one layer, from its forward until its graph is gone.
 
-    Args:
-        layer: The layer.
-        args: Its arguments; mutable ones are copied, and the layer gets the copies' originals.
-        kwargs: Likewise.
-        condition: What decides what it computes, as it is now.
-        leaves: What is to be there instead of parameters.
+    ``leaves`` are to be there instead of parameters.
 
     Raises:
-        UnsupportedModelError: If an argument may be written to by the side; and within saved-tensor
-            hooks of the caller, which would have nothing to keep.
+        UnsupportedModelError: Within saved-tensor hooks of the caller, which would have nothing to
+            keep.
     """
 
     def __init__(
-        self,
-        layer: LayerBody,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        condition: Condition,
-        leaves: Sequence[ProxyLeaf] = (),
+        self, layer: LayerBody, condition: Condition, leaves: Sequence[ProxyLeaf] = ()
     ) -> None:
         if _are_hooks_of_others():
             raise UnsupportedModelError(
@@ -107,35 +96,32 @@ class RecomputedCall(Call):
             )
         super().__init__(layer, condition)
         self._leaves = leaves
-        self._args = tuple(
-            copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
-        )
-        self._kwargs = {
-            key: copied(value, f"argument {key!r} of {layer.name}") for key, value in kwargs.items()
-        }
         self._is_watched = condition.has_hooks
-        self._num_tokens = _num_tokens(args) if self._is_watched else 0
         self._sums: list[torch.Tensor] = []
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._task: int | None = None
-        self._staying: StayingState | None = None
+        self._marks: Marks = condition.marks
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's result, in the caller's graph.
-
-        Args:
-            args: The arguments that ``self`` was made of.
-            kwargs: Likewise.
+        """The layer's result, in the caller's graph. Kept are copies of mutable arguments.
 
         Streams:
             As ``LayerBody.visit``.
 
         Raises:
             RematerializationError: If the layer edits its arguments or its adapters in place.
+            UnsupportedModelError: If an argument may be written to by the side.
         """
         layer, contents = self.layer, self.condition.contents
+        self._args = tuple(
+            copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
+        )
+        self._kwargs = {
+            key: copied(value, f"argument {key!r} of {layer.name}") for key, value in kwargs.items()
+        }
+        self._num_tokens = _num_tokens(args) if self._is_watched else 0
         self._offloaded = layer.offload(args[0]) if args and _is_tensor(args[0]) else None
         if self._offloaded is not None:
             self._args = (None, *self._args[1:])
@@ -162,7 +148,7 @@ class RecomputedCall(Call):
         contents.note_tensors()
         self.note_end()
         # Now, not before: bitsandbytes casts a bias for good at its first use.
-        self._staying = layer.staying(self.condition.frozen)
+        self._marks = self.condition.marks_now()
         outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
         note_last(outputs)
         begin = weakly(self._begin)
@@ -182,9 +168,7 @@ class RecomputedCall(Call):
         """The backward begins: hooks on what the layer gave have run, those inside have not."""
         task = torch._C._current_graph_task_id()
         if self._saved and task != self._task and not torch.is_grad_enabled():
-            self._values = {}
-            self._values = self._recompute()
-            self._task = task
+            self._recompute_for(task)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if _lies_in(tensor, self._memory):
@@ -216,11 +200,9 @@ class RecomputedCall(Call):
         if isinstance(kept, _InSlot):
             return kept.within(self.layer.weights.lease(Phase.BACKWARD))
         if task != self._task or kept.number not in self._values:
-            self._values = {}
-            self._values = self._recompute()
-            self._task = task
+            self._recompute_for(task)
         tensor, version = self._values.pop(kept.number)
-        if _version(tensor) != version or kept.is_edited():
+        if version_of(tensor) != version or kept.is_edited():
             raise RematerializationError(
                 f"{self.layer.name}: expected what its backward needs to be left alone, found a "
                 f"tensor of shape {tuple(tensor.shape)} that was edited in place after an operator "
@@ -228,10 +210,15 @@ class RecomputedCall(Call):
             )
         return tensor
 
+    def _recompute_for(self, task: int) -> None:
+        self._values = {}  # what the values before have taken is free meanwhile
+        self._values = self._recompute()
+        self._task = task
+
     def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Run the layer once more; what its operators save, by number, and its version then."""
         layer, contents = self.layer, self.condition.contents
-        layer.condition().require_as(self.condition, self._staying)
+        layer.condition().require_as(self.condition, self._marks)
         if self._versions != _versions(self._given):
             raise RematerializationError(
                 f"{layer.name}: its input or another tensor it was given was edited in place "
@@ -251,7 +238,7 @@ class RecomputedCall(Call):
             if self._is_watched:
                 sums.extend(self._sums_of(tensor))
             if number < len(self._saved) and self._saved[number]() is not None:
-                values[number] = tensor.detach(), _version(tensor)
+                values[number] = tensor.detach(), version_of(tensor)
 
         args, kwargs = _aliases(copied(self._args, "")), _aliases(copied(self._kwargs, ""))
         if self._offloaded is not None:
@@ -263,7 +250,7 @@ class RecomputedCall(Call):
             recomputing(layer.context.tally, not is_seen),
             nullcontext() if watching is None else watching() or nullcontext(),
             layer.visit(Phase.BACKWARD, self._leaves) as slot,
-            self.ambient.but_random(contents.modules()),
+            self.around(),
             self.start.replay(),
             torch.enable_grad(),
             SavedTensorHooks(store, _refuse_backward),
@@ -275,8 +262,8 @@ class RecomputedCall(Call):
         if forms != self._forms:
             raise RematerializationError(
                 f"{layer.name}: expected the recomputation to save the tensors that the forward "
-                f"saved, found {_first_difference(self._forms, forms)}; the layer depends on state "
-                "that is not its input"
+                "saved, found others; the layer depends on state that is not its input (another "
+                "autocast, a counter?)"
             )
         if sums and not torch.equal(torch.cat(sums), torch.cat(self._sums)):
             raise RematerializationError(
@@ -318,13 +305,8 @@ def _walk(
     """The nodes of a layer that may keep a slot's tensor as they like; parameters cast before.
 
     The former are of functions of others in Python, such as bitsandbytes' 4-bit matmul, and all
-    where code of the user may have saved-tensor hooks of its own inside the layer; of the latter it
-    uses a cast of autocast's, or somebody's, from before it was called.
-
-    Args:
-        outputs: Of a layer, with their graph.
-        first: Nodes below this number are not of the layer.
-        is_watched: Whether code of the user may run inside the layer.
+    where code of the user (``is_watched``) may have saved-tensor hooks of its own inside the layer;
+    of the latter it uses a cast from before it was called. Nodes below ``first`` are not of it.
     """
     readers, casts, seen = [], [], set()
     queue: list[Any] = [output.grad_fn for output in outputs]
@@ -388,15 +370,6 @@ def _refuse_backward(_: object) -> NoReturn:
     )
 
 
-def _first_difference(expected: Sequence[Any], found: Sequence[Any]) -> str:
-    for number, (old, new) in enumerate(zip(expected, found, strict=False)):
-        if old != new:
-            return (
-                f"tensor {number} of {tuple(new[0])}, {new[1]} instead of {tuple(old[0])}, {old[1]}"
-            )
-    return f"{len(found)} tensors instead of {len(expected)}"
-
-
 def _lies_in(tensor: torch.Tensor, memory: int) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == memory
 
@@ -411,10 +384,6 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _witness(tensor: torch.Tensor) -> torch.Tensor | None:
     """A tensor without values that counts the edits of ``tensor``."""
     if tensor.is_inference() or tensor.layout is not torch.strided:
@@ -425,7 +394,7 @@ def _witness(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return list(map(_version, tensors))
+    return list(map(version_of, tensors))
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from poros.stream.args import PLAIN
+from poros.stream.marks import version_of
 
 _MISSING = object()
 OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training"})
@@ -25,7 +26,7 @@ def contents_of(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _held(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value, 0 if value.is_inference() else value._version
+        return value, version_of(value)
     return content_of(value) if type(value) in CONTAINERS else value
 
 
@@ -73,9 +74,7 @@ def refill(container: Any, content: Any) -> None:
 def bound(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
     """Which names, in which places, are bound anew, or are containers or tensors that were edited.
 
-    Args:
-        before: The ``contents_of`` namespaces then.
-        now: Those of the same ones now.
+    Both are the ``contents_of`` the same namespaces.
     """
     for place, (old, new) in enumerate(zip(before, now, strict=True)):
         for name in old.keys() | new.keys():

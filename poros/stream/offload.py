@@ -60,11 +60,8 @@ class ActivationOffloader:
     def offload(self, tensor: torch.Tensor, where: str, index: int) -> "OffloadedInput":
         """Queue the copy of a layer's input to the host; the device memory goes two calls later.
 
-        Args:
-            tensor: The input, on the device; the caller keeps no reference that outlives the
-                layer's forward.
-            where: The layer's name, for errors.
-            index: The layer's place among the layers.
+        The caller keeps no reference to it that outlives the forward of the layer, which is number
+        ``index`` of them and named in errors by ``where``.
 
         Streams:
             Copies on a stream of its own, behind what the compute stream has queued; the compute
@@ -74,8 +71,7 @@ class ActivationOffloader:
         Raises:
             HostMemoryError: If there is no host memory for it.
         """
-        latest = self._recent[-1]() if self._recent else None
-        previous = latest if latest is not None and latest.index == index - 1 else None
+        previous = self._recent[-1] if self._recent else None
         offloaded = OffloadedInput(tensor, where, index, self, self._take(tensor), previous)
         self._recent.append(weakref.ref(offloaded))
         while len(self._recent) > NUM_ON_DEVICE:
@@ -95,7 +91,9 @@ class ActivationOffloader:
             if buffer.layout.num_bytes >= num_bytes:
                 return self._free.pop(index)
         if self._free:  # too small for the batches that have come now
-            self._drop(self._free.pop())
+            unfit = self._free.pop()
+            self._buffers.remove(unfit)
+            unfit.unpin()
         require_host_memory(num_bytes, "inputs of layers (offload_boundaries)")
         buffer = HostSlab(BlockLayout((), num_bytes))
         self._buffers.append(buffer)
@@ -108,10 +106,6 @@ class ActivationOffloader:
                 num_bytes / 1e6,
             )
         return buffer
-
-    def _drop(self, buffer: HostSlab) -> None:
-        self._buffers.remove(buffer)
-        buffer.unpin()
 
 
 class OffloadedInput:
@@ -127,14 +121,14 @@ class OffloadedInput:
         index: int,
         offloader: ActivationOffloader,
         buffer: HostSlab,
-        previous: "OffloadedInput | None",
+        previous: "weakref.ref[OffloadedInput] | None",
     ) -> None:
         self.index = index
         self._where = where
         self._offloader = offloader
         self._streams = offloader._streams
         self._buffer = buffer
-        self._previous = None if previous is None else weakref.ref(previous)
+        self._previous = previous
         self._is_edited = False
         self._form = (tensor.shape, tensor.dtype)
         self._requires_grad = tensor.requires_grad
@@ -161,7 +155,7 @@ class OffloadedInput:
                 "the forward cannot be recomputed; edit it after backward"
             )
         previous = self._previous() if self._previous is not None else None
-        if previous is not None:
+        if previous is not None and previous.index == self.index - 1:
             previous._bring_back()
         return as_result(tensor) if self._requires_grad else tensor
 

@@ -1,6 +1,12 @@
-"""Process-wide settings that pick the kernels of an operator: read, compared, set for a while.
+"""Autocast, and process-wide settings that pick kernels: read, compared, set for a while.
 
 Read in the form that PyTorch itself reads when it picks a kernel.
+
+Note: Rematerialization equality
+    The recomputed forward must see the same bits as the forward did. Besides arguments and the
+    layer itself (compared: ``poros.stream.condition``) that is: random states, autocast, the
+    training flags of the layer's modules, and these settings. Each is captured at the layer's
+    forward and *replayed* at its recomputation, then put back.
 
 Note: The precision of float32
     PyTorch keeps it for each backend and operator. A place inherits from others until somebody
@@ -126,6 +132,61 @@ class Settings(NamedTuple):
             if wanted != before:
                 stack.callback(put, before)
                 put(wanted)
+
+
+class AutocastState(NamedTuple):
+    """Autocast of one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def capture(cls, device_type: str) -> "AutocastState":
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+        )
+
+    def now(self) -> "AutocastState":
+        """Of the same device type, at this moment."""
+        return self.capture(self.device_type)
+
+    def enter(self) -> torch.autocast:
+        """The same autocast, without its cache of cast weights.
+
+        The cache is keyed by tensor: a cast of an adapter that is there would be reused, and the
+        graph of a recomputation would not be its own.
+        """
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
+
+
+class Surroundings(NamedTuple):
+    """Autocast and the settings that pick kernels, at one time."""
+
+    autocast: tuple[AutocastState, ...]
+    """Of each device type that takes part."""
+    settings: Settings
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "Surroundings":
+        """Those of now, for work on ``device``."""
+        device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        return cls(tuple(map(AutocastState.capture, device_types)), Settings.capture())
+
+    @property
+    def is_autocast(self) -> bool:
+        return any(each.enabled for each in self.autocast)
+
+    def enter(self, stack: ExitStack) -> None:
+        """Have them until ``stack`` is closed."""
+        for each in self.autocast:
+            if each.enabled or torch.is_autocast_enabled(each.device_type):
+                stack.enter_context(each.enter())
+        stack.enter_context(self.settings.replay())
 
 
 def set_deterministic_flags(flags: tuple[bool, bool]) -> None:

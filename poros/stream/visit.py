@@ -16,9 +16,10 @@ Note: Interruptions
     its end and raises, so that nothing it computed is used.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,8 @@ from poros.kernels.nf4 import state_of
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
-from poros.stream.proxies import ProxyLeaf
+from poros.stream.adapters import ProxyLeaf
+from poros.stream.marks import Marks
 from poros.stream.within import on_plain_tensors
 from poros.utils.profiling import is_profiling, labelled, short_name
 
@@ -63,9 +65,9 @@ class LayerBindings:
         self.dense_weights = _dense_weights(bindings)
         """Its 4-bit weights on the device that have a place to be dense in."""
         self._biases = [
-            (binding.on_device, binding.on_device.detach())
-            for binding in bindings
-            if binding.key == "bias" and isinstance(binding.on_device, nn.Parameter)
+            (each.on_device, each.on_device.detach())
+            for each in bindings
+            if each.key == "bias" and isinstance(each.on_device, nn.Parameter)
         ]
 
     def without_device_tensors(self) -> "LayerBindings":
@@ -74,8 +76,10 @@ class LayerBindings:
             [binding._replace(on_device=binding.at_rest) for binding in self._bindings]
         )
 
-    def require_owners(self, owners: Collection[int]) -> None:
-        """Raise ``PreparedModelError`` unless every frozen tensor hangs in one of ``owners``."""
+    def require_owners(self, layer: nn.Module) -> None:
+        """Raise ``PreparedModelError`` unless all of them hang in modules of ``layer``."""
+        tables = [(module._parameters, module._buffers) for module in layer.modules()]
+        owners = set(map(id, chain.from_iterable(tables)))
         for binding, _, _ in self._resting:
             if id(binding.owner) not in owners:
                 raise PreparedModelError(
@@ -86,7 +90,7 @@ class LayerBindings:
     @property
     def tensor_ids(self) -> set[int]:
         """Ids of the tensors at rest."""
-        return {id(binding.at_rest) for binding, _, _ in self._resting}
+        return {id(binding.at_rest) for binding, *_ in self._resting}
 
     def require_at_rest(self) -> None:
         """Raise ``PreparedModelError`` if a frozen tensor was changed since it was put to rest."""
@@ -108,10 +112,9 @@ class LayerBindings:
                     "poros.restore(model) before changing the base (merging, "
                     "prepare_model_for_kbit_training, loading weights), then prepare again"
                 )
-
         for binding, scales in self._states:
-            now = binding.owner.get(binding.key)
-            if now is not binding.at_rest or scales != _marks_of(now):
+            state = binding.owner.get(binding.key)
+            if state is not binding.at_rest or scales != _marks_of(state):
                 raise PreparedModelError(
                     f"{binding.name}: expected the quantization state that poros.prepare took "
                     "over, found it replaced or written. Call poros.restore(model) before "
@@ -134,17 +137,13 @@ class LayerBindings:
                     "replaced (a counter, a running statistic?); the new value would be lost"
                 )
 
-    def device_marks(self) -> list[tuple[int, int]]:
+    def device_marks(self) -> Marks:
         """What changes if somebody writes to a device tensor, or gives it other memory."""
-        marks: list[tuple[int, int]] = on_plain_tensors(self._device_marks)
-        return marks
-
-    def _device_marks(self) -> list[tuple[int, int]]:
-        return [
-            (tensor.data_ptr(), tensor._version)
-            for binding in self._bindings
-            if isinstance(tensor := binding.on_device, torch.Tensor)
-        ]
+        tensors = [each.on_device for each in self._bindings]
+        found: Marks = on_plain_tensors(
+            Marks, [each for each in tensors if isinstance(each, torch.Tensor)]
+        )
+        return found
 
     def swap_out(self) -> None:
         """Put the originals back, whatever is in their place."""
@@ -152,13 +151,13 @@ class LayerBindings:
             binding.owner[binding.key] = binding.at_rest
         for bias, slot_view in self._biases:
             # bitsandbytes casts a bias to the compute dtype for good, which would leave the tensor
-            # with memory of its own.
+            # with memory of its own: of a recording's, if it is recorded.
             if bias.dtype != slot_view.dtype:
                 bias.data = slot_view
 
     def hide(self) -> None:
         """Take parameters and buffers out of their modules, until ``swap_out``."""
-        for binding, _, _ in self._resting:
+        for binding, *_ in self._resting:
             binding.owner[binding.key] = None
 
 
@@ -189,104 +188,67 @@ def _is_alias(now: Any, expected: Any) -> bool:
     )
 
 
-class _Note:
-    """One visit that has begun. Compared by identity."""
-
-    __slots__ = ("undo",)
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self.undo = undo
+Undo = Callable[[], None]
+"""Undoes a visit that has come anywhere, undone or not. Stands for the visit."""
 
 
 class Visits:
     """The visits of one prepared model: at most one at a time."""
 
     def __init__(self) -> None:
-        self._open: list[_Note] = []
+        self._open: list[Undo] = []
 
-    def end_all(self) -> None:
-        """Undo what an interruption has left behind. Costs nothing if there is nothing."""
-        while self._open:
+    def end_all(self, but: Undo | None = None) -> None:
+        """Undo what an interruption has left behind, unless ``but`` goes on alone."""
+        while self._open and self._open != [but]:
             self.end(self._open[-1])
 
-    def end(self, note: _Note) -> None:
+    def end(self, visit: Undo) -> None:
         """Undo one visit, unless that was done; to its end even if it is interrupted."""
-        if note in self._open:
+        if visit in self._open:
             try:
-                note.undo()
+                visit()
             except KeyboardInterrupt:
-                note.undo()
-                self._open.remove(note)
+                visit()
+                self._open.remove(visit)
                 raise
-            self._open.remove(note)
+            self._open.remove(visit)
 
-    def open(self, undo: Callable[[], None]) -> _Note:
+    def open(self, undo: Undo) -> None:
         """Begin a visit that whoever asks for it ends; or the next visit that begins does."""
-        note = _Note(undo)
-        self._open.append(note)
-        return note
+        self._open.append(undo)
 
-    def is_open(self, note: _Note) -> bool:
-        """Whether that visit goes on."""
-        return note in self._open
-
-    def end_others(self, note: _Note | None) -> None:
-        """As ``end_all``, unless that visit goes on alone."""
-        if self._open != [note]:
-            self.end_all()
-
-    def require_open(self, name: str, note: _Note) -> None:
+    def require_open(self, name: str, visit: Undo) -> None:
         """Raise ``SlotStateError`` if another visit began before this one, of ``name``, ended."""
-        if note not in self._open:
+        if visit not in self._open:
             raise SlotStateError(
                 f"{name}: expected one layer to run at a time, found another one that ran "
                 "before it had ended (a forward or a backward inside a hook of it?)"
             )
 
     @contextmanager
-    def begin(self, name: str, undo: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Run the body as a visit, then ``undo`` what it has changed. ``end_all`` comes before.
-
-        Args:
-            name: The layer's qualified name.
-            undo: Undoes a visit that has come anywhere, undone or not.
-
-        Yields:
-            What raises if this is no longer the visit that goes on. Called at the end as well.
+    def begin(self, name: str, undo: Undo) -> Iterator[None]:
+        """Run the body as a visit of layer ``name``, then undo it. ``end_all`` comes before.
 
         Raises:
             SlotStateError: If another visit began before this one ended.
         """
-        note = self.open(undo)
-        require_alone = partial(self.require_open, name, note)
+        self.open(undo)
         try:
             try:
-                yield require_alone
-                require_alone()
+                yield
+                self.require_open(name, undo)
             finally:
-                self.end(note)
+                self.end(undo)
         finally:
             # An interruption may strike as the first clean-up begins.
-            self.end(note)
-
-
-class _Row(NamedTuple):
-    """The visit that a row of visits shares."""
-
-    note: _Note
-    phase: Phase
+            self.end(undo)
 
 
 class BlockVisit:
-    """Visits of one block by one of its readers, one after the other.
+    """Visits of one block by one of its readers, of that qualified ``name``.
 
-    Args:
-        manager: Brings the block to its slot.
-        visits: Of the model.
-        block: Index in execution order.
-        name: Qualified name of the reader.
-        bindings: The reader's tensors: at rest on the host, during a visit views of the slot.
-        when_ready: Called with the bindings once the block is there.
+    ``when_ready`` is called with the bindings of the reader's tensors once the block is there.
     """
 
     def __init__(
@@ -307,8 +269,8 @@ class BlockVisit:
         self._is_bound = True
         self._when_ready = when_ready
         self._is_in_row = False
-        self._row: _Row | None = None
-        self._lease: tuple[_Note, torch.Tensor] | None = None
+        self._lease: tuple[Undo, torch.Tensor] | None = None
+        """The visit that goes on until another one begins, and the block's bytes."""
 
     @property
     def is_pinned(self) -> bool:
@@ -326,12 +288,10 @@ class BlockVisit:
         self.bindings = self.bindings.without_device_tensors()
 
     @contextmanager
-    def hold(self, phase: Phase, leaves: Sequence[ProxyLeaf] = ()) -> Iterator[torch.Tensor]:
+    def hold(self, phase: Phase | None, leaves: Sequence[ProxyLeaf] = ()) -> Iterator[torch.Tensor]:
         """Hold the block in its slot, with device tensors and leaves in place; its bytes.
 
-        Args:
-            phase: What the visit belongs to.
-            leaves: What is to be there instead of parameters.
+        To be recorded only, no phase: the slot may hold anything.
 
         Streams:
             The compute stream waits for the block's copy; at the end an event is recorded behind
@@ -343,14 +303,16 @@ class BlockVisit:
         """
         self._require_ready()
         # The bindings of now: a visit that is undone later is undone as it began.
-        undo = partial(_end_visit, self._manager, self.block, self.bindings, leaves)
-        with self._visits.begin(self._name, undo) as require_alone:
-            slot = self._acquire(phase)
+        undo = partial(self._end, self.bindings, leaves)
+        with self._visits.begin(self._name, undo):
+            slot = self._manager.slot(self.block) if phase is None else self._acquire(phase)
             version = slot.buffer._version
-            self._put_in_place(leaves)
-            with labelled(phase.value, self._label):
+            self.bindings.swap_in()
+            for place in leaves:
+                place.owner[place.key] = place.leaf
+            with labelled("record" if phase is None else phase.value, self._label):
                 yield slot.buffer
-            require_alone()
+            self._visits.require_open(self._name, undo)
             self.bindings.require_device_tensors()
             if slot.buffer._version != version:
                 raise PreparedModelError(
@@ -362,27 +324,32 @@ class BlockVisit:
     def lease(self, phase: Phase, at_end: Callable[[], None] | None = None) -> torch.Tensor:
         """Hold the block in its slot until another visit begins, then call ``at_end``; its bytes.
 
-        Within a backward it ends with that at the latest.
+        Within a backward, or a row (``in_a_row``), it ends with that at the latest.
 
         Streams and errors are those of ``hold``. If the block is leased already, nothing is done.
         """
-        if self._lease is not None and self._visits.is_open(self._lease[0]):
+        if self._lease is not None:
             return self._lease[1]
         self._visits.end_all()
         self._require_bound()
-
-        def end() -> None:
-            self._lease = None
-            if at_end is not None:
-                at_end()
-            _release(self._manager, self.block)
-
-        note = self._visits.open(end)
-        slab = self._acquire(phase).buffer
-        self._lease = note, slab
+        end, slab = self._begin_lease(phase, at_end)
         if torch._C._current_graph_task_id() >= 0:
-            Variable._execution_engine.queue_callback(partial(self._visits.end, note))
+            Variable._execution_engine.queue_callback(partial(self._visits.end, end))
         return slab
+
+    def _begin_lease(
+        self, phase: Phase, at_end: Callable[[], None] | None = None
+    ) -> tuple[Undo, torch.Tensor]:
+        end = partial(self._end_lease, at_end)
+        self._visits.open(end)
+        self._lease = lease = end, self._acquire(phase).buffer
+        return lease
+
+    def _end_lease(self, at_end: Callable[[], None] | None) -> None:
+        self._lease = None
+        if at_end is not None:
+            at_end()
+        self._release()
 
     def occupy(self, phase: Phase) -> AbstractContextManager[None]:
         """Hold the block in its slot for work that does not go by the reader's tensors.
@@ -390,62 +357,43 @@ class BlockVisit:
         As ``hold`` otherwise. In a row (``in_a_row``) it goes on until the row ends, or until
         another visit begins: the next one of the row finds the block held, and as it was.
         """
-        row = self._row
-        is_held = row is not None and row.phase is phase and self._visits.is_open(row.note)
+        is_held = self._is_in_row and self._lease is not None
         return nullcontext() if is_held and not is_profiling() else self._occupy(phase)
 
     @contextmanager
     def _occupy(self, phase: Phase) -> Iterator[None]:
         with nullcontext() if self._is_in_row else self.in_a_row():
-            row = self._row
-            if row is None or row.phase is not phase or not self._visits.is_open(row.note):
+            lease = self._lease
+            if lease is None:
                 self._require_ready()
-                note = self._visits.open(partial(_release, self._manager, self.block))
-                self._acquire(phase)
-                row = self._row = _Row(note, phase)
+                lease = self._begin_lease(phase)
             with labelled(phase.value, self._label):
                 yield
-            self._visits.require_open(self._name, row.note)
+            self._visits.require_open(self._name, lease[0])
 
     @contextmanager
     def in_a_row(self) -> Iterator[None]:
         """Visits in the body come one behind the other, with nobody's code between them."""
+        if self._lease is not None:
+            self._visits.end_all()
         self._is_in_row = True
         try:
             yield
         finally:
-            row, self._row, self._is_in_row = self._row, None, False
-            if row is not None:
-                self._visits.end(row.note)
+            self._is_in_row = False
+            if self._lease is not None:
+                self._visits.end(self._lease[0])
 
     def end_others(self) -> None:
         """Undo what an interruption has left behind; the visit that a row shares goes on."""
-        self._visits.end_others(None if self._row is None else self._row.note)
+        lease = self._lease if self._is_in_row else None
+        self._visits.end_all(None if lease is None else lease[0])
 
     def _acquire(self, phase: Phase) -> Slot:
         slot = self._manager.acquire(self.block, phase)
         if self._when_ready is not None:
             self._when_ready(self.bindings)
         return slot
-
-    @contextmanager
-    def expose(self, leaves: Sequence[ProxyLeaf]) -> Iterator[None]:
-        """Device tensors and leaves in place, whatever the slot holds: to be recorded only.
-
-        As ``hold`` otherwise.
-        """
-        self._require_ready()
-        undo = partial(_end_visit, self._manager, self.block, self.bindings, leaves)
-        with self._visits.begin(self._name, undo) as require_alone:
-            self._put_in_place(leaves)
-            yield
-            require_alone()
-            self.bindings.require_device_tensors()
-
-    def _put_in_place(self, leaves: Sequence[ProxyLeaf]) -> None:
-        self.bindings.swap_in()
-        for place in leaves:
-            place.owner[place.key] = place.leaf
 
     def _require_ready(self) -> None:
         self._visits.end_all()
@@ -468,20 +416,13 @@ class BlockVisit:
             self.bindings.hide()
             yield
 
+    def _end(self, bindings: LayerBindings, leaves: Sequence[ProxyLeaf]) -> None:
+        for place in leaves:
+            if place.owner.get(place.key) is place.leaf:
+                place.owner[place.key] = place.parameter
+        bindings.swap_out()
+        self._release()
 
-def _end_visit(
-    manager: BlockManager,
-    block: int,
-    bindings: LayerBindings,
-    leaves: Sequence[ProxyLeaf],
-) -> None:
-    for place in leaves:
-        if place.owner.get(place.key) is place.leaf:
-            place.owner[place.key] = place.parameter
-    bindings.swap_out()
-    _release(manager, block)
-
-
-def _release(manager: BlockManager, block: int) -> None:
-    if manager.is_held(block):
-        manager.release(block)
+    def _release(self) -> None:
+        if self._manager.is_held(self.block):
+            self._manager.release(self.block)

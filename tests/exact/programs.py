@@ -142,13 +142,6 @@ def functional_gradient(model: Model) -> object:
 # Losses on what passes between the layers.
 
 
-def hidden_states_alone(model: Model) -> object:
-    """Asked for, and no loss on them."""
-    out = model(**batches()[1], output_hidden_states=True)
-    out.loss.backward()
-    return [(each, each.requires_grad) for each in out.hidden_states]
-
-
 def attentions(model: Model) -> object:
     """Those of an evaluation, and a loss on nothing but them."""
     with torch.no_grad():

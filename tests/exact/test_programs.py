@@ -79,8 +79,6 @@ def backwards() -> Iterator[tuple[str, Row]]:
 
 def losses() -> Iterator[tuple[str, Row]]:
     """On what passes between the layers, and on what is inside them."""
-    for name, subject in {"qwen2": S.NO_DROPOUT, "gemma4": S.SHARED}.items():
-        yield f"hidden states of {name}", Row(P.hidden_states_alone, subject, replays=False)
     for name in ("gemma4", "mixtral"):
         subject = S.small(name, attn_implementation="eager")
         yield f"attentions of {name}", Row(P.attentions, subject, replays=False)
@@ -103,7 +101,6 @@ def surroundings() -> Iterator[tuple[str, Row]]:
     """What surrounds a forward is replayed at its recomputation."""
     # With dropout there is one backend only.
     yield "math attention", Row(P.MATH_STEP, S.FP32_NO_DROPOUT)
-    yield "math attention twice", Row(P.one_step(P.only_math, P.only_math), S.NO_DROPOUT)
     full = S.small(dtype=torch.float32, quantize=False)
     yield "autocast around backward", Row(P.one_step(backward=bf16), full)
     # Where casts are there before the layers are, it is not seen when gradients arrive.

@@ -21,10 +21,10 @@ from poros.errors import RematerializationError
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
 from poros.stream.args import is_shared_mapping
+from poros.stream.body import Call
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
-from poros.stream.settings import Settings
-from poros.stream.state import AmbientState, Surroundings
+from poros.stream.settings import Settings, Surroundings
 from poros.stream.visit import BlockVisit
 from tests.loops import at, before, behind, build, halve_in_place
 from tests.replaced import Plant, in_place_of
@@ -62,10 +62,11 @@ def leave_the_random_state(genuine: Any, self: RngStash) -> Iterator[None]:
 
 
 @unguarded
-@in_place_of(AmbientState, "but_random")
-def lose_autocast(genuine: Any, self: AmbientState, modules: Any) -> Any:
+@in_place_of(Call, "around")
+def lose_autocast(genuine: Any, self: Call) -> Any:
     """The recomputation replays another state."""
-    return genuine(replace(self, surroundings=Surroundings((), Settings.capture())), modules)
+    self.surroundings = Surroundings((), Settings.capture())
+    return genuine(self)
 
 
 # The bytes in a slot.
@@ -200,10 +201,7 @@ class Fault:
 FIRST_LOSS, FIRST_GRADIENT = "step 0, loss of micro-batch 0", "step 0, gradient of"
 LAYER = r"layers\.\d: "
 GRADIENT = LAYER + r"gradient of .* elements differ, by at most \S+; first at \["
-OTHERS_SAVED = (
-    "expected the recomputation to save the tensors that the forward saved, "
-    r"found tensor \d+ of (\(.*?\), \S+) instead of (?!\1;)"
-)
+OTHERS_SAVED = "expected the recomputation to save the tensors that the forward saved, found others"
 TRACE = "its backward has to leave no trace of random draws"
 STEADY_GRADIENT = "gradient of .*deterministic attention on both sides"
 LOSS_AND_RANDOM = frozenset({"loss", "gradients", "RNG end state"})

@@ -6,14 +6,11 @@ GPU: ``test_missing_waits``; in trainers: ``tests/exact/test_accumulate_trainers
 """
 
 import gc
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,14 +19,12 @@ from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode
 from poros.api import prepare_with
 from poros.kernels.dequantize import DenseLayer
-from poros.self_check.evidence import CallSnapshot, random_states
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
-from poros.stream.attention import deterministic_flag, unchanged_flags
+from poros.stream.adapters import proxy_leaves
+from poros.stream.attention import unchanged_flags
 from poros.stream.body import LayerBody
 from poros.stream.boundary import StreamedLayer, streamed_layer
-from poros.stream.proxies import proxy_leaves
-from poros.stream.settings import Settings
 from poros.stream.visit import BlockVisit, Visits
 from tests.comparing import assert_same_run
 from tests.interrupts import Interrupts
@@ -112,7 +107,7 @@ def test_healthy_steps_after_exceptions_equal_the_resident_ones() -> None:
 AROUND = ("stream/visit.py", "stream/body.py", "slots/manager.py", "contextlib.py")
 STEP = (
     *("visit", "body", "streamed", "general", "manager", "layer_index"),
-    *("stream/state", "proof", "settings", "rng", "check", "contextlib"),
+    *("proof", "settings", "rng", "check", "contextlib"),
 )
 
 
@@ -153,7 +148,7 @@ def end_at_once(self: Visits, note: Any) -> None:
     """As a visit would end if nobody made up for an end that is interrupted."""
     if note in self._open:
         self._open.remove(note)
-        note.undo()
+        note()
 
 
 @pytest.mark.parametrize(
@@ -219,26 +214,6 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(self_check: str, 
         poros.restore(model)
 
 
-CONTEXTS: dict[str, Callable[[], Any]] = {
-    "state of a forward": lambda: CallSnapshot.state(SURROUNDINGS, CPU),
-    "state of a backward": lambda: CallSnapshot.backward_state(SURROUNDINGS, CPU),
-    "flags": unchanged_flags,
-    "deterministic flag": deterministic_flag,
-}
-CPU = torch.device("cpu")
-SURROUNDINGS: Any = SimpleNamespace(
-    rng=random_states(CPU),
-    other_rng=(random.getstate(), np.random.get_state()),
-    rng_backward=random_states(CPU),
-    autocast=[],
-    has_cast_cache=True,
-    is_late=False,
-    settings=Settings.capture(),
-    layer=torch.nn.Linear(1, 1),
-    training=[True],
-)
-
-
 @contextmanager
 def by_a_generator() -> Iterator[None]:
     """Puts the flag back whenever it is collected."""
@@ -277,16 +252,11 @@ def puts_back_late(make: Callable[[], Any]) -> bool:
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("make", "is_late"),
-    [
-        *(pytest.param(make, False, id=name) for name, make in CONTEXTS.items()),
-        pytest.param(by_a_generator, True, id="control"),
-    ],
-)
+@pytest.mark.parametrize(("make", "is_late"), [(unchanged_flags, False), (by_a_generator, True)])
 def test_what_was_interrupted_does_not_put_an_old_state_back_later(
     make: Callable[[], Any], is_late: bool
 ) -> None:
+    """What is ``Within``, beside a generator as the control."""
     try:
         assert puts_back_late(make) == is_late
     finally:

@@ -16,7 +16,7 @@ from torch import nn
 
 import poros
 from poros.errors import PreparedModelError, RematerializationError
-from poros.stream.staying import StayingState
+from poros.stream.marks import Marks
 from tests.comparing import assert_same_run, bits_of, changes
 from tests.loops import NUM_LAYERS, batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain
@@ -176,10 +176,10 @@ def test_biases_are_trained_and_cast_as_in_a_resident_run(
 
 def test_one_that_is_gone_differs_from_one_that_is_there() -> None:
     there = torch.ones(1)
-    gone, same, other = (StayingState([each, there]).marks for each in (None, there, there.clone()))
-    assert gone[0] is None and gone[1] == same[1] == same[0] != other[0]
+    gone, same, other = (Marks([each, there]) for each in (None, there, there.clone()))
+    assert [same.changed(each) for each in (gone, same, other)] == [0, None, 0]
     with torch.inference_mode():
-        assert StayingState([None, torch.ones(1)]).marks[1] is not None
+        assert Marks([None, torch.ones(1)]).changed(gone) == 1
 
 
 # Taken out of a layer.

@@ -24,7 +24,6 @@ from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
-from poros.streams import Event
 from tests.loops import batches, build
 from tests.replaced import Plant, in_place_of
 from tests.support import prepare_plain
@@ -37,33 +36,23 @@ CPU = torch.device("cpu")
 HARMLESS = {"alias", "detach", "slice", "view", "copy_", "equal"}
 
 
-class CountingStreams(EagerStreams):
-    """Eager streams that know what was asked of them."""
+ASKED = ("allocate", "copy", "wait", "record", "has_passed", "synchronize")
 
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.calls: Counter[str] = Counter()
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        self.calls["allocate"] += 1
-        return super().allocate(num_bytes)
+def counting_streams() -> tuple[EagerStreams, Counter[str]]:
+    """Eager streams, and what is asked of them."""
+    streams, calls = EagerStreams(CPU), Counter[str]()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
-        self.calls["copy"] += 1
-        return super().copy(target, source, after=after)
+    def counted(name: str, genuine: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return genuine(*args, **kwargs)
 
-    def wait(self, event: Event) -> None:
-        self.calls["wait"] += 1
+        return call
 
-    def record(self) -> Event:
-        self.calls["record"] += 1
-
-    def has_passed(self, event: Event) -> bool:
-        self.calls["has_passed"] += 1
-        return True
-
-    def synchronize(self, event: Event) -> None:
-        self.calls["synchronize"] += 1
+    for name in ASKED:
+        setattr(streams, name, counted(name, getattr(streams, name)))
+    return streams, calls
 
 
 class Visits(TorchDispatchMode):
@@ -97,15 +86,15 @@ class Visits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def prepare(num_slots: int) -> tuple[Any, CountingStreams]:
-    """A prepared model after two steps, and its streams."""
-    streams = CountingStreams()
+def prepare(num_slots: int) -> tuple[Any, Counter[str]]:
+    """A prepared model after two steps, and what it asks of its streams."""
+    streams, calls = counting_streams()
     policy = StreamingPolicy(self_check="off", slots=num_slots, loss="reference")
     model = prepare_with(build(num_layers=NUM_LAYERS, dropout=0.0), policy, streams=streams)
     step(model)
     step(model)
-    streams.calls.clear()
-    return model, streams
+    calls.clear()
+    return model, calls
 
 
 def step(model: Any) -> None:
@@ -147,9 +136,9 @@ def watch(model: Any, run: Callable[[Any], None] = step) -> Visits:
 
 def problems(num_slots: int) -> list[str]:
     """What a warm step does that a visit must not."""
-    model, streams = prepare(num_slots)
+    model, asked = prepare(num_slots)
     visits = watch(model)
-    calls = +streams.calls
+    calls = +asked
     evaluated = watch(model, evaluate).operators["forward"]
     num_loads = 2 * (NUM_LAYERS - num_slots)
     found = []
@@ -193,8 +182,8 @@ def copy_inputs(genuine: Any, value: Any, _: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.enable_grad()(torch.clone), value)
 
 
-@in_place_of(CountingStreams, "copy")
-def copy_twice(genuine: Any, self: CountingStreams, target: Any, source: Any, **given: Any) -> Any:
+@in_place_of(EagerStreams, "copy")
+def copy_twice(genuine: Any, self: EagerStreams, target: Any, source: Any, **given: Any) -> Any:
     target.copy_(source)
     return genuine(self, target, source, **given)
 

@@ -75,11 +75,11 @@ def known_option(name: str) -> str:
 def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     """Do what a recipe asks for; if training has ended before, only what comes behind it."""
     from poros.finetune.hub import send
-    from poros.finetune.resuming import finished, require_usable
+    from poros.finetune.resuming import finished, inspect_run_dir
 
     adapter, merged = None, recipe.output.merged
     if not (is_dry or num_shown):
-        require_usable(recipe, trains=merged is None)
+        inspect_run_dir(recipe, trains=merged is None)
         adapter = finished(recipe)
     adapter = adapter or _trained(recipe, is_dry=is_dry, num_shown=num_shown)
     if adapter is None:

@@ -22,7 +22,6 @@ from poros.finetune.packing import (
     most_documents,
     require_attention,
 )
-from poros.finetune.provenance import base_digest, machine, token_digest
 from poros.finetune.resuming import (
     HELD_OUT,
     TOKENS,
@@ -30,6 +29,7 @@ from poros.finetune.resuming import (
     finished,
     inspect_run_dir,
     lock_run_dir,
+    machine,
     require_base,
 )
 from poros.finetune.summary import Size
@@ -136,7 +136,7 @@ def finetune(
         if not is_dry:
             return None
     row_length = _row_length(recipe, tokens)
-    digests = {name: token_digest(each) for name, each in every.items()}
+    digests = {name: each.digest() for name, each in every.items()}
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
     run = inspect_run_dir(given, digests, computed_on, trains=not is_dry)
     datasets = {
@@ -325,7 +325,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     if chosen.dtype != "bfloat16":
         options["dtype"] = DTYPES[chosen.dtype]
     base = poros.load(str(Path(chosen.source).expanduser()), device=device, **options)
-    require_base(run, base_digest(base, chosen.source))
+    require_base(run, base, chosen.source)
     base.config.use_cache = False
     if recipe.training.use_liger_kernel is True:
         use_liger(base)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
 from trl.data_utils import common_prefix_length
+from xxhash import xxh3_128
 
 from poros.errors import DataFormatError, RecipeError, quoted
 from poros.finetune.data import Rows
@@ -81,6 +82,16 @@ class Tokens:
         """The largest token."""
         columns = self.columns.values()
         return max(max(row, default=0) for rows in columns for row in rows)
+
+    def digest(self) -> str:
+        """Hash the tokens, their labels, and their images as the processor gives them."""
+        found = xxh3_128(b"".join(self.images))
+        for name, rows in sorted(self.columns.items()):
+            found.update(f"{name} {len(rows)}\n".encode())
+            for row in rows:
+                found.update(len(row).to_bytes(8, "little"))
+                found.update(row.tobytes())
+        return found.hexdigest()
 
     def dataset(self, *, has_lengths: bool = False) -> "Dataset":
         """Convert to a dataset for TRL's trainers, with a column ``length`` if asked for."""

@@ -11,7 +11,7 @@ import pytest
 
 from poros.errors import RunFolderError
 from poros.finetune import run as running
-from poros.finetune.resuming import require_usable
+from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Interrupted
 from poros.finetune.templates import NAMED
 from poros.recipes.recipe import Recipe
@@ -132,7 +132,7 @@ def test_what_may_change_between_and_what_may_not(
     assert "going on after step 1 of 4" in found.said
     assert found.adapter == expected.adapter
     with pytest.raises(RunFolderError, match="finished one: its adapter is"):
-        require_usable(recipe)
+        inspect_run_dir(recipe)
 
 
 def test_another_run_that_ends_while_rows_become_tokens(

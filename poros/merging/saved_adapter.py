@@ -82,7 +82,7 @@ class SavedAdapter:
         self.config.inference_mode = True
         with self.fitting():
             adapted = kind(model, self.config)
-            self.require_filled(adapted, self.fill(adapted))
+            self.fill(adapted)
         return adapted.eval()
 
     @contextmanager
@@ -102,21 +102,16 @@ class SavedAdapter:
                 f"its own base with --base, or fix {CONFIG}"
             ) from error
 
-    def fill(self, adapted: Any) -> list[str]:
-        """Put the weights into a model with the adapter; return names that have no place in it."""
-        from peft.utils import set_peft_model_state_dict
-
-        result = set_peft_model_state_dict(adapted, dict(self.weights))
-        return list(result.unexpected_keys)
-
-    def require_filled(self, adapted: Any, unexpected: list[str]) -> None:
-        """Refuse weights that are too many, or too few: others than PEFT saves of that model.
+    def fill(self, adapted: Any) -> None:
+        """Put the weights into a model with the adapter.
 
         Raises:
-            UnsupportedModelError: If there are.
+            UnsupportedModelError: If they are others than PEFT saves of that model, or its scaling
+                is not finite.
         """
-        from peft.utils import get_peft_model_state_dict
+        from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
+        unexpected = set_peft_model_state_dict(adapted, dict(self.weights)).unexpected_keys
         expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
         missing = expected - self.weights.keys()
         strange = sorted((set(unexpected) - expected) or missing)

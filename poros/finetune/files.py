@@ -41,8 +41,7 @@ def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
 
     Args:
         source: A path, or a name on the hub.
-        key: The setting of the recipe that names the source.
-        data: Has the configuration and the split of a data set.
+        key: The setting of the recipe that names it.
         note: Is called with what cannot be read; later rows follow as far as that is possible.
     """
     kind = kind_of(source, is_split=bool(data.split or data.config))
@@ -73,16 +72,19 @@ def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
             yield from _cells(lines, "\t" if suffix == ".tsv" else ",", shown, note)
         elif suffix == ".json":
             whole = "".join(lines)
-            if _OPENING.match(whole):
-                yield from _elements(whole, shown, note)
-            else:
+            if not _OPENING.match(whole):
                 yield from _objects(whole.split("\n"), shown, note)
+                return
+            for found in _parsed(whole, shown, 1, note):
+                rows = found["data"] if isinstance(found, dict) else found
+                for number, row in enumerate(rows, start=1):
+                    yield f"{shown}, row {number}", row
         else:
             yield from _objects(lines, shown, note)
 
 
 def _decoded(lines: Iterable[bytes], shown: str, note: Note) -> Iterator[str]:
-    """Yield every line as text, without a byte order mark; an empty one for one that is none."""
+    """Yield every line as text, without a byte order mark; an empty one if it is not UTF-8."""
     number = 0
     try:
         for number, line in enumerate(lines, start=1):
@@ -103,14 +105,6 @@ def _objects(lines: Iterable[str], shown: str, note: Note) -> Iterator[Row]:
         if line.strip():
             for row in _parsed(line.rstrip(), shown, number, note):
                 yield f"{shown}:{number}", row
-
-
-def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
-    """Yield the elements of a list of JSON, or of an object that has it as its data."""
-    for found in _parsed(text, shown, 1, note):
-        rows = found["data"] if isinstance(found, dict) else found
-        for number, row in enumerate(rows, start=1):
-            yield f"{shown}, row {number}", row
 
 
 def _parsed(text: str, shown: str, line: int, note: Note) -> Iterator[Any]:
@@ -161,9 +155,7 @@ def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row
     from trl.trainer.utils import remove_none_values
 
     path, split = str(Path(source).expanduser()), data.split or "train"
-    shown = quoted(source, is_bare=True)
-    if kind is not Kind.FILES:
-        shown = f"{shown}[{split}]"
+    shown = quoted(source, is_bare=True) + ("" if kind is Kind.FILES else f"[{split}]")
     number = 0
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it raises

@@ -47,15 +47,12 @@ SPEAKERS = {
 }
 """Speakers in messages of ShareGPT, with the role of each."""
 _MESSAGE_KEYS = (
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "reasoning_content",
-    "thinking",
+    *("role", "content", "name", "tool_calls", "tool_call_id"),
+    *("reasoning_content", "thinking"),
 )
 _SPOKEN_KEYS = ("from", "value")
+_GOES_BEFORE = {"instructions": "text", "labelled": "completions"}
+"""Forms of rows that also have the keys of another: rendered as text, or without their label."""
 IMAGE = "<image>"
 _WANTED = (
     'write rows such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", '
@@ -118,17 +115,11 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
     keys = {key for key, value in row.items() if value is not None}
     found = [each for each in FORMATS if keys.issuperset(each.keys)]
     fitting = [each for each in found if each.form in METHODS[method]] or found
-    if any(each.form == "instructions" for each in fitting):
-        fitting = [each for each in fitting if each is not TEXT]
-    if any(each.form == "labelled" for each in fitting):
-        fitting = [each for each in fitting if each.form != "completions"]
+    lesser = {_GOES_BEFORE.get(each.form) for each in fitting}
+    fitting = [each for each in fitting if each.form not in lesser]
     if len(fitting) > 1:
         titles = " and of ".join(each.title for each in fitting)
-        used = {key for each in fitting for key in (*each.keys, *each.others)}
-        return (
-            f"expected one kind of row, found keys of {titles} ({', '.join(sorted(used & keys))}); "
-            "remove those of all but one"
-        )
+        return f"expected one kind of row, found keys of {titles}; remove those of all but one"
     if not fitting:
         names = [quoted(key, limit=40) + ": null" * (row[key] is None) for key in sorted(row)[:12]]
         is_whole = any(row.keys() >= {*each.keys} for each in FORMATS)
@@ -140,53 +131,40 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
     return Form(chosen, is_chat=is_list or chosen.form == "messages")
 
 
-def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
-    """List the problems of a row that should have a form, and be trained on by a method."""
-    found = form_of(row, method)
+def problems(row: Mapping[str, Any], found: Form | str, form: Form | None) -> Iterator[str]:
+    """List the problems of a row.
+
+    Args:
+        found: What ``form_of`` says of it.
+        form: The form that it should have; None if there has been no row with one.
+    """
     if isinstance(found, str):
         yield found
         return
-    if found != form:
+    if form is not None and found != form:
         yield (
             f"expected rows of one form, found {said(found)} after {said(form)}; write them all "
             "alike, or train on them in two runs"
         )
         return
-    for key in form.format.keys:
-        if key != "label":
-            yield from _value_problems(key, row[key], form)
-        elif not isinstance(row[key], bool):
-            yield (
-                f"label: expected true for a good answer or false for a bad one, found "
-                f"{quoted(row[key], limit=40)}; write one of them, for --method kto"
-            )
-    for key in form.format.others:
-        value = row.get(key)
-        if value is None:
-            continue
-        if key == "prompt":
-            yield from _value_problems(key, value, form)
-        elif key in ("image", "images"):
-            yield from _image_problems(key, value)
-        elif key == "tools":
-            if not isinstance(value, str | list):
-                yield f"tools: expected a list, found {_type(value)}; remove it"
-        elif value != "":
-            yield from _text_problems(key, value)
+    for key in (*found.format.keys, *found.format.others):
+        is_needed = key in found.format.keys
+        if is_needed or row.get(key) not in (None, ""):
+            yield from _value_problems(key, row[key], found)
     label = row.get("label")
-    is_mark = isinstance(label, bool) or form.name in ("completions", "messages")
-    if label is not None and is_mark and form.name != "labelled":
+    is_mark = isinstance(label, bool) or found.name in ("completions", "messages")
+    if label is not None and is_mark and found.name != "labelled":
         yield (
             f"label: expected answers to learn from, found one that is labelled "
             f"{quoted(label, limit=40)}, good or bad; train on rows of prompt, completion and "
             "label with --method kto, or remove label"
         )
-    if form.name == "preferences" and row["chosen"] == row["rejected"]:
+    if found.name == "preferences" and row["chosen"] == row["rejected"]:
         yield "chosen, rejected: expected two answers that differ, found the same; remove the row"
 
 
 def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
-    """Return what is used of a row without problems, under the keys of its form, and tools."""
+    """Return what is used of a row without problems, under the keys of its form."""
     names = (*form.format.keys, *form.format.others)
     used = {name: row[name] for name in names if row.get(name) is not None}
     system = used.pop("system", "")
@@ -241,10 +219,8 @@ def _plain_message(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, 
 
 def as_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     """Write an instruction as a conversation."""
-    messages = [
-        {"role": "user", "content": row["prompt"]},
-        {"role": "assistant", "content": row["completion"]},
-    ]
+    turns = zip(("user", "assistant"), (row["prompt"], row["completion"]), strict=True)
+    messages = [{"role": role, "content": text} for role, text in turns]
     return {"messages": _opened(row.get("system", ""), messages)}
 
 
@@ -260,7 +236,21 @@ def _opened(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
-    if not form.is_chat:
+    if key == "label":
+        if not isinstance(value, bool):
+            yield (
+                f"label: expected true for a good answer or false for a bad one, found "
+                f"{quoted(value, limit=40)}; write one of them, for --method kto"
+            )
+    elif key in ("image", "images"):
+        paths = [value] if key == "image" else value
+        if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
+            wanted = "the path of a file" if key == "image" else "a list of paths of files"
+            yield f"{key}: expected {wanted}, found {_type(value)}; write it"
+    elif key == "tools":
+        if not isinstance(value, str | list):
+            yield f"tools: expected a list, found {_type(value)}; remove it"
+    elif not form.is_chat or key == "system":
         yield from _text_problems(key, value)
     elif isinstance(value, list):
         yield from _message_problems(key, value, form)
@@ -329,14 +319,6 @@ def _part_problems(key: str, parts: list[Any]) -> Iterator[str]:
                 f'{where}: expected {{"type": "text", "text": "..."}} or {{"type": "image", '
                 f'"image": "FILE"}}, found {quoted(kind, limit=40)}; write one of them'
             )
-
-
-def _image_problems(key: str, images: Any) -> Iterator[str]:
-    """List the problems of the images beside the messages: one, or a list of them."""
-    paths = [images] if key == "image" else images
-    if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
-        wanted = "the path of a file" if key == "image" else "a list of paths of files"
-        yield f"{key}: expected {wanted}, found {_type(images)}; write it"
 
 
 def _text_problems(key: str, value: Any) -> Iterator[str]:

@@ -385,7 +385,7 @@ def test_an_adapter_is_not_a_base(place: Path) -> None:
     (place / "trained").mkdir()
     (place / "trained" / "adapter_config.json").write_text("{}")
     said = refused(place, "trained", "rows.jsonl")
-    assert_said(said, "MODEL: expected a folder with a config.json", "an adapter", "give its base")
+    assert_said(said, "MODEL: expected a folder with a config.json", "adapter", "give its base")
 
 
 def test_a_base_without_a_tokenizer(place: Path) -> None:

@@ -5,12 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from poros.cli.shared import (
-    DtypeName,
-    dtype_name,
-    importing,
-    readable_errors,
-)
+from poros.cli.shared import DtypeName, dtype_name, importing, readable_errors
 from poros.errors import PolicyError, quoted
 from poros.loaders.names import require_source
 

@@ -37,7 +37,9 @@ def adapter_config(recipe: Recipe) -> "PeftConfig":
     if isinstance(targets, str) and is_name(targets) and targets != "all-linear":
         fields["target_modules"] = [targets]  # PEFT takes a text for a pattern of whole names
     if not is_pattern:  # which says itself whether it takes towers
-        fields["exclude_modules"] = _excluded(recipe.model.source, fields.get("exclude_modules"))
+        config = configuration(*find_config(Path(recipe.model.source).expanduser()), {})
+        without = excluded_modules(meta_model(config, None, torch.bfloat16))
+        fields["exclude_modules"] = with_own(without, fields.get("exclude_modules"))
     with refusals("adapter", "PEFT"):
         return LoraConfig(**fields)
 
@@ -47,9 +49,6 @@ def require_targets(recipe: Recipe, base: Any) -> None:
 
     Args:
         base: The model, on the meta device. It is edited.
-
-    Raises:
-        RecipeError: If one of the names matches nothing, or something without an adapter.
     """
     config: Any = adapter_config(recipe)
     targets = set() if isinstance(config.target_modules, str) else {*config.target_modules}
@@ -91,9 +90,3 @@ def require_targets(recipe: Recipe, base: Any) -> None:
             f"{recipe.training.method} reads by itself, found the head; leave it out, or use "
             "adapter.modules_to_save"
         )
-
-
-def _excluded(source: str, own: Any) -> str | list[str] | None:
-    """List the modules without an adapter: towers that text does not reach, and routers."""
-    config = configuration(*find_config(Path(source).expanduser()), {})
-    return with_own(excluded_modules(meta_model(config, None, torch.bfloat16)), own)

@@ -19,7 +19,7 @@ def send(recipe: Recipe, adapter: Path) -> str:
     """Send the folder of an adapter to its repository, made if necessary; return its name.
 
     Raises:
-        StoreWriteError: If that fails; the adapter stays in its folder.
+        StoreWriteError: If that fails; the message has the line that sends it.
     """
     from huggingface_hub import HfApi
 

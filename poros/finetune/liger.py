@@ -105,19 +105,14 @@ def _tried(
 def use_liger(model: Any) -> list[str]:
     """Have a model's decoder run Liger's norms, gated feed-forwards and rotary embeddings.
 
-    Called before there are adapters. The loss, and all else outside of the decoder, stay as they
-    are.
-
-    Args:
-        model: A transformers model on any device, which is edited.
+    Called before there are adapters. All else stays as it is.
 
     Returns:
         What of it runs Liger's kernels, in words; empty if Liger does not know the family.
 
     Raises:
-        ImportError: If Liger is not installed.
-        Exception: Others of Liger's, if the model is not what it expects of the family. The model
-            is half changed then, transformers' modules are not.
+        Exception: Of Liger's, if it is not installed, or the model is not what it expects of the
+            family. The model is half changed then, transformers' modules are not.
     """
     from transformers.integrations.liger import apply_liger_kernel
 

@@ -32,8 +32,9 @@ def quoted(value: object, *, is_bare: bool = False, limit: int = _MAX_QUOTED) ->
 
 
 def reason_of(error: Exception) -> str:
-    """The message of an error, without the number and the path that ``OSError`` adds."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    """The message of an error, quoted, without the number and the path that ``OSError`` adds."""
+    found = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return quoted(found, is_bare=True)
 
 
 class PorosError(Exception):

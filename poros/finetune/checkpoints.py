@@ -60,7 +60,7 @@ def damage_of(checkpoint: Path) -> str | None:
     except OSError as error:
         raise RunFolderError(
             f"{quoted(str(file), is_bare=True)}: expected to read it, found: "
-            f"{quoted(reason_of(error), is_bare=True)}; nothing was moved or removed: mend the "
+            f"{reason_of(error)}; nothing was moved or removed: mend the "
             "disk or the permissions, and start the same command again"
         ) from error
     except (ValueError, AttributeError, TypeError, RecursionError) as error:

@@ -56,9 +56,8 @@ def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
             else:
                 yield from _texts(file, shown, note)
         except (OSError, ValueError) as error:
-            reason = quoted(reason_of(error), is_bare=True)
-            what = f"{key}: expected a file to read, found: {reason}; check its permissions"
-            note(f"{shown}:1", what)
+            what = f"expected a file to read, found: {reason_of(error)}; check its permissions"
+            note(f"{shown}:1", f"{key}: {what}")
 
 
 def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
@@ -154,6 +153,8 @@ def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row
     from datasets import load_dataset, load_from_disk, logging
     from trl.trainer.utils import remove_none_values
 
+    from poros.loaders.settings import describe_error
+
     path, split = str(Path(source).expanduser()), data.split or "train"
     shown = quoted(source, is_bare=True) + ("" if kind is Kind.FILES else f"[{split}]")
     number = 0
@@ -177,8 +178,8 @@ def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row
             number += 1
             yield f"{shown}, row {number}", remove_none_values(row)
     except Exception as error:  # of the network, the hub, the data set, and its builder
-        reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
-        what = f"expected rows that the library datasets can read, found: {reason}"
+        found = describe_error(error)
+        what = f"expected rows that the library datasets can read, found: {found}"
         remedy = "check the name, data.config (--config) and data.split (--split), or save it anew"
         note(f"{shown}, row {number + 1}", f"{what}; {remedy}")
     finally:

@@ -7,7 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from poros.errors import StoreWriteError, quoted
+from poros.errors import StoreWriteError
 from poros.loaders.names import is_local
 from poros.recipes.recipe import Recipe
 
@@ -23,6 +23,7 @@ def send(recipe: Recipe, adapter: Path) -> str:
     """
     from huggingface_hub import HfApi
 
+    from poros.loaders.settings import describe_error
     from poros.model.origin import ADAPTER_CONFIG
 
     asked, api = recipe.training.more, HfApi()
@@ -39,7 +40,7 @@ def send(recipe: Recipe, adapter: Path) -> str:
             repo_id=name, folder_path=adapter, revision=branch, ignore_patterns=left_out
         )
     except Exception as error:  # of the network, the hub, and its client
-        said = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
+        said = describe_error(error)
         line = ["hf", "upload", name, str(adapter), *(f"--exclude={each}" for each in left_out)]
         if is_private:
             line.append("--private")

@@ -109,10 +109,9 @@ class ImageCollator:
                 with open_regular(Path(path)):  # no pipe, no device
                     images += _open_images([path])
             except (OSError, ValueError) as error:
-                reason = quoted(reason_of(error), is_bare=True)
                 raise DataFormatError(
-                    f"images: expected a file to read, found {quoted(path)}: {reason}; paths begin "
-                    "at the folder of the rows"
+                    f"images: expected a file to read, found {quoted(path)}: {reason_of(error)}; "
+                    "paths begin at the folder of the rows"
                 ) from error
         batch = self._alone([{"messages": row["messages"], "images": images}])
         ids, labels = (batch[name][0].tolist() for name in ("input_ids", "labels"))

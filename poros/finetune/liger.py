@@ -30,10 +30,11 @@ import torch
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from poros.errors import RecipeError, quoted
+from poros.errors import RecipeError
 from poros.kernels.forwards import is_of_liger
 from poros.kernels.gated_forms import names_in
 from poros.kernels.nf4 import DTYPES
+from poros.loaders.settings import describe_error
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
 from poros.utils.devices import runs_triton
@@ -96,8 +97,7 @@ def _tried(
         model = meta_model(config, None, DTYPES[recipe.model.dtype], recipe.model.vision)
         used = use_liger(model)
     except Exception as error:  # Liger's code for a family expects a release of transformers
-        reason = f"{type(error).__name__}: {quoted(str(error), is_bare=True, limit=200)}"
-        return [], f"expected a {kind} that Liger's kernels fit, found {reason}"
+        return [], f"expected a {kind} that Liger's kernels fit, found {describe_error(error)}"
     release = version("liger-kernel")
     return used, f"expected a model that Liger {release} has kernels for, found {kind}"
 

@@ -14,17 +14,17 @@ Note: Digests
 """
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import TypeAdapter
 from xxhash import xxh3_128
 
 from poros.errors import RunFolderError, quoted, reason_of
@@ -43,8 +43,8 @@ TOKENS, HELD_OUT = "rows of data.source as tokens", "rows of data.validation as 
 """Names of the digests of rows."""
 _BASE = "weights and configuration of model.source"
 _RECIPE, _RUN, _LOCK, _ADAPTER = "recipe.yaml", "run.json", ".lock", "adapter"
-_FORMAT = 4
-"""Version of run.json. In version 3, files had digests too."""
+_FORMAT: Literal[4] = 4
+"""Version of run.json."""
 _OTHER = "give another folder (--out)"
 _MAY_CHANGE = (
     "output.folder",
@@ -66,6 +66,16 @@ _LENGTHS = ("training.num_train_epochs", "training.max_steps")
 
 
 @dataclass(frozen=True)
+class Begun:
+    """What a run was begun with: the contents of run.json."""
+
+    recipe: dict[str, dict[str, Any]]
+    digests: dict[str, str]
+    versions: dict[str, str]
+    format: Literal[4]
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """The folder of one run.
 
@@ -73,14 +83,14 @@ class RunFolder:
         checkpoint: The newest checkpoint, to resume from; None for a new run.
         step: Step of that checkpoint.
         notes: Notes for the user before the run is resumed.
-        begun: Contents of run.json; empty for a new run that is not locked yet.
+        begun: What it was begun with; None for a new run that is not locked yet.
     """
 
     path: Path
     checkpoint: Path | None = None
     step: int = 0
     notes: tuple[str, ...] = ()
-    begun: Mapping[str, Any] | None = None
+    begun: Begun | None = None
 
     @property
     def adapter(self) -> Path:
@@ -157,10 +167,10 @@ def _path(recipe: Recipe) -> Path:
 
 
 def _require_same(
-    path: Path, run: Mapping[str, Any], recipe: Recipe, digests: Mapping[str, str] | None
+    path: Path, run: Begun, recipe: Recipe, digests: Mapping[str, str] | None
 ) -> None:
     """Compare settings and digests of rows with those that a run was begun with."""
-    old, new = _flat(run["recipe"]), _flat(recipe.as_dict())
+    old, new = _flat(run.recipe), _flat(recipe.as_dict())
     may_change = {*_MAY_CHANGE, *(_LENGTHS if _is_longer(run, recipe) else ())}
     differing = [
         f"{key}: {quoted(old.get(key), limit=60)} then, {quoted(new.get(key), limit=60)} now"
@@ -168,7 +178,7 @@ def _require_same(
         if old.get(key) != new.get(key)
     ]
     if digests is not None:
-        before = {name: each for name, each in run["digests"].items() if name != _BASE}
+        before = {name: each for name, each in run.digests.items() if name != _BASE}
         names = sorted({*before, *digests})
         changed = [name for name in names if before.get(name) != digests.get(name)]
         differing += [f"{name}: another now" for name in changed]
@@ -176,7 +186,7 @@ def _require_same(
         raise _another(path, differing)
 
 
-def _notes(run: Mapping[str, Any], recipe: Recipe, machine: Mapping[str, str]) -> Iterator[str]:
+def _notes(run: Begun, recipe: Recipe, machine: Mapping[str, str]) -> Iterator[str]:
     """Yield what differs from the run as it was begun: its schedule, versions, the machine."""
     if _is_longer(run, recipe) and recipe.training.lr_scheduler_type != "constant":
         yield (
@@ -185,7 +195,7 @@ def _notes(run: Mapping[str, Any], recipe: Recipe, machine: Mapping[str, str]) -
             "constant both are the same)"
         )
     now = {**library_versions(), **machine}
-    for name, then in sorted(run["versions"].items()):
+    for name, then in sorted(run.versions.items()):
         if name in now and then != now[name]:
             yield (
                 f"{name} {quoted(then, is_bare=True, limit=60)} began this run, {now[name]} goes "
@@ -193,45 +203,27 @@ def _notes(run: Mapping[str, Any], recipe: Recipe, machine: Mapping[str, str]) -
             )
 
 
-def _is_longer(run: Mapping[str, Any], recipe: Recipe) -> bool:
+def _is_longer(run: Begun, recipe: Recipe) -> bool:
     """Whether a recipe trains for longer than the one that a run was begun with."""
-    old, new = _flat(run["recipe"]), _flat(recipe.as_dict())
+    old, new = _flat(run.recipe), _flat(recipe.as_dict())
     return any(name in old and name in new and old[name] < new[name] for name in _LENGTHS)
 
 
 def _names(path: Path) -> set[str]:
-    try:
-        return set(os.listdir(path))
-    except FileNotFoundError:
-        return set()
-    except (OSError, ValueError) as error:
-        raise RunFolderError(
-            f"output.folder: expected a folder to read, found {quoted(str(path))}: "
-            f"{quoted(reason_of(error), is_bare=True)}; {_OTHER}"
-        ) from error
+    return {*os.listdir(path)} if path.exists() else set()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read run.json and check its form."""
-    shown = quoted(str(path / _RUN), is_bare=True)
+def _read(path: Path) -> Begun:
     try:
         with open_regular(path / _RUN) as file:
-            run: dict[str, Any] = json.loads(file.read())
-        form = run.get("format", 1)
-        parts = (run["recipe"], *run["recipe"].values(), run["digests"], run["versions"])
-        if not all(isinstance(part, dict) for part in parts):
-            raise TypeError("a section that is none")
-    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+            return TypeAdapter(Begun).validate_json(file.read())
+    except (OSError, ValueError) as error:
         raise RunFolderError(
-            f"{shown}: expected the recipe of an interrupted run, found one that cannot be read: "
-            f"{quoted(reason_of(error), is_bare=True)}; {_OTHER}"
+            f"{quoted(str(path / _RUN), is_bare=True)}: expected the recipe of an interrupted run, "
+            f"in format {_FORMAT}, found one that cannot be read: "
+            f"{reason_of(error)}; end it with the release that began it, or "
+            f"{_OTHER}"
         ) from error
-    if form != _FORMAT:
-        raise RunFolderError(
-            f"{shown}: expected a run of this release (format {_FORMAT}), found format "
-            f"{quoted(form, limit=40)}; end it with the release that began it, or {_OTHER}"
-        )
-    return run
 
 
 def _another(path: Path, differing: list[str]) -> RunFolderError:
@@ -254,16 +246,14 @@ def _flat(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def lock_run_dir(
     recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str]
 ) -> Iterator[RunFolder]:
-    """Lock the folder of a run while it trains.
+    """Lock the folder of a run while it trains, and inspect it once more.
 
     The adapter of a run that is trained further is renamed; what a killed process has left is
-    removed. If another process has trained there since the folder was inspected, the run goes on
-    from its last checkpoint.
+    removed.
 
     Raises:
-        PolicyError: If nothing can be written there.
+        PolicyError, StoreWriteError: If nothing can be written there.
         RunFolderError: If another process holds it; and as ``inspect_run_dir``.
-        StoreWriteError: If the disk is full.
     """
     path = _path(recipe)
     require_folder(path, "output.folder")
@@ -273,17 +263,17 @@ def lock_run_dir(
             with writing(run.adapter):
                 run.adapter.rename(run.path / f"{_ADAPTER}-{run.step}")
         asked, versions = recipe.as_dict(), {**library_versions(), **machine}
-        new = {"format": _FORMAT, "digests": dict(digests), "versions": versions}
-        begun = {**(run.begun or new), "recipe": asked}
-        if run.begun is None or _is_longer(run.begun, recipe):
-            write_json(run.path / _RUN, begun)
+        begun = run.begun or Begun(asked, dict(digests), versions, _FORMAT)
+        if run.begun is None or _is_longer(begun, recipe):
+            begun = replace(begun, recipe=asked)
+            write_json(run.path / _RUN, asdict(begun))
         write_text(run.path / _RECIPE, recipe.as_yaml())
         with writing(run.path):
             for left in run.path.glob(f".*.poros{PARTIAL}"):
                 shutil.rmtree(left)
             for file in run.path.glob("*.part"):
                 file.unlink()
-        yield replace(run, begun=begun)
+        yield run
 
 
 @contextmanager
@@ -320,10 +310,7 @@ def machine(device: "torch.device", *, has_liger: bool) -> dict[str, str]:
 def require_base(run: RunFolder, model: "PreTrainedModel", source: str) -> None:
     """Compare the base with the one in run.json, or note its digest there if the run begins.
 
-    Args:
-        model: The base in host memory. Its configuration, and every parameter and buffer as packed,
-            count.
-        source: The checkpoint, for its configuration.
+    The configuration of ``source``, and every parameter and buffer as packed, count.
 
     Raises:
         RunFolderError: If they differ.
@@ -340,9 +327,9 @@ def require_base(run: RunFolder, model: "PreTrainedModel", source: str) -> None:
         digests = pool.map(lambda each: digest(each.detach().cpu().contiguous()), parts.values())
         for name, each in zip(parts, digests, strict=True):
             found.update(f"{name}\n".encode() + each)
-    noted: dict[str, Any] = {**(run.begun or {}).get("digests", {})}
+    begun = _read(run.path)
     if run.checkpoint is None:
-        noted[_BASE] = found.hexdigest()
-        write_json(run.path / _RUN, {**(run.begun or {}), "digests": noted})
-    elif noted.get(_BASE) != found.hexdigest():
+        begun.digests[_BASE] = found.hexdigest()
+        write_json(run.path / _RUN, asdict(begun))
+    elif begun.digests.get(_BASE) != found.hexdigest():
         raise _another(run.path, [f"{_BASE}: another now"])

@@ -45,8 +45,7 @@ def require_file(path: Path, option: str) -> None:
         parent = Path(os.path.realpath(path)).parent
     except (OSError, ValueError) as error:
         raise PolicyError(
-            f"{option}: expected a file to write, found {_shown(path)}: "
-            f"{quoted(reason_of(error), is_bare=True)}"
+            f"{option}: expected a file to write, found {_shown(path)}: {reason_of(error)}"
         ) from error
     if is_other:
         found = "folder" if path.is_dir() else "device or pipe"
@@ -65,10 +64,9 @@ def require_folder(path: Path, option: str) -> None:
         with TemporaryFile(dir=path) as probe:
             probe.write(bytes(4096))
     except (OSError, ValueError) as error:
-        reason = reason_of(error)
         raise PolicyError(
             f"{option}: expected a folder to write to, found {_shown(path)}: "
-            f"{quoted(reason, is_bare=True)}; choose another"
+            f"{reason_of(error)}; choose another"
         ) from error
 
 
@@ -88,7 +86,7 @@ def why_not_writable(path: Path) -> str | None:
         with TemporaryFile(dir=path):
             return None
     except (OSError, ValueError) as error:
-        return quoted(reason_of(error), is_bare=True)
+        return reason_of(error)
 
 
 def require_empty_folder(path: Path, option: str) -> None:
@@ -142,14 +140,13 @@ def writing(
     except PorosError:
         raise
     except errors as error:
-        reason = reason_of(error)
         number = getattr(error, "errno", None)
         if number is None:  # of a library in another language
-            number = next(map(int, re.findall(r"os error (\d+)", reason)), 0)
+            number = next(map(int, re.findall(r"os error (\d+)", str(error))), 0)
         remedy = _REMEDIES.get(number, "make room or fix the permissions, and repeat the command")
         raise StoreWriteError(
             f"{quoted(str(path), is_bare=True, limit=1000)}: expected to write it, found: "
-            f"{quoted(reason, is_bare=True)}{_free(path)}; {remedy}"
+            f"{reason_of(error)}{_free(path)}; {remedy}"
         ) from error
 
 

@@ -139,7 +139,7 @@ def _problem_with_template(template: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         return (
             f"expected a file of UTF-8 to read, found {quoted(str(path), limit=400)}: "
-            f"{quoted(reason_of(error), is_bare=True)}; check the path, or save it as UTF-8"
+            f"{reason_of(error)}; check the path, or save it as UTF-8"
         )
     return None
 

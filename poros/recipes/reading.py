@@ -217,9 +217,8 @@ def _read_file(draft: Draft, file: Path) -> None:
     try:
         data = file.read_bytes()
     except OSError as error:
-        reason = quoted(reason_of(error), is_bare=True)
         raise RecipeError(
-            f"{where}: expected a file to read, found: {reason}; check the path"
+            f"{where}: expected a file to read, found: {reason_of(error)}; check the path"
         ) from error
     try:
         text = data.decode("utf-8-sig")

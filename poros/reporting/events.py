@@ -65,7 +65,7 @@ def read_run(path: Path) -> Run:
     except (OSError, ValueError) as error:
         raise RunFolderError(
             f"RUN: expected the folder of a run, which contains events.jsonl, found {shown}: "
-            f"{quoted(reason_of(error), is_bare=True)}"
+            f"{reason_of(error)}"
         ) from error
     run = Run(path.resolve().name)
     for number, line in enumerate(lines, 1):

@@ -19,9 +19,6 @@ BAD_INPUT = 2
 DtypeName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 """Names of dtypes that users write."""
 
-SIZES = "24GiB is 24 x 2^30 bytes, 24G and 24GB are 24 x 10^9"
-"""Explains sizes in the help."""
-
 
 @contextmanager
 def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:

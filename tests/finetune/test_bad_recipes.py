@@ -22,12 +22,6 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "unknown section": ("trainning:\n  seed: 1\n", 3, "unknown name", "did you mean training?"),
     "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
     "name without a hint": ("training:\n  qwertyuiop: 1\n", 4, "unknown", "for this method"),
-    "name in Axolotl": (
-        "training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train_batch_size here?",
-    ),
-    "name in Axolotl, at the top": ("lora_r: 8\n", 3, "unknown name", "adapter.r here?"),
-    "name in Unsloth": ("training:\n  max_seq_length: 8\n", 4, "unknown", "training.max_length h"),
-    "name of before": ("training:\n  warmup_ratio: 0.1\n", 4, "unknown", "training.warmup_steps h"),
     "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
     "wrong section": ("data:\n  rank: 4\n", 3, "on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),

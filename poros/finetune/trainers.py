@@ -14,7 +14,6 @@ import math
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -176,9 +175,6 @@ class Stopping(TrainerCallback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take SIGINT and SIGTERM for the body; a second one acts as it always does."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals are the main thread's
-            return
         before = {each: signal.signal(each, self._came) for each in _SIGNALS}
         try:
             yield
@@ -205,20 +201,6 @@ class Stopping(TrainerCallback):
             "now, and loses the steps since the last one",
             file=sys.stderr,
         )
-
-
-class _NoModel(nn.Module):
-    """A placeholder for the reference model while a trainer of preferences is built.
-
-    Without one TRL copies the adapter of the model into a second, as if it had been trained before.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(self) -> None:
-        raise RuntimeError("expected the model without its adapter to be the reference")
 
 
 @dataclass
@@ -292,8 +274,10 @@ def make_trainer(
         elif training.method == "reward":
             trainer = Reward(model, **options)
         else:
-            kind = {"dpo": Dpo, "kto": Kto}[training.method]
-            trainer = kind(model, _NoModel(model.config), **options)
+            # Without a reference TRL copies the adapter, as if it had been trained before.
+            nothing: Any = nn.Identity()
+            nothing.config = model.config
+            trainer = {"dpo": Dpo, "kto": Kto}[training.method](model, nothing, **options)
             trainer.ref_model = None
     trainer.recipe = recipe
     if training.early_stopping_patience is not None:

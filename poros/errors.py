@@ -37,6 +37,16 @@ def reason_of(error: Exception) -> str:
     return quoted(found, is_bare=True)
 
 
+def refuse_all(error: "type[PorosError]", problems: list[str], *, most: int = 30) -> None:
+    """Raise one error with a line for each problem, if there are any; of many for the first."""
+    if not problems:
+        return
+    shown = [*problems[:most]]
+    if len(problems) > most:
+        shown.append(f"and {len(problems) - most} more")
+    raise error("\n".join(shown))
+
+
 class PorosError(Exception):
     """Base of every error that Poros raises on purpose."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from poros.errors import DataFormatError, quoted
+from poros.errors import DataFormatError, quoted, refuse_all
 from poros.finetune.files import rows_of
 from poros.finetune.forms import (
     FORMATS,
@@ -26,8 +26,6 @@ from poros.finetune.forms import (
     said,
 )
 from poros.recipes.recipe import Recipe
-
-_MOST_SHOWN = 30
 
 
 @dataclass
@@ -77,9 +75,9 @@ def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
     num_sources = len(parts)
     if isinstance(validation, str):
         parts.append(reader.read(validation, "data.validation"))
-    reader.refuse()
+    refuse_all(DataFormatError, reader.problems)
     parts = reader.alike(parts)
-    reader.refuse()
+    refuse_all(DataFormatError, reader.problems)
     parts, others = parts[:num_sources], parts[num_sources:]
     rows, held_out = _joined(parts), list[int]()
     if validation and not isinstance(validation, str):
@@ -95,7 +93,7 @@ class _Reader:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._problems: list[str] = []
+        self.problems: list[str] = []
 
     def read(self, source: str, key: str) -> Rows:
         """Read a source; its first row with a form decides the form of all."""
@@ -103,7 +101,7 @@ class _Reader:
         found = Rows(Form(TEXT, is_chat=False))
         form: Form | None = None
         unused: set[str] = set()
-        num_before = len(self._problems)
+        num_before = len(self.problems)
         path = Path(source).expanduser()
         folder = path if path.is_dir() else path.parent  # that images are named from
         for where, row in rows_of(source, key, data, self._note):
@@ -126,7 +124,7 @@ class _Reader:
             unused.update(row.keys() - {*form.format.keys, *form.format.others})
             found.rows.append(used)
             found.places.append(where)
-        if not found.rows and len(self._problems) == num_before:
+        if not found.rows and len(self.problems) == num_before:
             what = "expected rows, found none; write some, in .jsonl one JSON object a line"
             self._note(f"{quoted(source, is_bare=True)}:1", what)
         found.form = form or found.form
@@ -151,15 +149,8 @@ class _Reader:
                 )
         return settled
 
-    def refuse(self) -> None:
-        shown = self._problems[:_MOST_SHOWN]
-        if len(self._problems) > len(shown):
-            shown.append(f"and {len(self._problems) - len(shown)} more")
-        if shown:
-            raise DataFormatError("\n".join(shown))
-
     def _note(self, where: str, what: str) -> None:
-        self._problems.append(f"{where}: {what}")
+        self.problems.append(f"{where}: {what}")
 
     def _check_form(self, where: str, form: Form) -> None:
         """Check that the recipe can train on rows of that form."""

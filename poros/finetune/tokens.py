@@ -28,7 +28,7 @@ from trl.chat_template_utils import (
 from trl.data_utils import common_prefix_length
 from xxhash import xxh3_128
 
-from poros.errors import DataFormatError, RecipeError, quoted
+from poros.errors import DataFormatError, RecipeError, quoted, refuse_all
 from poros.finetune.data import Rows
 from poros.finetune.forms import Form
 from poros.finetune.images import ImageCollator
@@ -65,7 +65,6 @@ NAMED = {
 assistant says, its end of turn included, stands between ``generation`` markers."""
 IGNORED = -100
 """The label of a token that is not learnt."""
-_MOST_SHOWN = 30
 
 
 class _Made(NamedTuple):
@@ -241,7 +240,7 @@ def tokenize(
         for number, each in enumerate(made):
             if isinstance(each, _Made):
                 tokens.add(each, number)
-            elif len(wrong) < _MOST_SHOWN:
+            else:
                 wrong.append(f"{rows.places[number]}: {each}")
     if not wrong and not tokens.lengths:
         most = recipe.training.max_length
@@ -249,8 +248,7 @@ def tokenize(
             f"{rows.places[0]}: expected rows with tokens to learn within {most}, found none in "
             f"{len(rows.rows)}; raise training.max_length (--max-length)"
         )
-    if wrong:
-        raise DataFormatError("\n".join(wrong))
+    refuse_all(DataFormatError, wrong)
     return tokens
 
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from poros.errors import MissingPackageError, quoted, reason_of
+from poros.errors import MissingPackageError, RecipeError, quoted, reason_of, refuse_all
 from poros.io.writing import why_not_writable
 from poros.loaders.names import is_local
 from poros.recipes.reading import Draft
@@ -55,7 +55,7 @@ def checked(draft: Draft, *, is_read: bool = False) -> Recipe:
     _check_data(draft, recipe)
     _check_training(draft, recipe)
     _check_folders(draft, recipe, is_read=is_read)
-    draft.refuse()
+    refuse_all(RecipeError, draft.problems)
     own = {
         name: value
         for name, value in _OF_METHOD.get(recipe.training.method, {}).items()

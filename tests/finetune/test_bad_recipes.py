@@ -41,7 +41,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  eval_strategy: often\n", 4, "'no', 'steps' or 'epoch'", "leave it out",
     ),
     "field that Poros sets": ("training:\n  output_dir: a\n", 4, "passes on", "output.folder"),
-    "field that would break": ("training:\n  torch_compile: true\n", 4, "layers come and", "go"),
+    "field that would break": ("training:\n  torch_compile: true\n", 4, "the bits of a resident", "one"),
     "field of several GPUs": ("training:\n  deepspeed: a.json\n", 4, "one GPU", "accelerate"),
     "a secret": ("training:\n  hub_token: abc\n", 4, "secret", "HF_TOKEN"),
     "field of PEFT, misspelt": ("adapter:\n  modules_to_sav: [a]\n", 4, "unknown", "to_save?"),
@@ -60,7 +60,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  optim: schedule_free_adamw\n", 4, "has a schedule", "adamw_torch_fused",
     ),
     "checkpoints sent to the hub": (
-        "training:\n  hub_strategy: every_save\n", 4, "once the run has ended", "no checkpoint",
+        "training:\n  hub_strategy: every_save\n", 4, "passes on", "decides it",
     ),
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "greater than 0", "save_steps: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias", "write"),

@@ -22,12 +22,8 @@ from poros.io.writing import partial_folder, put_in_place, write_json, writing
 
 WHOLE = "whole.json"
 _NEEDED = {
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "optimizer.pt",
-    "rng_state.pth",
-    "scheduler.pt",
-    "trainer_state.json",
+    *("adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth"),
+    *("scheduler.pt", "trainer_state.json"),
 }
 """Files without which the Trainer resumes with other bits, or fails."""
 

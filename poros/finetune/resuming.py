@@ -47,19 +47,10 @@ _FORMAT: Literal[4] = 4
 """Version of run.json."""
 _OTHER = "give another folder (--out)"
 _MAY_CHANGE = (
-    "output.folder",
-    "output.merged",
-    *(f"training.{name}" for name in hub.SETTINGS),
-    "training.save_total_limit",
-    "training.save_steps",
-    "training.save_strategy",
-    "training.report_to",
-    "training.run_name",
-    "training.dataset_num_proc",
-    "memory.vram",
-    "memory.slots",
-    "model.host_budget",
-    "model.store",
+    *("output.folder", "output.merged", "memory.vram", "memory.slots"),
+    *("model.host_budget", "model.store", "training.report_to", "training.run_name"),
+    *("training.save_total_limit", "training.save_steps", "training.save_strategy"),
+    *("training.dataset_num_proc", *(f"training.{name}" for name in hub.SETTINGS)),
 )
 """Settings that change no bit of the result, so a run can be resumed with other values."""
 _LENGTHS = ("training.num_train_epochs", "training.max_steps")

@@ -32,7 +32,6 @@ from transformers import (
     get_scheduler,
 )
 from transformers.integrations import get_available_reporting_integrations
-from transformers.trainer_callback import PrinterCallback
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -158,14 +157,6 @@ class Reward(_Own, BlockMajorMixin, RewardTrainer):
     """TRL's trainer of reward models."""
 
 
-class _Lines(PrinterCallback):
-    """transformers' own, which prints what is logged, with the step before it."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        print(f"step {state.global_step} of {state.max_steps}: ", end="")
-        super().on_log(args, state, control, logs, **kwargs)
-
-
 class Stopping(TrainerCallback):
     """Ends a run at the next step, with a checkpoint, when a signal comes."""
 
@@ -282,9 +273,6 @@ def make_trainer(
     trainer.recipe = recipe
     if training.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(training.early_stopping_patience))
-    if arguments.disable_tqdm:
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Lines)
     return trainer
 
 

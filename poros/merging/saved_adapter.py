@@ -63,12 +63,8 @@ class SavedAdapter:
     @property
     def num_labels(self) -> int | None:
         """The classes of the head that was trained as a whole, if one was."""
-        heads = [
-            value
-            for name, value in self.weights.items()
-            if name.endswith(_HEADS) and value.dim() == 2
-        ]
-        return len(heads[0]) if len(heads) == 1 else None
+        heads = [each for name, each in self.weights.items() if name.endswith(_HEADS)]
+        return len(heads[0]) if len(heads) == 1 and heads[0].dim() == 2 else None
 
     def attach(self, model: Any) -> Any:
         """Attach the adapter to ``model``, as ``PeftModel.from_pretrained`` does.
@@ -131,11 +127,7 @@ class SavedAdapter:
 
 
 def adapter_folder(path: Path) -> Path:
-    """Find the folder of an adapter: ``path``, or ``adapter`` in the folder of a run.
-
-    Raises:
-        CheckpointFormatError: If there is none.
-    """
+    """Find the folder of an adapter: ``path``, or ``adapter`` in the folder of a run."""
     for folder in (path, path / "adapter"):
         if os.path.isfile(folder / CONFIG) and os.path.isfile(folder / WEIGHTS):
             return folder
@@ -172,12 +164,8 @@ def _config(file: Path) -> Any:
     try:
         return PeftConfig.from_pretrained(str(file.parent))
     except Exception as error:
-        raise defect(
-            file,
-            "expected the configuration of an adapter that PEFT knows, found "
-            f"{describe_error(error)}",
-            remedy=_MEND,
-        ) from error
+        what = f"expected an adapter that PEFT knows, found {describe_error(error)}"
+        raise defect(file, what, remedy=_MEND) from error
 
 
 def _is_finite(value: Any) -> bool:
@@ -193,15 +181,11 @@ def _weights(file: Path) -> dict[str, torch.Tensor]:
     found = {name: shard.read(name, entry) for name, entry in shard.header.tensors.items()}
     shard.check_unchanged()
     for name, value in found.items():
-        if not value.is_floating_point():
-            raise defect(
-                file, f"expected floating point, found {value.dtype}", tensor=name, remedy=_MEND
-            )
-        if not bool(torch.isfinite(value.float()).all()):
+        if not (value.is_floating_point() and bool(torch.isfinite(value.float()).all())):
             raise defect(
                 file,
-                "expected finite values, found NaN or an infinity",
+                f"expected finite floating point, found {value.dtype} with NaN or an infinity",
                 tensor=name,
-                remedy="train it again from a checkpoint before the loss went wrong",
+                remedy=f"{_MEND}, or train it again from before the loss went wrong",
             )
     return found

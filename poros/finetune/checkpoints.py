@@ -121,6 +121,7 @@ def _mark_complete(checkpoint: Path) -> None:
 
 
 def _size_and_digest(path: Path) -> list[int | str]:
+    stream: Any
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         return [size, file_digest(stream, xxh3_128).hexdigest()]

@@ -298,7 +298,8 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
         options["dtype"] = DTYPES[chosen.dtype]
     base = poros.load(str(Path(chosen.source).expanduser()), device=device, **options)
     require_base(run, base, chosen.source)
-    base.config.use_cache = False
+    for config in (base.config, base.config.get_text_config(decoder=True)):
+        config.use_cache = False
     if recipe.training.use_liger_kernel is True:
         use_liger(base)
     set_seed(recipe.training.seed)  # of the adapter's first weights

@@ -1,4 +1,4 @@
-"""TRL's trainers with block-major accumulation, on rows that are tokens already.
+"""Trainers with block-major accumulation, on rows that are tokens already.
 
 Note: What is never learnt
     Padding gets labels of -100 in the collators, by where it is and not by which token it is made
@@ -32,10 +32,10 @@ from transformers import (
     get_scheduler,
 )
 from transformers.integrations import get_available_reporting_integrations
-from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
+from poros.accumulation.trainer import BlockMajorMixin, PorosTrainer, on_one_gpu
 from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints, note_best
 from poros.finetune.images import ImageCollator
@@ -100,11 +100,11 @@ class _Own(StagedCheckpoints):
         return dataset  # these are tokens already
 
 
-class Sft(_Own, BlockMajorMixin, SFTTrainer):
-    """TRL's trainer of examples, with the loss of the model itself.
+class Sft(_Own, PorosTrainer):
+    """The trainer of examples: transformers', with the loss of the model itself.
 
-    TRL's own reads the head for each micro-batch, and the host waits for its entropy and accuracy.
-    The model's is computed in slices of the head, which come once for all micro-batches.
+    TRL's reads the head for each micro-batch, and the host waits for its entropy and accuracy. The
+    model's is computed in slices of the head, which come once for all micro-batches.
     """
 
     _num_tokens: torch.Tensor | int = 0
@@ -120,17 +120,6 @@ class Sft(_Own, BlockMajorMixin, SFTTrainer):
         if "loss" in logs:
             logs["num_tokens"] = float(self._num_tokens)
         super().log(logs, *args, **kwargs)
-
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """As ``transformers.Trainer`` does."""
-        inputs["use_cache"] = False
-        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
 
 class Dpo(_Own, BlockMajorMixin, DPOTrainer):
@@ -335,10 +324,6 @@ def make_arguments(
     is_stopped_early = training.early_stopping_patience is not None
     if is_stopped_early:
         fields["load_best_model_at_end"] = True  # the last steps have made nothing better
-    if training.method == "sft":
-        # Rows are packed tokens by now.
-        fields |= {"max_length": None, "packing": False, "pad_to_multiple_of": None}
-        fields["dataset_kwargs"] = {"skip_prepare_dataset": True}
     with refusals("training", "TRL"):
         arguments: TrainingArguments = config_of(training.method)(
             **fields

@@ -20,7 +20,7 @@ Other ways to write them are read as well, and become one of these:
     {"question": "...", "answer": "..."}
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from poros.errors import quoted
@@ -35,22 +35,17 @@ METHODS = {
 and completions otherwise; they may have a system prompt."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {
-    "system": "system",
     "human": "user",
-    "user": "user",
     "gpt": "assistant",
-    "assistant": "assistant",
     "bot": "assistant",
     "model": "assistant",
-    "tool": "tool",
     "observation": "tool",
 }
-"""Speakers in messages of ShareGPT, with the role of each."""
+"""Speakers in messages of ShareGPT that have another name than their role."""
 _MESSAGE_KEYS = (
     *("role", "content", "name", "tool_calls", "tool_call_id"),
     *("reasoning_content", "thinking"),
 )
-_SPOKEN_KEYS = ("from", "value")
 _GOES_BEFORE = {"instructions": "text", "labelled": "completions"}
 """Forms of rows that also have the keys of another: rendered as text, or without their label."""
 IMAGE = "<image>"
@@ -154,10 +149,10 @@ def problems(row: Mapping[str, Any], found: Form | str, form: Form | None) -> It
     label = row.get("label")
     is_mark = isinstance(label, bool) or found.name in ("completions", "messages")
     if label is not None and is_mark and found.name != "labelled":
+        marked = f"one that is labelled {quoted(label, limit=40)}, good or bad"
         yield (
-            f"label: expected answers to learn from, found one that is labelled "
-            f"{quoted(label, limit=40)}, good or bad; train on rows of prompt, completion and "
-            "label with --method kto, or remove label"
+            f"label: expected answers to learn from, found {marked}; train on rows of prompt, "
+            "completion and label with --method kto, or remove label"
         )
     if found.name == "preferences" and row["chosen"] == row["rejected"]:
         yield "chosen, rejected: expected two answers that differ, found the same; remove the row"
@@ -200,8 +195,7 @@ def _plain_message(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, 
     Args:
         has_marks: Whether ``<image>`` in its text is the place of one, as LLaVA writes it.
     """
-    if message.get("from") is not None:
-        message = {"role": SPEAKERS[message["from"]], "content": message["value"]}
+    message = _spoken(message)
     content = message.get("content")
     if isinstance(content, list):
         if all(part["type"] == "text" for part in content):
@@ -268,12 +262,9 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
                 f'{{"role": "user", "content": "..."}}, found {_type(message)}; write one'
             )
             continue
-        given = {name: value for name, value in message.items() if value is not None}
-        roles.append(given.get("role", SPEAKERS.get(str(given.get("from")))))
-        if key.startswith("conversation") and not {"role", "content"} & given.keys():
-            yield from _one_message(where, given, _SPOKEN_KEYS, tuple(SPEAKERS), form)
-        else:
-            yield from _one_message(where, given, _MESSAGE_KEYS, ROLES, form)
+        given = {name: each for name, each in _spoken(message).items() if each is not None}
+        roles.append(given.get("role"))
+        yield from _one_message(where, given, form)
     if key != "prompt" and "assistant" not in roles:
         yield (
             f"{key}: expected a message of the assistant to learn from, found none; add one, or "
@@ -281,26 +272,30 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
         )
 
 
-def _one_message(
-    where: str, given: dict[str, Any], known: Sequence[str], roles: Sequence[str], form: Form
-) -> Iterator[str]:
-    """List the problems of a message; its speaker and its text have the first two known keys."""
-    for name in sorted(given.keys() - {*known}):
-        shown = quoted(name, is_bare=True, limit=40)
-        yield f"{where}.{shown}: expected only {', '.join(known)}, found it; rename or remove it"
-    speaker, text = known[:2]
-    role, content = given.get(speaker), given.get(text)
-    if role not in roles:
-        yield (
-            f"{where}.{speaker}: expected one of {', '.join(roles)}, found "
-            f"{quoted(role, limit=40)}; write one of them"
-        )
+def _spoken(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a message of ShareGPT under the keys of others."""
+    if message.get("from") is None or {"role", "content"} & message.keys():
+        return {**message}
+    given = {name: value for name, value in message.items() if value is not None}
+    speaker = given.pop("from")
+    text = {"content": given.pop("value")} if "value" in given else {}
+    return {"role": SPEAKERS.get(str(speaker), speaker), **text, **given}
+
+
+def _one_message(where: str, given: dict[str, Any], form: Form) -> Iterator[str]:
+    for name in sorted(given.keys() - {*_MESSAGE_KEYS}):
+        shown, known = quoted(name, is_bare=True, limit=40), ", ".join(_MESSAGE_KEYS)
+        yield f"{where}.{shown}: expected only {known}, found it; rename or remove it"
+    role, content = given.get("role"), given.get("content")
+    if role not in ROLES:
+        found = quoted(role, limit=40)
+        yield f"{where}.role: expected one of {', '.join(ROLES)}, found {found}; write one of them"
     if given.get("tool_calls") and (content is None or isinstance(content, str)):
         return
     if form.format.keys == ("messages",) and isinstance(content, list) and content:
-        yield from _part_problems(f"{where}.{text}", content)
+        yield from _part_problems(f"{where}.content", content)
     else:
-        yield from _text_problems(f"{where}.{text}", content)
+        yield from _text_problems(f"{where}.content", content)
 
 
 def _part_problems(key: str, parts: list[Any]) -> Iterator[str]:

@@ -104,11 +104,11 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "messages for KTO": ([json.dumps({**CHAT, "label": True})], 1, "to learn from", "--method kto"),
     "no value": (
         [json.dumps(SHARED), json.dumps(SHARED).replace('"value": "b"', '"values": "b"')],
-        2, "conversations[1].values: expected only from, value", "rename",
+        2, "conversations[1].values: expected only role, content", "rename",
     ),
     "unknown speaker": (
         [json.dumps(SHARED).replace("gpt", "function_call")],
-        1, "conversations[1].from: expected one of system, human", "write one of them",
+        1, "conversations[1].role: expected one of system, dev", "write one of them",
     ),
     "ShareGPT after messages": (
         [json.dumps(CHAT), json.dumps(SHARED)], 2, "conversations after messages", "all alike",

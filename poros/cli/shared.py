@@ -1,8 +1,6 @@
 """Exit codes, error messages and options that the commands share."""
 
-import gc
 import logging
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,20 +36,6 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         lines = (quoted(line, is_bare=True, limit=4000) for line in text.split("\n"))
         typer.echo("error: " + "\n".join(lines), err=True)
         raise typer.Exit(BAD_INPUT) from error
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Look for no garbage in the body, which imports libraries and makes none: it takes a while."""
-    is_first = gc.isenabled() and "transformers" not in sys.modules
-    if is_first:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if is_first:
-            gc.freeze()  # modules stay; a later look leaves them out
-            gc.enable()
 
 
 def quieten_libraries() -> None:

@@ -80,8 +80,9 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     from poros.finetune.resuming import finished, inspect_run_dir
 
     adapter, merged = None, recipe.output.merged
+    is_sent = recipe.training.more.get("push_to_hub")
     if not (is_dry or num_shown):
-        inspect_run_dir(recipe, trains=merged is None)
+        inspect_run_dir(recipe, trains=merged is None and not is_sent)
         adapter = finished(recipe)
     adapter = adapter or _trained(recipe, is_dry=is_dry, num_shown=num_shown)
     if adapter is None:
@@ -94,7 +95,7 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     if recipe.training.method != "reward":  # a model of such an adapter writes no text
         typer.echo(f"try it:  poros chat {folder}")
     typer.echo(f"merged:  {merged}" if merged else f"merge:   poros merge {folder} --out FOLDER")
-    if recipe.training.more.get("push_to_hub"):  # at last: without a network the rest is there
+    if is_sent:  # at last: without a network the rest is there
         typer.echo(f"on the hub: {send(recipe, adapter)}")
 
 

@@ -54,6 +54,7 @@ def require_targets(recipe: Recipe, base: Any) -> None:
     targets = set() if isinstance(config.target_modules, str) else {*config.target_modules}
     copied = {*recipe.adapter.more.get("modules_to_save", ())}
     names = [f".{name}" for name, _ in base.named_modules()]
+    linear = {name for name, each in base.named_modules() if isinstance(each, nn.Linear)}
     for key, wanted, before in (
         ("target_modules", targets, "."),
         ("modules_to_save", copied, ""),  # PEFT takes the end of a name for it
@@ -63,19 +64,13 @@ def require_targets(recipe: Recipe, base: Any) -> None:
             for each in sorted(wanted)
             if not any(name.endswith(f"{before}{each}") for name in names)
         ]
-        if not missing:
-            continue
-        kinds = nn.Linear if key == "target_modules" else nn.Module
-        known = {
-            name.rpartition(".")[2]
-            for name, each in base.named_modules()
-            if isinstance(each, kinds) and not name.rpartition(".")[2].isdecimal()
-        }
-        raise RecipeError(
-            f"adapter.{key}: expected names of modules of the model, found "
-            f"{quoted(', '.join(missing))}, which match none; there are "
-            f"{', '.join(sorted(known - {''}))} (--target-modules)"
-        )
+        if missing:
+            there = sorted({name.rpartition(".")[2] for name in linear})
+            raise RecipeError(
+                f"adapter.{key}: expected names of modules of the model, found "
+                f"{quoted(', '.join(missing))}, which match none; of linear layers there are "
+                f"{', '.join(there)} (--target-modules)"
+            )
     try:
         with_adapters(base, {"default": config})
     except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT

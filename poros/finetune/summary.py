@@ -99,6 +99,8 @@ def show(
 
     training, adapter, chosen = recipe.training, recipe.adapter, recipe.model
     kind = f"{'rs' if adapter.use_rslora else ''}{'dora' if adapter.use_dora else 'lora'}"
+    targets = adapter.target_modules
+    named = targets if isinstance(targets, str) else ", ".join(targets)
     kept = "dense" if chosen.quantization == "none" else chosen.quantization
     attention = f", attention {chosen.attention}" if chosen.attention else ""
     read = [f"{title}, {number:,}" for title, number in rows.read]
@@ -111,7 +113,7 @@ def show(
     table.add_column(overflow="fold")
     for name, line in (
         ("model", f"{chosen.source}, {kept}, computing in {chosen.dtype}{attention}"),
-        ("adapter", f"{kind}, rank {adapter.r}, alpha {recipe.alpha:g}, on {_targets(recipe)}"),
+        ("adapter", f"{kind}, rank {adapter.r}, alpha {recipe.alpha:g}, on {named}"),
         ("rows", "; ".join(read)),
         ("data", _data_line(recipe, size, tokens)),
         (
@@ -183,13 +185,6 @@ def _text(
         part = part.encode(encoding, "backslashreplace").decode(encoding)
         text.append(f"[[{part}]]" if is_learnt else part, "bold green" if is_learnt else "")
     return text
-
-
-def _targets(recipe: Recipe) -> str:
-    targets = recipe.adapter.target_modules
-    if targets == "all-linear":
-        return "all linear layers"
-    return targets if isinstance(targets, str) else ", ".join(targets)
 
 
 def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:

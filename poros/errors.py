@@ -32,8 +32,19 @@ def quoted(value: object, *, is_bare: bool = False, limit: int = _MAX_QUOTED) ->
 
 
 def reason_of(error: Exception) -> str:
-    """The message of an error, without the number and the path that ``OSError`` adds."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    """The message of an error, quoted, without the number and the path that ``OSError`` adds."""
+    found = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return quoted(found, is_bare=True)
+
+
+def refuse_all(error: "type[PorosError]", problems: list[str], *, most: int = 30) -> None:
+    """Raise one error with a line for each problem, if there are any; of many for the first."""
+    if not problems:
+        return
+    shown = [*problems[:most]]
+    if len(problems) > most:
+        shown.append(f"and {len(problems) - most} more")
+    raise error("\n".join(shown))
 
 
 class PorosError(Exception):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli.shared import importing, readable_errors
+from poros.cli.shared import readable_errors
 
 _OPTIONS = {"vram_budget": "--vram"}
 
@@ -35,10 +35,9 @@ def chat(
     /reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer.
     """
     with readable_errors(_OPTIONS):
-        with importing():
-            from poros.cli.conversation import Chat, questions
-            from poros.merging.base import base_to_load
-            from poros.merging.saved_adapter import SavedAdapter, adapter_folder
+        from poros.cli.conversation import Chat, questions
+        from poros.merging.base import base_to_load
+        from poros.merging.saved_adapter import SavedAdapter, adapter_folder
 
         saved = SavedAdapter(adapter_folder(adapter))
         source, revision = (base, None) if base is not None else base_to_load(saved)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from poros.cli.shared import NOT_HELD, importing, readable_errors
+from poros.cli.shared import NOT_HELD, readable_errors
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import UnsupportedModelError, quoted
 from poros.io.writing import require_file
@@ -56,9 +56,8 @@ def check(
     """
     if registered:
         if architecture is not None or adapter is not None:
-            raise typer.BadParameter(
-                "--registered lists recorded results and takes only a part of a name"
-            )
+            what = "--registered lists recorded results and takes only a part of a name"
+            raise typer.BadParameter(what)
         _list_registered(None if model_dir is None else str(model_dir))
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
@@ -74,9 +73,8 @@ def check(
         if out is not None:
             require_file(out, "--out")
 
-    with importing():
-        from poros.gates import parity
-        from poros.gates.report import render
+    from poros.gates import parity
+    from poros.gates.report import render
 
     given = {"num_steps": steps, "adapter": adapter}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -59,9 +59,8 @@ class Chat:
         options: dict[str, Any] = {} if revision is None else {"revision": revision}
         model = adapter.attach(load(base, **options))
         ends = model.generation_config.eos_token_id
-        if not all(
-            isinstance(each, int) for each in (ends if isinstance(ends, list) else [ends or 0])
-        ):
+        every = ends if isinstance(ends, list) else [ends or 0]
+        if not all(isinstance(each, int) for each in every):
             raise self._unusable(f"eos_token_id {quoted(ends)}")
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._model = prepare(model, vram_budget=vram, self_check="off")

@@ -1,7 +1,9 @@
 """``poros finetune``: from a data set to an adapter."""
 
+import gc
 import inspect
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from poros.cli.merge import merge_with_bar
-from poros.cli.shared import field_and_value, importing, readable_errors
+from poros.cli.shared import field_and_value, readable_errors
 from poros.recipes.recipe import Recipe, named, settings
 from poros.recipes.values import shown
 
@@ -75,11 +77,12 @@ def known_option(name: str) -> str:
 def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     """Do what a recipe asks for; if training has ended before, only what comes behind it."""
     from poros.finetune.hub import send
-    from poros.finetune.resuming import finished, require_usable
+    from poros.finetune.resuming import finished, inspect_run_dir
 
     adapter, merged = None, recipe.output.merged
+    is_sent = recipe.training.more.get("push_to_hub")
     if not (is_dry or num_shown):
-        require_usable(recipe, trains=merged is None)
+        inspect_run_dir(recipe, trains=merged is None and not is_sent)
         adapter = finished(recipe)
     adapter = adapter or _trained(recipe, is_dry=is_dry, num_shown=num_shown)
     if adapter is None:
@@ -92,7 +95,7 @@ def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     if recipe.training.method != "reward":  # a model of such an adapter writes no text
         typer.echo(f"try it:  poros chat {folder}")
     typer.echo(f"merged:  {merged}" if merged else f"merge:   poros merge {folder} --out FOLDER")
-    if recipe.training.more.get("push_to_hub"):  # at last: without a network the rest is there
+    if is_sent:  # at last: without a network the rest is there
         typer.echo(f"on the hub: {send(recipe, adapter)}")
 
 
@@ -100,13 +103,18 @@ def _trained(recipe: Recipe, *, is_dry: bool, num_shown: int) -> Path | None:
     from poros.finetune.data import read_data
 
     train, validation = read_data(recipe)
-    with importing():
-        import datasets
-        from rich.console import Console
-        from transformers import logging
+    is_first = gc.isenabled() and "transformers" not in sys.modules
+    if is_first:
+        gc.disable()  # libraries make no garbage as they are imported, and looking takes a while
+    import datasets
+    from rich.console import Console
+    from transformers import logging
 
-        from poros.finetune.run import Interrupted, finetune
+    from poros.finetune.run import Interrupted, finetune
 
+    if is_first:
+        gc.freeze()  # modules stay; a later look leaves them out
+        gc.enable()
     logging.set_verbosity_error()
     datasets.disable_progress_bars()  # one for each short pass
     try:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from poros.cli.shared import DtypeName, dtype_named, importing, readable_errors
+from poros.cli.shared import DtypeName, dtype_named, readable_errors
 
 
 def merge(
@@ -36,8 +36,7 @@ def merge_with_bar(adapter: Path, out: Path, **options: Any) -> None:
     """As ``poros.merging.merge.merge``, with a bar on a terminal."""
     from rich.progress import Progress
 
-    with importing():
-        from poros.merging.merge import merge as run
+    from poros.merging.merge import merge as run
 
     with Progress(transient=True) as bar:
         task = bar.add_task("merging", total=None)

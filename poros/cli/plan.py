@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from poros.cli.shared import (
-    NOT_HELD,
-    SIZES,
-    DtypeName,
-    dtype_named,
-    field_and_value,
-    readable_errors,
-)
+from poros.cli.shared import NOT_HELD, DtypeName, dtype_named, field_and_value, readable_errors
 from poros.config import parse_num_bytes
 from poros.loaders.names import require_source
-from poros.planning.cards import CARDS, Card, card_of, find_card
+from poros.planning.cards import Card, card_of, find_card
 from poros.planning.request import PlanRequest, optimizer_cost, require_positive
 
 if TYPE_CHECKING:
@@ -37,10 +30,6 @@ _OPTIONS = {
 _VALUES = {"true": True, "false": False, "none": None}
 
 
-def _cards(incomplete: str) -> list[str]:
-    return [name for name in CARDS if name.startswith(incomplete)]
-
-
 def plan(
     model: Annotated[
         str, typer.Argument(help="Folder or OWNER/NAME on the hub; only config.json is read.")
@@ -50,13 +39,16 @@ def plan(
     ] = None,
     vram: Annotated[
         str | None,
-        typer.Option(help=f"GPU memory budget, such as 22GiB: {SIZES}.", show_default="the card's"),
+        typer.Option(
+            help="GPU memory budget, such as 22GiB: 24GiB is 24 x 2^30 bytes, 24G and 24GB are "
+            "24 x 10^9.",
+            show_default="the card's",
+        ),
     ] = None,
     card: Annotated[
         str | None,
         typer.Option(
             help="Card to plan for, such as rtx4090, by its published memory, link and rates.",
-            autocompletion=_cards,
             show_default="the GPU of this machine",
         ),
     ] = None,
@@ -153,12 +145,7 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _place(request: PlanRequest, card: Card | None) -> "tuple[PlanRequest, Device]":
-    """Give the request a budget and describe its device: a named card, this GPU, or a budget.
-
-    Args:
-        request: Has a budget if ``--vram`` or ``--card`` gave one.
-        card: The named card, if any.
-    """
+    """Give the request a budget and describe its device: a named card, this GPU, or a budget."""
     from poros.planning.report import Device
 
     title = None
@@ -176,10 +163,7 @@ def _place(request: PlanRequest, card: Card | None) -> "tuple[PlanRequest, Devic
 
 
 def _gpu_here() -> tuple[int | None, str | None, Card | None]:
-    """Return the budget that ``poros.prepare`` would choose here, the GPU's name and its card.
-
-    Each is None if there is no GPU; the card is None if it is unknown.
-    """
+    """Return what ``poros.prepare`` would take as the budget, the GPU's name, and its card."""
     import torch
 
     from poros.utils.devices import free_budget

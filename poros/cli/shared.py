@@ -1,8 +1,6 @@
 """Exit codes, error messages and options that the commands share."""
 
-import gc
 import logging
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +16,6 @@ BAD_INPUT = 2
 
 DtypeName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 """Names of dtypes that users write."""
-
-SIZES = "24GiB is 24 x 2^30 bytes, 24G and 24GB are 24 x 10^9"
-"""Explains sizes in the help."""
 
 
 @contextmanager
@@ -41,20 +36,6 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         lines = (quoted(line, is_bare=True, limit=4000) for line in text.split("\n"))
         typer.echo("error: " + "\n".join(lines), err=True)
         raise typer.Exit(BAD_INPUT) from error
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Look for no garbage in the body, which imports libraries and makes none: it takes a while."""
-    is_first = gc.isenabled() and "transformers" not in sys.modules
-    if is_first:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if is_first:
-            gc.freeze()  # modules stay; a later look leaves them out
-            gc.enable()
 
 
 def quieten_libraries() -> None:

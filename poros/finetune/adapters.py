@@ -37,7 +37,9 @@ def adapter_config(recipe: Recipe) -> "PeftConfig":
     if isinstance(targets, str) and is_name(targets) and targets != "all-linear":
         fields["target_modules"] = [targets]  # PEFT takes a text for a pattern of whole names
     if not is_pattern:  # which says itself whether it takes towers
-        fields["exclude_modules"] = _excluded(recipe.model.source, fields.get("exclude_modules"))
+        config = configuration(*find_config(Path(recipe.model.source).expanduser()), {})
+        without = excluded_modules(meta_model(config, None, torch.bfloat16))
+        fields["exclude_modules"] = with_own(without, fields.get("exclude_modules"))
     with refusals("adapter", "PEFT"):
         return LoraConfig(**fields)
 
@@ -47,14 +49,12 @@ def require_targets(recipe: Recipe, base: Any) -> None:
 
     Args:
         base: The model, on the meta device. It is edited.
-
-    Raises:
-        RecipeError: If one of the names matches nothing, or something without an adapter.
     """
     config: Any = adapter_config(recipe)
     targets = set() if isinstance(config.target_modules, str) else {*config.target_modules}
     copied = {*recipe.adapter.more.get("modules_to_save", ())}
     names = [f".{name}" for name, _ in base.named_modules()]
+    linear = {name for name, each in base.named_modules() if isinstance(each, nn.Linear)}
     for key, wanted, before in (
         ("target_modules", targets, "."),
         ("modules_to_save", copied, ""),  # PEFT takes the end of a name for it
@@ -64,19 +64,13 @@ def require_targets(recipe: Recipe, base: Any) -> None:
             for each in sorted(wanted)
             if not any(name.endswith(f"{before}{each}") for name in names)
         ]
-        if not missing:
-            continue
-        kinds = nn.Linear if key == "target_modules" else nn.Module
-        known = {
-            name.rpartition(".")[2]
-            for name, each in base.named_modules()
-            if isinstance(each, kinds) and not name.rpartition(".")[2].isdecimal()
-        }
-        raise RecipeError(
-            f"adapter.{key}: expected names of modules of the model, found "
-            f"{quoted(', '.join(missing))}, which match none; there are "
-            f"{', '.join(sorted(known - {''}))} (--target-modules)"
-        )
+        if missing:
+            there = sorted({name.rpartition(".")[2] for name in linear})
+            raise RecipeError(
+                f"adapter.{key}: expected names of modules of the model, found "
+                f"{quoted(', '.join(missing))}, which match none; of linear layers there are "
+                f"{', '.join(there)} (--target-modules)"
+            )
     try:
         with_adapters(base, {"default": config})
     except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT
@@ -91,9 +85,3 @@ def require_targets(recipe: Recipe, base: Any) -> None:
             f"{recipe.training.method} reads by itself, found the head; leave it out, or use "
             "adapter.modules_to_save"
         )
-
-
-def _excluded(source: str, own: Any) -> str | list[str] | None:
-    """List the modules without an adapter: towers that text does not reach, and routers."""
-    config = configuration(*find_config(Path(source).expanduser()), {})
-    return with_own(excluded_modules(meta_model(config, None, torch.bfloat16)), own)

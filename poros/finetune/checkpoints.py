@@ -22,22 +22,14 @@ from poros.io.writing import partial_folder, put_in_place, write_json, writing
 
 WHOLE = "whole.json"
 _NEEDED = {
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "optimizer.pt",
-    "rng_state.pth",
-    "scheduler.pt",
-    "trainer_state.json",
+    *("adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth"),
+    *("scheduler.pt", "trainer_state.json"),
 }
 """Files without which the Trainer resumes with other bits, or fails."""
 
 
 def numbered(run: Path) -> list[tuple[int, Path]]:
-    """List step and path of each checkpoint, whole or not, the newest first.
-
-    Raises:
-        OSError: If the folder cannot be read.
-    """
+    """List step and path of each checkpoint, whole or not, the newest first."""
     matches = (re.fullmatch(r"checkpoint-(\d+)", name) for name in os.listdir(run))
     return sorted(((int(each[1]), run / each[0]) for each in matches if each), reverse=True)
 
@@ -55,17 +47,16 @@ def damage_of(checkpoint: Path) -> str | None:
         missing = sorted(_NEEDED - files.keys())
         if missing:
             return f"{WHOLE} does not list {', '.join(missing)}"
-        for name, (size, digest) in files.items():
+        for name, noted in files.items():
             file = checkpoint / name
-            with open_regular(file) as stream:
-                if os.fstat(stream.fileno()).st_size != size or _digest(stream) != digest:
-                    return f"{quoted(name, is_bare=True)} is not as it was written"
+            if _size_and_digest(file) != noted:
+                return f"{quoted(name, is_bare=True)} is not as it was written"
     except (FileNotFoundError, NotADirectoryError):
         return f"{quoted(file.name, is_bare=True)} is missing"
     except OSError as error:
         raise RunFolderError(
             f"{quoted(str(file), is_bare=True)}: expected to read it, found: "
-            f"{quoted(reason_of(error), is_bare=True)}; nothing was moved or removed: mend the "
+            f"{reason_of(error)}; nothing was moved or removed: mend the "
             "disk or the permissions, and start the same command again"
         ) from error
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
@@ -115,11 +106,7 @@ def note_best(args: Any, state: Any) -> None:
 
 
 def best_of(args: Any, last: Path) -> Path:
-    """The checkpoint whose weights a finished run keeps: the last one, or the best.
-
-    Raises:
-        OSError: If the state of the last one cannot be read.
-    """
+    """The checkpoint whose weights a finished run keeps: the last one, or the best."""
     if not args.load_best_model_at_end:
         return last
     state = json.loads((last / "trainer_state.json").read_bytes())
@@ -128,13 +115,13 @@ def best_of(args: Any, last: Path) -> Path:
 
 
 def _mark_complete(checkpoint: Path) -> None:
-    files = {}
-    for path in sorted(each for each in checkpoint.rglob("*") if each.is_file()):
-        with open_regular(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            files[str(path.relative_to(checkpoint))] = [size, _digest(stream)]
+    paths = sorted(each for each in checkpoint.rglob("*") if each.is_file())
+    files = {str(path.relative_to(checkpoint)): _size_and_digest(path) for path in paths}
     write_json(checkpoint / WHOLE, files)
 
 
-def _digest(stream: Any) -> str:
-    return file_digest(stream, xxh3_128).hexdigest()
+def _size_and_digest(path: Path) -> list[int | str]:
+    stream: Any
+    with open_regular(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        return [size, file_digest(stream, xxh3_128).hexdigest()]

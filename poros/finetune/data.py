@@ -1,8 +1,7 @@
-"""Reads rows to train on, and checks every one of them before anything is loaded.
+"""Reads the rows of one or several sources, and checks each before anything is loaded.
 
-Rows come from one source or several: files, folders, data sets by name. All rows of a source are
-written alike, and those of all sources become the same form. Files of JSON and CSV are read
-without an import of torch.
+All rows of a source are written alike, and those of all sources become the same form. Files of JSON
+and CSV are read without an import of torch.
 """
 
 import random
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from poros.errors import DataFormatError, quoted
+from poros.errors import DataFormatError, quoted, refuse_all
 from poros.finetune.files import rows_of
 from poros.finetune.forms import (
     FORMATS,
@@ -27,8 +26,6 @@ from poros.finetune.forms import (
     said,
 )
 from poros.recipes.recipe import Recipe
-
-_MOST_SHOWN = 30
 
 
 @dataclass
@@ -70,8 +67,7 @@ def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
     """Read the rows to train on, and those to validate on, if any.
 
     Raises:
-        DataFormatError: If a row is not what it should be: file, line, what was expected and found,
-            and what to do, for the first rows of which that is so.
+        DataFormatError: If rows are not what they should be: file, line, and what to do for each.
     """
     reader = _Reader(recipe)
     parts = [reader.read(source, "data.source") for source in recipe.data.sources]
@@ -79,9 +75,9 @@ def read_data(recipe: Recipe) -> tuple[Rows, Rows | None]:
     num_sources = len(parts)
     if isinstance(validation, str):
         parts.append(reader.read(validation, "data.validation"))
-    reader.refuse()
+    refuse_all(DataFormatError, reader.problems)
     parts = reader.alike(parts)
-    reader.refuse()
+    refuse_all(DataFormatError, reader.problems)
     parts, others = parts[:num_sources], parts[num_sources:]
     rows, held_out = _joined(parts), list[int]()
     if validation and not isinstance(validation, str):
@@ -97,8 +93,7 @@ class _Reader:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._problems: list[str] = []
-        self._num_problems = 0
+        self.problems: list[str] = []
 
     def read(self, source: str, key: str) -> Rows:
         """Read a source; its first row with a form decides the form of all."""
@@ -106,7 +101,7 @@ class _Reader:
         found = Rows(Form(TEXT, is_chat=False))
         form: Form | None = None
         unused: set[str] = set()
-        before_problems = self._num_problems
+        num_before = len(self.problems)
         path = Path(source).expanduser()
         folder = path if path.is_dir() else path.parent  # that images are named from
         for where, row in rows_of(source, key, data, self._note):
@@ -114,27 +109,24 @@ class _Reader:
                 shown = "a list" if isinstance(row, list) else quoted(row, limit=40)
                 self._note(where, f"expected an object in braces, found {shown}; write one a line")
                 continue
-            if form is None:
-                first = form_of(row, method)
-                if isinstance(first, str):
-                    self._note(where, first)
-                    continue
+            first = form_of(row, method)
+            if form is None and isinstance(first, Form):
                 form = first
                 self._check_form(where, form)
-            wrong = list(problems(row, form, method))
-            used = {} if wrong else normalised(row, form)
-            if "images" in used:
-                used["images"] = [str(folder / path) for path in used["images"]]
+            wrong = list(problems(row, first, form))
             for each in wrong:
                 self._note(where, each)
-            if not wrong:
-                unused.update(row.keys() - {*form.format.keys, *form.format.others})
-                found.rows.append(used)
-                found.places.append(where)
-        if not found.rows and self._num_problems == before_problems:
-            shown = quoted(source, is_bare=True)
+            if form is None or wrong:
+                continue
+            used = normalised(row, form)
+            if "images" in used:
+                used["images"] = [str(folder / path) for path in used["images"]]
+            unused.update(row.keys() - {*form.format.keys, *form.format.others})
+            found.rows.append(used)
+            found.places.append(where)
+        if not found.rows and len(self.problems) == num_before:
             what = "expected rows, found none; write some, in .jsonl one JSON object a line"
-            self._note(f"{shown}:1", what)
+            self._note(f"{quoted(source, is_bare=True)}:1", what)
         found.form = form or found.form
         found.unused = tuple(sorted(quoted(name, is_bare=True, limit=40) for name in unused))
         found.read = ((found.form.format.title, len(found.rows)),)
@@ -143,10 +135,9 @@ class _Reader:
     def alike(self, every: Sequence[Rows]) -> list[Rows]:
         """Make rows of one form of those of all sources, as far as they mean the same."""
         first = next((each for each in every if each.form.name != "instructions"), every[0])
-        is_open = first.form.name == "instructions"
-        if is_open and self._recipe.data.loss_on == "assistant":
-            is_open, first = False, first.settled(has_template=True)
-        if is_open:
+        if self._recipe.data.loss_on == "assistant":
+            first = first.settled(has_template=True)
+        if first.form.name == "instructions":
             return list(every)
         settled = [each.settled(has_template=first.form.name == "messages") for each in every]
         for each in settled:
@@ -158,18 +149,8 @@ class _Reader:
                 )
         return settled
 
-    def refuse(self) -> None:
-        if not self._num_problems:
-            return
-        shown = self._problems
-        if self._num_problems > len(shown):
-            shown = [*shown, f"and {self._num_problems - len(shown)} more"]
-        raise DataFormatError("\n".join(shown))
-
     def _note(self, where: str, what: str) -> None:
-        self._num_problems += 1
-        if len(self._problems) < _MOST_SHOWN:
-            self._problems.append(f"{where}: {what}")
+        self.problems.append(f"{where}: {what}")
 
     def _check_form(self, where: str, form: Form) -> None:
         """Check that the recipe can train on rows of that form."""
@@ -199,8 +180,8 @@ def _taken(
 ) -> list[int]:
     """Number the rows of all sources, each as often as the weight of its source says.
 
-    With 2.5 each row is taken twice, and half of them, drawn by the seed, once more. Of a source
-    with any rows to train on at least one is taken.
+    With 2.5 each row is taken twice, and half of them, drawn by the seed, once more; of each source
+    at least one is taken.
     """
     generator = random.Random(seed)
     taken: list[int] = []
@@ -217,11 +198,7 @@ def _taken(
 
 
 def _held_out(rows: Rows, share: float, seed: int) -> list[int]:
-    """Choose a share of the rows to hold out, by their numbers.
-
-    Raises:
-        DataFormatError: If none would be left.
-    """
+    """Choose a share of the rows to hold out, by their numbers."""
     from datasets import Dataset
 
     num_rows = len(rows.rows)

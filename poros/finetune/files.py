@@ -41,8 +41,7 @@ def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
 
     Args:
         source: A path, or a name on the hub.
-        key: The setting of the recipe that names the source.
-        data: Has the configuration and the split of a data set.
+        key: The setting of the recipe that names it.
         note: Is called with what cannot be read; later rows follow as far as that is possible.
     """
     kind = kind_of(source, is_split=bool(data.split or data.config))
@@ -57,9 +56,8 @@ def rows_of(source: str, key: str, data: DataPart, note: Note) -> Iterator[Row]:
             else:
                 yield from _texts(file, shown, note)
         except (OSError, ValueError) as error:
-            reason = quoted(reason_of(error), is_bare=True)
-            what = f"{key}: expected a file to read, found: {reason}; check its permissions"
-            note(f"{shown}:1", what)
+            what = f"expected a file to read, found: {reason_of(error)}; check its permissions"
+            note(f"{shown}:1", f"{key}: {what}")
 
 
 def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
@@ -73,16 +71,19 @@ def _texts(file: Path, shown: str, note: Note) -> Iterator[Row]:
             yield from _cells(lines, "\t" if suffix == ".tsv" else ",", shown, note)
         elif suffix == ".json":
             whole = "".join(lines)
-            if _OPENING.match(whole):
-                yield from _elements(whole, shown, note)
-            else:
+            if not _OPENING.match(whole):
                 yield from _objects(whole.split("\n"), shown, note)
+                return
+            for found in _parsed(whole, shown, 1, note):
+                rows = found["data"] if isinstance(found, dict) else found
+                for number, row in enumerate(rows, start=1):
+                    yield f"{shown}, row {number}", row
         else:
             yield from _objects(lines, shown, note)
 
 
 def _decoded(lines: Iterable[bytes], shown: str, note: Note) -> Iterator[str]:
-    """Yield every line as text, without a byte order mark; an empty one for one that is none."""
+    """Yield every line as text, without a byte order mark; an empty one if it is not UTF-8."""
     number = 0
     try:
         for number, line in enumerate(lines, start=1):
@@ -103,14 +104,6 @@ def _objects(lines: Iterable[str], shown: str, note: Note) -> Iterator[Row]:
         if line.strip():
             for row in _parsed(line.rstrip(), shown, number, note):
                 yield f"{shown}:{number}", row
-
-
-def _elements(text: str, shown: str, note: Note) -> Iterator[Row]:
-    """Yield the elements of a list of JSON, or of an object that has it as its data."""
-    for found in _parsed(text, shown, 1, note):
-        rows = found["data"] if isinstance(found, dict) else found
-        for number, row in enumerate(rows, start=1):
-            yield f"{shown}, row {number}", row
 
 
 def _parsed(text: str, shown: str, line: int, note: Note) -> Iterator[Any]:
@@ -160,10 +153,10 @@ def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row
     from datasets import load_dataset, load_from_disk, logging
     from trl.trainer.utils import remove_none_values
 
+    from poros.loaders.settings import describe_error
+
     path, split = str(Path(source).expanduser()), data.split or "train"
-    shown = quoted(source, is_bare=True)
-    if kind is not Kind.FILES:
-        shown = f"{shown}[{split}]"
+    shown = quoted(source, is_bare=True) + ("" if kind is Kind.FILES else f"[{split}]")
     number = 0
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it raises
@@ -185,8 +178,8 @@ def _tables(source: str, kind: Kind, data: DataPart, note: Note) -> Iterator[Row
             number += 1
             yield f"{shown}, row {number}", remove_none_values(row)
     except Exception as error:  # of the network, the hub, the data set, and its builder
-        reason = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
-        what = f"expected rows that the library datasets can read, found: {reason}"
+        found = describe_error(error)
+        what = f"expected rows that the library datasets can read, found: {found}"
         remedy = "check the name, data.config (--config) and data.split (--split), or save it anew"
         note(f"{shown}, row {number + 1}", f"{what}; {remedy}")
     finally:

@@ -20,7 +20,7 @@ Other ways to write them are read as well, and become one of these:
     {"question": "...", "answer": "..."}
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from poros.errors import quoted
@@ -35,27 +35,19 @@ METHODS = {
 and completions otherwise; they may have a system prompt."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {
-    "system": "system",
     "human": "user",
-    "user": "user",
     "gpt": "assistant",
-    "assistant": "assistant",
     "bot": "assistant",
     "model": "assistant",
-    "tool": "tool",
     "observation": "tool",
 }
-"""Speakers in messages of ShareGPT, with the role of each."""
+"""Speakers in messages of ShareGPT that have another name than their role."""
 _MESSAGE_KEYS = (
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "reasoning_content",
-    "thinking",
+    *("role", "content", "name", "tool_calls", "tool_call_id"),
+    *("reasoning_content", "thinking"),
 )
-_SPOKEN_KEYS = ("from", "value")
+_GOES_BEFORE = {"instructions": "text", "labelled": "completions"}
+"""Forms of rows that also have the keys of another: rendered as text, or without their label."""
 IMAGE = "<image>"
 _WANTED = (
     'write rows such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", '
@@ -118,17 +110,11 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
     keys = {key for key, value in row.items() if value is not None}
     found = [each for each in FORMATS if keys.issuperset(each.keys)]
     fitting = [each for each in found if each.form in METHODS[method]] or found
-    if any(each.form == "instructions" for each in fitting):
-        fitting = [each for each in fitting if each is not TEXT]
-    if any(each.form == "labelled" for each in fitting):
-        fitting = [each for each in fitting if each.form != "completions"]
+    lesser = {_GOES_BEFORE.get(each.form) for each in fitting}
+    fitting = [each for each in fitting if each.form not in lesser]
     if len(fitting) > 1:
         titles = " and of ".join(each.title for each in fitting)
-        used = {key for each in fitting for key in (*each.keys, *each.others)}
-        return (
-            f"expected one kind of row, found keys of {titles} ({', '.join(sorted(used & keys))}); "
-            "remove those of all but one"
-        )
+        return f"expected one kind of row, found keys of {titles}; remove those of all but one"
     if not fitting:
         names = [quoted(key, limit=40) + ": null" * (row[key] is None) for key in sorted(row)[:12]]
         is_whole = any(row.keys() >= {*each.keys} for each in FORMATS)
@@ -140,53 +126,40 @@ def form_of(row: Mapping[str, Any], method: str) -> Form | str:
     return Form(chosen, is_chat=is_list or chosen.form == "messages")
 
 
-def problems(row: Mapping[str, Any], form: Form, method: str) -> Iterator[str]:
-    """List the problems of a row that should have a form, and be trained on by a method."""
-    found = form_of(row, method)
+def problems(row: Mapping[str, Any], found: Form | str, form: Form | None) -> Iterator[str]:
+    """List the problems of a row.
+
+    Args:
+        found: What ``form_of`` says of it.
+        form: The form that it should have; None if there has been no row with one.
+    """
     if isinstance(found, str):
         yield found
         return
-    if found != form:
+    if form is not None and found != form:
         yield (
             f"expected rows of one form, found {said(found)} after {said(form)}; write them all "
             "alike, or train on them in two runs"
         )
         return
-    for key in form.format.keys:
-        if key != "label":
-            yield from _value_problems(key, row[key], form)
-        elif not isinstance(row[key], bool):
-            yield (
-                f"label: expected true for a good answer or false for a bad one, found "
-                f"{quoted(row[key], limit=40)}; write one of them, for --method kto"
-            )
-    for key in form.format.others:
-        value = row.get(key)
-        if value is None:
-            continue
-        if key == "prompt":
-            yield from _value_problems(key, value, form)
-        elif key in ("image", "images"):
-            yield from _image_problems(key, value)
-        elif key == "tools":
-            if not isinstance(value, str | list):
-                yield f"tools: expected a list, found {_type(value)}; remove it"
-        elif value != "":
-            yield from _text_problems(key, value)
+    for key in (*found.format.keys, *found.format.others):
+        is_needed = key in found.format.keys
+        if is_needed or row.get(key) not in (None, ""):
+            yield from _value_problems(key, row[key], found)
     label = row.get("label")
-    is_mark = isinstance(label, bool) or form.name in ("completions", "messages")
-    if label is not None and is_mark and form.name != "labelled":
+    is_mark = isinstance(label, bool) or found.name in ("completions", "messages")
+    if label is not None and is_mark and found.name != "labelled":
+        marked = f"one that is labelled {quoted(label, limit=40)}, good or bad"
         yield (
-            f"label: expected answers to learn from, found one that is labelled "
-            f"{quoted(label, limit=40)}, good or bad; train on rows of prompt, completion and "
-            "label with --method kto, or remove label"
+            f"label: expected answers to learn from, found {marked}; train on rows of prompt, "
+            "completion and label with --method kto, or remove label"
         )
-    if form.name == "preferences" and row["chosen"] == row["rejected"]:
+    if found.name == "preferences" and row["chosen"] == row["rejected"]:
         yield "chosen, rejected: expected two answers that differ, found the same; remove the row"
 
 
 def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
-    """Return what is used of a row without problems, under the keys of its form, and tools."""
+    """Return what is used of a row without problems, under the keys of its form."""
     names = (*form.format.keys, *form.format.others)
     used = {name: row[name] for name in names if row.get(name) is not None}
     system = used.pop("system", "")
@@ -222,8 +195,7 @@ def _plain_message(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, 
     Args:
         has_marks: Whether ``<image>`` in its text is the place of one, as LLaVA writes it.
     """
-    if message.get("from") is not None:
-        message = {"role": SPEAKERS[message["from"]], "content": message["value"]}
+    message = _spoken(message)
     content = message.get("content")
     if isinstance(content, list):
         if all(part["type"] == "text" for part in content):
@@ -241,10 +213,8 @@ def _plain_message(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, 
 
 def as_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     """Write an instruction as a conversation."""
-    messages = [
-        {"role": "user", "content": row["prompt"]},
-        {"role": "assistant", "content": row["completion"]},
-    ]
+    turns = zip(("user", "assistant"), (row["prompt"], row["completion"]), strict=True)
+    messages = [{"role": role, "content": text} for role, text in turns]
     return {"messages": _opened(row.get("system", ""), messages)}
 
 
@@ -260,7 +230,21 @@ def _opened(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
-    if not form.is_chat:
+    if key == "label":
+        if not isinstance(value, bool):
+            yield (
+                f"label: expected true for a good answer or false for a bad one, found "
+                f"{quoted(value, limit=40)}; write one of them, for --method kto"
+            )
+    elif key in ("image", "images"):
+        paths = [value] if key == "image" else value
+        if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
+            wanted = "the path of a file" if key == "image" else "a list of paths of files"
+            yield f"{key}: expected {wanted}, found {_type(value)}; write it"
+    elif key == "tools":
+        if not isinstance(value, str | list):
+            yield f"tools: expected a list, found {_type(value)}; remove it"
+    elif not form.is_chat or key == "system":
         yield from _text_problems(key, value)
     elif isinstance(value, list):
         yield from _message_problems(key, value, form)
@@ -278,12 +262,9 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
                 f'{{"role": "user", "content": "..."}}, found {_type(message)}; write one'
             )
             continue
-        given = {name: value for name, value in message.items() if value is not None}
-        roles.append(given.get("role", SPEAKERS.get(str(given.get("from")))))
-        if key.startswith("conversation") and not {"role", "content"} & given.keys():
-            yield from _one_message(where, given, _SPOKEN_KEYS, tuple(SPEAKERS), form)
-        else:
-            yield from _one_message(where, given, _MESSAGE_KEYS, ROLES, form)
+        given = {name: each for name, each in _spoken(message).items() if each is not None}
+        roles.append(given.get("role"))
+        yield from _one_message(where, given, form)
     if key != "prompt" and "assistant" not in roles:
         yield (
             f"{key}: expected a message of the assistant to learn from, found none; add one, or "
@@ -291,26 +272,30 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
         )
 
 
-def _one_message(
-    where: str, given: dict[str, Any], known: Sequence[str], roles: Sequence[str], form: Form
-) -> Iterator[str]:
-    """List the problems of a message; its speaker and its text have the first two known keys."""
-    for name in sorted(given.keys() - {*known}):
-        shown = quoted(name, is_bare=True, limit=40)
-        yield f"{where}.{shown}: expected only {', '.join(known)}, found it; rename or remove it"
-    speaker, text = known[:2]
-    role, content = given.get(speaker), given.get(text)
-    if role not in roles:
-        yield (
-            f"{where}.{speaker}: expected one of {', '.join(roles)}, found "
-            f"{quoted(role, limit=40)}; write one of them"
-        )
+def _spoken(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a message of ShareGPT under the keys of others."""
+    if message.get("from") is None or {"role", "content"} & message.keys():
+        return {**message}
+    given = {name: value for name, value in message.items() if value is not None}
+    speaker = given.pop("from")
+    text = {"content": given.pop("value")} if "value" in given else {}
+    return {"role": SPEAKERS.get(str(speaker), speaker), **text, **given}
+
+
+def _one_message(where: str, given: dict[str, Any], form: Form) -> Iterator[str]:
+    for name in sorted(given.keys() - {*_MESSAGE_KEYS}):
+        shown, known = quoted(name, is_bare=True, limit=40), ", ".join(_MESSAGE_KEYS)
+        yield f"{where}.{shown}: expected only {known}, found it; rename or remove it"
+    role, content = given.get("role"), given.get("content")
+    if role not in ROLES:
+        found = quoted(role, limit=40)
+        yield f"{where}.role: expected one of {', '.join(ROLES)}, found {found}; write one of them"
     if given.get("tool_calls") and (content is None or isinstance(content, str)):
         return
     if form.format.keys == ("messages",) and isinstance(content, list) and content:
-        yield from _part_problems(f"{where}.{text}", content)
+        yield from _part_problems(f"{where}.content", content)
     else:
-        yield from _text_problems(f"{where}.{text}", content)
+        yield from _text_problems(f"{where}.content", content)
 
 
 def _part_problems(key: str, parts: list[Any]) -> Iterator[str]:
@@ -329,14 +314,6 @@ def _part_problems(key: str, parts: list[Any]) -> Iterator[str]:
                 f'{where}: expected {{"type": "text", "text": "..."}} or {{"type": "image", '
                 f'"image": "FILE"}}, found {quoted(kind, limit=40)}; write one of them'
             )
-
-
-def _image_problems(key: str, images: Any) -> Iterator[str]:
-    """List the problems of the images beside the messages: one, or a list of them."""
-    paths = [images] if key == "image" else images
-    if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
-        wanted = "the path of a file" if key == "image" else "a list of paths of files"
-        yield f"{key}: expected {wanted}, found {_type(images)}; write it"
 
 
 def _text_problems(key: str, value: Any) -> Iterator[str]:

@@ -4,10 +4,9 @@ The Trainer itself would send the run's folder, with its checkpoints.
 """
 
 import json
-import shlex
 from pathlib import Path
 
-from poros.errors import StoreWriteError, quoted
+from poros.errors import StoreWriteError
 from poros.loaders.names import is_local
 from poros.recipes.recipe import Recipe
 
@@ -19,10 +18,11 @@ def send(recipe: Recipe, adapter: Path) -> str:
     """Send the folder of an adapter to its repository, made if necessary; return its name.
 
     Raises:
-        StoreWriteError: If that fails; the adapter stays in its folder.
+        StoreWriteError: If that fails; the adapter stays, and the same command sends it.
     """
     from huggingface_hub import HfApi
 
+    from poros.loaders.settings import describe_error
     from poros.model.origin import ADAPTER_CONFIG
 
     asked, api = recipe.training.more, HfApi()
@@ -39,14 +39,9 @@ def send(recipe: Recipe, adapter: Path) -> str:
             repo_id=name, folder_path=adapter, revision=branch, ignore_patterns=left_out
         )
     except Exception as error:  # of the network, the hub, and its client
-        said = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
-        line = ["hf", "upload", name, str(adapter), *(f"--exclude={each}" for each in left_out)]
-        if is_private:
-            line.append("--private")
-        if branch:
-            line += ["--revision", branch]
+        again = "the same command" + " without output.merged" * bool(recipe.output.merged)
         raise StoreWriteError(
-            f"training.push_to_hub: expected to send the adapter, found {said}; check the "
-            f"connection and the name (training.hub_model_id): `{shlex.join(line)}` sends it"
+            f"training.push_to_hub: expected to send the adapter, found {describe_error(error)}; "
+            f"check the connection and the name (training.hub_model_id); {again} sends it"
         ) from error
     return name

@@ -28,12 +28,7 @@ GROUPED = "group_by_length"
 
 
 def require_images(recipe: Recipe, config: "PreTrainedConfig") -> None:
-    """Refuse a model or settings that take no images.
-
-    Raises:
-        DataFormatError: If the model has no tower for them.
-        RecipeError: If the tower is dropped, or rows are to be grouped by their length.
-    """
+    """Refuse a model or settings that take no images, by DataFormatError or RecipeError."""
     if getattr(config, "vision_config", None) is None:
         raise DataFormatError(
             "data.source: expected rows of text for a model without a vision tower, found rows "
@@ -89,20 +84,13 @@ class ImageCollator:
     def __init__(
         self, processor: "ProcessorMixin", recipe: Recipe, template: str | None = None
     ) -> None:
-        training = recipe.training
         self._processor = processor
-        self._most = training.max_length
-        options = {
-            "assistant_only_loss": template is not None,
-            "chat_template": template,
-        }
+        self._most = recipe.training.max_length
+        multiple = recipe.training.pad_to_multiple_of
+        options = {"assistant_only_loss": template is not None, "chat_template": template}
+        sizes = {"max_length": self._most, "pad_to_multiple_of": multiple}
         self._alone = DataCollatorForVisionLanguageModeling(processor, **options)
-        self.padded = DataCollatorForVisionLanguageModeling(
-            processor,
-            max_length=self._most,
-            pad_to_multiple_of=training.pad_to_multiple_of,
-            **options,
-        )
+        self.padded = DataCollatorForVisionLanguageModeling(processor, **sizes, **options)
 
     def tokens(self, row: dict[str, Any]) -> tuple[list[int], list[int], bytes]:
         """Return the tokens of a row, uncut, whether each is learnt, and a digest of its images.
@@ -118,13 +106,12 @@ class ImageCollator:
         images = []
         for path in row.get("images", []):
             try:
-                with open_regular(Path(path)):
+                with open_regular(Path(path)):  # no pipe, no device
                     images += _open_images([path])
             except (OSError, ValueError) as error:
                 raise DataFormatError(
-                    f"images: expected a file to read, found {quoted(path)}: "
-                    f"{quoted(reason_of(error), is_bare=True)}; paths begin at the folder of the "
-                    "rows"
+                    f"images: expected a file to read, found {quoted(path)}: {reason_of(error)}; "
+                    "paths begin at the folder of the rows"
                 ) from error
         batch = self._alone([{"messages": row["messages"], "images": images}])
         ids, labels = (batch[name][0].tolist() for name in ("input_ids", "labels"))
@@ -139,11 +126,7 @@ class ImageCollator:
 
 
 def image_dataset(rows: Sequence[dict[str, Any]]) -> "Dataset":
-    """Make a dataset for TRL's trainer, whose images are opened as its rows are read.
-
-    Args:
-        rows: Rows of messages, with paths of images.
-    """
+    """Make a dataset for TRL's trainer, whose images are opened as its rows are read."""
     from datasets import Dataset
 
     columns = {

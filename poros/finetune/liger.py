@@ -30,10 +30,11 @@ import torch
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from poros.errors import RecipeError, quoted
+from poros.errors import RecipeError
 from poros.kernels.forwards import is_of_liger
 from poros.kernels.mlp import names_in
 from poros.kernels.nf4 import DTYPES
+from poros.loaders.settings import describe_error
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
 from poros.utils.devices import runs_triton
@@ -96,8 +97,7 @@ def _tried(
         model = meta_model(config, None, DTYPES[recipe.model.dtype], recipe.model.vision)
         used = use_liger(model)
     except Exception as error:  # Liger's code for a family expects a release of transformers
-        reason = f"{type(error).__name__}: {quoted(str(error), is_bare=True, limit=200)}"
-        return [], f"expected a {kind} that Liger's kernels fit, found {reason}"
+        return [], f"expected a {kind} that Liger's kernels fit, found {describe_error(error)}"
     release = version("liger-kernel")
     return used, f"expected a model that Liger {release} has kernels for, found {kind}"
 
@@ -105,19 +105,14 @@ def _tried(
 def use_liger(model: Any) -> list[str]:
     """Have a model's decoder run Liger's norms, gated feed-forwards and rotary embeddings.
 
-    Called before there are adapters. The loss, and all else outside of the decoder, stay as they
-    are.
-
-    Args:
-        model: A transformers model on any device, which is edited.
+    Called before there are adapters. All else stays as it is.
 
     Returns:
         What of it runs Liger's kernels, in words; empty if Liger does not know the family.
 
     Raises:
-        ImportError: If Liger is not installed.
-        Exception: Others of Liger's, if the model is not what it expects of the family. The model
-            is half changed then, transformers' modules are not.
+        Exception: Of Liger's, if it is not installed, or the model is not what it expects of the
+            family. The model is half changed then, transformers' modules are not.
     """
     from transformers.integrations.liger import apply_liger_kernel
 

@@ -19,7 +19,6 @@ from poros.kernels.packed_attention import has_flash_kernel, takes_cu_seqlens
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedConfig
 
 _FAMILIES = (
@@ -38,13 +37,7 @@ _OF_A_MASK = (None, "eager", "sdpa", "flex_attention")
 
 
 def require_attention(name: str) -> None:
-    """Refuse an attention implementation that transformers does not have.
-
-    A name of a kernel on the hub, whose code would be fetched and run, is refused too.
-
-    Raises:
-        RecipeError: If it is none of those that are registered.
-    """
+    """Refuse an attention that transformers does not have, and a kernel of the hub."""
     from transformers import AttentionInterface
 
     # Those with a bar are for generation alone.
@@ -57,19 +50,10 @@ def require_attention(name: str) -> None:
 
 
 def keeps_apart(config: "PreTrainedConfig", attention: str | None = None) -> bool:
-    """Whether no document of a packed row has an influence on another.
-
-    Args:
-        attention: The implementation that the model trains with; None is transformers' choice.
-    """
+    """Whether no document of a packed row has an influence on another."""
     reads_documents = attention in _OF_A_MASK or takes_cu_seqlens(attention)
     families = _OF_PACKED if attention == PACKED else _FAMILIES
     return reads_documents and config.model_type in families
-
-
-def most_documents(*datasets: "Dataset") -> int:
-    """Return the number of documents in the fullest of packed rows."""
-    return max(len(row) for rows in datasets for row in rows["seq_lengths"])
 
 
 def choose_attention(
@@ -81,14 +65,8 @@ def choose_attention(
 ) -> Recipe:
     """Let a run over packed rows take packed attention, where it is faster than a mask.
 
-    That is on a GPU, for families and heads that its kernels take, without a shorter window.
-
-    Args:
-        num_documents: Those of the fullest row.
-        row_length: Its tokens.
-
-    Returns:
-        The recipe; with an attention if it named none and should take this one.
+    That is on a GPU, for families and heads that its kernels take, without a shorter window. The
+    fullest row has so many documents and tokens.
     """
     window = getattr(config, "sliding_window", None)
     if (

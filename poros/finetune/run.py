@@ -16,13 +16,7 @@ from poros.finetune.checkpoints import best_of
 from poros.finetune.data import Rows
 from poros.finetune.images import image_dataset, load_processor, require_images
 from poros.finetune.liger import choose_liger, use_liger
-from poros.finetune.packing import (
-    choose_attention,
-    keeps_apart,
-    most_documents,
-    require_attention,
-)
-from poros.finetune.provenance import base_digest, machine, token_digest
+from poros.finetune.packing import choose_attention, keeps_apart, require_attention
 from poros.finetune.resuming import (
     HELD_OUT,
     TOKENS,
@@ -30,17 +24,12 @@ from poros.finetune.resuming import (
     finished,
     inspect_run_dir,
     lock_run_dir,
+    machine,
     require_base,
 )
 from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, image_collator, load_tokenizer, tokenize
-from poros.finetune.trainers import (
-    Stopping,
-    few_updates,
-    make_arguments,
-    make_trainer,
-    num_steps,
-)
+from poros.finetune.trainers import Stopping, few_updates, make_arguments, make_trainer, num_steps
 from poros.io.writing import partial_folder, put_in_place, writing
 from poros.kernels import packed_attention
 from poros.kernels.nf4 import DTYPES
@@ -57,13 +46,7 @@ from poros.utils.devices import default_device, usable_device
 if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
-    from transformers import (
-        PreTrainedConfig,
-        PreTrainedTokenizerBase,
-        ProcessorMixin,
-        Trainer,
-    )
-
+    from transformers import PreTrainedConfig, Trainer
 
 REWARD_CLASS = "AutoModelForSequenceClassification"
 
@@ -99,10 +82,8 @@ def finetune(
         of a run that was never interrupted; on the same machine, software and number of threads.
 
     Raises:
-        CheckpointFormatError: If the model's configuration or its tokenizer cannot be read.
-        RecipeError: If target modules, the attention or the step to trace are not there, or PEFT,
-            TRL or transformers refuse settings.
-        UnsupportedModelError: If the model, or its tokenizer, needs code of its own.
+        CheckpointFormatError, UnsupportedModelError: If the model or its tokenizer cannot be used.
+        RecipeError: If the model does not have what settings name, or a library refuses them.
         DataFormatError: If rows cannot be rendered by the chat template, or nothing can be learnt.
         VRAMBudgetError: If a step does not fit.
         RunFolderError: If another process trains in the folder, or the run in it cannot be gone on
@@ -136,7 +117,7 @@ def finetune(
         if not is_dry:
             return None
     row_length = _row_length(recipe, tokens)
-    digests = {name: token_digest(each) for name, each in every.items()}
+    digests = {name: each.digest() for name, each in every.items()}
     computed_on = machine(device, has_liger=recipe.training.use_liger_kernel is True)
     run = inspect_run_dir(given, digests, computed_on, trains=not is_dry)
     datasets = {
@@ -146,7 +127,8 @@ def finetune(
     dataset, evaluated = datasets[TOKENS], datasets.get(HELD_OUT)
     num_documents = 0
     if recipe.is_packed:
-        num_documents = most_documents(*datasets.values())
+        every_row = (row for each in datasets.values() for row in each["seq_lengths"])
+        num_documents = max(map(len, every_row))
         recipe = choose_attention(recipe, config, device, num_documents, row_length)
     size = Size(
         row_length=row_length,
@@ -179,14 +161,13 @@ def finetune(
         return None
     with lock_run_dir(given, digests, computed_on) as run:
         model = _model(recipe, device, run)
-        processing = processor or tokenizer
         trainer = make_trainer(
-            *(recipe, arguments, model, processing, dataset, evaluated),
+            *(recipe, arguments, model, processor or tokenizer, dataset, evaluated),
             row_length=row_length,
             num_documents=num_documents,
             images=images,
         )
-        return _train(recipe, run, trainer, processing, size.num_steps)
+        return _train(recipe, run, trainer, size.num_steps)
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -235,14 +216,14 @@ def _fit_to_model(
         notes.append(f"rows are cut at the model's {most} positions")
         multiple = training.pad_to_multiple_of
         training = replace(training, max_length=max(most - most % multiple, min(most, multiple)))
-    if recipe.is_packed and has_images:
-        notes.append("rows are not packed: TRL packs none with images")
-        training = replace(training, packing=False)
-    elif recipe.is_packed and not keeps_apart(config, recipe.model.attention):
-        notes.append(
-            f"rows are not packed: a {config.model_type} with this attention is none of the models "
-            "that are known to keep the documents of a row apart"
+    why = "TRL packs none with images" if has_images else ""
+    if not keeps_apart(config, recipe.model.attention):
+        why = (
+            f"a {config.model_type} with this attention is none of the models that are known to "
+            "keep the documents of a row apart"
         )
+    if recipe.is_packed and why:
+        notes.append(f"rows are not packed: {why}")
         training = replace(training, packing=False)
     recipe = replace(recipe, training=training)
     if recipe.model.attention == packed_attention.NAME and not recipe.is_packed:
@@ -256,9 +237,8 @@ def _fit_to_model(
 
 def _row_length(recipe: Recipe, tokens: Tokens) -> int:
     """Return the length of the longest padded row: a multiple, so that shapes recur."""
-    longest = max(tokens.lengths)
-    if recipe.is_packed:
-        longest = min(recipe.training.max_length, sum(tokens.lengths))
+    packed = min(recipe.training.max_length, sum(tokens.lengths))
+    longest = packed if recipe.is_packed else max(tokens.lengths)
     multiple = recipe.training.pad_to_multiple_of
     return -(-longest // multiple) * multiple
 
@@ -273,18 +253,11 @@ def _dataset(
     return tokens.dataset(has_lengths=True)
 
 
-def _train(
-    recipe: Recipe,
-    run: RunFolder,
-    trainer: "Trainer",
-    tokenizer: "PreTrainedTokenizerBase | ProcessorMixin",
-    total: int,
-) -> Path:
+def _train(recipe: Recipe, run: RunFolder, trainer: "Trainer", total: int) -> Path:
     log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
     if run.checkpoint is not None and run.step >= total:
         _load_finished(trainer, best_of(trainer.args, run.checkpoint))
-        _save(recipe, trainer, tokenizer, run)
-        return run.adapter
+        return _save(recipe, trainer, run)
     stopping = Stopping()
     trainer.add_callback(stopping)
     gc.collect()
@@ -302,8 +275,7 @@ def _train(
             "from there",
             stopping.signal,
         )
-    _save(recipe, trainer, tokenizer, run)
-    return run.adapter
+    return _save(recipe, trainer, run)
 
 
 def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
@@ -325,8 +297,9 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     if chosen.dtype != "bfloat16":
         options["dtype"] = DTYPES[chosen.dtype]
     base = poros.load(str(Path(chosen.source).expanduser()), device=device, **options)
-    require_base(run, base_digest(base, chosen.source))
-    base.config.use_cache = False
+    require_base(run, base, chosen.source)
+    for config in (base.config, base.config.get_text_config(decoder=True)):
+        config.use_cache = False
     if recipe.training.use_liger_kernel is True:
         use_liger(base)
     set_seed(recipe.training.seed)  # of the adapter's first weights
@@ -343,10 +316,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
 
 
 def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:
-    """Load the weights of a run that ended between its last checkpoint and its adapter.
-
-    The Trainer would train one more step.
-    """
+    """Load the weights of a run that has ended; the Trainer would train one more step."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -354,15 +324,12 @@ def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:
     set_peft_model_state_dict(trainer.accelerator.unwrap_model(trainer.model), weights)
 
 
-def _save(
-    recipe: Recipe,
-    trainer: "Trainer",
-    tokenizer: "PreTrainedTokenizerBase | ProcessorMixin",
-    run: RunFolder,
-) -> None:
+def _save(recipe: Recipe, trainer: "Trainer", run: RunFolder) -> Path:
     """Write the adapter beside its place, then move it there as a whole."""
+    processing: Any = trainer.processing_class
     with writing(run.adapter, Exception), partial_folder(run.adapter) as part:
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(part)
-        tokenizer.save_pretrained(part)
+        processing.save_pretrained(part)
         (part / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
         put_in_place(part, run.adapter)
+    return run.adapter

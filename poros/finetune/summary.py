@@ -38,7 +38,7 @@ def planned(
     """Plan a step of the run; return the reason if that is impossible.
 
     Raises:
-        VRAMBudgetError: If the budget is too small; the message lists what would make it fit.
+        VRAMBudgetError: If the budget is too small.
     """
     import torch
 
@@ -97,37 +97,35 @@ def show(
     """Print the summary."""
     from rich.table import Table
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    training, adapter = recipe.training, recipe.adapter
+    training, adapter, chosen = recipe.training, recipe.adapter, recipe.model
     kind = f"{'rs' if adapter.use_rslora else ''}{'dora' if adapter.use_dora else 'lora'}"
-    kept = "dense" if recipe.model.quantization == "none" else recipe.model.quantization
-    attention = f", attention {recipe.model.attention}" if recipe.model.attention else ""
-    table.add_row(
-        "model", f"{recipe.model.source}, {kept}, computing in {recipe.model.dtype}{attention}"
-    )
-    table.add_row(
-        "adapter",
-        f"{kind}, rank {adapter.r}, alpha {recipe.alpha:g}, on {_targets(recipe)}",
-    )
+    targets = adapter.target_modules
+    named = targets if isinstance(targets, str) else ", ".join(targets)
+    kept = "dense" if chosen.quantization == "none" else chosen.quantization
+    attention = f", attention {chosen.attention}" if chosen.attention else ""
     read = [f"{title}, {number:,}" for title, number in rows.read]
     if recipe.data.weights:
         pairs = zip(read, recipe.data.weights, strict=True)
         read = [f"{each} x {weight:g}" for each, weight in pairs]
-    table.add_row("rows", "; ".join(read))
-    table.add_row("data", _data_line(recipe, size, tokens))
     per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    table.add_row(
-        "training",
-        f"{training.method}, {size.num_steps} steps of {per_step} rows, {training.optim}, "
-        f"learning rate {training.learning_rate:g}",
-    )
-    table.add_row("kernels", kernels)
-    for name, line in _memory_lines(recipe, plan, size):
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, line in (
+        ("model", f"{chosen.source}, {kept}, computing in {chosen.dtype}{attention}"),
+        ("adapter", f"{kind}, rank {adapter.r}, alpha {recipe.alpha:g}, on {named}"),
+        ("rows", "; ".join(read)),
+        ("data", _data_line(recipe, size, tokens)),
+        (
+            "training",
+            f"{training.method}, {size.num_steps} steps of {per_step} rows, {training.optim}, "
+            f"learning rate {training.learning_rate:g}",
+        ),
+        ("kernels", kernels),
+        *_memory_lines(recipe, plan, size),
+        *(("note", note) for note in notes),
+    ):
         table.add_row(name, line)
-    for note in notes:
-        table.add_row("note", note)
     console.print(table, highlight=False, markup=False)
 
 
@@ -142,29 +140,24 @@ def show_rows(
     for row in range(min(number, len(tokens.lengths))):
         head = f"{rows.places[tokens.numbers[row]]}: {tokens.lengths[row]} tokens"
         console.print(head, markup=False, highlight=False, soft_wrap=True)
-        for name, text in _marked(tokens, row, tokenizer, console.encoding):
+        columns = {name: list(every[row]) for name, every in tokens.columns.items()}
+        for name, ids, learnt in _parts(columns):
+            text = _text(ids, learnt, tokenizer, console.encoding)
             console.print(f"{name}: ", text, sep="", soft_wrap=True, highlight=False)
 
 
-def _marked(
-    tokens: Tokens,
-    row: int,
-    tokenizer: "PreTrainedTokenizerBase",
-    encoding: str,
-) -> Iterator[tuple[str, "Text"]]:
-    """Yield the texts of a row with marks."""
-    columns = {name: list(rows[row]) for name, rows in tokens.columns.items()}
+def _parts(columns: dict[str, list[int]]) -> Iterator[tuple[str, list[int], list[bool]]]:
+    """Yield the texts of a row: their names, their tokens, and which of these are learnt."""
     if "labels" in columns:
         # The first token has nothing before it to be predicted from.
         learnt = [False, *(label != IGNORED for label in columns["labels"][1:])]
-        yield "row", _text(columns["input_ids"], learnt, tokenizer, encoding)
+        yield "row", columns["input_ids"], learnt
         return
     prompt = columns.get("prompt_ids", [])
-    answers = ("completion",) if "label" in columns else ("chosen", "rejected")
-    for name in answers:
-        answer = columns[f"{name}_ids"]
-        learnt = [False] * len(prompt) + [True] * len(answer)
-        yield name, _text(prompt + answer, learnt, tokenizer, encoding)
+    for name in ("completion", "chosen", "rejected"):
+        answer = columns.get(f"{name}_ids", [])
+        if answer:
+            yield name, prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 def _text(
@@ -194,13 +187,6 @@ def _text(
     return text
 
 
-def _targets(recipe: Recipe) -> str:
-    targets = recipe.adapter.target_modules
-    if targets == "all-linear":
-        return "all linear layers"
-    return targets if isinstance(targets, str) else ", ".join(targets)
-
-
 def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:
     share = 100 * tokens.num_learnt / max(1, tokens.num_tokens)
     num_rows, num_tokens = len(tokens.lengths), tokens.num_tokens
@@ -225,21 +211,21 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     if isinstance(plan, str):
         return [("memory", plan)]
     needs = formatting.size(plan.total_num_bytes)
+    fits = f"needs {needs}"
     if plan.vram_budget is not None:
         whose = "" if recipe.memory.vram else " that are free on the GPU (--vram)"
         fits = f"fits: {needs} of {formatting.size(plan.vram_budget)}{whose}"
-    else:
-        fits = f"needs {needs}"
     blocks = f"{plan.num_slots} of {plan.num_blocks} blocks on the device at a time"
     if plan.keep_last:
         blocks += f", {plan.keep_last} layers are not recomputed"
-    lines = [("memory", f"{fits}; {blocks}")]
     kept = recipe.model.host_budget or formatting.size(plan.host_num_bytes)
-    lines.append(("host memory", f"{kept} for the base"))
+    time = "known after the first steps"
     if plan.step_ms is not None:
         together = recipe.training.gradient_accumulation_steps
-        time = formatting.duration(plan.step_ms / 1e3 * together * size.num_steps)
-        lines.append(("time", f"about {time}, forecast from the card's published rates"))
-    else:
-        lines.append(("time", "known after the first steps"))
-    return lines
+        total = formatting.duration(plan.step_ms / 1e3 * together * size.num_steps)
+        time = f"about {total}, forecast from the card's published rates"
+    return [
+        ("memory", f"{fits}; {blocks}"),
+        ("host memory", f"{kept} for the base"),
+        ("time", time),
+    ]

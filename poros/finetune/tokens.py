@@ -20,13 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
+from trl.chat_template_utils import (
+    get_training_chat_template,
+    has_generation_markers,
+    llama3_training_chat_template,
+)
 from trl.data_utils import common_prefix_length
+from xxhash import xxh3_128
 
-from poros.errors import DataFormatError, RecipeError, quoted
+from poros.errors import DataFormatError, RecipeError, quoted, refuse_all
 from poros.finetune.data import Rows
 from poros.finetune.forms import Form
 from poros.finetune.images import ImageCollator
-from poros.finetune.templates import NAMED
+from poros.loaders.settings import describe_error
 from poros.loaders.tokenizer import read_tokenizer
 from poros.recipes.recipe import Recipe
 
@@ -34,9 +40,31 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+_CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+NAMED = {
+    "chatml": (_CHATML, ("<|im_start|>", "<|im_end|>")),
+    "llama3": (
+        llama3_training_chat_template,
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+}
+"""Chat templates by name, and the tokens that each needs; the last is the end of a turn. What the
+assistant says, its end of turn included, stands between ``generation`` markers."""
 IGNORED = -100
 """The label of a token that is not learnt."""
-_MOST_SHOWN = 30
 
 
 class _Made(NamedTuple):
@@ -55,9 +83,7 @@ class Tokens:
     """Rows of tokens.
 
     Attributes:
-        columns: For SFT ``input_ids`` and ``labels``, for DPO ``prompt_ids``, ``chosen_ids`` and
-            ``rejected_ids`` (for a reward model the latter two, with the prompt in each), for KTO
-            ``prompt_ids``, ``completion_ids`` and ``label``, of one number; each a list of rows.
+        columns: Rows by TRL's names; of KTO's ``label`` each is one number.
         lengths: Tokens of each row; of a pair those of the longer one.
         numbers: Index of the row of data that each was made of.
         images: A digest of the images of each row; empty for a text.
@@ -81,6 +107,16 @@ class Tokens:
         """The largest token."""
         columns = self.columns.values()
         return max(max(row, default=0) for rows in columns for row in rows)
+
+    def digest(self) -> str:
+        """Hash the tokens, their labels, and their images as the processor gives them."""
+        found = xxh3_128(b"".join(self.images))
+        for name, rows in sorted(self.columns.items()):
+            found.update(f"{name} {len(rows)}\n".encode())
+            for row in rows:
+                found.update(len(row).to_bytes(8, "little"))
+                found.update(row.tobytes())
+        return found.hexdigest()
 
     def dataset(self, *, has_lengths: bool = False) -> "Dataset":
         """Convert to a dataset for TRL's trainers, with a column ``length`` if asked for."""
@@ -117,8 +153,7 @@ def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTra
 
     Raises:
         CheckpointFormatError: If there is none.
-        DataFormatError: If it has no template for messages, or lacks tokens that the template is
-            made of.
+        DataFormatError: If it has no template for messages, or not the tokens that one needs.
         UnsupportedModelError: If it is defined by code of its own.
     """
     source = recipe.model.source
@@ -127,17 +162,17 @@ def load_tokenizer(recipe: Recipe, form: Form, processor: Any = None) -> "PreTra
         tokenizer.chat_template = processor.chat_template
     name = recipe.data.chat_template
     if name in NAMED:
-        template = NAMED[name]
+        template, markers = NAMED[name]
         vocabulary = tokenizer.get_vocab()
-        missing = [each for each in template.markers if each not in vocabulary]
+        missing = [each for each in markers if each not in vocabulary]
         if missing:
             raise DataFormatError(
                 f"data.chat_template: expected a tokenizer with the tokens {', '.join(missing)} "
                 f"for {name}, found none; take another template, or a .jinja file of your own"
             )
-        tokenizer.chat_template = template.text
+        tokenizer.chat_template = template
         if form.is_chat or form.name == "instructions":
-            tokenizer.eos_token = template.end_of_turn  # so that generation ends there
+            tokenizer.eos_token = markers[-1]  # so that generation ends there
     elif name != "model":
         tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
     if form.is_chat and not tokenizer.chat_template:
@@ -190,15 +225,10 @@ def tokenize(
     recipe: Recipe,
     images: ImageCollator | None = None,
 ) -> Tokens:
-    """Tokenize rows and make their labels.
-
-    Args:
-        rows: Rows whose form is settled.
-        recipe: Its ``dataset_num_proc`` processes share the work.
+    """Tokenize rows, whose form is settled, and make their labels.
 
     Raises:
-        DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,
-            and what to do.
+        DataFormatError: If rows cannot be rendered, or nothing is left to learn from.
     """
     work = _Work(tokenizer, recipe, rows.form, images)
     tokens = Tokens()
@@ -210,16 +240,15 @@ def tokenize(
         for number, each in enumerate(made):
             if isinstance(each, _Made):
                 tokens.add(each, number)
-            elif len(wrong) < _MOST_SHOWN:
+            else:
                 wrong.append(f"{rows.places[number]}: {each}")
-    if wrong:
-        raise DataFormatError("\n".join(wrong))
-    if not tokens.lengths:
+    if not wrong and not tokens.lengths:
         most = recipe.training.max_length
-        raise DataFormatError(
+        wrong.append(
             f"{rows.places[0]}: expected rows with tokens to learn within {most}, found none in "
             f"{len(rows.rows)}; raise training.max_length (--max-length)"
         )
+    refuse_all(DataFormatError, wrong)
     return tokens
 
 
@@ -256,10 +285,9 @@ class _Work:
         except DataFormatError as error:
             return str(error)
         except Exception as error:  # of a template, which may raise whatever it likes
-            reason = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
             return (
-                f"expected a row that the chat template can render, found: {reason}; mend the row, "
-                "or take another template (--chat-template)"
+                f"expected a row that the chat template can render, found: {describe_error(error)};"
+                " mend the row, or take another template (--chat-template)"
             )
 
     def _made(self, row: dict[str, Any]) -> _Made:
@@ -270,7 +298,7 @@ class _Work:
         if form.name == "text":
             return self._example(*self._learnt(self._ended(row["text"])))
         if form.name == "messages":
-            return self._example(*self._conversation(row, row["messages"]))
+            return self._example(*self._learnt(*self._spans(row["messages"], row)))
         if form.name == "preferences" and "prompt" not in row:
             from trl import extract_prompt
 
@@ -279,7 +307,7 @@ class _Work:
         texts = [prompt + row[name] for name in self._answers]
         if form.is_chat:
             before, _ = self._learnt(self._render(row, prompt, add_generation_prompt=True))
-            made = [self._conversation(row, each) for each in texts]
+            made = [self._learnt(*self._spans(each, row)) for each in texts]
         else:
             before, _ = self._learnt(prompt)
             made = [self._learnt(self._ended(each)) for each in texts]
@@ -290,11 +318,6 @@ class _Work:
         if self._loss_on != "all":
             mask[:start] = [0] * start
         return self._example(ids, mask)
-
-    def _conversation(
-        self, row: dict[str, Any], messages: list[dict[str, Any]]
-    ) -> tuple[list[int], list[int]]:
-        return self._learnt(*self._spans(messages, row))
 
     def _learnt(
         self, text: str, spans: Sequence[tuple[int, int]] | None = None
@@ -323,8 +346,7 @@ class _Work:
     def _judged(self, row: dict[str, Any], start: int, answers: list[list[int]]) -> _Made:
         """A row of DPO, of KTO, or of a reward model, for which TRL leaves out long ones.
 
-        Args:
-            start: Length of the prompt, with which each of the answers begins.
+        Each of the answers begins with the prompt, of length ``start``.
         """
         length = max(map(len, answers))
         is_cut = length > self._most
@@ -391,13 +413,10 @@ class _Work:
 def _in_spans(
     text: str, places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Mark the tokens that begin in one of the spans, which are in order.
+    """Mark the tokens that begin in one of the spans; refuse one that begins before a span.
 
     transformers' own mask goes on to the end of the row where a span ends in a character that
     belongs to no token. Blanks may have been trimmed off both ends of a token's place.
-
-    Raises:
-        DataFormatError: If a token begins before a span and ends in it.
     """
     starts = [start for start, _ in spans]
     mask = []
@@ -423,8 +442,6 @@ def _tools(row: dict[str, Any]) -> Any:
 
 def _marked_template(tokenizer: "PreTrainedTokenizerBase | ProcessorMixin") -> str | None:
     """Return a template that marks the assistant's tokens: the model's, TRL's, or None."""
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
     template = tokenizer.chat_template
     if has_generation_markers(template):
         return template if isinstance(template, str) else template["default"]

@@ -1,4 +1,4 @@
-"""TRL's trainers with block-major accumulation, on rows that are tokens already.
+"""Trainers with block-major accumulation, on rows that are tokens already.
 
 Note: What is never learnt
     Padding gets labels of -100 in the collators, by where it is and not by which token it is made
@@ -14,7 +14,6 @@ import math
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,11 +32,10 @@ from transformers import (
     get_scheduler,
 )
 from transformers.integrations import get_available_reporting_integrations
-from transformers.trainer_callback import PrinterCallback
-from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from poros.accumulation.trainer import BlockMajorMixin, on_one_gpu
+from poros.accumulation.trainer import BlockMajorMixin, PorosTrainer, on_one_gpu
 from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints, note_best
 from poros.finetune.images import ImageCollator
@@ -98,12 +96,15 @@ class _Own(StagedCheckpoints):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card: PEFT writes one beside the adapter, and checkpoints need none."""
 
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return dataset  # these are tokens already
 
-class Sft(_Own, BlockMajorMixin, SFTTrainer):
-    """TRL's trainer of examples, with the loss of the model itself.
 
-    TRL's own reads the head for each micro-batch, and the host waits for its entropy and accuracy.
-    The model's is computed in slices of the head, which come once for all micro-batches.
+class Sft(_Own, PorosTrainer):
+    """The trainer of examples: transformers', with the loss of the model itself.
+
+    TRL's reads the head for each micro-batch, and the host waits for its entropy and accuracy. The
+    model's is computed in slices of the head, which come once for all micro-batches.
     """
 
     _num_tokens: torch.Tensor | int = 0
@@ -120,26 +121,8 @@ class Sft(_Own, BlockMajorMixin, SFTTrainer):
             logs["num_tokens"] = float(self._num_tokens)
         super().log(logs, *args, **kwargs)
 
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """As ``transformers.Trainer`` does."""
-        inputs["use_cache"] = False
-        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
-
-class _Prepared(_Own):
-    """The base of trainers whose rows TRL would tokenize."""
-
-    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        return dataset  # these are tokens already
-
-
-class Dpo(_Prepared, BlockMajorMixin, DPOTrainer):
+class Dpo(_Own, BlockMajorMixin, DPOTrainer):
     """TRL's trainer of preferences; the reference is the model without its adapter."""
 
 
@@ -159,16 +142,8 @@ class Kto(_Own, BlockMajorMixin, KTOTrainer):
         return dataset.map(finish, batched=True, batch_size=args.per_device_train_batch_size)
 
 
-class Reward(_Prepared, BlockMajorMixin, RewardTrainer):
+class Reward(_Own, BlockMajorMixin, RewardTrainer):
     """TRL's trainer of reward models."""
-
-
-class _Lines(PrinterCallback):
-    """transformers' own, which prints what is logged, with the step before it."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        print(f"step {state.global_step} of {state.max_steps}: ", end="")
-        super().on_log(args, state, control, logs, **kwargs)
 
 
 class Stopping(TrainerCallback):
@@ -180,9 +155,6 @@ class Stopping(TrainerCallback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take SIGINT and SIGTERM for the body; a second one acts as it always does."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals are the main thread's
-            return
         before = {each: signal.signal(each, self._came) for each in _SIGNALS}
         try:
             yield
@@ -211,41 +183,28 @@ class Stopping(TrainerCallback):
         )
 
 
-class _NoModel(nn.Module):
-    """A placeholder for the reference model while a trainer of preferences is built.
-
-    Without one TRL copies the adapter of the model into a second, as if it had been trained before.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(self) -> None:
-        raise RuntimeError("expected the model without its adapter to be the reference")
-
-
 @dataclass
 class _PackedRows:
     """Collates packed rows: documents side by side, all rows of one length.
 
     Attributes:
-        has_cu_seqlens: Whether the attention takes the boundaries that TRL computes.
-        num_documents: Those of a batch, at most, for packed attention, else None. It gets as many
-            boundaries for each batch, so that shapes do not differ from batch to batch; padding is
-            one document more.
+        attention: The implementation that the model trains with.
+        num_documents: Those of a batch, at most. Packed attention gets as many boundaries for each
+            batch, so that shapes do not differ from batch to batch; padding is one document more.
     """
 
     collate: DataCollatorForLanguageModeling
-    has_cu_seqlens: bool
-    num_documents: int | None
+    attention: str | None
+    num_documents: int
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = self.collate(rows)
-        if not self.has_cu_seqlens:
-            # The shapes of the others differ from batch to batch, and attention does not read them.
-            found = {name: found[name] for name in ("input_ids", "labels", "position_ids")}
-        if self.num_documents is not None:
+        is_packed = self.attention == packed_attention.NAME
+        if not is_packed and packed_attention.takes_cu_seqlens(self.attention):
+            return found
+        # The shapes of the others differ from batch to batch, and attention does not read them.
+        found = {name: found[name] for name in ("input_ids", "labels", "position_ids")}
+        if is_packed:
             length = found["input_ids"].shape[1]
             ends = torch.full((self.num_documents + 2,), length, dtype=torch.int32)
             lengths = torch.tensor([0, *(each for row in rows for each in row["seq_lengths"])])
@@ -270,8 +229,7 @@ def make_trainer(
 
     Args:
         model: The model with its adapter, prepared or resident.
-        tokenizer: It is saved with each checkpoint, and its padding token fills rows. For rows with
-            images this is the processor.
+        tokenizer: The processor, for rows with images.
         train: Rows of tokens, packed if the recipe says so.
         row_length: Tokens of a packed row.
         num_documents: Those of a packed row, at most.
@@ -287,25 +245,23 @@ def make_trainer(
         "processing_class": tokenizer,
     }
     with _own_dtypes(model, recipe.adapter.dtype), refusals("training", "TRL"):
-        if training.method == "sft":
-            if images is not None:
-                collator: Any = images.padded
-            else:
-                pad = tokenizer.pad_token_id
-                collator = _collator(recipe, model, pad, row_length, num_documents)
-            trainer: Any = Sft(model, data_collator=collator, **options)
+        if training.method == "sft" and images is not None:
+            trainer: Any = Sft(model, data_collator=images.padded, **options)
+        elif training.method == "sft":
+            pad = tokenizer.pad_token_id
+            collator = _collator(recipe, model, pad, row_length, num_documents)
+            trainer = Sft(model, data_collator=collator, **options)
         elif training.method == "reward":
             trainer = Reward(model, **options)
         else:
-            kind = {"dpo": Dpo, "kto": Kto}[training.method]
-            trainer = kind(model, _NoModel(model.config), **options)
+            # Without a reference TRL copies the adapter, as if it had been trained before.
+            nothing: Any = nn.Identity()
+            nothing.config = model.config
+            trainer = {"dpo": Dpo, "kto": Kto}[training.method](model, nothing, **options)
             trainer.ref_model = None
+    trainer.recipe = recipe
     if training.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(training.early_stopping_patience))
-    trainer.recipe = recipe
-    if arguments.disable_tqdm:
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Lines)
     return trainer
 
 
@@ -317,11 +273,8 @@ def _collator(recipe: Recipe, model: Any, pad: int, row_length: int, num_documen
     # All rows of a micro-batch become one.
     length = row_length * recipe.training.per_device_train_batch_size
     collate = DataCollatorForLanguageModeling(pad, padding_free=True, pad_to_multiple_of=length)
-    attention = attention_of(model)
-    if attention == packed_attention.NAME:
-        number = num_documents * recipe.training.per_device_train_batch_size
-        return _PackedRows(collate, False, number)
-    return _PackedRows(collate, packed_attention.takes_cu_seqlens(attention), None)
+    number = num_documents * recipe.training.per_device_train_batch_size
+    return _PackedRows(collate, attention_of(model), number)
 
 
 def logging_steps(steps: int) -> int:
@@ -341,11 +294,7 @@ def make_arguments(
     has_validation: bool,
     has_bar: bool = False,
 ) -> TrainingArguments:
-    """Build TRL's configuration of a recipe's method.
-
-    Args:
-        steps: Optimizer steps in all.
-        has_bar: Whether a bar shows the progress, beside the logged values.
+    """Build TRL's configuration of a recipe's method, for so many optimizer steps.
 
     Raises:
         RecipeError: If TRL or transformers refuse settings, or an optimizer or a place for reports
@@ -375,10 +324,6 @@ def make_arguments(
     is_stopped_early = training.early_stopping_patience is not None
     if is_stopped_early:
         fields["load_best_model_at_end"] = True  # the last steps have made nothing better
-    if training.method == "sft":
-        # Rows are packed tokens by now.
-        fields |= {"max_length": None, "packing": False, "pad_to_multiple_of": None}
-        fields["dataset_kwargs"] = {"skip_prepare_dataset": True}
     with refusals("training", "TRL"):
         arguments: TrainingArguments = config_of(training.method)(
             **fields
@@ -436,11 +381,7 @@ def _own_dtypes(model: nn.Module, dtype: str) -> Iterator[None]:
 
 
 def num_steps(num_rows: int, recipe: Recipe) -> int:
-    """Count the optimizer steps of a run, as the Trainer does.
-
-    Args:
-        num_rows: Rows of the data, after packing.
-    """
+    """Count the optimizer steps of a run over so many rows, packed or not, as the Trainer does."""
     training = recipe.training
     if training.max_steps is not None:
         return training.max_steps
@@ -456,16 +397,12 @@ def few_updates(recipe: Recipe, steps: int) -> list[str]:
     training, notes = recipe.training, []
     together = training.gradient_accumulation_steps
     if steps < _FEW_UPDATES and training.max_steps is None and together > 1:
-        notes.append(
-            f"few updates of the adapter: {steps} in all; a smaller --accumulation or more "
-            "--epochs give more"
-        )
+        few = f"few updates of the adapter: {steps} in all"
+        notes.append(f"{few}; a smaller --accumulation or more --epochs give more")
     warmup = num_warmup_steps(recipe, steps)
     if warmup >= steps:
-        notes.append(
-            f"all {steps} steps are within the warm-up of {warmup}: the learning rate does not "
-            "reach its peak (--warmup)"
-        )
+        within = f"all {steps} steps are within the warm-up of {warmup}"
+        notes.append(f"{within}: the learning rate does not reach its peak (--warmup)")
     return notes
 
 

@@ -42,7 +42,7 @@ def require_file(path: Path, option: str) -> None:
     try:
         found = "a folder, a device or a pipe" if path.exists() and not path.is_file() else None
     except (OSError, ValueError) as error:
-        found = quoted(reason_of(error), is_bare=True)
+        found = reason_of(error)
     if found is not None:
         raise PolicyError(f"{option}: expected a file to write, found {_shown(path)}: {found}")
     require_folder(Path(os.path.realpath(path)).parent, option)
@@ -80,7 +80,7 @@ def why_not_writable(path: Path) -> str | None:
             probe.write(bytes(4096))
         return None
     except (OSError, ValueError) as error:
-        return quoted(reason_of(error), is_bare=True)
+        return reason_of(error)
 
 
 def require_empty_folder(path: Path, option: str) -> None:
@@ -117,7 +117,7 @@ def writing(
     except errors as error:
         raise StoreWriteError(
             f"{quoted(str(path), is_bare=True, limit=1000)}: expected to write it, found: "
-            f"{quoted(reason_of(error), is_bare=True)}{_free(path)}; make room, fix the "
+            f"{reason_of(error)}{_free(path)}; make room, fix the "
             "permissions, or choose another place in a folder that exists"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Finds which tensors of the base an adapter changes, on a model without memory."""
+"""Merges an adapter into the base module by module, on a model without memory."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ class Adapter:
         model: The base on the meta device, dense. It gets the adapter.
 
     Attributes:
-        touched: Names of the tensors of the base that it changes.
+        groups: The tensors of the base that it changes, each with the name of what is merged
+            together: a module, or the tensor itself.
 
     Raises:
         UnsupportedModelError: If it is of a kind that cannot be merged module by module.
@@ -35,51 +36,39 @@ class Adapter:
         from peft.utils.other import ModulesToSaveWrapper
 
         config, used_twice = saved.config, model.all_tied_weights_keys
-        tied = {*used_twice, *used_twice.values()}
         of_base = {id(each) for each in (*model.parameters(), *model.buffers())}
         _require_base_as_it_is(config)
         with saved.fitting():
             with torch.device("meta"):
                 adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
             if not hasattr(adapted.base_model, "merge_adapter"):
-                raise UnsupportedModelError(
-                    "adapter: expected a kind that can be merged into weights, found "
-                    f"{quoted(_kind(adapted))}, which only works beside the base"
-                )
+                raise _refused("a kind that can be merged into weights", _kind(adapted))
             # Not by from_pretrained, which brings adapters to where the base is: nowhere.
             _give_memory(adapted, of_base)
-            unexpected = saved.fill(adapted)
-            self._saved = _trained_of_base(adapted, saved.weights)
-            if getattr(config, "bias", "none") != "none" and not self._saved:
-                raise UnsupportedModelError(
-                    f"adapter: expected the biases that were trained (bias={quoted(config.bias)}), "
-                    "found none in its file: PEFT saves them with bias='all' only"
-                )
-            saved.require_filled(adapted, unexpected)
+            saved.fill(adapted)
+        self._saved = _trained_of_base(adapted, saved.weights)
+        if getattr(config, "bias", "none") != "none" and not self._saved:
+            raise _refused("the biases that were trained in its file", "none")
         inner: nn.Module = adapted.get_base_model()
         self._layers: dict[str, Any] = {}
-        self._modules: dict[str, str] = {}
         for name, module in inner.named_modules():
             if isinstance(module, ModulesToSaveWrapper):
                 copy = module.modules_to_save[module.active_adapters[0]]
                 self._saved |= {f"{name}.{key}": value for key, value in copy.state_dict().items()}
             elif isinstance(module, BaseTunerLayer) and hasattr(module, "merge"):
-                self._require_whole(name, module)
+                _require_whole(name, module)
                 self._layers[name] = module
-        if not self._layers and not self._saved:
-            raise UnsupportedModelError(
-                "adapter: expected one that changes weights of the base, found "
-                f"{quoted(_kind(adapted))}, which changes none"
-            )
+        self.groups = {name: name for name in self._saved}
         for name, module in self._layers.items():
-            for key, _ in module.get_base_layer().named_parameters(recurse=False):
-                self._modules[f"{name}.{key}"] = name
-        self.touched = self._modules.keys() | self._saved.keys()
-        if tied & self.touched:
-            raise UnsupportedModelError(
-                f"adapter: expected a base whose {quoted(min(tied & self.touched))} is its own, "
-                "found one that its embedding and its head share: what was trained for one place "
-                "would change the other; use the adapter beside the base"
+            tensors = module.get_base_layer().named_parameters(recurse=False)
+            self.groups |= {f"{name}.{key}": name for key, _ in tensors}
+        if not self.groups:
+            raise _refused("one that changes weights of the base", _kind(adapted))
+        tied = {*used_twice, *used_twice.values()} & self.groups.keys()
+        if tied:
+            raise _refused(
+                f"a base whose {quoted(min(tied))} is its own",
+                "one that its embedding and its head share",
             )
         inside = {id(each) for layer in self._layers.values() for each in layer.parameters()}
         trained = [
@@ -88,42 +77,16 @@ class Adapter:
             if not each.is_meta and id(each) not in inside and "modules_to_save" not in name
         ]
         if trained:
-            raise UnsupportedModelError(
-                f"adapter: expected trained matrices of its own, found trained tensors of the base "
-                f"besides ({', '.join(map(quoted, trained[:3]))}), which are not merged yet"
+            raise _refused(
+                "trained matrices of its own", f"trained tensors of the base: {trained[0]}"
             )
-
-    def _require_whole(self, name: str, module: Any) -> None:
-        from transformers.pytorch_utils import Conv1D
-
-        base = module.get_base_layer()
-        if not isinstance(base, nn.Linear | nn.Embedding | Conv1D):
-            raise UnsupportedModelError(
-                f"{name}: expected an adapter on a linear module or an embedding, found one on a "
-                f"{type(base).__name__}; {_BY_PEFT}"
-            )
-        inside = {id(each) for each in base.parameters()}
-        tensors = [*module.parameters(), *module.buffers()]
-        tables: list[Any] = [getattr(module, name, None) for name in module.other_param_names]
-        tensors += [
-            each for table in tables if hasattr(table, "buffers") for each in table.buffers()
-        ]
-        if any(each.is_meta and id(each) not in inside for each in tensors):
-            raise UnsupportedModelError(
-                f"{name}: expected an adapter with all that it needs in its file, found one that "
-                f"shares matrices between modules, or works some out; {_BY_PEFT}"
-            )
-
-    def group_of(self, name: str) -> str:
-        """Return the group that is merged with the tensor of that name: its module, or itself."""
-        return self._modules.get(name, name)
 
     def merged(self, module: str, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Merge the adapter into the tensors of one module, by PEFT's own code.
+        """Merge the adapter into the tensors of one group, by PEFT's own code.
 
         Args:
-            module: A group, as ``group_of`` returns it.
-            base: The module's tensors before the merge, by name.
+            module: A value of ``groups``.
+            base: The group's tensors before the merge, by name.
 
         Raises:
             UnsupportedModelError: If PEFT cannot merge it.
@@ -142,10 +105,7 @@ class Adapter:
             with torch.no_grad():
                 layer.merge()
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-            raise UnsupportedModelError(
-                f"{module}: expected an adapter that can be merged alone, found that PEFT raised "
-                f"{quoted(str(error))}; {_BY_PEFT}"
-            ) from error
+            raise _refused(f"one that can be merged into {module} alone", str(error)) from error
         found = {name: getattr(inner, name.rpartition(".")[2]).detach() for name in base}
         for name, value in base.items():
             empty = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
@@ -153,19 +113,40 @@ class Adapter:
         return found
 
 
+def _refused(expected: str, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"adapter: expected {expected}, found {quoted(found, is_bare=True)}; {_BY_PEFT}, or use "
+        "the adapter beside the base"
+    )
+
+
 def _require_base_as_it_is(config: Any) -> None:
     begins = getattr(config, "init_lora_weights", None)
     if not any(begins is each or begins == each for each in _KEEPS_BASE):
-        raise UnsupportedModelError(
-            "adapter: expected one of the base as it is, found one that began by changing the "
-            f"weights of its base (init_lora_weights={quoted(str(begins))}); {_BY_PEFT}, or "
-            "convert it: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        raise _refused(
+            "one of the base as it is",
+            f"init_lora_weights={begins!r}, which began by changing its weights (save_pretrained("
+            "path_initial_model_for_weight_conversion=...) converts it)",
         )
     if getattr(config, "layer_replication", None):
-        raise UnsupportedModelError(
-            "adapter: expected one on the layers of its base, found one that repeats them "
-            f"(layer_replication={config.layer_replication}), which a checkpoint of the base has "
-            f"no room for; {_BY_PEFT}"
+        raise _refused("one on the layers of its base", "one that repeats them: layer_replication")
+
+
+def _require_whole(name: str, module: Any) -> None:
+    """Refuse an adapter on another module than a matrix, and one that is not all in its file."""
+    from transformers.pytorch_utils import Conv1D
+
+    base = module.get_base_layer()
+    if not isinstance(base, nn.Linear | nn.Embedding | Conv1D):
+        raise _refused("one on linear modules and embeddings", f"{name}, a {type(base).__name__}")
+    inside = {id(each) for each in base.parameters()}
+    tables: list[Any] = [getattr(module, each, None) for each in module.other_param_names]
+    tensors = [*module.parameters(), *module.buffers()]
+    tensors += [each for table in tables if hasattr(table, "buffers") for each in table.buffers()]
+    if any(each.is_meta and id(each) not in inside for each in tensors):
+        raise _refused(
+            "all that it needs in its file",
+            f"that {name} shares matrices with other modules, or works some out",
         )
 
 
@@ -195,4 +176,5 @@ def _give_memory(adapted: Any, base: set[int]) -> None:
 
 
 def _kind(adapted: Any) -> str:
-    return str(getattr(adapted.active_peft_config, "peft_type", "another")).rpartition(".")[2]
+    kind = str(getattr(adapted.active_peft_config, "peft_type", "another")).rpartition(".")[2]
+    return f"{kind}, which only works beside the base"

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import ExitStack
 
 from poros.errors import CheckpointFormatError, PolicyError, quoted
 from poros.loaders.checkpoint import Checkpoint
@@ -24,8 +25,7 @@ def open_base(saved: SavedAdapter, given: str | os.PathLike[str] | None) -> Chec
             is taken that it was made from. None is what the adapter names.
 
     Raises:
-        CheckpointFormatError: If there is no such checkpoint, it is malformed, or its bytes are not
-            those that were trained on.
+        CheckpointFormatError: If there is none, or its bytes are not those that were trained on.
         PolicyError: If the adapter names no base.
     """
     named = _named(saved) if given is None else os.fspath(given)
@@ -40,13 +40,12 @@ def open_base(saved: SavedAdapter, given: str | os.PathLike[str] | None) -> Chec
     if by:
         _require_there(named, by)
     is_on_hub = revision is not None and not os.path.lexists(named)
-    checkpoint = Checkpoint.open(named, {"revision": revision} if is_on_hub else {})
-    try:
+    with ExitStack() as stack:
+        options = {"revision": revision} if is_on_hub else {}
+        checkpoint = stack.enter_context(Checkpoint.open(named, options))
         if origin is not None:
             _require_bytes(checkpoint, origin, by)
-    except BaseException:
-        checkpoint.close()
-        raise
+        stack.pop_all()
     return checkpoint
 
 

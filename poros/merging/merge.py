@@ -4,11 +4,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -32,7 +33,6 @@ SHARD_NUM_BYTES = 4 * 10**9
 _PEFT = "base_model.model."
 """Prefix of the model's names in an adapter's file."""
 _INDEX = "model.safetensors.index.json"
-_REMEDY = "check that configuration and weights belong together"
 
 
 def merge(
@@ -93,19 +93,24 @@ def merge(
             known = model.state_dict().keys()
             own = {name: each for name, each in own.items() if each.is_part or each.name in known}
         added = _head(saved, own, model)
-        _require_like(checkpoint, own, model, added)
+        _require_all(checkpoint, own, model, added)
         plan = _Plan(checkpoint, own, Adapter(saved, model), dtype, added)
+        shards = split_torch_state_dict_into_shards(plan.written, max_shard_size=shard_num_bytes)
         require_folder(target.parent, "out")
         with writing(target, (OSError, SafetensorError)), partial_folder(target) as partial:
-            _require_room(target, plan.num_bytes)
-            _write(partial, plan, shard_num_bytes, progress)
+            _require_room(target, shards.metadata["total_size"])
+            _write(partial, plan, shards, progress)
             _write_small(partial, checkpoint, saved.folder, config)
             put_in_place(partial, target)
     return target
 
 
 class _Plan:
-    """The output of each tensor of a checkpoint."""
+    """The tensors of the result.
+
+    Attributes:
+        written: Those without memory, by the names of the checkpoint.
+    """
 
     def __init__(
         self,
@@ -115,56 +120,42 @@ class _Plan:
         dtype: torch.dtype | None,
         added: dict[str, torch.Tensor],
     ) -> None:
-        self.checkpoint, self.adapter, self._dtype = checkpoint, adapter, dtype
+        self._checkpoint, self._adapter, self._added = checkpoint, adapter, added
         self._own = {name: name if each.is_part else each.name for name, each in own.items()}
         self._own |= {name: name for name in added}
-        self._added = added
-        missing = adapter.touched - set(self._own.values())
+        missing = adapter.groups.keys() - set(self._own.values())
         if missing:
             raise UnsupportedModelError(
                 f"base: expected the tensors that the adapter changes, found none of the name "
                 f"{quoted(min(missing))} (stacked, renamed or tied to another?); merge it with "
                 "PEFT's merge_and_unload"
             )
-        self.num_bytes = sum(map(self.size, self._own))
+        self.written: dict[str, torch.Tensor] = {}
+        self._groups: dict[str, list[str]] = {}
+        for name, own_name in self._own.items():
+            like = added[name] if name in added else checkpoint.entry(name)
+            written = dtype if dtype and like.dtype.is_floating_point else like.dtype
+            self.written[name] = torch.empty(like.shape, dtype=written, device="meta")
+            self._groups.setdefault(adapter.groups.get(own_name, own_name), []).append(name)
 
-    def groups(self) -> Iterator[list[str]]:
-        """List the names that are merged together, in the checkpoint's order."""
-        found: dict[str, list[str]] = {}
-        for name, own in self._own.items():
-            touched = own in self.adapter.touched
-            found.setdefault(self.adapter.group_of(own) if touched else own, []).append(name)
-        yield from found.values()
-
-    def size(self, name: str) -> int:
-        if name in self._added:
-            value = self._added[name]
-            return value.numel() * self._written(value.dtype).itemsize
-        entry = self.checkpoint.entry(name)
-        return entry.num_bytes // entry.dtype.itemsize * self._written(entry.dtype).itemsize
-
-    def _written(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a tensor is written."""
-        return self._dtype if self._dtype and dtype.is_floating_point else dtype
-
-    def made(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Make the written tensors of one group, by the names of the checkpoint."""
+    def made(self, name: str) -> dict[str, torch.Tensor]:
+        """Make the written tensor of that name, and those that are merged with it."""
+        group = self._adapter.groups.get(self._own[name])
+        names = [name] if group is None else self._groups[group]
         base = {}
-        for name in names:
-            own, value = self._own[name], self._added.get(name)
-            value = self.checkpoint.fetch(name) if value is None else value
-            base[own] = value.to(self._written(value.dtype))
-        first = next(iter(base))
-        if first in self.adapter.touched:
-            base = self.adapter.merged(self.adapter.group_of(first), base)
-        found = {name: base[self._own[name]].contiguous() for name in names}
-        for name, value in found.items():
+        for each in names:
+            value = self._added[each] if each in self._added else self._checkpoint.fetch(each)
+            base[self._own[each]] = value.to(self.written[each].dtype)
+        if group is not None:
+            base = self._adapter.merged(group, base)
+        found = {each: base[self._own[each]].contiguous() for each in names}
+        for each, value in found.items():
             if value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
                 raise defect(
-                    self.checkpoint.path,
+                    self._checkpoint.path,
                     f"expected finite weights with the adapter in them, in {value.dtype}, found "
                     "NaN or an infinity",
-                    tensor=name,
+                    tensor=each,
                     remedy="check base and adapter, or give a dtype with a larger range (--dtype)",
                 )
         return found
@@ -194,73 +185,46 @@ def _head(
     }
 
 
-def _require_like(
+def _require_all(
     checkpoint: Checkpoint,
     own: dict[str, OwnName],
     model: "PreTrainedModel",
     added: Collection[str],
 ) -> None:
-    """Refuse tensors of other shapes than the model's, whole numbers for weights, and a gap.
-
-    ``added`` are names of what the checkpoint need not have.
-    """
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    expected = {**weights, **dict(model.named_buffers())}
-    for name in own:
-        entry, like = checkpoint.entry(name), expected.get(own[name].name)
-        if like is None or own[name].is_part:
-            continue
-        if entry.shape != like.shape or entry.dtype.is_floating_point != like.is_floating_point():
-            raise defect(
-                entry.file,
-                f"expected {like.dtype} of shape {tuple(like.shape)} as in the configuration, "
-                f"found {entry.dtype} of shape {quoted(entry.shape, is_bare=True)}",
-                tensor=name,
-                remedy=_REMEDY,
-            )
+    """Refuse a checkpoint that lacks a weight of its configuration, which is not in ``added``."""
     if any(each.is_part for each in own.values()):
         return  # what the model has by each name is known once pieces are put together
+    weights = dict(model.named_parameters(remove_duplicate=False))
     # One of two that are tied is enough.
     found = {id(weights.get(each.name)) for each in own.values()}
     optional = model._keys_to_ignore_on_load_missing or ()
     for name, like in weights.items():
-        if name in added:
-            continue
-        if id(like) not in found and not any(re.search(each, name) for each in optional):
+        is_there = name in added or id(like) in found
+        if not is_there and not any(re.search(each, name) for each in optional):
             raise defect(
                 checkpoint.path,
                 "expected the tensors of the configuration, found none of that name",
                 tensor=name,
-                remedy=_REMEDY,
+                remedy="check that configuration and weights belong together",
             )
 
 
 def _write(
-    folder: Path, plan: _Plan, shard_num_bytes: int, progress: Callable[[int, int], None]
+    folder: Path, plan: _Plan, shards: StateDictSplit, progress: Callable[[int, int], None]
 ) -> None:
-    shards: list[list[list[str]]] = [[]]
-    filled = 0
-    for group in plan.groups():
-        size = sum(map(plan.size, group))
-        if shards[-1] and filled + size > shard_num_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(group)
-        filled += size
+    waiting: dict[str, torch.Tensor] = {}  # merged with tensors of an earlier file
     done = 0
-    where: dict[str, str] = {}
-    for number, groups in enumerate(shards, 1):
-        is_alone = len(shards) == 1
-        file = "model" if is_alone else f"model-{number:05d}-of-{len(shards):05d}"
+    for file, names in shards.filename_to_tensors.items():
         tensors: dict[str, torch.Tensor] = {}
-        for group in groups:
-            tensors |= plan.made(group)
-            done += sum(map(plan.size, group))
-            progress(done, plan.num_bytes)
-        save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
-        where |= dict.fromkeys(tensors, f"{file}.safetensors")
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": plan.num_bytes}, "weight_map": where}
+        for name in names:
+            if name not in waiting:
+                waiting |= plan.made(name)
+            tensors[name] = waiting.pop(name)
+            done += tensors[name].nbytes
+            progress(done, shards.metadata["total_size"])
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 

@@ -63,12 +63,8 @@ class SavedAdapter:
     @property
     def num_labels(self) -> int | None:
         """The classes of the head that was trained as a whole, if one was."""
-        heads = [
-            value
-            for name, value in self.weights.items()
-            if name.endswith(_HEADS) and value.dim() == 2
-        ]
-        return len(heads[0]) if len(heads) == 1 else None
+        heads = [each for name, each in self.weights.items() if name.endswith(_HEADS)]
+        return len(heads[0]) if len(heads) == 1 and heads[0].dim() == 2 else None
 
     def attach(self, model: Any) -> Any:
         """Attach the adapter to ``model``, as ``PeftModel.from_pretrained`` does.
@@ -82,7 +78,7 @@ class SavedAdapter:
         self.config.inference_mode = True
         with self.fitting():
             adapted = kind(model, self.config)
-            self.require_filled(adapted, self.fill(adapted))
+            self.fill(adapted)
         return adapted.eval()
 
     @contextmanager
@@ -102,21 +98,16 @@ class SavedAdapter:
                 f"its own base with --base, or fix {CONFIG}"
             ) from error
 
-    def fill(self, adapted: Any) -> list[str]:
-        """Put the weights into a model with the adapter; return names that have no place in it."""
-        from peft.utils import set_peft_model_state_dict
-
-        result = set_peft_model_state_dict(adapted, dict(self.weights))
-        return list(result.unexpected_keys)
-
-    def require_filled(self, adapted: Any, unexpected: list[str]) -> None:
-        """Refuse weights that are too many, or too few: others than PEFT saves of that model.
+    def fill(self, adapted: Any) -> None:
+        """Put the weights into a model with the adapter.
 
         Raises:
-            UnsupportedModelError: If there are.
+            UnsupportedModelError: If they are others than PEFT saves of that model, or its scaling
+                is not finite.
         """
-        from peft.utils import get_peft_model_state_dict
+        from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
+        unexpected = set_peft_model_state_dict(adapted, dict(self.weights)).unexpected_keys
         expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
         missing = expected - self.weights.keys()
         strange = sorted((set(unexpected) - expected) or missing)
@@ -136,11 +127,7 @@ class SavedAdapter:
 
 
 def adapter_folder(path: Path) -> Path:
-    """Find the folder of an adapter: ``path``, or ``adapter`` in the folder of a run.
-
-    Raises:
-        CheckpointFormatError: If there is none.
-    """
+    """Find the folder of an adapter: ``path``, or ``adapter`` in the folder of a run."""
     for folder in (path, path / "adapter"):
         if os.path.isfile(folder / CONFIG) and os.path.isfile(folder / WEIGHTS):
             return folder
@@ -177,12 +164,8 @@ def _config(file: Path) -> Any:
     try:
         return PeftConfig.from_pretrained(str(file.parent))
     except Exception as error:
-        raise defect(
-            file,
-            "expected the configuration of an adapter that PEFT knows, found "
-            f"{describe_error(error)}",
-            remedy=_MEND,
-        ) from error
+        what = f"expected an adapter that PEFT knows, found {describe_error(error)}"
+        raise defect(file, what, remedy=_MEND) from error
 
 
 def _is_finite(value: Any) -> bool:
@@ -198,15 +181,11 @@ def _weights(file: Path) -> dict[str, torch.Tensor]:
     found = {name: shard.read(name, entry) for name, entry in shard.header.tensors.items()}
     shard.check_unchanged()
     for name, value in found.items():
-        if not value.is_floating_point():
-            raise defect(
-                file, f"expected floating point, found {value.dtype}", tensor=name, remedy=_MEND
-            )
-        if not bool(torch.isfinite(value.float()).all()):
+        if not (value.is_floating_point() and bool(torch.isfinite(value.float()).all())):
             raise defect(
                 file,
-                "expected finite values, found NaN or an infinity",
+                f"expected finite floating point, found {value.dtype} with NaN or an infinity",
                 tensor=name,
-                remedy="train it again from a checkpoint before the loss went wrong",
+                remedy=f"{_MEND}, or train it again from before the loss went wrong",
             )
     return found

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from poros.errors import MissingPackageError, quoted, reason_of
+from poros.errors import MissingPackageError, RecipeError, quoted, reason_of, refuse_all
 from poros.io.writing import why_not_writable
 from poros.loaders.names import is_local
 from poros.recipes.reading import Draft
@@ -22,6 +22,10 @@ _OF_METHOD: dict[str, dict[str, Any]] = {
     "reward": {"learning_rate": 1e-4},  # TRL's
 }
 """Defaults of a method that are not those of examples."""
+_OF_VALIDATION = (
+    *("eval_steps", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
+    "early_stopping_patience",
+)
 
 
 def checked(draft: Draft, *, is_read: bool = False) -> Recipe:
@@ -50,9 +54,8 @@ def checked(draft: Draft, *, is_read: bool = False) -> Recipe:
     _check_model(draft, recipe)
     _check_data(draft, recipe)
     _check_training(draft, recipe)
-    _check_memory(draft, recipe)
     _check_folders(draft, recipe, is_read=is_read)
-    draft.refuse()
+    refuse_all(RecipeError, draft.problems)
     own = {
         name: value
         for name, value in _OF_METHOD.get(recipe.training.method, {}).items()
@@ -62,40 +65,31 @@ def checked(draft: Draft, *, is_read: bool = False) -> Recipe:
 
 
 def _check_model(draft: Draft, recipe: Recipe) -> None:
-    key, source = "model.source", recipe.model.source
-    if source and is_local(source):
-        path = Path(source).expanduser()
-        shown = quoted(str(path.absolute()), limit=400)
-        is_one = path.suffix == ".safetensors" or (path / "config.json").is_file()
-        if not path.exists():
-            draft.problem(key, f"expected a checkpoint, found no file or folder {shown}; check it")
-        elif not (is_one or _is_store(source)):
-            remedy = "GGUF, .bin and .pt cannot be loaded: give the original checkpoint's folder"
-            if any((path / name).exists() for name in ("adapter_config.json", "run.json")):
-                remedy = (
-                    "that is an adapter, or a run: give its base; to train a run further, repeat "
-                    "its command with more --epochs"
-                )
-            draft.problem(
-                key,
-                f"expected a folder with a config.json, or a .safetensors file, found {shown}; "
-                f"{remedy}",
-            )
-    if recipe.model.host_budget and not (recipe.model.store or _is_store(source)):
+    source, path = recipe.model.source, Path(recipe.model.source).expanduser()
+    shown = quoted(str(path.absolute()), limit=400)
+    is_one = path.suffix == ".safetensors" or (path / "config.json").is_file() or _is_store(path)
+    if source and is_local(source) and not path.exists():
+        what = f"expected a checkpoint, found no file or folder {shown}; check it"
+        draft.problem("model.source", what)
+    elif source and is_local(source) and not is_one:
+        draft.problem(
+            "model.source",
+            f"expected a folder with a config.json, or a .safetensors file, found {shown}; of an "
+            "adapter or a run give its base, of GGUF, .bin and .pt the original checkpoint",
+        )
+    if recipe.model.host_budget and not (recipe.model.store or _is_store(path)):
         draft.problem(
             "model.host_budget",
             "expected a store on disk to read the rest from, found none; add a folder as "
             "model.store (--store)",
         )
-    if recipe.model.store and _is_store(source):
-        draft.problem(
-            "model.store",
-            "expected a store to write, found a model that is a store already; remove it",
-        )
+    if recipe.model.store and _is_store(path):
+        what = "expected a store to write, found a model that is a store already; remove it"
+        draft.problem("model.store", what)
 
 
-def _is_store(source: str) -> bool:
-    return (Path(source).expanduser() / "slabs.bin").is_file()
+def _is_store(path: Path) -> bool:
+    return (path / "slabs.bin").is_file()
 
 
 def _check_data(draft: Draft, recipe: Recipe) -> None:
@@ -106,18 +100,15 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
     is_split = bool(data.split or data.config)
     kinds = {kind_of(source, is_split=is_split) for _, source in sources}
     for key, source in sources:
-        if is_local(source):
-            wrong = _problem_with_rows(source, is_split=is_split)
-            if wrong is not None:
-                draft.problem(key, wrong)
+        wrong = _problem_with_rows(source, is_split=is_split) if is_local(source) else None
+        if wrong is not None:
+            draft.problem(key, wrong)
     if data.split and kinds == {Kind.FILES}:
-        draft.problem(
-            "data.split", "expected a data set on the hub to split, found a file; remove it"
-        )
+        what = "expected a data set on the hub to split, found a file; remove it"
+        draft.problem("data.split", what)
     if data.config and kinds and Kind.NAMED not in kinds:
-        draft.problem(
-            "data.config", "expected a data set on the hub to configure, found others; remove it"
-        )
+        what = "expected a data set on the hub to configure, found others; remove it"
+        draft.problem("data.config", what)
     weights, num_sources = data.weights, len(data.sources)
     if weights is not None and not 1 < len(weights) == num_sources:
         draft.problem(
@@ -125,30 +116,32 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
             f"expected a weight for each of several sources, found {len(weights)} for "
             f"{num_sources}; list the sources in data.source, or remove it",
         )
-    template = data.chat_template
-    if template.endswith((".jinja", ".j2")):
-        path = Path(template).expanduser().absolute()
-        try:
-            path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = quoted(reason_of(error), is_bare=True)
-            draft.problem(
-                "data.chat_template",
-                f"expected a file of UTF-8 to read, found {quoted(str(path), limit=400)}: "
-                f"{reason}; check the path, or save it as UTF-8",
-            )
-    elif template not in ("model", *TEMPLATES):
-        names = ", ".join(("model", *TEMPLATES))
-        draft.problem(
-            "data.chat_template",
-            f"expected one of {names} or a .jinja file, found {quoted(template)}; for the model's "
-            "own leave it out",
-        )
+    wrong = _problem_with_template(data.chat_template)
+    if wrong is not None:
+        draft.problem("data.chat_template", wrong)
     if method != "sft" and data.loss_on not in ("auto", "completion"):
-        draft.problem(
-            "data.loss_on",
-            f"expected completion or auto with {method}, found {data.loss_on}; remove it",
+        what = f"expected completion or auto with {method}, found {data.loss_on}; remove it"
+        draft.problem("data.loss_on", what)
+
+
+def _problem_with_template(template: str) -> str | None:
+    names = ("model", *TEMPLATES)
+    if template in names:
+        return None
+    if not template.endswith((".jinja", ".j2")):
+        return (
+            f"expected one of {', '.join(names)} or a .jinja file, found {quoted(template)}; for "
+            "the model's own leave it out"
         )
+    path = Path(template).expanduser().absolute()
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return (
+            f"expected a file of UTF-8 to read, found {quoted(str(path), limit=400)}: "
+            f"{reason_of(error)}; check the path, or save it as UTF-8"
+        )
+    return None
 
 
 def _problem_with_rows(source: str, *, is_split: bool) -> str | None:
@@ -178,19 +171,15 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
             "remove one of them",
         )
     if given.get("training.packing") and training.method != "sft":
-        draft.problem(
-            "training.packing", f"expected method sft with it, found {training.method}; remove it"
-        )
+        what = f"expected method sft with it, found {training.method}; remove it"
+        draft.problem("training.packing", what)
     batch = "training.per_device_train_batch_size"
     if training.method == "kto" and given.get(batch) == 1:
-        draft.problem(
-            batch, "expected at least 2 rows with kto, which compares them, found 1; set it to 2"
-        )
+        what = "expected at least 2 rows with kto, which compares them, found 1; set it to 2"
+        draft.problem(batch, what)
     if training.adapter_kernels == "grouped" and recipe.adapter.use_dora:
-        draft.problem(
-            "training.adapter_kernels",
-            "expected LoRA with grouped, found DoRA; choose fused, or remove it",
-        )
+        what = "expected LoRA with grouped, found DoRA; choose fused, or remove it"
+        draft.problem("training.adapter_kernels", what)
     if training.more.get("push_to_hub"):
         from huggingface_hub import get_token
 
@@ -200,37 +189,29 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
                 "expected a token to send the adapter with, found none; `hf auth login` keeps one, "
                 "or set HF_TOKEN",
             )
-    for name in (
-        *("eval_steps", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
-        "early_stopping_patience",
-    ):
+    for name in _OF_VALIDATION:
         is_asked = given.get(f"training.{name}") not in (None, False, "no")
         if is_asked and not recipe.data.validation:
             draft.problem(
                 f"training.{name}",
                 "expected rows to validate on, found none; add data.validation (--validation 0.05)",
             )
-
-
-def _check_memory(draft: Draft, recipe: Recipe) -> None:
     chosen = [name for name in ("resident", "vram", "slots") if getattr(recipe.memory, name)]
     if len(chosen) > 1:
-        draft.problem(
-            f"memory.{chosen[1]}",
-            f"expected one of resident, vram and slots, found {' and '.join(chosen)}; remove one",
-        )
+        what = f"expected one of resident, vram and slots, found {' and '.join(chosen)}; remove one"
+        draft.problem(f"memory.{chosen[1]}", what)
 
 
 def _check_folders(draft: Draft, recipe: Recipe, *, is_read: bool) -> None:
     """Check that the folders that a run writes can be made: before it, not behind it."""
-    store = recipe.model.store
-    has_ended = is_read and (Path(recipe.output.folder or "").expanduser() / "adapter").exists()
-    for key, named, wanted in (
-        ("output.folder", recipe.output.folder, "a folder to write to"),
-        ("output.merged", recipe.output.merged, "a new folder"),
-        ("model.store", store, "a store, or a new or empty folder for one"),
+    output, store = recipe.output, recipe.model.store
+    has_ended = is_read and (Path(output.folder or "").expanduser() / "adapter").exists()
+    for key, named in (
+        ("output.folder", output.folder),
+        ("output.merged", output.merged),
+        ("model.store", None if store and _is_store(Path(store).expanduser()) else store),
     ):
-        if named is None or (key == "model.store" and _is_store(named)):
+        if named is None:
             continue
         path = Path(named).expanduser()
         reason = why_not_writable(path)
@@ -243,7 +224,7 @@ def _check_folders(draft: Draft, recipe: Recipe, *, is_read: bool) -> None:
                 reason = "there is something else in it"
         if reason is not None:
             found = f"found {quoted(str(path))}: {reason}"
-            draft.problem(key, f"expected {wanted}, {found}; give another folder")
+            draft.problem(key, f"expected a new folder, {found}; give another folder")
 
 
 def require_packages() -> None:

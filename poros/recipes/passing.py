@@ -17,65 +17,45 @@ SECTIONS = ("adapter", "training")
 _TRAINING = {
     "it is output.folder (--out)": "output_dir",
     "it is memory.device (--device)": "use_cpu",
-    "a streamed layer is recomputed already, by Poros": "gradient_checkpointing "
-    "activation_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs",
-    "a budget decides what leaves the GPU: memory.vram (--vram)": "activation_offloading",
-    "adapters are kept in float32 and multiplied in bfloat16: training.bf16": "fp16 fp16_full_eval "
-    "bf16_full_eval",
-    "layers come and go while it trains: a compiled model would keep the first": "torch_compile "
-    "torch_compile_backend torch_compile_mode",
-    "training.use_liger_kernel (--liger) takes Liger's norms, feed-forwards and rotary embeddings; "
-    "the loss is computed by Poros, in slices of the head": "liger_kernel_config",
-    "it takes the logits of a batch whole, from a forward of its own": "label_smoothing_factor",
-    "a plan says before the run what fits: poros plan": "auto_find_batch_size",
-    "it is for optimizers of whole matrices, and adapters have none": "optim_target_modules",
+    "it is memory.vram (--vram): a plan says what fits": "activation_offloading "
+    "auto_find_batch_size",
+    "it is training.bf16 (--bf16)": "fp16 fp16_full_eval bf16_full_eval",
+    "it is training.use_liger_kernel (--liger)": "liger_kernel_config",
+    "it is model, of which no code is run": "model_init_kwargs trust_remote_code "
+    "router_aux_loss_coef",
+    "it is data.chat_template (--chat-template)": "chat_template_path",
+    "it is data.loss_on (--loss-on)": "completion_only_loss assistant_only_loss",
+    "it is training.packing (--packing)": "padding_free packing_strategy eval_packing",
+    "it is training.train_sampling_strategy": "shuffle_dataset",
+    "a recipe is kept beside the adapter, and is no place for a secret: set HF_TOKEN": "hub_token",
     "poros finetune trains on one GPU: start a script with accelerate": "deepspeed fsdp "
     "fsdp_config parallelism_config local_rank average_tokens_across_devices ddp_backend "
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
     "ddp_timeout log_on_each_node save_on_each_node log_level_replica",
-    "a run that goes on has to find its rows in the order they were in": "accelerator_config "
-    "ignore_data_skip dataloader_in_order",
-    "the same command goes on with a run by itself": "resume_from_checkpoint "
-    "restore_callback_states_from_checkpoint enable_jit_checkpoint",
-    "without its optimizer a run could not go on": "save_only_model",
-    "a loss that is no number is logged as it is; to replace it, the host would wait for each "
-    "micro-batch": "logging_nan_inf_filter",
-    "poros finetune decides it": "debug skip_memory_metrics full_determinism do_train do_eval "
-    "do_predict use_cache",
-    "a validation computes the loss alone": "prediction_loss_only eval_do_concat_batches "
-    "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
-    "label_names",
-    "a recipe is kept beside the adapter, and is no place for a secret: set HF_TOKEN": "hub_token",
-    "the adapter is sent once the run has ended, and no checkpoint": "hub_strategy hub_always_push",
-    "it is model": "model_init_kwargs",
-    "Poros runs no code that comes with a checkpoint": "trust_remote_code",
-    "the model's own coefficient is taken": "router_aux_loss_coef",
-    "rows become tokens before TRL sees them: it is decided under data": "dataset_text_field "
-    "dataset_kwargs remove_unused_columns length_column_name eos_token pad_token",
-    "it is data.chat_template (--chat-template)": "chat_template_path",
-    "it is data.loss_on (--loss-on)": "completion_only_loss assistant_only_loss",
-    "rows keep their start": "truncation_mode",
-    "rows are shuffled once an epoch: training.train_sampling_strategy": "shuffle_dataset",
-    "whole documents are packed by best fit (bfd), in validations too": "packing_strategy "
-    "eval_packing",
-    "it is training.packing (--packing)": "padding_free",
-    "the reference's pass shares the loads of the others": "precompute_ref_log_probs "
-    "precompute_ref_batch_size",
-    "the reference is the model without its adapter": "sync_ref_model ref_model_mixup_alpha "
-    "ref_model_sync_steps",
+    "a streamed run would not have the bits of a resident one, or could not go on": "torch_compile "
+    "torch_compile_backend torch_compile_mode label_smoothing_factor optim_target_modules "
+    "accelerator_config ignore_data_skip dataloader_in_order save_only_model",
+    "poros finetune decides it": "gradient_checkpointing activation_checkpointing "
+    "gradient_checkpointing_kwargs activation_checkpointing_kwargs resume_from_checkpoint "
+    "restore_callback_states_from_checkpoint enable_jit_checkpoint logging_nan_inf_filter debug "
+    "skip_memory_metrics full_determinism do_train do_eval do_predict use_cache "
+    "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
+    "include_for_metrics batch_eval_metrics label_names hub_strategy hub_always_push "
+    "dataset_text_field dataset_kwargs remove_unused_columns length_column_name eos_token "
+    "pad_token truncation_mode precompute_ref_log_probs precompute_ref_batch_size sync_ref_model "
+    "ref_model_mixup_alpha ref_model_sync_steps",
 }
 """Why fields of TRL are not passed on, and which."""
 _ADAPTER = {
     "poros finetune decides it": "task_type peft_type auto_mapping peft_version revision "
-    "base_model_name_or_path inference_mode fan_in_fan_out megatron_config megatron_core",
+    "base_model_name_or_path inference_mode fan_in_fan_out megatron_config megatron_core "
+    "ensure_weight_tying use_qalora qalora_group_size",
     "its value is an object of Python: call poros.prepare in a script": "runtime_config "
     "velora_config monteclora_config kasa_config use_bdlora arrow_config",
     "it changes the base as well, which `poros merge` and `poros chat` take as it is": "eva_config "
     "corda_config lora_ga_config loftq_config",
     "poros.prepare refuses it: a block would be shared, or not recomputed": "layer_replication "
     "alora_invocation_tokens",
-    "it is for bases of GPTQ, and this one is NF4 or dense": "use_qalora qalora_group_size",
-    "embedding and head are not trained together here": "ensure_weight_tying",
 }
 _BY_METHOD = {
     ("sft", "loss_type"): "the model's own loss is computed, in slices of the head",

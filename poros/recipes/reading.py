@@ -18,8 +18,6 @@ from poros.recipes import passing
 from poros.recipes.recipe import METHODS, SECTIONS, Recipe, named, settings
 from poros.recipes.values import UnexpectedValueError, described, takes_list, value_of
 
-_MOST_SHOWN = 60
-
 _INSTEAD = {
     "training.max_steps": "training.num_train_epochs",
     "training.num_train_epochs": "training.max_steps",
@@ -102,19 +100,6 @@ class Draft:
             where = parts[section] if key in settings() else parts[section].setdefault("more", {})
             where[name] = value
         return Recipe(**{name: SECTIONS[name](**values) for name, values in parts.items()})
-
-    def refuse(self) -> None:
-        """Raise if there are problems.
-
-        Raises:
-            RecipeError: With a line for each.
-        """
-        if not self.problems:
-            return
-        shown = self.problems[:_MOST_SHOWN]
-        if len(self.problems) > len(shown):
-            shown.append(f"and {len(self.problems) - len(shown)} more")
-        raise RecipeError("\n".join(shown))
 
 
 def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
@@ -217,9 +202,8 @@ def _read_file(draft: Draft, file: Path) -> None:
     try:
         data = file.read_bytes()
     except OSError as error:
-        reason = quoted(reason_of(error), is_bare=True)
         raise RecipeError(
-            f"{where}: expected a file to read, found: {reason}; check the path"
+            f"{where}: expected a file to read, found: {reason_of(error)}; check the path"
         ) from error
     try:
         text = data.decode("utf-8-sig")

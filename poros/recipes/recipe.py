@@ -19,22 +19,6 @@ from poros.recipes.values import Modules, ShareOrFile, ShareOrNumber, Size, Text
 Method = Literal["sft", "dpo", "kto", "reward"]
 METHODS: tuple[str, ...] = get_args(Method)
 
-_ELSEWHERE = {
-    "model.source": "base_model model_name model_name_or_path",
-    "model.quantization": "load_in_4bit load_in_8bit",
-    "data.source": "datasets dataset_name dataset_path train_file",
-    "data.validation": "val_set_size eval_dataset test_datasets",
-    "data.loss_on": "train_on_inputs train_on_responses_only",
-    "adapter.r": "lora_r lora_rank",
-    "adapter.target_modules": "lora_target_modules lora_target_linear",
-    "training.num_train_epochs": "num_epochs",
-    "training.per_device_train_batch_size": "micro_batch_size",
-    "training.warmup_steps": "warmup_ratio",
-    "training.max_length": "max_seq_length sequence_len cutoff_len",
-    "training.packing": "sample_packing",
-    "output.folder": "output_dir",
-}
-"""Names of settings in Axolotl, Unsloth and TRL's scripts that are not ours."""
 THEIRS = None
 """Stands for the type of the library's field of the same name."""
 Count = Annotated[int, Field(ge=1, le=4096)]
@@ -313,10 +297,7 @@ def settings() -> dict[str, Setting]:
 
 
 def named(name: str) -> list[str]:
-    """Return the keys of settings that have a name, a flag, or a name in other tools."""
+    """Return the keys of settings that have a name, or a flag of that name."""
     flag = f"--{name.replace('_', '-')}"
-    return [
-        key
-        for key, each in settings().items()
-        if key.endswith(f".{name}") or each.flag == flag or name in _ELSEWHERE.get(key, "").split()
-    ]
+    every = settings().items()
+    return [key for key, each in every if key.endswith(f".{name}") or each.flag == flag]

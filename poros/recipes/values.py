@@ -178,17 +178,12 @@ def is_name(text: str) -> bool:
 
 
 def _modules(written: Any) -> Any:
-    """Check ``all-linear``, names of modules, or a pattern, as PEFT takes them."""
+    """Check ``all-linear``, names of modules, or a pattern of whole names, as PEFT takes them."""
     names = written if isinstance(written, list) else [written]
-    is_right = bool(names) and all(
-        re.fullmatch(r"[A-Za-z_][\w.-]*", each) for each in map(str, names)
-    )
-    if isinstance(written, str) and not is_name(written):
-        try:
-            re.compile(written)  # PEFT takes a text for a pattern of whole names
-            is_right = True
-        except re.error:
-            is_right = False
+    try:
+        is_right = bool(names) and all(re.compile(each).pattern.strip() for each in names)
+    except (re.error, TypeError):
+        is_right = False
     if not is_right:
         raise ValueError(
             "all-linear or a list of names of modules such as [q_proj, v_proj], or a pattern"

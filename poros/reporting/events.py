@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from poros.errors import RunFolderError, quoted, reason_of
 from poros.io.reading import open_regular
 
 Event = Mapping[str, Any]
+_NO_EVENT = (
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
+)
 
 
 @dataclass
@@ -20,6 +23,7 @@ class Run:
     Attributes:
         name: Name of its folder.
         starts: One event for each time it was started.
+        seconds: For each start, the time from its beginning to its last event.
         logs: Logs of steps, in order; if a step ran twice, the later log.
         evaluations: Evaluations, in the same way.
         end: Counters at the end of the last start, if it ended in order.
@@ -30,6 +34,7 @@ class Run:
 
     name: str
     starts: list[Event] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     logs: list[Event] = field(default_factory=list)
     evaluations: list[Event] = field(default_factory=list)
     end: Event | None = None
@@ -37,23 +42,13 @@ class Run:
     damaged: list[int] = field(default_factory=list)
     recipe: str = ""
 
-    @property
-    def plan(self) -> Event | None:
-        plans = (each["plan"] for each in reversed(self.logs) if each.get("plan"))
-        return next(plans, None)
-
     def values(self, key: str) -> list[tuple[float, float]]:
-        """Return step and value of each log with a finite number of that name."""
-        return finite(self.logs, key)
-
-
-def finite(events: Sequence[Event], key: str) -> list[tuple[float, float]]:
-    """Return step and value of each event with a finite number of that name."""
-    return [
-        (float(each["step"]), float(each[key]))
-        for each in events
-        if isinstance(each.get(key), int | float) and math.isfinite(each[key])
-    ]
+        """Return step and value of each log and evaluation with a finite number of that name."""
+        return [
+            (float(each["step"]), float(each[key]))
+            for each in (*self.logs, *self.evaluations)
+            if isinstance(each.get(key), int | float) and math.isfinite(each[key])
+        ]
 
 
 def read_run(path: Path) -> Run:
@@ -63,26 +58,26 @@ def read_run(path: Path) -> Run:
         RunFolderError: If there is no file of events, or no event in it that begins a run.
     """
     file = path / "events.jsonl"
+    shown = quoted(str(file), is_bare=True)
     try:
         with open_regular(file) as stream:
             lines = stream.read().split(b"\n")
     except (OSError, ValueError) as error:
         raise RunFolderError(
-            f"RUN: expected the folder of a run, which contains events.jsonl, found "
-            f"{quoted(str(file), is_bare=True)}: {quoted(reason_of(error), is_bare=True)}"
+            f"RUN: expected the folder of a run, which contains events.jsonl, found {shown}: "
+            f"{reason_of(error)}"
         ) from error
     run = Run(path.resolve().name)
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            _take(run, json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            run.damaged.append(number)
+        if line.strip():
+            try:
+                _take(run, json.loads(line))
+            except _NO_EVENT:
+                run.damaged.append(number)
     if not run.starts:
         raise RunFolderError(
-            f"{quoted(str(file), is_bare=True)}: expected the event log of a run, found no start "
-            f"and {len(run.damaged)} damaged lines"
+            f"{shown}: expected the event log of a run, found no start and {len(run.damaged)} "
+            "damaged lines"
         )
     try:
         with open_regular(path / "recipe.yaml") as stream:
@@ -96,8 +91,11 @@ def _take(run: Run, event: Event) -> None:
     kind = event["event"]
     if kind == "start":
         run.starts.append(event)
+        run.seconds.append(0.0)
         run.end = None
-    elif kind == "end":
+        return
+    run.seconds[-1] = float(event["time"]) - float(run.starts[-1]["time"])
+    if kind == "end":
         run.end = event
     elif kind == "step":
         run.step = {"step": int(event["step"]), "times": {**event["times"]}}

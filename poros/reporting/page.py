@@ -1,73 +1,74 @@
-"""Renders one self-contained HTML page about a run."""
+"""Renders one self-contained HTML page about a run, with charts as SVG."""
 
 import statistics
-import time
 from collections.abc import Mapping
-from typing import Any
-
-from markupsafe import Markup
+from typing import Any, NamedTuple
 
 from poros.errors import RunFolderError, quoted
-from poros.reporting.charts import lines
-from poros.reporting.events import Run, finite
+from poros.reporting.events import Run
 from poros.utils.formatting import duration
 
 GB = 1e9
-
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 220, 98, 28
+_NUM_TICKS = 5
 _TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ run.name }}</title>
 <style>
-:root { color-scheme: light dark; --soft: GrayText;
-  --box: color-mix(in srgb, CanvasText 5%, Canvas);
-  --rule: color-mix(in srgb, CanvasText 20%, Canvas);
-  --a: #3f82c8; --b: #cc6a2c; --c: #189970; --e: #d04a8c }
-* { box-sizing: border-box }
+:root { color-scheme: light dark; --box: color-mix(in srgb, CanvasText 5%, Canvas) }
 body { margin: 0 auto; max-width: 60rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.5rem; margin: .5rem 0; overflow-wrap: anywhere }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
-.verdict { background: var(--box); border-left: 4px solid var(--c); padding: .75rem 1rem;
-  border-radius: 4px }
-figure { margin: 0; background: var(--box); padding: .75rem; border-radius: 6px; overflow-x: auto }
-svg { width: 100%; height: auto; display: block }
-svg text { fill: var(--soft); font-size: 13px }
-figcaption { color: var(--soft); font-size: .9rem }
-.unit { float: right }
-.grid { stroke: var(--rule); stroke-width: 1 }
-.limit { color: var(--e); stroke: var(--e); stroke-width: 2; stroke-dasharray: 6 4 }
-.k0 { color: var(--a) } .k1 { color: var(--b) }
-circle { fill: currentColor }
-polyline { fill: none; stroke: currentColor; stroke-width: 2 }
-i { font-style: normal }
-.key { display: inline-block; margin-right: 1rem; white-space: nowrap }
+h1, td { overflow-wrap: anywhere }
+figure, pre { margin: 0; background: var(--box); padding: .75rem; overflow-x: auto }
+svg text { fill: GrayText; font-size: 13px }
+.grid { stroke: color-mix(in srgb, CanvasText 20%, Canvas) }
+.k0 { color: #3f82c8 } .k1 { color: #cc6a2c }
+polyline { fill: none; stroke: currentColor; stroke-width: 2; stroke-linecap: round }
 table { border-collapse: collapse; width: 100% }
-td, th { border-bottom: 1px solid var(--rule); padding: .25rem .5rem; text-align: left;
-  overflow-wrap: anywhere }
+td { border-bottom: 1px solid GrayText; padding: .25rem .5rem }
 td + td { text-align: right }
-.wide { overflow-x: auto }
-pre { background: var(--box); padding: .75rem; border-radius: 6px; overflow-x: auto }
-.none { color: var(--soft) }
-@media (max-width: 34rem) { body { padding: .75rem } figure { padding: .5rem }
-  svg text { font-size: 17px } }
-@media print { figure { break-inside: avoid } }
+.none { color: GrayText }
 </style></head><body>
 <h1>{{ run.name }}</h1>
-<p class="verdict">{{ verdict }}</p>
 {% for title, content, without in sections %}
 <h2>{{ title }}</h2>
 {% if not content %}<p class="none">{{ without }}</p>
-{% elif content is string %}{{ content }}
-{% elif content is mapping %}<div class="wide"><table>
+{% elif content is mapping %}<table>
 {% for name, value in content.items() %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
-{% endfor %}</table></div>
+{% endfor %}</table>
+{% elif content.curves is defined %}
+<figure><svg viewBox="0 0 {{ width }} {{ height }}" role="img">
+{% for y, value in content.ticks %}
+<path class="grid" d="M{{ left }} {{ y }}H{{ width }}"/>
+<text x="{{ left - 8 }}" y="{{ y }}" text-anchor="end">{{ value }}</text>
+{% endfor %}
+{% for points in content.curves.values() %}
+<polyline class="k{{ loop.index0 }}" points="{{ points }}"/>
+{% endfor %}
+<text x="{{ left }}" y="{{ height - 8 }}">step {{ content.first }}</text>
+<text x="{{ width }}" y="{{ height - 8 }}" text-anchor="end">{{ content.last }}</text>
+</svg><figcaption>{% for name in content.curves %}
+<span class="k{{ loop.index0 }}">■ {{ name }}</span>{% endfor %} ({{ content.unit }})
+</figcaption></figure>
 {% else %}<ul>{% for each in content %}<li>{{ each }}</li>{% endfor %}</ul>
 {% endif %}
 {% endfor %}
 {% if run.recipe %}<h2>Recipe</h2><pre>{{ run.recipe }}</pre>{% endif %}
-<p class="none">GB is 10<sup>9</sup> bytes. Written by poros {{ version }}.</p>
+<p class="none">GB is 10<sup>9</sup> bytes.</p>
 </body></html>
 """
+
+
+class Chart(NamedTuple):
+    """Curves over the steps of a run, in coordinates of the drawing."""
+
+    unit: str
+    curves: Mapping[str, str]
+    """The points of each curve by its name, as SVG has them."""
+    ticks: list[tuple[str, str]]
+    """Heights, and the values there."""
+    first: str
+    last: str
 
 
 def page(run: Run) -> str:
@@ -79,15 +80,9 @@ def page(run: Run) -> str:
     from jinja2 import Environment
 
     try:
-        text: str = (
-            Environment(autoescape=True)
-            .from_string(_TEMPLATE)
-            .render(
-                run=run,
-                verdict=verdict(run),
-                sections=_sections(run),
-                version=run.starts[-1].get("versions", {}).get("poros", "?"),
-            )
+        template = Environment(autoescape=True).from_string(_TEMPLATE)
+        text: str = template.render(
+            run=run, sections=_sections(run), width=_WIDTH, height=_HEIGHT, left=_LEFT
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise RunFolderError(
@@ -97,59 +92,39 @@ def page(run: Run) -> str:
     return text.encode("utf-8", "replace").decode()  # JSON can hold halves of characters
 
 
-def verdict(run: Run) -> str:
-    """Summarize the run in a few sentences."""
-    parts = []
+def facts(run: Run) -> dict[str, object]:
+    """Sum the run up: its state, loss, time, speed, memory and check, under their names."""
+    found: dict[str, object] = {"state": "has ended" if run.end is not None else "has not ended"}
+    found["starts"] = len(run.starts)
     if run.logs:
         first, last = run.logs[0], run.logs[-1]
-        state = "ended after" if run.end is not None else "has done"
-        parts.append(f"The run {state} {last['step']} steps.")
-        parts.append(f"Its loss went from {first['loss']:.3f} to {last['loss']:.3f}.")
-        num_lost = len(run.logs) - len(run.values("loss"))
-        if num_lost:
-            steps = "1 step" if num_lost == 1 else f"{num_lost} steps"
-            parts.append(f"The loss of {steps} is not a number.")
-        seconds = sum(_seconds(run))
-        if seconds:
-            parts.append(f"It took {duration(seconds)}.")
-        rates = [rate for _, rate in run.values("poros/tokens_per_s")]
-        if rates:
-            parts.append(f"It trained on {statistics.median(rates):,.0f} tokens per second.")
-    else:
-        parts.append("The run has logged no step yet.")
-    peaks = run.values("poros/peak_gb")
-    if peaks:
-        parts.append(f"The peak of GPU memory was {max(y for _, y in peaks):.2f} GB.")
-    if len(run.starts) > 1:
-        parts.append(f"It was started {len(run.starts)} times.")
-    check = (run.end or {}).get("check") or {}
-    if check.get("status") == "passed":
-        parts.append("Its first step was checked and gave the bits of a resident run.")
-    elif check.get("status"):
-        parts.append(f"The status of its first step's check is {check['status']}.")
+        found["steps"] = last["step"]
+        found["loss"] = f"{first['loss']:.3f}, then {last['loss']:.3f}"
+        found["logs whose loss is not a number"] = len(run.logs) - len(run.values("loss"))
+    found["time"] = duration(sum(run.seconds))
+    rates = [rate for _, rate in run.values("poros/tokens_per_s")]
+    if rates:
+        found["tokens per second"] = f"{statistics.median(rates):,.0f}"
+    found["check of the first step"] = ((run.end or {}).get("check") or {}).get("status", "none")
     if run.damaged:
-        lines = ", ".join(map(str, run.damaged[:10]))
-        lines += " and others" if len(run.damaged) > 10 else ""
-        parts.append(f"Damaged lines of its event log that are skipped: {lines}.")
-    return " ".join(parts)
+        found["damaged lines, skipped"] = ", ".join(map(str, run.damaged[:10]))
+    return found
 
 
 def _sections(run: Run) -> list[tuple[str, Any, str]]:
     """List for each section its title, its chart, table or list, and the text if that is empty."""
-    curves = {"training": run.values("loss"), "validation": finite(run.evaluations, "eval_loss")}
-    budget = _budget(run)
+    loss = {"training": run.values("loss"), "validation": run.values("eval_loss")}
     peaks = run.values("poros/peak_gb")
-    memory = _memory(run, peaks, budget)
+    plan, budget = _newest(run, "plan") or {}, _newest(run, "budget")
+    memory = {"peak so far": peaks}
+    if budget and peaks:
+        memory["budget"] = [(step, budget / GB) for step, _ in (peaks[0], peaks[-1])]
     step, last = run.step or {}, run.end or run.starts[-1]
-    no_loss = "No loss is a number." if run.logs else "No step was logged yet."
-    found: list[tuple[str, Any, str]] = [
-        ("Loss", lines({name: each for name, each in curves.items() if each}, "loss"), no_loss),
-        ("Memory, planned and measured", memory, "There is no plan: the run had no budget."),
-        (
-            "Memory over the run",
-            lines({"peak so far": peaks}, "GB", limit=budget, named="budget") if peaks else "",
-            "This was not measured, because there was no GPU.",
-        ),
+    return [
+        ("Summary", facts(run), ""),
+        ("Loss", _chart("loss", loss), "No loss was logged that is a number."),
+        ("Memory", _chart("GB", memory), "This was not measured, because there was no GPU."),
+        ("Memory, planned", _planned(plan), "There is no plan: the run had no budget."),
         (
             f"Time of step {step['step']}" if step else "Time of a step",
             {name: f"{float(value):,.1f}" for name, value in step.get("times", {}).items()},
@@ -157,66 +132,54 @@ def _sections(run: Run) -> list[tuple[str, Any, str]]:
         ),
         (
             "PCIe transfers",
-            lines({"copies": run.values("poros/h2d_gb_per_s")}, "GB/s"),
+            _chart("GB/s", {"copies": run.values("poros/h2d_gb_per_s")}),
             "Nothing was copied.",
         ),
         (
             "Waiting for copies",
-            lines({"waited for copies": run.values("poros/stall_ms")}, "ms per log"),
+            _chart("ms per log", {"waited for copies": run.values("poros/stall_ms")}),
             "Nothing was logged.",
         ),
-        ("Counters", _counters(last), ""),
+        ("Counters", {name: f"{each:,}" for name, each in last.items() if "num_" in name}, ""),
         ("Fallbacks", list(last.get("fallbacks", [])), "There were none."),
         ("Versions", run.starts[-1].get("versions", {}), ""),
     ]
-    return [
-        (title, Markup(content) if isinstance(content, str) else content, without)
-        for title, content, without in found
-    ]
 
 
-def _memory(run: Run, peaks: list[tuple[float, float]], budget: float | None) -> dict[str, str]:
-    """List the terms of the plan, the largest first, and the measured peak."""
-    terms: Mapping[str, float] = (run.plan or {}).get("terms", {})
-    if not terms:
-        return {}
-    found = {
-        name: f"{terms[name] / GB:.3f} GB"
-        for name in sorted(terms, key=lambda name: -terms[name])
-        if terms[name]
-    }
-    found["planned, together"] = f"{sum(terms.values()) / GB:.3f} GB"
-    if peaks:
-        found["measured peak"] = f"{max(y for _, y in peaks):.3f} GB"
-    if budget is not None:
-        found["budget"] = f"{budget:.3f} GB"
-    return found
+def _newest(run: Run, key: str) -> Any:
+    return next((each[key] for each in reversed(run.logs) if each.get(key)), None)
 
 
-def _budget(run: Run) -> float | None:
-    budgets = (each["budget"] for each in reversed(run.logs) if each.get("budget"))
-    budget = next(budgets, (run.plan or {}).get("vram_budget"))
-    return budget / GB if isinstance(budget, int | float) else None
+def _planned(plan: Mapping[str, Any]) -> dict[str, str]:
+    """List the terms of a plan and their sum, the largest first."""
+    terms: Mapping[str, float] = plan.get("terms", {})
+    found = {"together": sum(terms.values()), **terms} if terms else {}
+    largest = sorted((name for name in found if found[name]), key=lambda name: -found[name])
+    return {name: f"{found[name] / GB:.3f} GB" for name in largest}
 
 
-def _seconds(run: Run) -> list[float]:
-    """Return the seconds of each start, from its beginning to its last event."""
-    times = [float(each["time"]) for each in (*run.starts, *run.logs) if "time" in each]
-    begins = sorted(float(each["time"]) for each in run.starts if "time" in each)
-    found = []
-    for place, begin in enumerate(begins):
-        end = begins[place + 1] if place + 1 < len(begins) else float("inf")
-        found.append(max((t for t in times if begin <= t < end), default=begin) - begin)
-    return found
+def _chart(unit: str, series: Mapping[str, list[tuple[float, float]]]) -> Chart | None:
+    """Draw curves; None if they have no points."""
+    points = [point for each in series.values() for point in each]
+    if not points:
+        return None
+    first, last = (choose(x for x, _ in points) for choose in (min, max))
+    low, high = (choose(y for _, y in points) for choose in (min, max))
+    num_steps, room = max(last - first, 1), max(high - low, abs(high) * 0.01, 1e-9)
 
+    def down(y: float) -> str:
+        return f"{10 + (high - y) / room * (_HEIGHT - 10 - _BOTTOM):.1f}"
 
-def _counters(last: Mapping[str, Any]) -> dict[str, object]:
-    """Return what ``Runtime.stats`` counts, under its names, and when."""
-    found: dict[str, object] = {
-        name: f"{value:,}"
-        for name, value in last.items()
-        if name.startswith("num_") or name.endswith("num_bytes")
-    }
-    if "time" in last:
-        found["last event"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(last["time"])))
-    return found
+    def drawn(curve: list[tuple[float, float]]) -> str:
+        places = (_LEFT + (x - first) / num_steps * (_WIDTH - _LEFT) for x, _ in curve)
+        drawn = [f"{x:.1f},{down(y)}" for x, (_, y) in zip(places, curve, strict=True)]
+        return " ".join([*drawn, drawn[-1]])  # a curve of one point is a dot
+
+    values = [high - room * number / (_NUM_TICKS - 1) for number in range(_NUM_TICKS)]
+    return Chart(
+        unit,
+        {name: drawn(each) for name, each in series.items() if each},
+        [(down(value), f"{value:.4g}") for value in values],
+        f"{first:g}",
+        f"{last:g}",
+    )

@@ -74,8 +74,11 @@ class _Telemetry(TrainerCallback):
         self._plan: MemoryPlan | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last = self._runtime.stats()
-        self._write(_start(self._runtime))
+        runtime = self._runtime
+        self._last = runtime.stats()
+        about: dict[str, Any] = {"device": str(runtime.device), "policy": vars(runtime.policy)}
+        about |= {"versions": library_versions(), "num_blocks": runtime.num_blocks}
+        self._write({"event": "start", **about, **self._last})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._num_steps += 1
@@ -141,14 +144,3 @@ class _Telemetry(TrainerCallback):
             # The process that wrote the line before may have been killed within it.
             is_behind = event["event"] == "start" and file.tell() > 0
             file.write("\n" * is_behind + line)
-
-
-def _start(runtime: Runtime) -> dict[str, Any]:
-    return {
-        "event": "start",
-        "versions": library_versions(),
-        "device": str(runtime.device),
-        "policy": vars(runtime.policy),
-        "num_blocks": runtime.num_blocks,
-        **runtime.stats(),
-    }

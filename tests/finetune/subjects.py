@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from poros.finetune.data import read_data
-from poros.finetune.resuming import require_usable
+from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import finetune
 from poros.finetune.trainers import Stopping
 from poros.gates import tiny
@@ -166,7 +166,7 @@ def announced(recipe: Recipe) -> str:
 
 
 def _finetune(recipe: Recipe, *, is_dry: bool = False) -> tuple[Path | None, str]:
-    require_usable(recipe)
+    inspect_run_dir(recipe)
     said = io.StringIO()
     console = Console(file=said, width=200)
     found = finetune(recipe, *read_data(recipe), console, is_dry=is_dry, num_shown=int(is_dry))

@@ -22,13 +22,6 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "unknown section": ("trainning:\n  seed: 1\n", 3, "unknown name", "did you mean training?"),
     "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
     "name without a hint": ("training:\n  qwertyuiop: 1\n", 4, "unknown", "for this method"),
-    "name in Axolotl": (
-        "training:\n  micro_batch_size: 1\n", 4, "unknown", "per_device_train_batch_size here?",
-    ),
-    "name in Axolotl, at the top": ("lora_r: 8\n", 3, "unknown name", "adapter.r here?"),
-    "name in Unsloth": ("training:\n  max_seq_length: 8\n", 4, "unknown", "training.max_length h"),
-    "name of before": ("training:\n  warmup_ratio: 0.1\n", 4, "unknown", "training.warmup_steps h"),
-    "name until now": ("training:\n  epochs: 1\n", 4, "unknown", "training.num_train_epochs here"),
     "wrong section": ("data:\n  rank: 4\n", 3, "on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
     "number too small": ("adapter:\n  r: 0\n", 4, "greater than or equal to 1", "r: 16"),
@@ -47,7 +40,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  eval_strategy: often\n", 4, "'no', 'steps' or 'epoch'", "leave it out",
     ),
     "field that Poros sets": ("training:\n  output_dir: a\n", 4, "passes on", "output.folder"),
-    "field that would break": ("training:\n  torch_compile: true\n", 4, "layers come and", "go"),
+    "field that would break": ("training:\n  torch_compile: true\n", 4, "the bits of a", "one"),
     "field of several GPUs": ("training:\n  deepspeed: a.json\n", 4, "one GPU", "accelerate"),
     "a secret": ("training:\n  hub_token: abc\n", 4, "secret", "HF_TOKEN"),
     "field of PEFT, misspelt": ("adapter:\n  modules_to_sav: [a]\n", 4, "unknown", "to_save?"),
@@ -66,7 +59,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "training:\n  optim: schedule_free_adamw\n", 4, "has a schedule", "adamw_torch_fused",
     ),
     "checkpoints sent to the hub": (
-        "training:\n  hub_strategy: every_save\n", 4, "once the run has ended", "no checkpoint",
+        "training:\n  hub_strategy: every_save\n", 4, "passes on", "decides it",
     ),
     "saved at no step": ("training:\n  save_steps: 0\n", 4, "greater than 0", "save_steps: 50"),
     "endless list": ("adapter:\n  target_modules: &a [q, *a]\n", 4, "an alias", "write"),
@@ -111,11 +104,11 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "messages for KTO": ([json.dumps({**CHAT, "label": True})], 1, "to learn from", "--method kto"),
     "no value": (
         [json.dumps(SHARED), json.dumps(SHARED).replace('"value": "b"', '"values": "b"')],
-        2, "conversations[1].values: expected only from, value", "rename",
+        2, "conversations[1].values: expected only role, content", "rename",
     ),
     "unknown speaker": (
         [json.dumps(SHARED).replace("gpt", "function_call")],
-        1, "conversations[1].from: expected one of system, human", "write one of them",
+        1, "conversations[1].role: expected one of system, dev", "write one of them",
     ),
     "ShareGPT after messages": (
         [json.dumps(CHAT), json.dumps(SHARED)], 2, "conversations after messages", "all alike",
@@ -201,9 +194,7 @@ SOURCES: dict[str, tuple[str, int, str, str]] = {
     "split of files": ("  split: test\n", 6, "on the hub to split, found a file", "remove it"),
     "configuration of files": ("  config: main\n", 6, "on the hub to configure", "remove it"),
     "weight of nothing": ("  weights: [1, 0]\n", 6, "a number greater than 0", "leave it out"),
-    "negative weight": ("  weights: [1, -2]\n", 6, "a number greater than 0", "leave it out"),
     "no weights": ("  weights: []\n", 6, "found 0 for 2", "list the sources"),
-    "weight of one source": ("  weights: [1]\n", 6, "found 1 for 2", "list the sources"),
     "sources that differ": ("", 1, "rows of one form in all sources, found text beside", "alike"),
 }
 
@@ -234,14 +225,12 @@ LIST = b'[\n {"text": "a"},\n {"text": "b"}\n]\n'
 # A file, or the files of a folder; the place that is wrong, what is said of it, and the remedy.
 FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     "CSV without names": ("a.csv", b"one,two\n3,4\n", ":1:", "found 'one, two'", "first line"),
-    "CSV of semicolons": ("a.csv", b"prompt;completion\na;b\n", ":1:", "t;c", "with ',' between"),
     "TSV of commas": ("a.tsv", b"prompt,completion\na,b\n", ":1:", "t,c", "with '\\t' betw"),
     "CSV with a cell too many": (
         "a.csv", b'prompt,completion\n"a\na",b\na,b,c\n', ":4:", "2 cells", "double quotes",
     ),
     "CSV with a quote left open": ("a.csv", b'text\na\n"b\nc\n', ":3:", "expected CSV", "quotes"),
     "CSV in Latin-1": ("a.csv", b"text\na\n\xe9\n", ":3:", "0xe9 in column 1", "UTF-8"),
-    "CSV of names alone": ("a.tsv", b"prompt\tcompletion\n", ":1:", "found none", "write some"),
     "list that goes on": ("a.json", LIST[:-2] + b",\n]", ":5:1:", "Expecting value", "this column"),
     "row of a list": ("a.json", LIST.replace(b'"b"', b'""'), ", row 2:", "text: exp", "fill it in"),
     "one object on several lines": ("a.json", b'{\n"text": "a"\n}', ":1:2:", "JSON", "jq -c"),
@@ -250,9 +239,7 @@ FILES: dict[str, tuple[str, bytes | dict[str, bytes], str, str, str]] = {
     "gzip cut off": (
         "a.jsonl.gz", gzip.compress(LINES * 9)[:-9], ":10:", "expected gzip", "compress it anew",
     ),
-    "no gzip": ("a.csv.gz", b"text\na\n", ":1:", "expected gzip", "compress it anew"),
     "line in gzip": ("a.jsonl.gz", gzip.compress(LINES + b"{"), ":2:2:", "expected JSON", "jq -c"),
-    "other suffix in gzip": ("a.parquet.gz", b"a", "DATA:", ".jsonl.gz", "one JSON object"),
     "other suffix": ("a.txt", b"a", "DATA:", "end in .jsonl, .json, .csv", "one JSON object"),
     "folder without rows": ("a", {"a.txt": b""}, "DATA:", "end in .jsonl", "one JSON object"),
     "folder of two kinds": (
@@ -302,7 +289,6 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "not to be written": (("model", "rows.jsonl", "--out", "/proc/a"), "--out: exp", "another"),
     "home of nobody": (("model", "rows.jsonl", "--out", "~nobody-here/a"), "--out:", "leave it"),
     "store": (("model", "rows.jsonl", "--store", "rows.jsonl"), "--store: expected", "another"),
-    "store in nothing": (("model", "rows.jsonl", "--store", "a/b"), "above it", "another folder"),
     "store elsewhere": (("model", "rows.jsonl", "--store", "model"), "something else", "another"),
     "no template": (
         ("model", "rows.jsonl", "--chat-template", "a.jinja"), "found '/", "/a.jinja': No such",
@@ -385,7 +371,7 @@ def test_an_adapter_is_not_a_base(place: Path) -> None:
     (place / "trained").mkdir()
     (place / "trained" / "adapter_config.json").write_text("{}")
     said = refused(place, "trained", "rows.jsonl")
-    assert_said(said, "MODEL: expected a folder with a config.json", "an adapter", "give its base")
+    assert_said(said, "MODEL: expected a folder with a config.json", "adapter", "give its base")
 
 
 def test_a_base_without_a_tokenizer(place: Path) -> None:

@@ -14,15 +14,14 @@ from transformers import AutoTokenizer
 from poros.errors import DataFormatError
 from poros.finetune.data import Rows, read_data
 from poros.finetune.run import _dataset, _row_length
-from poros.finetune.templates import NAMED
-from poros.finetune.tokens import IGNORED, Tokens, load_tokenizer, tokenize
+from poros.finetune.tokens import IGNORED, NAMED, Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import Kto, _collator
 from poros.gates import tiny
 from poros.recipes.recipe import Recipe
 from tests.finetune.subjects import recipe_of, rows, write_model, write_rows
 
 # ChatML without marks of the assistant's turns, as most models have it.
-UNMARKED = NAMED["chatml"].text.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+UNMARKED = NAMED["chatml"][0].replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 
 
 def made(model: Path, data: Path, form: str, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
@@ -90,14 +89,14 @@ def test_an_answer_that_begins_inside_a_token_is_refused(
     is_marked: bool, data: Path, tmp_path: Path
 ) -> None:
     """The blank before it belongs to its first token, which would not be learnt."""
-    template = NAMED["chatml"].text if is_marked else UNMARKED
+    template = NAMED["chatml"][0] if is_marked else UNMARKED
     template = template.replace("'\\n' }}\n{%- if", "': ' }}\n{%- if")
     template = template.replace("assistant\\n", "assistant: ")
     model = write_model(tmp_path / "model", template=template)
     with pytest.raises(DataFormatError) as error:
         made(model, data, "messages", data__chat_template="model")
     lines = str(error.value).splitlines()
-    assert len(lines) == 30
+    assert len(lines) == 31 and lines[-1] == "and 170 more"
     assert "messages.jsonl:1: " in lines[0] and "the token ' while'" in lines[0]
     assert "--chat-template" in lines[0] and "--loss-on all" in lines[0]
     _, _, _, tokens = made(

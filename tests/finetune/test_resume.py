@@ -11,9 +11,9 @@ import pytest
 
 from poros.errors import RunFolderError
 from poros.finetune import run as running
-from poros.finetune.resuming import require_usable
+from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Interrupted
-from poros.finetune.templates import NAMED
+from poros.finetune.tokens import NAMED
 from poros.recipes.recipe import Recipe
 from poros.reporting.events import read_run
 from tests.children import run_forked
@@ -132,7 +132,7 @@ def test_what_may_change_between_and_what_may_not(
     assert "going on after step 1 of 4" in found.said
     assert found.adapter == expected.adapter
     with pytest.raises(RunFolderError, match="finished one: its adapter is"):
-        require_usable(recipe)
+        inspect_run_dir(recipe)
 
 
 def test_another_run_that_ends_while_rows_become_tokens(
@@ -227,7 +227,7 @@ def test_a_schedule_of_another_length_is_said(longer: dict[str, Any]) -> None:
     assert [rate for _, rate in rates] == pytest.approx([2e-4, 1e-4, 1e-4, 5e-5])
 
 
-TEMPLATE = NAMED["chatml"].text
+TEMPLATE = NAMED["chatml"][0]
 
 
 class Begun(NamedTuple):

@@ -1,10 +1,7 @@
 """Code that lies beside a model, its tokenizer or an adapter is not run, and nobody is asked."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from tests.command import poros_command
 from tests.finetune.subjects import write_base, write_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 from pathlib import Path
 Path({marker!r}).touch()
@@ -101,31 +97,6 @@ def test_commands_refuse_the_same(case: str, place: Path, monkeypatch: pytest.Mo
         is_loaded = command.startswith("load") and "model_type" in said
         assert result.exit_code == 2, result.output
         assert is_loaded or what in " ".join(result.output.split()), result.output
-
-
-@pytest.mark.parametrize("is_control", [False, True])
-def test_a_module_in_the_current_folder_is_not_imported(is_control: bool, tmp_path: Path) -> None:
-    """One that stands behind it and ends the process is, as torch would be."""
-    place, installed = tmp_path / "place", tmp_path / "installed"
-    for folder, code in ((place, "open('ran', 'w')"), (installed, "raise SystemExit(77)")):
-        folder.mkdir()
-        (folder / "torch.py").write_text(code)
-    (place / "config.json").write_text('{"model_type":"bert","architectures":["BertModel"]}')
-    run = "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; sys.exit(main())"
-    command = [
-        sys.executable,
-        *([] if is_control else ["-P"]),
-        "-c",
-        run,
-        "plan",
-        ".",
-        "--seq",
-        "9",
-    ]
-    path = os.pathsep.join(map(str, (installed, ROOT)))
-    done = subprocess.run(command, cwd=place, env={**os.environ, "PYTHONPATH": path})
-    assert (place / "ran").exists() == is_control
-    assert is_control or done.returncode == 77
 
 
 def test_code_beside_a_model_that_is_known_is_left_alone(

@@ -5,8 +5,6 @@ import json
 import resource
 import shutil
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +258,7 @@ def test_biases_that_a_file_lacks_are_missed(base: Path, tmp_path: Path) -> None
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["trained biases"])
     biases = tensors(lambda found: [found.pop(name) for name in [*found] if "bias" in name])
     biases(adapter / "adapter_model.safetensors")
-    refused(tmp_path, adapter, UnsupportedModelError, "bias='all'")
+    refused(tmp_path, adapter, UnsupportedModelError, "one too few.*bias")
 
 
 def filled(adapter: Path, value: float, *parts: str) -> Path:
@@ -275,17 +273,13 @@ def filled(adapter: Path, value: float, *parts: str) -> Path:
 
 
 def test_what_is_not_finite_together_is_refused(base: Path, tmp_path: Path) -> None:
-    """Single values that are not finite: test_damaged_files."""
-    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
-    filled(adapter, 1e20, "lora_A", "lora_B")
-    refused(tmp_path, adapter, CheckpointFormatError, "down_proj.weight.*finite weights")
-
-
-def test_a_dtype_with_too_small_a_range_is_refused(base: Path, tmp_path: Path) -> None:
+    """Or not in the dtype that is asked for. Single values: test_damaged_files."""
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
     filled(adapter, 1e6, "lora_A")
     merge(adapter, tmp_path / "fits", dtype=torch.float32)
     refused(tmp_path, adapter, CheckpointFormatError, "--dtype", dtype=torch.float16)
+    filled(adapter, 1e20, "lora_A", "lora_B")
+    refused(tmp_path, adapter, CheckpointFormatError, "down_proj.weight.*finite weights")
 
 
 def test_each_tensor_keeps_its_dtype(base: Path, tmp_path: Path) -> None:
@@ -339,36 +333,14 @@ merge(sys.argv[1], sys.argv[2], progress=lambda *done: os.kill(os.getpid(), sign
 """
 
 
-def test_what_a_killed_merge_left_is_removed(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By the next one; another one waits for that, and is refused then."""
+def test_what_a_killed_merge_left_is_removed(base: Path, tmp_path: Path) -> None:
+    """By the next one, and nothing else is."""
     adapter, out = trained(base, tmp_path / "adapter", ADAPTERS["lora"]), tmp_path / "out"
     (tmp_path / ".out.mine").mkdir()
     assert run_forked(KILLED, str(adapter), str(out)).returncode == -signal.SIGKILL
     (hidden,) = tmp_path.glob(".out.poros*")
     (hidden / "left").touch()
-    others, refused = list[threading.Thread](), list[str]()
-
-    def other() -> None:
-        try:
-            merge(adapter, out)
-        except StoreWriteError as error:
-            refused.append(str(error))
-
-    def look(done: int, whole: int) -> None:
-        assert hidden.is_dir() and not (hidden / "left").exists()
-        if not others:
-            others.append(threading.Thread(target=other))
-            others[0].start()
-            until = time.monotonic() + 60
-            while "waiting for another writer" not in caplog.text and time.monotonic() < until:
-                time.sleep(0.01)
-
-    with caplog.at_level("INFO", "poros"):
-        merge(adapter, out, progress=look)
-    others[0].join()
-    assert len(refused) == 1 and "is not empty" in refused[0]
+    merge(adapter, out)
     assert {each.name for each in tmp_path.iterdir()} == {"adapter", ".out.mine", "out"}
     assert not (out / "left").exists()
 

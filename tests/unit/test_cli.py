@@ -23,7 +23,7 @@ from poros.gates import tiny
 from poros.planning.cards import CARDS
 from poros.recipes.recipe import settings
 from tests.children import run_python
-from tests.command import SLOW, poros_command, run_apart, text
+from tests.command import poros_command, run_apart, text
 from tests.comparing import compare_mappings
 
 QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
@@ -86,7 +86,6 @@ WRONG: list[tuple[str, str]] = [
     ("finetune gone.yaml", "gone.yaml: expected a file"),
     ("finetune base rows.jsonl --rank x", "--rank: expected"),
     ("finetune base rows.jsonl --learning-rate 1", "expected --lr, found --learning-rate"),
-    ("finetune base rows.jsonl --output-dir a", "expected --out, found --output-dir"),
     ("finetune base rows.jsonl --use-dora", "expected --set adapter.use_dora=VALUE, found"),
 ]
 
@@ -137,21 +136,6 @@ def test_a_command_says_nothing_on_the_error_stream() -> None:
     """In a process of its own, because the notice comes while a library is imported."""
     done = run_python(MAIN, "check", "--registered")
     assert (done.returncode, done.stderr) == (0, "") and "families:" in done.stdout
-
-
-OFFERED = {"poros pl": "plan", "poros plan --card rtx409": "rtx4090"}
-
-
-@pytest.mark.parametrize("typed", OFFERED)
-def test_the_shell_is_offered_what_may_come_next(
-    typed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    for name, value in {"_POROS_COMPLETE": "complete_bash", **words}.items():
-        monkeypatch.setenv(name, value)
-    at_end = f"lambda: print(set({SLOW!r}) & set(sys.modules), file=sys.stderr)"
-    done = run_python(f"import atexit, sys; atexit.register({at_end}); {MAIN}")
-    assert done.stdout.split() == [OFFERED[typed]] and done.stderr == "set()\n"
 
 
 # poros check and poros demo

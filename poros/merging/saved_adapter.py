@@ -54,7 +54,21 @@ class SavedAdapter:
         self.origin = _origin(folder / RECORD)
         self.weights = _weights(folder / WEIGHTS)
         self.config: Any = _config(file)
+        self._require_rank(file)
         self.auto_class = _auto_class(self.config)
+
+    def _require_rank(self, file: Path) -> None:
+        """Refuse a rank that none of the tensors has, before PEFT allocates matrices of it."""
+        most = max((max(each.shape, default=1) for each in self.weights.values()), default=0)
+        pattern = getattr(self.config, "rank_pattern", None) or {}
+        for rank in (getattr(self.config, "r", 0), *pattern.values()):
+            if isinstance(rank, int) and rank > most:
+                raise defect(
+                    file,
+                    f"expected a rank r of at most {most}, the longest side of the tensors in "
+                    f"{WEIGHTS}, found {rank}",
+                    remedy=_MEND,
+                )
 
     @property
     def is_classifier(self) -> bool:

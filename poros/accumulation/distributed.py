@@ -78,11 +78,9 @@ class Ranks:
         if self._ddp.static_graph:
             raise NotGrouped("static_graph of DistributedDataParallel")
 
-    def ways(self, number: int, *, is_last: bool) -> Sequence[Differentiate]:
-        """How to take the gradients of so many micro-batches, whose last is the step's last."""
-        if self._ddp is None:
-            return [backward] * number
-        return [*[_by_hand] * (number - 1), backward if is_last else _by_hand][:number]
+    def way(self, *, is_last: bool) -> Differentiate:
+        """How to take the gradients of a micro-batch; ``is_last``: whether they are exchanged."""
+        return backward if self._ddp is None or is_last else _by_hand
 
 
 def _by_hand(

@@ -20,10 +20,8 @@ Source:
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import groupby, pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,12 +30,15 @@ from torch import nn
 from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import Drawn, DrawTable, between, later
-from poros.accumulation.gradients import Gradients, Watch, has_hooks
+from poros.accumulation.gradients import Gradients, has_hooks
 from poros.accumulation.head import SharedHead
 from poros.accumulation.host_values import HostValues
+from poros.accumulation.in_place import InPlace
 from poros.accumulation.micro_batch import MicroBatch
-from poros.accumulation.modules import Modules, Outside
+from poros.accumulation.modules import Modules
+from poros.accumulation.parked import Regions
 from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudgetError
+from poros.head.loss import LossInputs, SlicedLossState
 from poros.model.runtime import Runtime
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
@@ -47,7 +48,7 @@ from poros.stream.rng import RngStash, Start
 logger = logging.getLogger(__name__)
 
 
-class Group:
+class Group(InPlace):
     """Micro-batches that go through the layers together.
 
     Args:
@@ -71,26 +72,14 @@ class Group:
         ranks: Ranks,
         shares_head: bool,
     ) -> None:
+        super().__init__(runtime, modules)
         self.num_done = 0
         self.behind: MicroBatch | None = None
         self.reason: str | None = None
-        self._runtime = runtime
-        self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
-        self._device = self._layers[0].device
-        self._modules = modules
-        self._trained = modules.trained()
-        self._mark = modules.mark(self._trained)
-        self._watch = Watch(self._trained, self._asked_for_gradients, self._taken_gradients)
         self._table = table
         self._ranks = ranks
         reader = runtime.head if shares_head else None
         self._head = None if reader is None or reader.holds_all else SharedHead(reader)
-        self._in_layers = {
-            number for each in self._layers for number in each.contents().adapters().ids
-        }
-        inside = [module for each in self._layers for module in each.contents().modules()]
-        self._outside = Outside(modules.now(), inside)
-        self._marks = self._outside.marks()
         self._batches: list[MicroBatch] = []
         self._is_confined = not (
             torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -102,18 +91,23 @@ class Group:
         """Micro-batches that there is memory for."""
         self._num_back = 0
         self._running: MicroBatch | None = None
-        self._behind_marks = self._marks
+        self._behind_outside = self._outside
+        self._has_stopped = False
+        """Whether there were others behind one of which a layer has raised."""
         self._turn: MicroBatch | None = None
         """The one whose turn it is, to the end of its code."""
         self._tail: MicroBatch | None = None
         """The one whose loss is being computed for good, up to its backward."""
         self._before = Gradients(())
         """As that began."""
-        self._has_last = False
+        self._last: MicroBatch | None = None
+        """The last one of the step."""
         self._values = HostValues()
         """While code of the model, and of nobody else, runs up to its first layer."""
         self._conditions: StackConditions | None = None
         """Of the layers, as the code of the first one has called them."""
+        self._regions: Regions | None = None
+        """In which it has."""
 
     @property
     def is_over(self) -> bool:
@@ -145,10 +139,8 @@ class Group:
                 if self._batches:
                     self._require_conditions(self._batches[0])
                 for index in range(1, len(self._layers)):
-                    failed = self._run_layer(index, self._batches)
-                    if failed is not None:
-                        self._end_at(failed)
-                        self._require_conditions(failed)
+                    self._run_layer(index, self._batches)
+                    self._end_at_failure()
                 self._require_planned()
                 if self._head is not None:
                     self._head.read(self._batches, self._go_on)
@@ -159,38 +151,23 @@ class Group:
             start.restore()
         self._watch.begin()
 
-    def _run_layer(self, index: int, batches: Sequence[MicroBatch]) -> MicroBatch | None:
-        """Run a layer for them, up to the one, if any, for which it raises; its code is over then.
-
-        Those in equal regions are a row.
-        """
-        for _, row in groupby(batches, key=lambda batch: batch.code.regions):
-            failed = self._run_row(index, list(row))
-            if failed is not None:
-                self._go_on(failed)  # its code gets the error of its layer
-                if not failed.code.is_over:
-                    raise failed.refuse("an error of a layer that its code catches")
-                return failed
-        return None
-
-    def _run_row(self, index: int, batches: Sequence[MicroBatch]) -> MicroBatch | None:
+    def _run_layer(self, index: int, batches: Sequence[MicroBatch]) -> None:
+        """Run a layer for them, up to one for which it raises."""
+        if not batches:
+            return
         layer = self._layers[index]
         grouped = layer.context.grouped(self._is_confined, has_graph=self._ranks.is_ddp)
         before = None
         with batches[0].code.inside(), layer.in_a_row(), grouped as visits:
             for number, batch in enumerate(batches):
                 rest = batches[1:] if number == 1 else []
-                try:
-                    if len(rest) > 1 and MicroBatch.run_together(rest, index, before):
-                        break
-                    before = batch.run_layer(index, visits, before)
-                except Exception:
-                    if any(each.error is not None for each in batches):
-                        raise
-                    return batch
+                if len(rest) > 1 and MicroBatch.run_together(rest, index, before):
+                    break
+                before = batch.run_layer(index, visits, before)
+                if batch.failure is not None:
+                    break
                 if self._is_confined:
                     torch.clear_autocast_cache()
-        return None
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to its last layer, and the first layer for each."""
@@ -206,8 +183,6 @@ class Group:
                         self._go_on(batch)
                     finally:
                         self._values.__exit__()
-                if not self._modules.are_unedited(self._mark, self._trained):
-                    self._require_unedited()
                 if number and before.changed():
                     raise UnsupportedModelError(
                         "expected a loss that calls the model before its backward, as the first "
@@ -219,12 +194,13 @@ class Group:
                         f"found {batch.num_called} of its {len(self._layers)} layers called. "
                         f"{ADVICE}"
                     )
-                if batch.reason is None and not batch.code.is_over:
+                is_alone = batch.reason is not None or batch.code.is_over
+                if not is_alone:
                     self._run_layer(0, [batch])
-                if batch.reason is not None or batch.code.is_over:
+                if is_alone or batch.failure is not None:
                     self.behind, self._coming = batch, None
-                    self._behind_marks = self._outside.marks()
-                    self._require_marks()
+                    self._behind_outside = self._outside.now()
+                    self._require_outside()
                     self.reason = None if batch.reason is None else str(batch.reason)
                     return
                 self._batches.append(batch)
@@ -252,46 +228,36 @@ class Group:
 
     def _go_on(self, batch: MicroBatch) -> None:
         """Its code goes on, before its turn to end has come."""
-        is_before_end = batch.num_done < len(self._layers)
-        if is_before_end:
-            self._watch.begin()
+        self._watch.begin()
+        self._running = batch
         try:
-            self._running = batch
             batch.resume()
         finally:
             self._running = None
-            if is_before_end:
-                self._watch.end()
+            self._watch.end()
         if batch.error is not None:
             raise batch.error
         if not isinstance(batch.code.error, Exception):
             batch.code.reraise()
 
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """What code of the user calls in the body comes here: layers, and the head."""
-        context, reader = self._layers[0].context, self._runtime.head
-        before, context.in_place = context.in_place, weakref.ref(self)
-        if reader is not None and self._head is not None:
-            reader.in_place = weakref.ref(self._head)
-        try:
-            yield
-        finally:
-            context.in_place = before
-            if reader is not None:
-                reader.in_place = None
+    def _comes_to_head(self, asked: LossInputs) -> SlicedLossState | None:
+        return None if self._head is None else self._head(asked)
 
     def _enter_layers(self) -> None:
         """The code of one has come to its first layer."""
-        if not self._outside.is_at(self._marks):
+        if not self._outside.still_holds():
             raise NotGrouped("the model's code changes the model")
+        regions = Regions.capture(self._device)
         if self._conditions is None:
+            self._regions = regions
             self._conditions = StackConditions([each.condition() for each in self._layers])
             self._runtime.share_dense()
         elif not self._conditions.still_hold():
             raise NotGrouped("layers that the loss changes while it runs")
         if self._conditions.has_hooks:
             raise NotGrouped("hooks inside of layers")
+        if regions != self._regions:
+            raise NotGrouped("autocast or settings that are others for some micro-batches")
 
     def _require_conditions(self, batch: MicroBatch) -> None:
         """Raise if a layer is not as the code of ``batch`` has called it."""
@@ -344,20 +310,18 @@ class Group:
             self._values.__exit__()
         return batch.call(layer, args, kwargs)
 
-    def _end_at(self, batch: MicroBatch) -> None:
-        """The code of one has ended by an error of a layer: it comes in its turn, and none behind.
-
-        ``batch``: That one.
-        """
-        number = self._batches.index(batch)
-        is_last = number + 1 == len(self._batches) and self.behind is None
-        if batch.code.error is None and not is_last:
-            raise batch.refuse("an error of a layer that its code catches")
-        for each in self._batches[number + 1 :]:
+    def _end_at_failure(self) -> None:
+        """The one of which a layer has raised is the last; its code gets that in its turn."""
+        failed = next((each for each in self._batches if each.failure is not None), None)
+        if failed is None:
+            return
+        self._require_conditions(failed)
+        number = self._batches.index(failed)
+        stopped = [*self._batches[number + 1 :], *filter(None, [self.behind])]
+        for each in stopped:
             each.code.stop()
-        if self.behind is not None:
-            self.behind.code.stop()
-        self._batches, self.behind = self._batches[:number], batch
+        self._has_stopped = bool(stopped)
+        self._batches, self.behind = self._batches[:number], failed
 
     def _require_planned(self) -> None:
         """Raise if one has drawn otherwise than planned, and those behind have drawn since."""
@@ -367,16 +331,15 @@ class Group:
 
     def _require_unedited(self) -> None:
         """Raise if code edits what the model is made of, or trains other parameters."""
-        is_same = self._modules.mark(self._trained) == self._mark
-        if not is_same or not self._modules.are_trained(self._trained):
+        if not self._is_unedited():
             raise UnsupportedModelError(
                 "expected a loss that leaves the parameters of the model alone, found one that "
                 f"edits, freezes or thaws them. Do so between steps. {ADVICE}"
             )
 
-    def _require_marks(self) -> None:
+    def _require_outside(self) -> None:
         """Have the modules outside the layers as they were for those that have begun."""
-        if not self._outside.is_at(self._marks) and not self._outside.put(self._marks):
+        if not self._outside.still_holds() and not self._outside.put_back():
             raise UnsupportedModelError(
                 "expected a model whose code leaves its buffers alone, found one that edits some "
                 f"in place. {ADVICE}"
@@ -399,11 +362,9 @@ class Group:
                 "expected gradients to be exchanged with the last micro-batch of a step alone, "
                 f"found that they are to be with each. Use no_sync. {ADVICE}"
             )
-        if not self._modules.are_unedited(self._mark, self._trained):
-            self._require_unedited()
         batch.begin_at(Start.capture(self._device))
         self._turn = self._tail = batch
-        self._before, self._has_last = Gradients(self._trained), is_last
+        self._before, self._last = Gradients(self._trained), batch if is_last else None
         try:
             with self._in_place():
                 self._running = batch
@@ -420,10 +381,9 @@ class Group:
             if self._tail is not None:
                 self._count(batch)
         finally:
-            self._has_last &= self._tail is None
             self._running = self._turn = self._tail = None
         self._note_drawn(batch)
-        if batch.code.has_changed_settings or not self._outside.is_at(self._marks):
+        if batch.code.has_changed_settings or not self._outside.still_holds():
             raise UnsupportedModelError(
                 "expected a loss that leaves settings of PyTorch and modules outside the layers as "
                 "they were, found one that changes some for those behind it, whose code has begun. "
@@ -436,14 +396,15 @@ class Group:
         batch, self.behind = self.behind, None
         if batch is None:
             raise LookupError("expected one that runs alone behind the group, found none")
-        self._outside.put(self._behind_marks)
-        if not batch.code.is_over:
+        self._behind_outside.put_back()
+        if batch.code.error is None:
             batch.begin_at(Start.capture(self._device))
-            batch.finish_alone()
-        else:
-            if batch.code.error is None:
-                batch.begin_at(Start.capture(self._device))
+        if batch.code.is_over:
             batch.next_start.restore()
+        else:
+            batch.resume()
+        if self._has_stopped and batch.code.error is None:
+            raise batch.refuse("an error of a layer that its code catches")
         batch.code.reraise()
         return batch.code.result
 
@@ -470,8 +431,8 @@ class Group:
         self.num_done += 1
         self._tail = None
 
-    def _asked_for_gradients(self) -> None:
-        """Code of the user reads or writes gradients: it gets those of one after the other."""
+    def _asked(self) -> None:
+        # Code of the user gets those of one after the other.
         running, is_within = self._running, torch._C._current_graph_task_id() != -1
         if running is not None:
             if is_within:
@@ -491,8 +452,8 @@ class Group:
             self._watch.begin()
             context.in_place = in_place
 
-    def _taken_gradients(self, parameter: nn.Parameter) -> None:
-        """Code of the user takes the gradient of a parameter: no graph leads to those of layers."""
+    def _taken(self, parameter: nn.Parameter) -> None:
+        # No graph leads to parameters of layers.
         running = self._running
         if running is not None and (
             id(parameter) in self._in_layers or id(parameter) in map(id, running.leaves_below())
@@ -513,7 +474,7 @@ class Group:
     def _backward(self) -> None:
         self._require_unedited()
         done, self._num_back = self._batches[self._num_back : self.num_done], self.num_done
-        ways = self._ranks.ways(len(done), is_last=self._has_last and not self._tail)
+        ways = [self._ranks.way(is_last=each is self._last) for each in done]
         state = Start.capture(self._device)
         for index in reversed(range(len(self._layers))) if done else ():
             sums = GradientSums()

@@ -9,7 +9,7 @@ Done only for a loss that was seen to come to the head once.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,17 +52,15 @@ class SharedHead:
                 go_on(each)
             finally:
                 self._coming = None
-        by_width: dict[int, list[_Note]] = defaultdict(list)
+        alike: dict[Any, list[_Note]] = defaultdict(list)
         for note in self._notes:
-            by_width[note.asked.given.width].append(note)
+            alike[note.asked.given.width, note.micro_batch.code.regions].append(note)
         self._notes = []
-        for width, notes in by_width.items():
-            outer = notes[0].micro_batch.code
-            with outer.inside(), torch.no_grad():
+        for (width, _), notes in alike.items():
+            with notes[0].micro_batch.code.inside(), torch.no_grad():
                 for first, rows in self._reader(width):
-                    for micro_batch, asked, online in notes:
-                        with micro_batch.code.inside_of(outer), torch.no_grad():
-                            online.add(first, rows, asked.bias, asked.given.steps)
+                    for _, asked, online in notes:
+                        online.add(first, rows, asked.bias, asked.given.steps)
 
     def __call__(self, asked: LossInputs) -> SlicedLossState | None:
         """In place of reading the head: what it gives, or None if it has to be read."""

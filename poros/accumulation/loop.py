@@ -318,7 +318,7 @@ class History:
         if step.ranks.is_synced and not is_last:
             raise NotGrouped("gradients are exchanged for each micro-batch")
         modules = self.modules(step.ranks.inner)
-        if has_hooks(modules.trained()):
+        if has_hooks(modules.trained().parameters):
             raise NotGrouped("hooks on parameters")
         known = self.known.get(kind)
         if known is not None and known.reason is not None:

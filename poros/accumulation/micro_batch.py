@@ -163,6 +163,7 @@ class MicroBatch:
         code: The code.
         reason: Why it has to run alone, found out before its first layer.
         error: What is wrong with it, found out later; code of users may have caught it.
+        failure: What a layer has raised; its code gets that as it goes on.
         make_room: Has the room for it alone made, if that is still to be done.
         key: Equal for micro-batches whose layers draw alike.
         planned: The random state that it is planned to have behind its layers, if it is.
@@ -181,6 +182,7 @@ class MicroBatch:
         self.code = ParkedCode(run, layers[0].device)
         self.reason: NotGrouped | None = None
         self.error: UnsupportedModelError | None = None
+        self.failure: Exception | None = None
         self.make_room: Callable[[], None] | None = None
         self.key: Any = None
         self.planned: RngStash | None = None
@@ -202,16 +204,9 @@ class MicroBatch:
         """A call that was replayed, of each kind."""
         self._form = torch.Size(), torch.float32
         """Of its hidden states."""
-        self._error: Exception | None = None
-        """Of a layer that has run."""
         self._source: torch.Tensor | None = None
 
     # ------------------------------------------------------------------------------- its code
-
-    @property
-    def num_done(self) -> int:
-        """Layers that have run."""
-        return max(len(self._cuts) - 1, 0)
 
     @property
     def num_called(self) -> int:
@@ -219,7 +214,7 @@ class MicroBatch:
         return self._calls.num_calls
 
     def resume(self) -> None:
-        """Go on up to the call of the last layer, then to the head."""
+        """Go on up to the call of the last layer, then to the head; alone, to the end."""
         self._state.restore()
         try:
             self.code.resume()
@@ -237,32 +232,26 @@ class MicroBatch:
             before: Such a visit of the layer by another micro-batch, right before.
 
         Returns:
-            Such a visit, if it is one.
-
-        Raises:
-            Exception: Whatever the layer raises; its code gets that as it goes on.
+            Such a visit, if it is one. None if it raises: see ``failure``.
         """
         layer, (kind, args, kwargs) = self._layers[index], self._noted.pop(0)
         known, captures = self._replayed.get(kind), layer.context.captures
         cut = self._cuts[index]
         self._require_unedited()
-        if before is not None and known is not None and captures is not None and cut.is_awaited:
-            try:
-                again = captures.rows.one(before, known, cut.value, self._state.pytorch)
-            except Exception as error:
-                self._error = error
-                raise
-            if again is not None:
-                cut.release()
-                result, visit = again
-                return self._note_run(index, result, visit, visit.call.has_drawn)
-        given = cut.take()
-        args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
-        kwargs = {
-            key: given if isinstance(each, HiddenStates) else each for key, each in kwargs.items()
-        }
-        self._state.pytorch.restore()
         try:
+            if before is not None and known is not None and captures is not None and cut.is_awaited:
+                again = captures.rows.one(before, known, cut.value, self._state.pytorch)
+                if again is not None:
+                    cut.release()
+                    result, visit = again
+                    return self._note_run(index, result, visit, visit.call.has_drawn)
+            given = cut.take()
+            args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
+            kwargs = {
+                key: given if isinstance(each, HiddenStates) else each
+                for key, each in kwargs.items()
+            }
+            self._state.pytorch.restore()
             run = partial(layer.forward_now, args, kwargs)
             result = require_hidden_states(self.code.run_in_context(run))
             if (result.shape, result.dtype) != self._form:
@@ -270,13 +259,13 @@ class MicroBatch:
         except NotGrouped as reason:
             raise self.refuse(str(reason)) from reason
         except Exception as error:
-            self._error = error
+            self.failure = error
             self._note_drawn()
-            raise
-        visit = visits.pop() if visits else None
-        if visit is not None:
-            self._replayed[kind] = visit.call
-        return self._note_run(index, result, visit)
+            return None
+        found = visits.pop() if visits else None
+        if found is not None:
+            self._replayed[kind] = found.call
+        return self._note_run(index, result, found)
 
     @staticmethod
     def run_together(
@@ -298,8 +287,8 @@ class MicroBatch:
         try:
             made = captures.rows.all(before, known, [each.value for each in cuts], states)
         except Exception as error:
-            batches[0]._error = error
-            raise
+            batches[0].failure = error
+            return True
         if made is None:
             return False
         for batch, cut, (result, visit) in zip(batches, cuts, made, strict=True):
@@ -353,11 +342,6 @@ class MicroBatch:
         self.reason = NotGrouped(why)
         self.code.park()
 
-    def finish_alone(self) -> None:
-        """Go on to the end, with the layers in its own graph."""
-        self._state.restore()
-        self.code.resume()
-
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a layer by its code."""
         is_first = not self._calls.num_calls
@@ -385,8 +369,8 @@ class MicroBatch:
         if not is_last:
             return handed
         self.code.park()
-        if self._error is not None:
-            raise self._error
+        if self.failure is not None:
+            raise self.failure
         return self._cuts[-1].take()
 
     def _begin(

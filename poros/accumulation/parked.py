@@ -7,7 +7,7 @@ stopped, are exchanged.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
@@ -123,11 +123,6 @@ class ParkedCode:
         """What ``run`` gives, called with the context variables that the code has set."""
         context = self._stack.gr_context
         return run() if context is None else context.run(run)
-
-    def inside_of(self, other: "ParkedCode") -> AbstractContextManager[None]:
-        """As ``inside``, within that of ``other``: nothing is to be done if the state is one."""
-        is_one = self is other or self.regions == other.regions
-        return nullcontext() if is_one else self.inside()
 
     def reraise(self) -> None:
         """Raise what it has raised, if anything; it is not held from then on.

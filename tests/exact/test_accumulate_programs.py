@@ -166,6 +166,7 @@ def next_batch(model: Model) -> Loss:
     return loss
 
 
+OTHER_DRAWS = "random numbers of Python or NumPy"
 STATES = {
     "variable": program(variable, "changes calls"),
     "global": program(total, "changes TOTAL"),
@@ -174,9 +175,9 @@ STATES = {
     "tokens by number, late": program(lambda model: Counting().late_tokens, "changes calls"),
     "number of the model": program(on_model, "changes the model"),
     "random numbers of Python": program(
-        of(lambda model, batch: masked(model, batch, random.randrange(1, 4)))
+        of(lambda model, batch: masked(model, batch, random.randrange(1, 4))), OTHER_DRAWS
     ),
-    "random numbers of NumPy": program(of(of_numpy)),
+    "random numbers of NumPy": program(of(of_numpy), OTHER_DRAWS),
     "batches of its own": program(next_batch),
 }
 
@@ -368,7 +369,8 @@ LOSSES = {
     ),
     "autocast": program(of(in_autocast), base=lambda: training()),
     "autocast for some": program(
-        of(in_autocast_at_times), base=lambda: training(dtype=torch.float32)
+        *(of(in_autocast_at_times), "others for some"),
+        base=lambda: training(dtype=torch.float32),
     ),
     "gradients disabled around": program(
         of(torch.enable_grad()(own_loss)), "gradients are disabled", around=torch.no_grad
@@ -468,7 +470,8 @@ def prompted(model: Model) -> Loss:
 ENDS = {
     "no model for some": program(of(skipping), lengths=(12, 9, 5, 7), sizes=(3, 4, 3)),
     "an error of the first layer": program(raising(0), lengths=(12, 9, 5, 7), sizes=(3, 4, 3)),
-    "an error of a later layer": program(
+    "an error of a later layer": program(raising(1), lengths=(12, 9, 7, 5), sizes=(4, 4)),
+    "an error of a later layer, and one behind": program(
         *(raising(1), (UnsupportedModelError, "its code catches")),
         lengths=(12, 9, 5, 7),
         sizes=(4, 3),

@@ -1,0 +1,74 @@
+"""What is called in place of a model's layers and head, and knows the model as it was found."""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from poros.accumulation.gradients import Watch
+from poros.accumulation.modules import Modules, Outside
+from poros.head.loss import LossInputs, SlicedLossState
+from poros.model.runtime import Runtime
+from poros.stream.boundary import StreamedLayer
+
+
+class InPlace(ABC):
+    """Is called in place of layers, as ``poros.stream.context.StandIn``, and before the head.
+
+    Args:
+        runtime: Of the model.
+        modules: Of the model.
+        sees_uses: Whether it is told of graphs that begin at a trained parameter.
+    """
+
+    def __init__(self, runtime: Runtime, modules: Modules, sees_uses: bool = False) -> None:
+        self._runtime = runtime
+        self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
+        self._device = self._layers[0].device
+        self._modules = modules
+        self._found = modules.trained()
+        self._trained = self._found.parameters
+        contents = [each.contents() for each in self._layers]
+        self._inside = [module for each in contents for module in each.modules()]
+        self._in_layers = {number for each in contents for number in each.adapters().ids}
+        """Ids of what is trained in the layers."""
+        self._outside = Outside.of(modules.now(), self._inside)
+        self._watch = Watch(
+            self._trained, self._asked, self._taken, used=self._used if sees_uses else None
+        )
+
+    def _is_unedited(self) -> bool:
+        """Whether the same parameters are trained, and none of them was edited."""
+        return self._modules.trained().mark == self._found.mark
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """What code of the user calls in the body comes here: layers, and the head."""
+        context, reader = self._layers[0].context, self._runtime.head
+        before, context.in_place = context.in_place, weakref.ref(self)
+        if reader is not None:
+            reader.in_place = weakref.WeakMethod(self._comes_to_head)
+        try:
+            yield
+        finally:
+            context.in_place = before
+            if reader is not None:
+                reader.in_place = None
+
+    @abstractmethod
+    def _comes_to_head(self, asked: LossInputs) -> SlicedLossState | None:
+        """Called before the head is read: what that gives, or None."""
+
+    @abstractmethod
+    def _asked(self) -> None:
+        """Code of the user reads or writes gradients."""
+
+    @abstractmethod
+    def _taken(self, parameter: nn.Parameter) -> None:
+        """Code of the user takes the gradient of a parameter itself."""
+
+    def _used(self, parameter: nn.Parameter) -> None:
+        """A graph begins at a parameter, outside the layers."""
+        raise NotImplementedError

@@ -452,12 +452,13 @@ class Group(InPlace):
             self._watch.begin()
             context.in_place = in_place
 
-    def _taken(self, parameter: nn.Parameter) -> None:
-        # No graph leads to parameters of layers.
+    def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:
         running = self._running
-        if running is not None and (
-            id(parameter) in self._in_layers or id(parameter) in map(id, running.leaves_below())
-        ):
+        if running is None or not wanted:
+            return
+        # No graph leads to these.
+        apart = self._in_layers | set(map(id, running.leaves_below()))
+        if not apart.isdisjoint(map(id, wanted)):
             raise running.refuse("gradients of single parameters are taken")
 
     # ------------------------------------------------------------------------------ backward

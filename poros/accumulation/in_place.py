@@ -4,8 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from torch import nn
+from typing import Any
 
 from poros.accumulation.gradients import Watch
 from poros.accumulation.modules import Modules, Outside
@@ -20,10 +19,9 @@ class InPlace(ABC):
     Args:
         runtime: Of the model.
         modules: Of the model.
-        sees_uses: Whether it is told of graphs that begin at a trained parameter.
     """
 
-    def __init__(self, runtime: Runtime, modules: Modules, sees_uses: bool = False) -> None:
+    def __init__(self, runtime: Runtime, modules: Modules) -> None:
         self._runtime = runtime
         self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
         self._device = self._layers[0].device
@@ -35,9 +33,7 @@ class InPlace(ABC):
         self._in_layers = {number for each in contents for number in each.adapters().ids}
         """Ids of what is trained in the layers."""
         self._outside = Outside.of(modules.now(), self._inside)
-        self._watch = Watch(
-            self._trained, self._asked, self._taken, used=self._used if sees_uses else None
-        )
+        self._watch = Watch(self._trained, self._asked, self._goes_back)
 
     def _is_unedited(self) -> bool:
         """Whether the same parameters are trained, and none of them was edited."""
@@ -66,9 +62,5 @@ class InPlace(ABC):
         """Code of the user reads or writes gradients."""
 
     @abstractmethod
-    def _taken(self, parameter: nn.Parameter) -> None:
-        """Code of the user takes the gradient of a parameter itself."""
-
-    def _used(self, parameter: nn.Parameter) -> None:
-        """A graph begins at a parameter, outside the layers."""
-        raise NotImplementedError
+    def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:
+        """A backward begins at these nodes; if ``wanted``, for the gradients of these alone."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from poros.accumulation.calls import (
     Calls,
@@ -51,7 +50,7 @@ class Observer(InPlace):
     """
 
     def __init__(self, runtime: Runtime, modules: Modules, code: Iterable[Any]) -> None:
-        super().__init__(runtime, modules, sees_uses=True)
+        super().__init__(runtime, modules)
         self.reason: str | None = None
         self.may_pass = False
         self.drawn: Drawn | None = None
@@ -68,6 +67,10 @@ class Observer(InPlace):
         self._end_of_layer: Start | None = None
         self._states: list[Start] = []
         """As it begins, at the first layer, behind it, and behind the last."""
+        self._last_node: Any = None
+        """Of autograd, that has given the result of the last layer."""
+        self._is_partial = False
+        """Whether the latest backward is to give some gradients alone."""
         self._before_backward: Start | None = None
         self._is_autocast = torch.is_autocast_enabled(self._device.type)
         """Around all."""
@@ -102,7 +105,7 @@ class Observer(InPlace):
             self._end_part()
             self._calls.latest, self._below, self._given = None, set(), ()
             self._note_uses(False)
-            self._handed = []
+            self._handed, self._last_node = [], None
         self._conclude()
 
     def _begin_part(self) -> None:
@@ -164,6 +167,7 @@ class Observer(InPlace):
             self._states.append(self._end_of_layer)
         if self._calls.num_calls == len(self._layers):
             self._states.append(self._end_of_layer)
+            self._last_node = found.grad_fn
             if found.requires_grad:
                 found.register_hook(weakly(self._arrived))
             self._begin_part()
@@ -208,13 +212,12 @@ class Observer(InPlace):
         elif self._before_backward is None:
             self.refuse("gradients are used while a loss is computed")
 
-    def _taken(self, parameter: nn.Parameter) -> None:
-        if id(parameter) in self._in_layers | self._below:
+    def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:
+        apart, self._is_partial = self._in_layers | self._below, bool(wanted)
+        if not apart.isdisjoint(map(id, wanted)):
             self.refuse("the loss takes gradients of single parameters itself")
-
-    def _used(self, parameter: nn.Parameter) -> None:
-        number = id(parameter)
-        if number in self._in_layers or (number in self._below and self._calls.num_calls):
+        nodes = nodes_from(roots, [self._last_node])
+        if any(id(getattr(each, "variable", None)) in apart for each in nodes):
             self.refuse("the loss uses parameters of layers, or below them, itself")
 
     def _arrived(self, gradient: torch.Tensor) -> None:
@@ -222,8 +225,7 @@ class Observer(InPlace):
         self._watch.end()  # which has adapters run otherwise
         if self._before_backward is not None:
             self.refuse("a second backward of one loss")
-        inside = [each for each in self._trained if id(each) in self._in_layers]
-        if not all(map(_is_arrived_at, inside)):
+        if self._is_partial:
             self.refuse("the loss takes gradients of single parameters itself")
         if has_hooks(self._trained):
             self.refuse("hooks on parameters")
@@ -234,6 +236,7 @@ class Observer(InPlace):
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
+        self._watch.begin()
         self._note_uses(True)
         before = self._before_backward
         if before is not None and not before.equals(Start.capture(self._device)):
@@ -273,14 +276,6 @@ class Observer(InPlace):
             self.refuse("parameters are edited, frozen or thawed between micro-batches")
         if (name := self._names.changed_since()) is not None:
             self.refuse(f"{name} changes between micro-batches")
-
-
-def _is_arrived_at(parameter: torch.Tensor) -> bool:
-    """Whether the backward that goes on is to come to ``parameter``, and leave a gradient there."""
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # in torch.autograd.grad
-        return False
 
 
 class Names:

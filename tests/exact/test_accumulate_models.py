@@ -186,7 +186,7 @@ AROUND = {
         *(scaling(0), (UnsupportedModelError, "while it runs")), lengths=(12, 12, 9, 12)
     ),
     "layers that leave a tensor": program(
-        leaving(lambda found: found, lambda left: left), "leave left in their modules"
+        leaving(lambda found: found, lambda left: left), "uses parameters of layers"
     ),
     "layers that leave a number": program(leaving(float), "leave left in their modules"),
     "a trained vocabulary": program(base=partial(vocabulary, is_tied=False)),

@@ -261,7 +261,7 @@ GRADIENTS = {
     "read before": program(of(reading_before), "gradients are used before"),
     "clamped behind its backward": program(of(behind_its_backward(clamp))),
     "noise behind its backward": program(of(behind_its_backward(add_noise)), lengths=(8,)),
-    "taken by autograd.grad": program(of(taking), WHILE),
+    "taken by autograd.grad": program(of(taking), "takes gradients of single"),
     "two backwards": program(of(backward_twice), "a second backward"),
     "there before": program(between=put_before),
 }
@@ -302,6 +302,13 @@ def penalty(model: Model) -> torch.Tensor:
 def penalized(loss: Loss) -> Callable[[Model], Loss]:
     """What has to begin anew finds its batch as it was."""
     return of(lambda model, batch: loss(model, batch) + penalty(model))
+
+
+def penalized_apart(model: Model, batch: Batch) -> torch.Tensor:
+    """In a backward of its own, behind the loss's."""
+    apart = penalty(model)
+    own_loss(model, batch).backward()
+    return apart
 
 
 def in_evaluation_mode(model: Model, batch: Batch) -> torch.Tensor:
@@ -357,7 +364,7 @@ LOSSES = {
         of(packed), (UnsupportedModelError, "saved-tensor hooks")
     ),
     "a penalty on adapters": program(penalized(own_loss), ITSELF),
-    "a penalty, edited": program(penalized(editing), ITSELF),
+    "a penalty, apart": program(of(penalized_apart), ITSELF),
     "a penalty of AdaLoRA": program(end=ITSELF, base=lambda: training(adapter="adalora")),
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
     "settings that change": program(of(setting), (UnsupportedModelError, "settings of PyTorch")),

@@ -120,7 +120,7 @@ CELLS = {
     "together, trainer": grouped(trainer=True),
     "together, synced": grouped(trainer=True, sync_each=True, reason="exchanged for each"),
     # Gradients that the code of the user takes for itself.
-    "taken": grouped(taking=by_grad, reason="gradients are used while"),
+    "taken": grouped(taking=by_grad, reason="takes gradients of single"),
     "taken at the end": grouped(taking=at_the_end(by_grad), error="gradients of single parameters"),
     "taken into at the end": grouped(
         taking=at_the_end(by_inputs), error="gradients of single parameters"

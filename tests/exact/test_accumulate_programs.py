@@ -299,9 +299,8 @@ def penalty(model: Model) -> torch.Tensor:
     return 0.1 * found
 
 
-def penalized(loss: Loss) -> Callable[[Model], Loss]:
-    """What has to begin anew finds its batch as it was."""
-    return of(lambda model, batch: loss(model, batch) + penalty(model))
+def penalized(model: Model, batch: Batch) -> torch.Tensor:
+    return own_loss(model, batch) + penalty(model)
 
 
 def penalized_apart(model: Model, batch: Batch) -> torch.Tensor:
@@ -363,7 +362,7 @@ LOSSES = {
     "saved tensors that are packed": program(
         of(packed), (UnsupportedModelError, "saved-tensor hooks")
     ),
-    "a penalty on adapters": program(penalized(own_loss), ITSELF),
+    "a penalty on adapters": program(of(penalized), ITSELF),
     "a penalty, apart": program(of(penalized_apart), ITSELF),
     "a penalty of AdaLoRA": program(end=ITSELF, base=lambda: training(adapter="adalora")),
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
@@ -516,7 +515,7 @@ LATER = {
     "two backwards": later(backward_twice, (UNSUPPORTED, "one backward for each")),
     "two forwards": later(two_forwards, (UNSUPPORTED, "more than once")),
     "hidden states": later(hidden_states, "recorded"),
-    "a penalty on adapters": later(penalized(own_loss)(None), (UNSUPPORTED, "uses parameters")),  # type: ignore[arg-type]
+    "a penalty on adapters": later(penalized, (UNSUPPORTED, "uses parameters")),
     "saved tensors that are packed": later(packed, (UNSUPPORTED, "saved-tensor hooks")),
     "evaluation mode while it runs": later(in_evaluation_mode),
 }

@@ -136,8 +136,9 @@ class Group(InPlace):
             with self._in_place():
                 self._begin(runs, has_last)
                 self._require_unedited()
-                if self._batches:
-                    self._require_conditions(self._batches[0])
+                conditions = self._conditions
+                if self._batches and conditions and not conditions.still_hold():
+                    raise self._batches[0].refuse("layers that the loss changes while it runs")
                 for index in range(1, len(self._layers)):
                     self._run_layer(index, self._batches)
                     self._end_at_failure()
@@ -201,7 +202,7 @@ class Group(InPlace):
                     self.behind, self._coming = batch, None
                     self._behind_outside = self._outside.now()
                     self._require_outside()
-                    self.reason = None if batch.reason is None else str(batch.reason)
+                    self.reason = batch.reason
                     return
                 self._batches.append(batch)
                 self._coming = None
@@ -259,11 +260,6 @@ class Group(InPlace):
         if regions != self._regions:
             raise NotGrouped("autocast or settings that are others for some micro-batches")
 
-    def _require_conditions(self, batch: MicroBatch) -> None:
-        """Raise if a layer is not as the code of ``batch`` has called it."""
-        if self._conditions is not None and not self._conditions.still_hold():
-            raise batch.refuse("layers that the loss changes while it runs")
-
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
         """The model's own code begins; whether this is a pass of its own."""
         batch = self._running
@@ -274,21 +270,14 @@ class Group(InPlace):
         except VRAMBudgetError as error:
             if self._runtime.num_grouped == 1:
                 raise
-            self._make_less_room(batch, make_room, error)
+            if self._batches:  # they have the room that there is
+                batch.wait("no memory for one that is longer")
+                make_room()
+            else:
+                self._make_less_room(make_room, error)
         return True
 
-    def enter(self, holder: nn.Module, given: Sequence[Any]) -> None:
-        """The code of the module that holds the layers begins."""
-        if torch.is_grad_enabled() and not any(watchers()):
-            self._values.enter(holder)
-
-    def _make_less_room(
-        self, batch: MicroBatch, make_room: Callable[[], None], error: VRAMBudgetError
-    ) -> None:
-        if self._batches:  # they have the room that there is
-            batch.reason = NotGrouped("no memory for one that is longer")
-            batch.make_room = make_room
-            return
+    def _make_less_room(self, make_room: Callable[[], None], error: VRAMBudgetError) -> None:
         while self._most > 1:
             logger.info("poros: %d micro-batches do not fit together: %s", self._most, error)
             self._most = self._runtime.num_grouped = -(-self._most // 2)
@@ -300,6 +289,11 @@ class Group(InPlace):
             except VRAMBudgetError as again:
                 error = again
         raise error
+
+    def enter(self, holder: nn.Module, given: Sequence[Any]) -> None:
+        """The code of the module that holds the layers begins."""
+        if self._running is not None and torch.is_grad_enabled() and not any(watchers()):
+            self._values.enter(holder)
 
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of the forward of a layer."""
@@ -315,7 +309,6 @@ class Group(InPlace):
         failed = next((each for each in self._batches if each.failure is not None), None)
         if failed is None:
             return
-        self._require_conditions(failed)
         number = self._batches.index(failed)
         stopped = [*self._batches[number + 1 :], *filter(None, [self.behind])]
         for each in stopped:

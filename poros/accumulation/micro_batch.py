@@ -164,7 +164,6 @@ class MicroBatch:
         reason: Why it has to run alone, found out before its first layer.
         error: What is wrong with it, found out later; code of users may have caught it.
         failure: What a layer has raised; its code gets that as it goes on.
-        make_room: Has the room for it alone made, if that is still to be done.
         key: Equal for micro-batches whose layers draw alike.
         planned: The random state that it is planned to have behind its layers, if it is.
         bounds: The random states before its first layer, behind it, and behind the last.
@@ -180,10 +179,9 @@ class MicroBatch:
     ) -> None:
         self.start = Start.capture(layers[0].device)
         self.code = ParkedCode(run, layers[0].device)
-        self.reason: NotGrouped | None = None
+        self.reason: str | None = None
         self.error: UnsupportedModelError | None = None
         self.failure: Exception | None = None
-        self.make_room: Callable[[], None] | None = None
         self.key: Any = None
         self.planned: RngStash | None = None
         self.bounds: list[RngStash] = []
@@ -339,7 +337,7 @@ class MicroBatch:
 
     def wait(self, why: str) -> None:
         """It has to run alone: called by its code before its first layer, for its turn to come."""
-        self.reason = NotGrouped(why)
+        self.reason = why
         self.code.park()
 
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -349,16 +347,12 @@ class MicroBatch:
             given = self._calls.require(layer, args, kwargs)
             if is_first:
                 self._enter()
-                if self.reason is not None:
-                    raise self.reason
             elif layer is self._layers[-1] and self._has_drawn():
                 raise NotGrouped("random numbers are drawn between layers")
         except NotGrouped as reason:
             if not is_first:
                 raise self.refuse(str(reason)) from reason
             self.wait(str(reason))
-            if self.make_room is not None:
-                self.make_room()
             return layer.forward_now(args, kwargs)
         if is_first:
             args, kwargs = self._begin(given, args, kwargs)

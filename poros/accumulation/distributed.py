@@ -13,15 +13,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from poros.accumulation.calls import NotGrouped
 from poros.accumulation.micro_batch import Differentiate, backward
 
 
 class Ranks:
     """How a model is trained on several ranks, or on one.
-
-    Args:
-        model: As it is called.
 
     Attributes:
         inner: The model without what exchanges gradients.
@@ -46,11 +42,9 @@ class Ranks:
 
     @contextmanager
     def turn(self, number: int, *, is_last: bool) -> Iterator[None]:
-        """The code of micro-batch ``number`` of a group begins in the body, before its turn.
+        """The code of micro-batch ``number`` of a group begins in the body; 0's turn has come.
 
-        Args:
-            number: From 0 on; the turn of that one has come.
-            is_last: Whether its gradients are exchanged.
+        ``is_last``: whether its gradients are exchanged.
         """
         if self._ddp is None or number == 0:
             yield
@@ -65,18 +59,18 @@ class Ranks:
             for each, value in zip(names, before, strict=True):
                 setattr(self._ddp, each, value)
 
-    def require_together(self) -> None:
-        """Raise ``NotGrouped`` if DDP would not understand it."""
-        if self._ddp is None:
-            return
-        if self._ddp.find_unused_parameters:
+    @property
+    def reason(self) -> str | None:
+        """Why DDP would not understand micro-batches that go together; None if it does."""
+        if self._ddp is not None and self._ddp.find_unused_parameters:
             # Its search begins at the loss, whose graph ends before the layers.
-            raise NotGrouped(
+            return (
                 "find_unused_parameters of DistributedDataParallel; a Trainer has it unless "
                 "ddp_find_unused_parameters=False"
             )
-        if self._ddp.static_graph:
-            raise NotGrouped("static_graph of DistributedDataParallel")
+        if self._ddp is not None and self._ddp.static_graph:
+            return "static_graph of DistributedDataParallel"
+        return None
 
     def way(self, *, is_last: bool) -> Differentiate:
         """How to take the gradients of a micro-batch; ``is_last``: whether they are exchanged."""

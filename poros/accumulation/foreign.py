@@ -41,12 +41,7 @@ class ForeignCode:
         self._found: str | None = None
 
     def find(self, layers: Sequence[LayerBody], modules: Sequence[nn.Module]) -> str | None:
-        """Its name; None if there is none.
-
-        Args:
-            layers: Of the model.
-            modules: All of the model.
-        """
+        """Its name, in ``layers`` and what holds them; None if there is none."""
         spaces = list(map(vars, modules))
         configs = {id(each): each for each in map(dict.get, spaces, repeat("config"))}
         key = (

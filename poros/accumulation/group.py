@@ -29,7 +29,7 @@ from torch import nn
 
 from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.draws import Drawn, DrawTable, between, later
+from poros.accumulation.draws import UNPREDICTABLE, Drawn, DrawTable, between, later
 from poros.accumulation.gradients import Gradients, has_hooks
 from poros.accumulation.head import SharedHead
 from poros.accumulation.host_values import HostValues
@@ -49,14 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Group(InPlace):
-    """Micro-batches that go through the layers together.
-
-    Args:
-        runtime: Of the model.
-        modules: Of the model.
-        table: What its micro-batches draw.
-        ranks: It is trained on.
-        shares_head: Whether the head is read once for all of them.
+    """Micro-batches that go through the layers together, and share the head if ``shares_head``.
 
     Attributes:
         num_done: Micro-batches whose loss has gone backward to the last layer.
@@ -94,8 +87,7 @@ class Group(InPlace):
         self._behind_outside = self._outside
         self._has_stopped = False
         """Whether there were others behind one of which a layer has raised."""
-        self._turn: MicroBatch | None = None
-        """The one whose turn it is, to the end of its code."""
+        self._turn: MicroBatch | None = None  # to the end of its code
         self._tail: MicroBatch | None = None
         """The one whose loss is being computed for good, up to its backward."""
         self._before = Gradients(())
@@ -213,12 +205,10 @@ class Group(InPlace):
 
     def _plan_behind(self, batch: MicroBatch) -> bool:
         """Have the random state that this one will leave; whether it is known."""
-        first = between(*batch.bounds[:2])
-        try:
-            self._table.require_predictable(batch.key)
-        except NotGrouped as reason:
-            self.reason = str(reason)
+        if not self._table.is_predictable(batch.key):
+            self.reason = UNPREDICTABLE
             return False
+        first = between(*batch.bounds[:2])
         plan = None if first is None else self._table.plan(batch.key, first)
         if plan is None:
             return False
@@ -343,11 +333,7 @@ class Group(InPlace):
     def finish_next(self, is_last: bool) -> Any:
         """Have the next micro-batch compute its loss and call its backward; what its code returns.
 
-        Args:
-            is_last: Whether it is the last before the optimizer's step.
-
-        Raises:
-            UnsupportedModelError: If it turns out that it should have run alone.
+        ``is_last``: whether it is the last before the optimizer's step.
         """
         batch = self._batches[self.num_done]
         if self._ranks.is_synced and not is_last:

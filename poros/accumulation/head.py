@@ -25,11 +25,7 @@ class _Note(NamedTuple):
 
 
 class SharedHead:
-    """The head of one group.
-
-    Args:
-        reader: Brings its slices.
-    """
+    """The head of one group, whose slices ``reader`` brings."""
 
     def __init__(self, reader: SliceReader) -> None:
         self._reader = reader
@@ -42,10 +38,7 @@ class SharedHead:
         micro_batches: Sequence[MicroBatch],
         go_on: Callable[[MicroBatch], None],
     ) -> None:
-        """Have their code come to the head, and compute it for all of them.
-
-        ``go_on``: has the code of one go on.
-        """
+        """Have their code ``go_on`` to the head, and compute it for all of them."""
         for each in micro_batches:
             self._coming = each
             try:

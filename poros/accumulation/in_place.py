@@ -14,12 +14,7 @@ from poros.stream.boundary import StreamedLayer
 
 
 class InPlace(ABC):
-    """Is called in place of layers, as ``poros.stream.context.StandIn``, and before the head.
-
-    Args:
-        runtime: Of the model.
-        modules: Of the model.
-    """
+    """Is called in place of layers, as ``poros.stream.context.StandIn``, and before the head."""
 
     def __init__(self, runtime: Runtime, modules: Modules) -> None:
         self._runtime = runtime

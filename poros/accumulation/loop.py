@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from poros.accumulation.calls import NotGrouped
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import DrawTable
 from poros.accumulation.foreign import ForeignCode
@@ -185,13 +185,13 @@ class Samples:
             history.know(kind, observer, runtime)
 
     def _begin_group(self, history: "History", runtime: Runtime, step: Step) -> Group:
-        kinds = [kind_of(step.code, each) for each in self._todo]
-        number = next((n for n, each in enumerate(kinds) if not history.is_good(each)), len(kinds))
-        shares_head = all(history.known[each].reads_head for each in kinds[:number])
+        known = [history.known.get(kind_of(step.code, each)) for each in self._todo]
+        kinds = list(takewhile(lambda kind: kind is not None and kind.reason is None, known))
+        shares_head = all(kind is not None and kind.reads_head for kind in kinds)
         modules = history.modules(step.ranks.inner)
         group = Group(runtime, modules, history.table, step.ranks, shares_head)
-        runs = [partial(step.run, each) for each in self._todo[:number]]
-        group.start(runs, has_last=number == len(self._todo))
+        runs = [partial(step.run, each) for each in self._todo[: len(kinds)]]
+        group.start(runs, has_last=len(kinds) == len(self._todo))
         history.num_groups += group.num_together > 1
         if group.reason is not None:
             note_alone(runtime, group.reason)
@@ -276,10 +276,6 @@ class History:
         self._modules: Modules | None = None
         self._foreign = ForeignCode()
 
-    def is_good(self, kind: Hashable) -> bool:
-        """Whether micro-batches of this kind are known to go together."""
-        return kind in self.known and self.known[kind].reason is None
-
     def know(self, kind: Hashable, observer: Observer, runtime: Runtime) -> None:
         """What was seen at one of them."""
         if observer.reason is not None:
@@ -300,45 +296,37 @@ class History:
         if runtime.sizer.is_quicker_alone:
             runtime.share_dense()  # with nobody, any more
             return False
-        try:
-            self._require_together(runtime, step, kind, is_last)
-        except NotGrouped as reason:
-            note_alone(runtime, str(reason))
-            return False
-        return True
+        reason = self._reason_against(runtime, step, kind, is_last)
+        if reason is not None:
+            note_alone(runtime, reason)
+        return reason is None
 
-    def _require_together(
+    def _reason_against(
         self, runtime: Runtime, step: "Step", kind: Hashable, is_last: bool
-    ) -> None:
+    ) -> str | None:
         if not torch.is_grad_enabled():
-            raise NotGrouped("gradients are disabled around all micro-batches")
+            return "gradients are disabled around all micro-batches"
         if runtime.context.in_place is not None and runtime.context.in_place() is not None:
-            raise NotGrouped("micro-batches within micro-batches")
-        step.ranks.require_together()
+            return "micro-batches within micro-batches"
+        if step.ranks.reason is not None:
+            return step.ranks.reason
         if step.ranks.is_synced and not is_last:
-            raise NotGrouped("gradients are exchanged for each micro-batch")
+            return "gradients are exchanged for each micro-batch"
         modules = self.modules(step.ranks.inner)
+        if modules.have_shared():  # it has one sum for all its places, for each micro-batch
+            return "a trained parameter with several places in the model"
         if has_hooks(modules.trained().parameters):
-            raise NotGrouped("hooks on parameters")
-        known = self.known.get(kind)
-        if known is not None and known.reason is not None:
-            raise NotGrouped(known.reason)
+            return "hooks on parameters"
+        if kind in self.known and self.known[kind].reason is not None:
+            return self.known[kind].reason
         foreign = self._foreign.find(list(runtime.streamed_layers()), modules.now())
-        if foreign is not None:
-            raise NotGrouped(f"layers run {foreign}, code of no library that is known")
+        return foreign and f"layers run {foreign}, code of no library that is known"
 
     def modules(self, model: nn.Module) -> Modules:
-        """Of the model, as they are now.
-
-        Raises:
-            NotGrouped: If a trained parameter has several places: then it has one sum for all of
-                them, for each micro-batch.
-        """
+        """Of the model, as they are now."""
         if self._modules is None or not self._modules.are_of(model):
             self._modules = Modules(model)
         self._modules.now()
-        if self._modules.have_shared():
-            raise NotGrouped("a trained parameter with several places in the model")
         return self._modules
 
 

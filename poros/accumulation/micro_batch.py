@@ -57,12 +57,8 @@ def backward(
 class Cut:
     """A value that passes from one part of the graph to the next, and its gradient back.
 
-    Args:
-        value: Behind the graph that has made it.
-        visit: That has made it without a graph, if one has.
-
     Attributes:
-        visit: Likewise, until its gradients were taken.
+        visit: That has made it without a graph, if one has, until its gradients were taken.
         edge: Of the graph that has made it; None if nothing in that is trained.
         gradient: What has arrived in backward; None before.
         anchor: A leaf below the cut, which gets no gradient.
@@ -108,10 +104,7 @@ class Cut:
         before: "Cut | None" = None,
         sums: GradientSums | None = None,
     ) -> None:
-        """Take the gradients of what is before this cut, up to the one ``before``.
-
-        ``sums``: of the layer in between, for a visit without a graph.
-        """
+        """Take the gradients of what is before this cut, up to the one ``before``."""
         edge, visit, gradient = self.edge, self.visit, self.gradient
         self.edge = self.visit = self.gradient = None
         if gradient is None:
@@ -152,11 +145,8 @@ class _Taken(torch.autograd.Function):
 class MicroBatch:
     """One micro-batch on its way through the layers.
 
-    Args:
-        layers: Of the model, in order.
-        around: The watchers around all micro-batches.
-        run: Calls the model once with gradients, and takes the loss's gradients. Runs once.
-        enter: Called as its code calls the first layer; may raise ``NotGrouped``.
+    ``run`` calls the model once with gradients, and takes the loss's gradients; it runs once.
+    ``enter`` is called as it calls the first layer, and may raise ``NotGrouped``.
 
     Attributes:
         start: The random states at which its code begins.
@@ -224,13 +214,8 @@ class MicroBatch:
     ) -> ReplayedVisit | None:
         """Run a layer that its code has called, in the state that this has left; cut behind it.
 
-        Args:
-            index: Of the layer.
-            visits: Where a replayed visit of it is, if it is no node of a graph.
-            before: Such a visit of the layer by another micro-batch, right before.
-
-        Returns:
-            Such a visit, if it is one. None if it raises: see ``failure``.
+        Gives back its visit, which is the last of ``visits`` then, if it is no node of a graph;
+        ``before`` is such a one of another micro-batch, right before. If it raises: ``failure``.
         """
         layer, (kind, args, kwargs) = self._layers[index], self._noted.pop(0)
         known, captures = self._replayed.get(kind), layer.context.captures
@@ -269,10 +254,7 @@ class MicroBatch:
     def run_together(
         batches: Sequence["MicroBatch"], index: int, before: ReplayedVisit | None
     ) -> bool:
-        """``run_layer`` for all of them in one go; whether that could be done.
-
-        ``before``: the visit of the layer by the one right before them, if it was replayed.
-        """
+        """``run_layer`` for all of them in one go; whether that could be done."""
         captures = None if before is None else before.call.layer.context.captures
         known = [each._replayed.get(each._noted[0][0]) for each in batches]
         cuts = [each._cuts[index] for each in batches]
@@ -407,11 +389,7 @@ class MicroBatch:
         return self._state
 
     def begin_at(self, now: Start) -> None:
-        """It should have begun at ``now``, wherever it did begin.
-
-        Raises:
-            RematerializationError: If it has drawn other numbers than it should have.
-        """
+        """It should have begun at ``now``, wherever it did begin: raises if it has drawn others."""
         parts = []
         for began, held, wanted in zip(self.start, self._state, now, strict=True):
             if not is_same_state(began, wanted) and not is_same_state(began, held):

@@ -24,11 +24,7 @@ class Trained(NamedTuple):
 
 
 class Modules:
-    """All modules of a model, and its trained parameters, looked up at little cost each time.
-
-    Args:
-        model: Held weakly.
-    """
+    """All modules of a model, held weakly, and its trained parameters, looked up at little cost."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -79,12 +75,9 @@ class Modules:
 
 
 class Outside:
-    """What is in the modules of a model that are not in its layers, at one time.
+    """What is in the ``__dict__`` of modules of a model that are not in its layers, at one time.
 
     Training flags are not looked at, nor which parameters and children there are.
-
-    Args:
-        tables: The ``__dict__`` of each.
     """
 
     def __init__(self, tables: Sequence[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from poros.accumulation.calls import (
     require_hidden_states,
     watchers,
 )
-from poros.accumulation.draws import Drawn
+from poros.accumulation.draws import UNPREDICTABLE, Drawn
 from poros.accumulation.gradients import has_hooks
 from poros.accumulation.in_place import InPlace
 from poros.accumulation.modules import Modules
@@ -36,12 +36,7 @@ from poros.stream.settings import Settings
 
 
 class Observer(InPlace):
-    """Watches one micro-batch.
-
-    Args:
-        runtime: Of the model.
-        modules: Of the model.
-        code: What computes the loss: functions, methods, or objects that are called.
+    """Watches one micro-batch, whose loss ``code`` computes: functions, methods, objects.
 
     Attributes:
         reason: Why micro-batches like it have to run one after the other; None if they need not.
@@ -94,8 +89,6 @@ class Observer(InPlace):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The body runs the micro-batch to its end."""
-        if not torch.is_grad_enabled():
-            self.refuse("gradients are disabled around all micro-batches", may_pass=True)
         self._states = [Start.capture(self._device)]
         self._begin_part()
         try:
@@ -264,7 +257,7 @@ class Observer(InPlace):
             self.refuse("random numbers of Python or NumPy are drawn")
         self.drawn = Drawn.of([each.pytorch for each in (before, behind_first, behind, end)])
         if self.drawn is None:
-            self.refuse("what is drawn at random does not depend on shapes alone")
+            self.refuse(UNPREDICTABLE)
         if (name := self._names.torn()) is not None:
             self.refuse(f"the loss changes {name} before its layers or its head for what is behind")
 
@@ -286,8 +279,6 @@ class Names:
     global variables that they use, and those of functions of the same file that these use, of
     which it is assumed. So are the elements of containers, but not what is in other objects.
 
-    Args:
-        code: Functions, methods, or objects that are called.
     """
 
     def __init__(self, code: Iterable[Any]) -> None:
@@ -360,10 +351,7 @@ class Names:
 
 
 def _noting_reads(owner: Any, read: set[str]) -> Callable[[], None]:
-    """Have it noted which attributes of ``owner`` are read; gives what ends that.
-
-    Its class stays, for code that writes to it; it is given a ``__getattribute__`` for that time.
-    """
+    """Have it noted which attributes of ``owner`` are read, by its class; gives what ends that."""
     kind, name = type(owner), "__getattribute__"
     own, genuine = vars(kind).get(name), getattr(kind, name)
 

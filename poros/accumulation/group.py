@@ -176,16 +176,12 @@ class Group(InPlace):
                         self._go_on(batch)
                     finally:
                         self._values.__exit__()
-                if number and before.changed():
+                has_ended = batch.code.is_over and batch.num_called and batch.code.error is None
+                if has_ended or (number and before.changed()):
                     raise UnsupportedModelError(
                         "expected a loss that calls the model before its backward, as the first "
-                        f"one of its kind did, found one that does not call it. {ADVICE}"
-                    )
-                if batch.code.is_over and batch.num_called and batch.code.error is None:
-                    raise UnsupportedModelError(
-                        "expected a loss that calls the model as the first one of its kind did, "
-                        f"found {batch.num_called} of its {len(self._layers)} layers called. "
-                        f"{ADVICE}"
+                        f"one of its kind did, found {batch.num_called} of its "
+                        f"{len(self._layers)} layers called. {ADVICE}"
                     )
                 is_alone = batch.reason is not None or batch.code.is_over
                 if not is_alone:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -38,23 +37,7 @@ from tests.loops import (
 Model = Any
 pytestmark = pytest.mark.usefixtures("known")
 
-# Batches of all forms, which the loss edits.
-
-
-def masking(model: Model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Masks the first label that is not masked yet."""
-    labels[:, int((labels == -100).sum(-1).max())] = -100
-    return own_loss(model, {"input_ids": tokens, "labels": labels})
-
-
-def viewed(batch: Batch) -> Any:
-    labels = batch["labels"].clone()
-    return {**batch, "labels": labels, "first": labels[:, :3]}
-
-
-def editing_a_view(model: Model, batch: Any) -> torch.Tensor:
-    batch["first"][:, int((batch["labels"] == -100).sum(-1).max())] = -100
-    return with_labels(model, batch, batch["labels"])
+# Batches that the loss edits.
 
 
 def editing(model: Model, batch: Batch) -> torch.Tensor:
@@ -67,18 +50,9 @@ def with_labels(model: Model, batch: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 FORMS = {
-    "tuple": program(
-        of(lambda model, batch: masking(model, *batch)),
-        form=lambda batch: tuple(each.clone() for each in batch.values()),
-    ),
     "nested": program(
         of(lambda model, batch: with_labels(model, batch["model"], batch["targets"].pop())),
         form=lambda b: {"model": {"input_ids": b["input_ids"]}, "targets": [b["labels"].clone()]},
-    ),
-    "a view": program(of(editing_a_view), form=viewed),
-    "an iterator": program(
-        of(lambda model, batch: with_labels(model, batch, next(batch["rows"]))),
-        form=lambda b: {**b, "rows": iter([b["labels"], torch.full_like(b["labels"], 7)])},
     ),
     "edited": program(of(editing)),
 }
@@ -150,23 +124,6 @@ def on_model(model: Model) -> Loss:
     return loss
 
 
-def of_numpy(model: Model, batch: Batch) -> torch.Tensor:
-    tokens = batch["input_ids"].clone()
-    tokens[:, np.random.randint(0, 4)] = 3
-    return own_loss(model, {**batch, "input_ids": tokens})
-
-
-def next_batch(model: Model) -> Loss:
-    drawn = torch.Generator().manual_seed(9)
-
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        tokens = torch.randint(4, 100, (2, 9), generator=drawn)
-        return own_loss(model, {"input_ids": tokens, "labels": tokens})
-
-    return loss
-
-
-OTHER_DRAWS = "random numbers of Python or NumPy"
 STATES = {
     "variable": program(variable, "changes calls"),
     "global": program(total, "changes TOTAL"),
@@ -175,10 +132,9 @@ STATES = {
     "tokens by number, late": program(lambda model: Counting().late_tokens, "changes calls"),
     "number of the model": program(on_model, "changes the model"),
     "random numbers of Python": program(
-        of(lambda model, batch: masked(model, batch, random.randrange(1, 4))), OTHER_DRAWS
+        of(lambda model, batch: masked(model, batch, random.randrange(1, 4))),
+        "random numbers of Python or NumPy",
     ),
-    "random numbers of NumPy": program(of(of_numpy), OTHER_DRAWS),
-    "batches of its own": program(next_batch),
 }
 
 

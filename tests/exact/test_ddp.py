@@ -81,11 +81,6 @@ def by_grad(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return loss * (1 + sum(float(each.abs().sum()) for each in found if each is not None))
 
 
-def by_inputs(model: Any, loss: torch.Tensor) -> torch.Tensor:
-    loss.backward(inputs=trained(model))
-    return loss.detach() * torch.ones((), requires_grad=True)
-
-
 def at_the_end(taking: Any) -> Any:
     """For the micro-batch alone with which gradients are exchanged."""
 
@@ -122,9 +117,6 @@ CELLS = {
     # Gradients that the code of the user takes for itself.
     "taken": grouped(taking=by_grad, reason="takes gradients of single"),
     "taken at the end": grouped(taking=at_the_end(by_grad), error="gradients of single parameters"),
-    "taken into at the end": grouped(
-        taking=at_the_end(by_inputs), error="gradients of single parameters"
-    ),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(
         num_steps=8, options=SMALL_BUCKETS, policy={"cuda_graphs": True}, no_sync=True

@@ -1,4 +1,4 @@
-"""The gradients of parameters while micro-batches are on their way: who asks, and what changed."""
+"""The gradients of parameters while micro-batches are on their way: who asks, and who takes."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -14,32 +14,17 @@ _GRAD: Any = torch._C.TensorBase.grad
 _WATCH = "_poros_watch"
 
 
-class Gradients:
-    """The gradients of parameters at one time, to see which have changed."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._held = list(map(_GRAD.__get__, parameters))
-        self._versions = [-1 if each is None else each._version for each in self._held]
-
-    def changed(self) -> list[nn.Parameter]:
-        """Parameters with other gradients than then."""
-        now = map(_GRAD.__get__, self._parameters)
-        return [
-            parameter
-            for parameter, before, version, found in zip(
-                self._parameters, self._held, self._versions, now, strict=True
-            )
-            if found is not before or (found is not None and found._version != version)
-        ]
-
-
 def has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether somebody sees gradients of parameters as they arrive."""
     return any(map(any, map(_HOOKS, parameters)))
 
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def are_watchable(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether all are of the class that ``Watch`` can exchange."""
+    return set(map(type, parameters)) <= {nn.Parameter, _Watched}
 
 
 class Watch:

@@ -30,7 +30,7 @@ from torch import nn
 from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import UNPREDICTABLE, Drawn, DrawTable, between, later
-from poros.accumulation.gradients import Gradients, has_hooks
+from poros.accumulation.gradients import has_hooks
 from poros.accumulation.head import SharedHead
 from poros.accumulation.host_values import HostValues
 from poros.accumulation.in_place import InPlace
@@ -90,8 +90,6 @@ class Group(InPlace):
         self._turn: MicroBatch | None = None  # to the end of its code
         self._tail: MicroBatch | None = None
         """The one whose loss is being computed for good, up to its backward."""
-        self._before = Gradients(())
-        """As that began."""
         self._last: MicroBatch | None = None
         """The last one of the step."""
         self._values = HostValues()
@@ -165,7 +163,6 @@ class Group(InPlace):
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to its last layer, and the first layer for each."""
         around = watchers()
-        before = Gradients(self._trained)
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
@@ -176,12 +173,9 @@ class Group(InPlace):
                         self._go_on(batch)
                     finally:
                         self._values.__exit__()
-                has_ended = batch.code.is_over and batch.num_called and batch.code.error is None
-                if has_ended or (number and before.changed()):
-                    raise UnsupportedModelError(
-                        "expected a loss that calls the model before its backward, as the first "
-                        f"one of its kind did, found {batch.num_called} of its "
-                        f"{len(self._layers)} layers called. {ADVICE}"
+                if batch.code.is_over and batch.num_called and batch.code.error is None:
+                    raise batch.refuse(
+                        f"{batch.num_called} of {len(self._layers)} layers were called"
                     )
                 is_alone = batch.reason is not None or batch.code.is_over
                 if not is_alone:
@@ -339,7 +333,7 @@ class Group(InPlace):
             )
         batch.begin_at(Start.capture(self._device))
         self._turn = self._tail = batch
-        self._before, self._last = Gradients(self._trained), batch if is_last else None
+        self._last = batch if is_last else None
         try:
             with self._in_place():
                 self._running = batch
@@ -390,18 +384,10 @@ class Group(InPlace):
 
     def _count(self, batch: MicroBatch) -> None:
         """The backward of its loss has come to the last layer."""
-        # A parameter of a layer, or before the layers, has its gradient from there alone. If the
-        # loss uses it too, one after the other sums both before they are added to what is there.
         if has_hooks(self._trained):
             raise UnsupportedModelError(
                 "expected parameters without hooks, found hooks that the loss has registered. Its "
                 f"gradients are wrong. {ADVICE}"
-            )
-        apart = self._in_layers | set(map(id, batch.leaves_below()))
-        if batch.has_arrived_below or any(id(each) in apart for each in self._before.changed()):
-            raise UnsupportedModelError(
-                "expected a loss of what the model returns, found one that uses parameters of "
-                f"layers, or what goes into them, itself. Its gradients are wrong. {ADVICE}"
             )
         self.num_done += 1
         self._tail = None
@@ -428,13 +414,18 @@ class Group(InPlace):
             context.in_place = in_place
 
     def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:
+        # A parameter of a layer, or before the layers, has its gradient from there alone. If the
+        # loss uses it too, one after the other sums both before they are added to what is there.
         running = self._running
-        if running is None or not wanted:
+        if running is None:
             return
-        # No graph leads to these.
-        apart = self._in_layers | set(map(id, running.leaves_below()))
-        if not apart.isdisjoint(map(id, wanted)):
-            raise running.refuse("gradients of single parameters are taken")
+        is_turn = running is self._turn
+        apart = self._in_layers | running.below() if is_turn else set(map(id, self._trained))
+        why = self._why_apart(roots, wanted, apart)
+        if why is not None and not is_turn and not running.num_called:
+            running.wait(why)
+        elif why is not None:
+            raise running.refuse(why)
 
     # ------------------------------------------------------------------------------ backward
 

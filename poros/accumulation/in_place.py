@@ -2,13 +2,14 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from poros.accumulation.gradients import Watch
 from poros.accumulation.modules import Modules, Outside
 from poros.head.loss import LossInputs, SlicedLossState
+from poros.kernels.nodes import nodes_from
 from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
 
@@ -55,6 +56,18 @@ class InPlace(ABC):
     @abstractmethod
     def _asked(self) -> None:
         """Code of the user reads or writes gradients."""
+
+    @staticmethod
+    def _why_apart(
+        roots: list[Any], wanted: list[Any], apart: set[int], known: Sequence[Any] = ()
+    ) -> str | None:
+        """What is wrong with a backward that leads to leaves of these ids, past ``known`` nodes."""
+        if not apart.isdisjoint(map(id, wanted)):
+            return "the loss takes gradients of single parameters itself"
+        nodes = nodes_from(roots, known)
+        if any(id(each.variable) in apart for each in nodes if hasattr(each, "variable")):
+            return "the loss uses parameters of layers, or what goes into them, itself"
+        return None
 
     @abstractmethod
     def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import DrawTable
 from poros.accumulation.foreign import ForeignCode
-from poros.accumulation.gradients import has_hooks
+from poros.accumulation.gradients import are_watchable, has_hooks
 from poros.accumulation.group import Group
 from poros.accumulation.modules import Modules
 from poros.accumulation.observed import Observer
@@ -315,8 +315,11 @@ class History:
         modules = self.modules(step.ranks.inner)
         if modules.have_shared():  # it has one sum for all its places, for each micro-batch
             return "a trained parameter with several places in the model"
-        if has_hooks(modules.trained().parameters):
+        trained = modules.trained().parameters
+        if has_hooks(trained):
             return "hooks on parameters"
+        if not are_watchable(trained):
+            return "a trained parameter of a class of its own"
         if kind in self.known and self.known[kind].reason is not None:
             return self.known[kind].reason
         foreign = self._foreign.find(list(runtime.streamed_layers()), modules.now())

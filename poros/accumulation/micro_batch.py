@@ -32,7 +32,7 @@ from poros.accumulation.calls import (
 )
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.kernels.nodes import nodes_from, weakly
+from poros.kernels.nodes import nodes_from
 from poros.replay.call import LayerCall
 from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import GradientSums
@@ -157,7 +157,6 @@ class MicroBatch:
         key: Equal for micro-batches whose layers draw alike.
         planned: The random state that it is planned to have behind its layers, if it is.
         bounds: The random states before its first layer, behind it, and behind the last.
-        has_arrived_below: Whether the loss has sent a gradient past all layers.
     """
 
     def __init__(
@@ -175,8 +174,6 @@ class MicroBatch:
         self.key: Any = None
         self.planned: RngStash | None = None
         self.bounds: list[RngStash] = []
-        self.has_arrived_below = False
-        self._is_going_below = False
         self._enter = enter
         self._layers = layers
         self._device = layers[0].device
@@ -361,7 +358,6 @@ class MicroBatch:
         cut.is_open = True
         if given.requires_grad:
             self._source = given
-            given.register_hook(weakly(self._note_arrival))
         taken = self._hand_on()
         return (
             tuple(taken if value is given else value for value in args),
@@ -414,11 +410,11 @@ class MicroBatch:
         """Whether the backward of its loss has come to the last layer."""
         return self._cuts[-1].gradient is not None
 
-    def _note_arrival(self, gradient: torch.Tensor) -> None:
-        self.has_arrived_below |= not self._is_going_below
+    def below(self) -> set[int]:
+        """The ids of what the first layer is given, and of the leaves behind it."""
+        return {id(self._source), *map(id, self._leaves_below())}
 
-    def leaves_below(self) -> list[torch.Tensor]:
-        """The parameters behind what the first layer is given."""
+    def _leaves_below(self) -> list[torch.Tensor]:
         nodes = nodes_from([self._source.grad_fn if self._source is not None else None])
         return [node.variable for node in nodes if hasattr(node, "variable")]
 
@@ -448,5 +444,5 @@ class MicroBatch:
 
     def backward_below(self, differentiate: Differentiate) -> None:
         """Take the gradients of what the model's code computes before its layers."""
-        below, self._source, self._is_going_below = self.leaves_below(), None, True
+        below, self._source = self._leaves_below(), None
         self._cuts[0].hand_on(differentiate, below)

@@ -206,12 +206,10 @@ class Observer(InPlace):
             self.refuse("gradients are used while a loss is computed")
 
     def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:
-        apart, self._is_partial = self._in_layers | self._below, bool(wanted)
-        if not apart.isdisjoint(map(id, wanted)):
-            self.refuse("the loss takes gradients of single parameters itself")
-        nodes = nodes_from(roots, [self._last_node])
-        if any(id(getattr(each, "variable", None)) in apart for each in nodes):
-            self.refuse("the loss uses parameters of layers, or below them, itself")
+        self._is_partial = bool(wanted)
+        why = self._why_apart(roots, wanted, self._in_layers | self._below, [self._last_node])
+        if why is not None:
+            self.refuse(why)
 
     def _arrived(self, gradient: torch.Tensor) -> None:
         """A gradient has come to the last layer."""

@@ -86,7 +86,7 @@ def _leaf_of(wanted: Any) -> Any:
 
 def _leave(parameters: Sequence[Any]) -> None:
     for each in parameters:
-        if type(each) is _Watched:
+        if issubclass(type(each), _Watched):
             each.__class__ = nn.Parameter
             each.__dict__.pop(_WATCH, None)
 

@@ -1,7 +1,7 @@
 """What is called in place of a model's layers and head, and knows the model as it was found."""
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +12,11 @@ from poros.head.loss import LossInputs, SlicedLossState
 from poros.kernels.nodes import nodes_from
 from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
+from poros.stream.context import StandIn
 
 
-class InPlace(ABC):
-    """Is called in place of layers, as ``poros.stream.context.StandIn``, and before the head."""
+class InPlace(StandIn):
+    """Is called in place of layers, and before the head."""
 
     def __init__(self, runtime: Runtime, modules: Modules) -> None:
         self._runtime = runtime

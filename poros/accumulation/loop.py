@@ -64,18 +64,14 @@ def accumulate(
         Gradients, random states and losses are bit for bit those of one micro-batch after the
         other. Where grouping cannot give them, micro-batches run one after the other, which a log
         line and ``poros.runtime(model).stats()`` report: for example with a loss that uses
-        parameters of layers itself, or takes some gradients by ``torch.autograd.grad``, and with
-        layers that run code of no known library (``poros.accumulation.foreign``). That is found out
-        at the first micro-batch; what only a later one does raises an error, and so does a loss
-        that uses what goes into the layers itself, if it is trained. Between the parts of ``loss``
-        before the layers, behind them and behind the head, those of other batches run: attributes
-        of the object that it is a method of, and variables around it, may not pass values from one
-        part to another, which is found out likewise, and layers may leave nothing in their modules
-        for ``loss`` to read. Poros does not see layers that begin to do so at a later micro-batch,
-        edits that PyTorch does not count (through ``.data`` or NumPy) between micro-batches,
-        gradients that were read before and kept, and what passes from part to part elsewhere:
-        within other objects, in context variables, in files, in iterators, in generators of one's
-        own. Have such a loss read and write it on one side of the call of the model.
+        parameters of layers itself, and with layers that run code of no known library. That is
+        found out at the first micro-batch; what only a later one does raises an error. Between the
+        parts of ``loss`` before the layers, behind them and behind the head, those of other batches
+        run: values that pass from one part to another in attributes of its object or in variables
+        around it are found out likewise. Poros does not see what passes elsewhere (within other
+        objects, in context variables, in files, in iterators), layers that begin to leave values in
+        their modules at a later micro-batch, edits that PyTorch does not count (through ``.data``
+        or NumPy) between micro-batches, nor gradients that were read before and kept.
 
     Raises:
         TypeError: If ``loss`` is None, and a batch is no dictionary or gives the model's loss no

@@ -32,6 +32,7 @@ from tests.loops import (
     own_loss,
     program,
     small_base,
+    trained,
 )
 
 Model = Any
@@ -166,7 +167,15 @@ def vocabulary(is_tied: bool) -> Model:
     return model
 
 
+def of_a_class_of_its_own(model: Model) -> None:
+    class Own(torch.nn.Parameter):
+        pass
+
+    trained(model)[0].__class__ = Own
+
+
 AROUND = {
+    "a parameter of its own class": program(of_a_class_of_its_own, "a class of its own"),
     "draws that depend on data": program(
         in_layers(drawing_by_data), "does not depend on shapes", lengths=(8,), sizes=(3,) * 4
     ),

@@ -5,15 +5,12 @@ to wait for. So the gradients of all micro-batches but the last are added by han
 that autograd makes, and those of the last by autograd itself.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from poros.accumulation.micro_batch import Differentiate, backward
 
 
 class Ranks:
@@ -71,32 +68,3 @@ class Ranks:
         if self._ddp is not None and self._ddp.static_graph:
             return "static_graph of DistributedDataParallel"
         return None
-
-    def way(self, *, is_last: bool) -> Differentiate:
-        """How to take the gradients of a micro-batch; ``is_last``: whether they are exchanged."""
-        return backward if self._ddp is None or is_last else _by_hand
-
-
-def _by_hand(
-    edge: Any,
-    gradient: torch.Tensor,
-    anchor: torch.Tensor | None,
-    below: Iterable[torch.Tensor],
-) -> None:
-    """As ``torch.autograd.backward`` would, but that no node accumulates."""
-    parameters = [each for each in below if each.requires_grad]
-    wanted = [*parameters, *([] if anchor is None else [anchor])]
-    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-        [edge], wanted, [gradient], allow_unused=True
-    )
-    seen: set[int] = set()
-    with torch.no_grad():
-        for parameter, term in zip(parameters, found, strict=False):
-            if term is None:
-                continue
-            if parameter.grad is None:
-                # One tensor may be the gradient of several.
-                parameter.grad = term.clone() if id(term) in seen else term
-                seen.add(id(term))
-            else:
-                parameter.grad.add_(term)

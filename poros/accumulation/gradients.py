@@ -22,6 +22,35 @@ def has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+def add_by_hand(
+    edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, below: Iterable[torch.Tensor]
+) -> None:
+    """Add gradients as ``torch.autograd.backward`` would, but that no node accumulates them.
+
+    Args:
+        edge: Behind the part of a graph whose gradients are taken.
+        gradient: There.
+        anchor: A leaf before that part, if any.
+        below: The parameters in it.
+    """
+    parameters = [each for each in below if each.requires_grad]
+    wanted = [*parameters, *([] if anchor is None else [anchor])]
+    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        [edge], wanted, [gradient], allow_unused=True
+    )
+    seen: set[int] = set()
+    with torch.no_grad():
+        for parameter, term in zip(parameters, found, strict=False):
+            if term is None:
+                continue
+            if parameter.grad is None:
+                # One tensor may be the gradient of several.
+                parameter.grad = term.clone() if id(term) in seen else term
+                seen.add(id(term))
+            else:
+                parameter.grad.add_(term)
+
+
 def are_watchable(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether all are of the class that ``Watch`` can exchange."""
     return set(map(type, parameters)) <= {nn.Parameter, _Watched}

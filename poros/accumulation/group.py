@@ -204,7 +204,7 @@ class Group(InPlace):
             return False
         batch.planned = later(batch.bounds[0], plan.layers)
         end = later(batch.planned, plan.tail)
-        batch.next_start._replace(pytorch=end).restore()
+        batch.state._replace(pytorch=end).restore()
         return True
 
     def _go_on(self, batch: MicroBatch) -> None:
@@ -369,7 +369,7 @@ class Group(InPlace):
         if batch.code.error is None:
             batch.begin_at(Start.capture(self._device))
         if batch.code.is_over:
-            batch.next_start.restore()
+            batch.state.restore()
         else:
             batch.resume()
         if self._has_stopped and batch.code.error is None:
@@ -441,23 +441,26 @@ class Group(InPlace):
     def _backward(self) -> None:
         self._require_unedited()
         done, self._num_back = self._batches[self._num_back : self.num_done], self.num_done
-        ways = [self._ranks.way(is_last=each is self._last) for each in done]
         state = Start.capture(self._device)
         for index in reversed(range(len(self._layers))) if done else ():
             sums = GradientSums()
             with self._layers[index].in_a_row():
-                for number, (batch, way) in enumerate(zip(done, ways, strict=True)):
+                for number, batch in enumerate(done):
                     if number == 1 and MicroBatch.backward_together(done[1:], index, sums):
                         break
-                    batch.backward(index, way, sums)
-        for batch, way in zip(done, ways, strict=True):
-            batch.backward_below(way)
+                    batch.backward(index, self._is_by_hand(batch), sums)
+        for batch in done:
+            batch.backward_below(self._is_by_hand(batch))
         if not Start.capture(self._device).equals(state):
             raise RematerializationError(
                 "expected backwards that draw no random numbers, found some that do (a hook that "
                 "adds noise to gradients?): micro-batches one after the other would have drawn "
                 f"them in another order. {ADVICE}"
             )
+
+    def _is_by_hand(self, batch: MicroBatch) -> bool:
+        """Whether DDP is not to see its gradients: it exchanges what autograd accumulates."""
+        return self._ranks.is_ddp and batch is not self._last
 
     def close(self) -> None:
         """Have the code of those that have not ended go on no more."""

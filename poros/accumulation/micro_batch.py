@@ -30,6 +30,7 @@ from poros.accumulation.calls import (
     key_of,
     require_hidden_states,
 )
+from poros.accumulation.gradients import add_by_hand
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.nodes import nodes_from
@@ -38,20 +39,6 @@ from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
 from poros.stream.rng import RngStash, Start, is_same_state
-
-Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, Iterable[torch.Tensor]], None]
-"""Takes the gradients of a part of the graph of one micro-batch: the edge behind it, the gradient
-there, a leaf below it, and the parameters in it."""
-
-
-def backward(
-    edge: Any,
-    gradient: torch.Tensor,
-    anchor: torch.Tensor | None,
-    below: Iterable[torch.Tensor],
-) -> None:
-    """Take gradients, as a ``Differentiate``."""
-    torch.autograd.backward([edge], [gradient])
 
 
 class Cut:
@@ -99,24 +86,30 @@ class Cut:
 
     def hand_on(
         self,
-        differentiate: Differentiate,
+        by_hand: bool,
         below: Iterable[torch.Tensor],
         before: "Cut | None" = None,
         sums: GradientSums | None = None,
     ) -> None:
-        """Take the gradients of what is before this cut, up to the one ``before``."""
+        """Take the gradients of what is before this cut, up to the one ``before``.
+
+        ``by_hand``: whether no node of autograd is to accumulate those of parameters, ``below``.
+        """
         edge, visit, gradient = self.edge, self.visit, self.gradient
         self.edge = self.visit = self.gradient = None
         if gradient is None:
             return
         if visit is not None and before is not None:
             before.gradient = visit.backward(gradient, sums or GradientSums())
-        elif edge is not None and before is not None:
+            return
+        if before is not None:
             before.is_open = True
-            differentiate(edge, gradient, before.anchor, below)
-            before.is_open = False
+        if edge is not None and by_hand:
+            add_by_hand(edge, gradient, None if before is None else before.anchor, below)
         elif edge is not None:
-            differentiate(edge, gradient, None, below)
+            torch.autograd.backward([edge], [gradient])
+        if before is not None:
+            before.is_open = False
 
 
 class _Taken(torch.autograd.Function):
@@ -150,6 +143,7 @@ class MicroBatch:
 
     Attributes:
         start: The random states at which its code begins.
+        state: Those at which it goes on.
         code: The code.
         reason: Why it has to run alone, found out before its first layer.
         error: What is wrong with it, found out later; code of users may have caught it.
@@ -178,8 +172,7 @@ class MicroBatch:
         self._layers = layers
         self._device = layers[0].device
         self._calls = Calls(layers, around)
-        self._state = self.start
-        """Where it goes on from."""
+        self.state = self.start
         self._called_at = self.start
         """As it calls its first layer."""
         self._cuts: list[Cut] = []
@@ -200,11 +193,11 @@ class MicroBatch:
 
     def resume(self) -> None:
         """Go on up to the call of the last layer, then to the head; alone, to the end."""
-        self._state.restore()
+        self.state.restore()
         try:
             self.code.resume()
         finally:
-            self._state = Start.capture(self._device)
+            self.state = Start.capture(self._device)
 
     def run_layer(
         self, index: int, visits: list[ReplayedVisit], before: ReplayedVisit | None = None
@@ -220,7 +213,7 @@ class MicroBatch:
         self._require_unedited()
         try:
             if before is not None and known is not None and captures is not None and cut.is_awaited:
-                again = captures.rows.one(before, known, cut.value, self._state.pytorch)
+                again = captures.rows.one(before, known, cut.value, self.state.pytorch)
                 if again is not None:
                     cut.release()
                     result, visit = again
@@ -231,7 +224,7 @@ class MicroBatch:
                 key: given if isinstance(each, HiddenStates) else each
                 for key, each in kwargs.items()
             }
-            self._state.pytorch.restore()
+            self.state.pytorch.restore()
             run = partial(layer.forward_now, args, kwargs)
             result = require_hidden_states(self.code.run_in_context(run))
             if (result.shape, result.dtype) != self._form:
@@ -260,7 +253,7 @@ class MicroBatch:
             return False
         for each in batches:
             each._require_unedited()
-        states = [each._state.pytorch for each in batches]
+        states = [each.state.pytorch for each in batches]
         try:
             made = captures.rows.all(before, known, [each.value for each in cuts], states)
         except Exception as error:
@@ -288,12 +281,12 @@ class MicroBatch:
         if has_drawn:
             self._note_drawn()
         number = (index == 0) + (index == len(self._layers) - 1)
-        self.bounds += [self._state.pytorch] * number
+        self.bounds += [self.state.pytorch] * number
         return visit
 
     def _note_drawn(self) -> None:
         """A layer has drawn: its code goes on from there."""
-        self._state = self._state._replace(pytorch=RngStash.capture(self._device))
+        self.state = self.state._replace(pytorch=RngStash.capture(self._device))
 
     def _hand_on(self) -> torch.Tensor:
         """What its code is handed for the result of a layer that is to run: it has no values."""
@@ -309,7 +302,7 @@ class MicroBatch:
     def finish(self) -> None:
         """Go on to the end."""
         self._require_unedited()
-        self._state.restore()
+        self.state.restore()
         self._cuts[-1].is_open = True
         self.code.resume()
         self._cuts[-1].is_open = False
@@ -379,15 +372,10 @@ class MicroBatch:
 
     # ------------------------------------------------------------------------- random numbers
 
-    @property
-    def next_start(self) -> Start:
-        """The random states behind its layers."""
-        return self._state
-
     def begin_at(self, now: Start) -> None:
         """It should have begun at ``now``, wherever it did begin: raises if it has drawn others."""
         parts = []
-        for began, held, wanted in zip(self.start, self._state, now, strict=True):
+        for began, held, wanted in zip(self.start, self.state, now, strict=True):
             if not is_same_state(began, wanted) and not is_same_state(began, held):
                 raise RematerializationError(
                     "expected random numbers as micro-batches one after the other draw them, found "
@@ -396,7 +384,7 @@ class MicroBatch:
                     f"the ones before are right, this one has none yet. {ADVICE}"
                 )
             parts.append(held if is_same_state(began, wanted) else wanted)
-        self.start, self._state = now, Start(*parts)
+        self.start, self.state = now, Start(*parts)
 
     # ------------------------------------------------------------------------------- backward
 
@@ -418,12 +406,12 @@ class MicroBatch:
         nodes = nodes_from([self._source.grad_fn if self._source is not None else None])
         return [node.variable for node in nodes if hasattr(node, "variable")]
 
-    def backward(self, index: int, differentiate: Differentiate, sums: GradientSums) -> None:
+    def backward(self, index: int, by_hand: bool, sums: GradientSums) -> None:
         """Take the gradients of layer ``index``, whose output's gradient has arrived."""
         # Not through its contents, which would end the row that its visits are in.
         module = self._layers[index].module()
         below, before = module.parameters() if module else (), self._cuts[index]
-        self._cuts[index + 1].hand_on(differentiate, below, before, sums)
+        self._cuts[index + 1].hand_on(by_hand, below, before, sums)
 
     @staticmethod
     def backward_together(batches: Sequence["MicroBatch"], index: int, sums: GradientSums) -> bool:
@@ -442,7 +430,7 @@ class MicroBatch:
             batch._cuts[index].gradient = gradient
         return True
 
-    def backward_below(self, differentiate: Differentiate) -> None:
+    def backward_below(self, by_hand: bool) -> None:
         """Take the gradients of what the model's code computes before its layers."""
         below, self._source = self._leaves_below(), None
-        self._cuts[0].hand_on(differentiate, below)
+        self._cuts[0].hand_on(by_hand, below)

@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from poros.errors import UnsupportedModelError
 from poros.kernels.forwards import has_hooks
 from poros.stream.args import PLAIN, is_empty_mapping, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
@@ -75,7 +76,7 @@ class WithoutValues(HiddenStates):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         _note_uses(args, kwargs)
-        raise RuntimeError("expected hidden states that are passed on, found an operator on them")
+        raise UnsupportedModelError("expected hidden states that are passed on, found an operator")
 
 
 def _note_uses(*arguments: Any) -> None:

@@ -78,8 +78,6 @@ class Group(InPlace):
             torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         )
         """Whether no autocast region is around all, which would go on and keep what it has cast."""
-        self._coming: MicroBatch | None = None
-        """Whose code has begun, and that is not one of them yet."""
         self._most = 0
         """Micro-batches that there is memory for."""
         self._num_back = 0
@@ -166,7 +164,8 @@ class Group(InPlace):
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
-                self._coming = batch = MicroBatch(self._layers, around, run, self._enter_layers)
+                batch = MicroBatch(self._layers, around, run, self._enter_layers)
+                self._batches.append(batch)
                 is_last = has_last and number == len(runs) - 1
                 with self._ranks.turn(number, is_last=is_last):
                     try:
@@ -181,13 +180,11 @@ class Group(InPlace):
                 if not is_alone:
                     self._run_layer(0, [batch])
                 if is_alone or batch.failure is not None:
-                    self.behind, self._coming = batch, None
+                    self.behind = self._batches.pop()
                     self._behind_outside = self._outside.now()
                     self._require_outside()
                     self.reason = batch.reason
                     return
-                self._batches.append(batch)
-                self._coming = None
                 if len(self._batches) == self._most or not self._plan_behind(batch):
                     return
         finally:
@@ -250,7 +247,7 @@ class Group(InPlace):
         except VRAMBudgetError as error:
             if self._runtime.num_grouped == 1:
                 raise
-            if self._batches:  # they have the room that there is
+            if len(self._batches) > 1:  # the others have the room that there is
                 batch.wait("no memory for one that is longer")
                 make_room()
             else:
@@ -465,7 +462,6 @@ class Group(InPlace):
     def close(self) -> None:
         """Have the code of those that have not ended go on no more."""
         self._watch.end()
-        begun = [*self._batches[self.num_done :], *filter(None, [self.behind, self._coming])]
-        for batch in begun:
+        for batch in (*self._batches[self.num_done :], *filter(None, [self.behind])):
             batch.code.stop()
-        self._batches, self.behind, self._coming, self._head = [], None, None, None
+        self._batches, self.behind, self._head = [], None, None

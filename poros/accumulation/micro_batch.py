@@ -12,7 +12,6 @@ Note: Cuts
     A layer whose visits are replayed has no graph at all: see ``poros.replay.remat.ReplayedVisit``.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +32,7 @@ from poros.accumulation.calls import (
 from poros.accumulation.gradients import add_by_hand
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.kernels.nodes import nodes_from
+from poros.kernels.nodes import nodes_from, weakly
 from poros.replay.call import LayerCall
 from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import GradientSums
@@ -291,13 +290,10 @@ class MicroBatch:
     def _hand_on(self) -> torch.Tensor:
         """What its code is handed for the result of a layer that is to run: it has no values."""
         shape, dtype = self._form
-        held = weakref.ref(self)
+        return WithoutValues.like(shape, dtype, self._device, weakly(self._refuse_use))
 
-        def refuse_use() -> None:
-            batch, why = held(), "the model computes with hidden states between its layers"
-            raise UnsupportedModelError(why) if batch is None else batch.refuse(why)
-
-        return WithoutValues.like(shape, dtype, self._device, refuse_use)
+    def _refuse_use(self) -> None:
+        raise self.refuse("the model computes with hidden states between its layers")
 
     def finish(self) -> None:
         """Go on to the end."""
@@ -319,7 +315,9 @@ class MicroBatch:
             given = self._calls.require(layer, args, kwargs)
             if is_first:
                 self._enter()
-            elif layer is self._layers[-1] and self._has_drawn():
+            elif layer is self._layers[-1] and not self._called_at.equals(
+                Start.capture(self._device)
+            ):
                 raise NotGrouped("random numbers are drawn between layers")
         except NotGrouped as reason:
             if not is_first:
@@ -356,10 +354,6 @@ class MicroBatch:
             tuple(taken if value is given else value for value in args),
             {key: taken if value is given else value for key, value in kwargs.items()},
         )
-
-    def _has_drawn(self) -> bool:
-        """Whether its code has drawn since it called its first layer."""
-        return not self._called_at.equals(Start.capture(self._device))
 
     def refuse(self, why: str) -> UnsupportedModelError:
         """What is to be raised, found out on its way: it cannot run alone any more."""

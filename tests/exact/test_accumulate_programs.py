@@ -266,6 +266,11 @@ def penalized_apart(model: Model, batch: Batch) -> torch.Tensor:
     return apart
 
 
+def penalized_before(model: Model, batch: Batch) -> torch.Tensor:
+    penalty(model).backward()
+    return own_loss(model, batch)
+
+
 def in_evaluation_mode(model: Model, batch: Batch) -> torch.Tensor:
     model.eval()
     try:
@@ -472,6 +477,7 @@ LATER = {
     "two forwards": later(two_forwards, (UNSUPPORTED, "more than once")),
     "hidden states": later(hidden_states, "recorded"),
     "a penalty on adapters": later(penalized, (UNSUPPORTED, "uses parameters")),
+    "a penalty before": later(penalized_before, "uses parameters"),
     "saved tensors that are packed": later(packed, (UNSUPPORTED, "saved-tensor hooks")),
     "evaluation mode while it runs": later(in_evaluation_mode),
 }

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from poros.kernels.nodes import weakly
+from poros.kernels.nodes import nodes_from, weakly
 
 _GRAD: Any = torch._C.TensorBase.grad
 _WATCH = "_poros_watch"
@@ -20,6 +21,14 @@ def has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def leaves_of(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    """The leaves that a tensor's gradient goes to: what is behind it, or itself."""
+    if tensor is None:
+        return []
+    nodes = nodes_from([get_gradient_edge(tensor).node])
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def add_by_hand(

@@ -417,7 +417,8 @@ class Group(InPlace):
         if running is None:
             return
         is_turn = running is self._turn
-        apart = self._in_layers | running.below() if is_turn else set(map(id, self._trained))
+        inside = self._in_layers.union(map(id, running.leaves_below()))
+        apart = inside if is_turn else set(map(id, self._trained))
         why = self._why_apart(roots, wanted, apart)
         if why is not None and not is_turn and not running.num_called:
             running.wait(why)

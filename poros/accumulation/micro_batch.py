@@ -29,10 +29,10 @@ from poros.accumulation.calls import (
     key_of,
     require_hidden_states,
 )
-from poros.accumulation.gradients import add_by_hand
+from poros.accumulation.gradients import add_by_hand, leaves_of
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.kernels.nodes import nodes_from, weakly
+from poros.kernels.nodes import weakly
 from poros.replay.call import LayerCall
 from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import GradientSums
@@ -311,13 +311,12 @@ class MicroBatch:
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a layer by its code."""
         is_first = not self._calls.num_calls
+        is_last = layer is self._layers[-1]
         try:
             given = self._calls.require(layer, args, kwargs)
             if is_first:
                 self._enter()
-            elif layer is self._layers[-1] and not self._called_at.equals(
-                Start.capture(self._device)
-            ):
+            elif is_last and not self._called_at.equals(Start.capture(self._device)):
                 raise NotGrouped("random numbers are drawn between layers")
         except NotGrouped as reason:
             if not is_first:
@@ -327,7 +326,6 @@ class MicroBatch:
         if is_first:
             args, kwargs = self._begin(given, args, kwargs)
         self._noted.append((self._calls.kind, args, kwargs))
-        is_last = layer is self._layers[-1]
         handed = None if is_last else self._hand_on()
         self._calls.note(handed)
         if not is_last:
@@ -392,13 +390,9 @@ class MicroBatch:
         """Whether the backward of its loss has come to the last layer."""
         return self._cuts[-1].gradient is not None
 
-    def below(self) -> set[int]:
-        """The ids of what the first layer is given, and of the leaves behind it."""
-        return {id(self._source), *map(id, self._leaves_below())}
-
-    def _leaves_below(self) -> list[torch.Tensor]:
-        nodes = nodes_from([self._source.grad_fn if self._source is not None else None])
-        return [node.variable for node in nodes if hasattr(node, "variable")]
+    def leaves_below(self) -> list[torch.Tensor]:
+        """The leaves of what the first layer is given."""
+        return leaves_of(self._source)
 
     def backward(self, index: int, by_hand: bool, sums: GradientSums) -> None:
         """Take the gradients of layer ``index``, whose output's gradient has arrived."""
@@ -426,5 +420,5 @@ class MicroBatch:
 
     def backward_below(self, by_hand: bool) -> None:
         """Take the gradients of what the model's code computes before its layers."""
-        below, self._source = self._leaves_below(), None
+        below, self._source = self.leaves_below(), None
         self._cuts[0].hand_on(by_hand, below)

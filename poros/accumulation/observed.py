@@ -22,11 +22,11 @@ from poros.accumulation.calls import (
     watchers,
 )
 from poros.accumulation.draws import UNPREDICTABLE, Drawn
-from poros.accumulation.gradients import has_hooks
+from poros.accumulation.gradients import has_hooks, leaves_of
 from poros.accumulation.in_place import InPlace
 from poros.accumulation.modules import Modules
 from poros.head.loss import LossInputs
-from poros.kernels.nodes import nodes_from, weakly
+from poros.kernels.nodes import weakly
 from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
@@ -71,7 +71,7 @@ class Observer(InPlace):
         """Around all."""
         self._num_heads = 0
         self._below = set[int]()
-        """Ids of what is trained below the layers."""
+        """Ids of the leaves of what the first layer is given."""
         self._given: Sequence[Any] = ()
         """To the module that holds the layers."""
         self._end: Start | None = None
@@ -172,14 +172,13 @@ class Observer(InPlace):
 
     def _look_below(self, given: torch.Tensor) -> None:
         """At what is trained of that which the first layer is ``given``."""
-        nodes = nodes_from([given.grad_fn])
-        below = [node.variable for node in nodes if hasattr(node, "variable")]
+        below = leaves_of(given)
         self._below = set(map(id, below))
         is_autocast = torch.is_autocast_enabled(self._device.type)
         if given.is_leaf and is_autocast and any(given is each for each in self._given):
             self.refuse("a leaf goes into the layers under autocast, which casts it once")
         known = set(map(id, self._trained))
-        for each in [*below, *([given] if given.is_leaf else [])]:
+        for each in below:
             if id(each) not in known and (isinstance(each, nn.Parameter) or has_hooks([each])):
                 self.refuse("trained tensors that are not the model's go into its layers")
 

@@ -207,8 +207,7 @@ AROUND = {
     ),
     "inputs that require gradients": program(lambda model: model.enable_input_require_grads()),
     "what goes into the layers, in the loss too": program(
-        *(of(using_what_goes_in), (UnsupportedModelError, "what goes into them")),
-        base=S.inputs_require_gradients,
+        of(using_what_goes_in), "what goes into them", base=S.inputs_require_gradients
     ),
     "autocast around all, without a cache": program(
         base=lambda: dense(dtype=torch.float32),

@@ -67,6 +67,8 @@ class Cell:
     error: str = ""
     """What it raises on all ranks, if it is to."""
     trains_embedding: bool = False
+    input_grads: bool = False
+    """Whether what goes into the layers requires gradients, as trainers have it."""
     quantize: bool = True
     num_layers: int = 3
     options: dict[str, Any] = field(default_factory=dict)
@@ -108,6 +110,7 @@ CELLS = {
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
     "together": grouped(num_layers=5, options=SMALL_BUCKETS),
     "together, bucket views": grouped(trains_embedding=True, options=VIEWS),
+    "together, inputs that require gradients": grouped(input_grads=True),
     # These run one after the other.
     "together, unused": grouped(
         has_unused=True, options=FIND_UNUSED, reason="find_unused_parameters"
@@ -141,6 +144,8 @@ def build(cell: Cell, rank: int) -> Any:
             if f".{UNUSED}." in name:
                 parameter.requires_grad_(True)
     model.get_input_embeddings().weight.requires_grad_(cell.trains_embedding)
+    if cell.input_grads:
+        model.enable_input_require_grads()
     with torch.no_grad():
         for parameter in named_trained(model).values():
             parameter.add_(0.01 * rank)

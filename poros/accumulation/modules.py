@@ -19,8 +19,9 @@ class Trained(NamedTuple):
 
     parameters: list[nn.Parameter]
     """Each in each of its places."""
-    mark: tuple[list[int], ...]
-    """Equal ones mean: the same parameters and modules, and none of the former was edited."""
+    versions: list[int]
+    places: tuple[list[int], list[int]]
+    """Equal ones mean: the same parameters and modules."""
 
 
 class Modules:
@@ -55,7 +56,7 @@ class Modules:
                 each for each in values_of(self._tables) if each is not None and each.requires_grad
             ]
             versions = [each._version for each in found]
-        return Trained(found, (list(map(id, found)), versions, self._children_now()))
+        return Trained(found, versions, (list(map(id, found)), self._children_now()))
 
     def have_shared(self) -> bool:
         """Whether a trained parameter is in several places, or in a module that is."""

@@ -236,8 +236,10 @@ class Observer(InPlace):
         if self._calls.num_calls < len(self._layers):
             self.refuse("the model does not call all of its layers with gradients enabled", True)
             return
+        if [each._version for each in self._trained] != self._found.versions:
+            self.refuse("the loss edits parameters of the model")
         if not self._is_unedited():
-            self.refuse("the loss edits parameters of the model, freezes or thaws them", True)
+            self.refuse("the loss changes which parameters are trained", may_pass=True)
         if not self._outside.still_holds():
             self.refuse("the model's code changes the model", may_pass=True)
         for _, left in bound(self._left, list(map(contents_of, self._tables))):
@@ -275,7 +277,6 @@ class Names:
     method of, of which it is seen in which part they are read; and variables around functions and
     global variables that they use, and those of functions of the same file that these use, of
     which it is assumed. So are the elements of containers, but not what is in other objects.
-
     """
 
     def __init__(self, code: Iterable[Any]) -> None:

@@ -146,48 +146,37 @@ class Samples:
             step: How it is computed; the same for all.
             is_last: Whether the optimizer's step comes behind it.
         """
-        batch, group = self._todo[0], self._group
+        batch, group = self._todo.pop(0), self._group
         if group is None:
             runtime = step.find()
             if runtime is None:
-                del self._todo[0]
                 return step.run(batch)
             history = _history(runtime)
-            self._end_observation(history, runtime)
+            if self._observed is not None:
+                (kind, observer), self._observed = self._observed, None
+                observer.look_between()
+                history.know(kind, observer, runtime)
             kind = kind_of(step.code, batch)
-            is_single = len(self._todo) == 1
-            if is_single or not history.may_go_together(runtime, step, kind, is_last):
-                del self._todo[0]
+            if not self._todo or not history.may_go_together(runtime, step, kind, is_last):
                 return step.run(batch)
             if kind not in history.known:
-                del self._todo[0]
-                return self._observe(history, runtime, step, kind, batch)
-            group = self._begin_group(history, runtime, step)
+                observer = Observer(runtime, history.modules(step.ranks.inner), step.code)
+                self._observed = kind, observer
+                with observer.watching():
+                    return step.run(batch)
+            group = self._begin_group(history, runtime, step, [batch, *self._todo])
         return self._go_on(group, is_last)
 
-    def _observe(
-        self, history: "History", runtime: Runtime, step: Step, kind: Hashable, batch: Any
-    ) -> torch.Tensor:
-        """Run a micro-batch of a new kind alone, to know whether others may go together."""
-        observer = Observer(runtime, history.modules(step.ranks.inner), step.code)
-        self._observed = kind, observer
-        with observer.watching():
-            return step.run(batch)
-
-    def _end_observation(self, history: "History", runtime: Runtime) -> None:
-        if self._observed is not None:
-            (kind, observer), self._observed = self._observed, None
-            observer.look_between()
-            history.know(kind, observer, runtime)
-
-    def _begin_group(self, history: "History", runtime: Runtime, step: Step) -> Group:
-        known = [history.known.get(kind_of(step.code, each)) for each in self._todo]
+    def _begin_group(
+        self, history: "History", runtime: Runtime, step: Step, batches: Sequence[Any]
+    ) -> Group:
+        known = [history.known.get(kind_of(step.code, each)) for each in batches]
         kinds = list(takewhile(lambda kind: kind is not None and kind.reason is None, known))
         shares_head = all(kind is not None and kind.reads_head for kind in kinds)
         modules = history.modules(step.ranks.inner)
         group = Group(runtime, modules, history.table, step.ranks, shares_head)
-        runs = [partial(step.run, each) for each in self._todo[: len(kinds)]]
-        group.start(runs, has_last=len(kinds) == len(self._todo))
+        runs = [partial(step.run, each) for each in batches[: len(kinds)]]
+        group.start(runs, has_last=len(kinds) == len(batches))
         history.num_groups += group.num_together > 1
         if group.reason is not None:
             note_alone(runtime, group.reason)
@@ -196,17 +185,17 @@ class Samples:
 
     def _go_on(self, group: Group, is_last: bool) -> torch.Tensor:
         """The next one of the group, or the one that has begun with it and runs alone behind it."""
-        del self._todo[0]
         loss: torch.Tensor
         if group.is_over:
             loss = group.finish_behind()
-            self.finish()
-            return loss
-        loss = group.finish_next(is_last)
-        if group.is_over or is_last:
-            group.backward()
-            if group.behind is None:
-                self.finish()
+        else:
+            loss = group.finish_next(is_last)
+            is_end = group.is_over or is_last
+            if is_end:
+                group.backward()
+            if not is_end or group.behind is not None:
+                return loss
+        self.finish()
         return loss
 
     def finish(self) -> None:

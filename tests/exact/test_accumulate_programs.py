@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from poros.accumulation.group import Group
+from poros.accumulation.in_place import InPlace
 from poros.accumulation.parked import ParkedCode, Regions
 from poros.errors import UnsupportedModelError
 from tests.exact import subjects as S
@@ -510,6 +511,9 @@ CONTROLS = {
     ),
     "layers outside the context of the code": Control(
         ParkedCode, "run_in_context", lambda self, run: run(), ENDS["a context variable"]
+    ),
+    "uses of adapters that nobody looks for": Control(
+        *(InPlace, "_why_apart", staticmethod(lambda *_: None)), LATER["a penalty on adapters"]
     ),
     "random states of code that is over": Control(
         *(Group, "finish_behind", without_states), ENDS["no model for some"]

@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from poros.errors import UnsupportedModelError
 from poros.kernels.forwards import has_hooks
 from poros.stream.args import PLAIN, is_empty_mapping, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
@@ -51,9 +52,7 @@ class HiddenStates(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _OF_FORM:
-            for each in pytree.tree_leaves((args, kwargs)):
-                if isinstance(each, cls):
-                    each.used()
+            _note_uses(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -76,10 +75,14 @@ class WithoutValues(HiddenStates):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for each in pytree.tree_leaves((args, kwargs)):
-            if isinstance(each, cls):
-                each.used()
-        raise RuntimeError("expected hidden states that are passed on, found an operator on them")
+        _note_uses(args, kwargs)
+        raise UnsupportedModelError("expected hidden states that are passed on, found an operator")
+
+
+def _note_uses(*arguments: Any) -> None:
+    for each in pytree.tree_leaves(arguments):
+        if isinstance(each, HiddenStates):
+            each.used()
 
 
 def _getter(name: str) -> Any:
@@ -101,13 +104,10 @@ class Calls:
     watches operators.
 
     Args:
-        layers: Of the model, in order.
-        around: The watchers around all micro-batches.
         looks_at_all: Whether autocast and settings are compared at each layer, and not as the first
             and the last one are called. Between them is code of libraries.
 
     Attributes:
-        num_calls: So far.
         latest: What the layer before has returned.
         kind: Of the latest call: equal for those with the very same arguments but for the hidden
             states.
@@ -132,11 +132,7 @@ class Calls:
     def require(
         self, layer: LayerBody, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Its hidden states, of a call of ``layer``.
-
-        Raises:
-            NotGrouped: If it is not as it must be.
-        """
+        """Its hidden states, of a call of ``layer``; raises ``NotGrouped`` if it is otherwise."""
         index, given = self.num_calls, input_of(args, kwargs)
         if index == len(self._layers):
             raise NotGrouped("the model runs more than once with gradients for one loss")

@@ -5,23 +5,16 @@ to wait for. So the gradients of all micro-batches but the last are added by han
 that autograd makes, and those of the last by autograd itself.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from poros.accumulation.calls import NotGrouped
-from poros.accumulation.micro_batch import Differentiate, backward
 
 
 class Ranks:
     """How a model is trained on several ranks, or on one.
-
-    Args:
-        model: As it is called.
 
     Attributes:
         inner: The model without what exchanges gradients.
@@ -46,11 +39,9 @@ class Ranks:
 
     @contextmanager
     def turn(self, number: int, *, is_last: bool) -> Iterator[None]:
-        """The code of micro-batch ``number`` of a group begins in the body, before its turn.
+        """The code of micro-batch ``number`` of a group begins in the body; 0's turn has come.
 
-        Args:
-            number: From 0 on; the turn of that one has come.
-            is_last: Whether its gradients are exchanged.
+        ``is_last``: whether its gradients are exchanged.
         """
         if self._ddp is None or number == 0:
             yield
@@ -65,46 +56,15 @@ class Ranks:
             for each, value in zip(names, before, strict=True):
                 setattr(self._ddp, each, value)
 
-    def require_together(self) -> None:
-        """Raise ``NotGrouped`` if DDP would not understand it."""
-        if self._ddp is None:
-            return
-        if self._ddp.find_unused_parameters:
+    @property
+    def reason(self) -> str | None:
+        """Why DDP would not understand micro-batches that go together; None if it does."""
+        if self._ddp is not None and self._ddp.find_unused_parameters:
             # Its search begins at the loss, whose graph ends before the layers.
-            raise NotGrouped(
+            return (
                 "find_unused_parameters of DistributedDataParallel; a Trainer has it unless "
                 "ddp_find_unused_parameters=False"
             )
-        if self._ddp.static_graph:
-            raise NotGrouped("static_graph of DistributedDataParallel")
-
-    def ways(self, number: int, *, is_last: bool) -> Sequence[Differentiate]:
-        """How to take the gradients of so many micro-batches, whose last is the step's last."""
-        if self._ddp is None:
-            return [backward] * number
-        return [*[_by_hand] * (number - 1), backward if is_last else _by_hand][:number]
-
-
-def _by_hand(
-    edge: Any,
-    gradient: torch.Tensor,
-    anchor: torch.Tensor | None,
-    below: Iterable[torch.Tensor],
-) -> None:
-    """As ``torch.autograd.backward`` would, but that no node accumulates."""
-    parameters = [each for each in below if each.requires_grad]
-    wanted = [*parameters, *([] if anchor is None else [anchor])]
-    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-        [edge], wanted, [gradient], allow_unused=True
-    )
-    seen: set[int] = set()
-    with torch.no_grad():
-        for parameter, term in zip(parameters, found, strict=False):
-            if term is None:
-                continue
-            if parameter.grad is None:
-                # One tensor may be the gradient of several.
-                parameter.grad = term.clone() if id(term) in seen else term
-                seen.add(id(term))
-            else:
-                parameter.grad.add_(term)
+        if self._ddp is not None and self._ddp.static_graph:
+            return "static_graph of DistributedDataParallel"
+        return None

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from poros.accumulation.calls import NotGrouped
 from poros.stream.rng import RngStash
 
 _PERIOD = 624
@@ -20,6 +19,7 @@ _PLACE = 2
 """Which 64-bit word of its state counts how many of them are used up."""
 MOST_DRAWS = 50_000_000
 """Of a CPU's generator, for which one layer is searched."""
+UNPREDICTABLE = "what is drawn at random does not depend on shapes alone"
 _MOST_MISSES = 2
 """Of the plan for one shape, until its micro-batches run one after the other."""
 
@@ -102,11 +102,7 @@ class Drawn(NamedTuple):
 
     @classmethod
     def of(cls, states: Sequence[RngStash]) -> "Drawn | None":
-        """What was drawn between these; None if no count explains it.
-
-        Args:
-            states: Before the first layer, behind it, behind the last, and at the end.
-        """
+        """What was drawn between these; None if no count explains it."""
         before, behind_first, behind, end = states
         first, layers = between(before, behind_first), between(before, behind)
         tail = between(behind, end)
@@ -133,12 +129,7 @@ class DrawTable:
         self._misses: Counter[Hashable] = Counter()
 
     def plan(self, shape: Hashable, first: Draws) -> Drawn | None:
-        """What a micro-batch of this shape will have drawn; None if that is not known.
-
-        Args:
-            shape: Equal for micro-batches that draw alike.
-            first: What it has drawn in its first layer.
-        """
+        """What a micro-batch of this shape will have drawn, by its first layer, if it is known."""
         known = self._known.get(shape)
         if known is not None and known.first == first:
             return known
@@ -160,7 +151,6 @@ class DrawTable:
         if self._multiples.setdefault(draws, times) != times:
             self._multiples[draws] = (None,)
 
-    def require_predictable(self, shape: Hashable) -> None:
-        """Raise ``NotGrouped`` if plans for this shape were wrong too often."""
-        if self._misses[shape] >= _MOST_MISSES:
-            raise NotGrouped("what is drawn at random does not depend on shapes alone")
+    def is_predictable(self, shape: Hashable) -> bool:
+        """Whether plans for this shape were hardly ever wrong."""
+        return self._misses[shape] < _MOST_MISSES

@@ -19,10 +19,15 @@ LIBRARIES = frozenset(
 )
 
 
-def _root_of(code: Any) -> str:
-    """The library that a function, a method or a class is of."""
+def is_of_library(code: Any) -> bool:
+    """Whether a library that is known has written a class or function, and all put around it."""
     code = getattr(code, "func", code)  # of functools.partial
-    return str(getattr(code, "__module__", "")).partition(".")[0]
+    while code is not None:
+        where = getattr(code, "__globals__", {}).get("__name__", getattr(code, "__module__", ""))
+        if str(where).partition(".")[0] not in LIBRARIES:
+            return False
+        code = getattr(code, "__wrapped__", None)
+    return True
 
 
 class ForeignCode:
@@ -36,12 +41,7 @@ class ForeignCode:
         self._found: str | None = None
 
     def find(self, layers: Sequence[LayerBody], modules: Sequence[nn.Module]) -> str | None:
-        """Its name; None if there is none.
-
-        Args:
-            layers: Of the model.
-            modules: All of the model.
-        """
+        """Its name, in ``layers`` and what holds them; None if there is none."""
         spaces = list(map(vars, modules))
         configs = {id(each): each for each in map(dict.get, spaces, repeat("config"))}
         key = (
@@ -60,18 +60,15 @@ def _find(layers: Sequence[LayerBody], modules: Sequence[nn.Module]) -> str | No
     parents = [each for each in modules if stacked & set(map(id, each._modules.values()))]
     lists = set(map(id, parents))
     parents += [each for each in modules if lists & set(map(id, each._modules.values()))]
-    owners = [*inside, *parents]
     code: dict[Any, str] = {}
-    for kind in set(map(type, owners)):
-        forward: Any = kind.forward  # type: ignore[attr-defined]
-        code |= {kind: kind.__qualname__, forward: f"{kind.__qualname__}.forward"}
-    for layer in layers:
-        code[layer.own_forward] = layer.own_forward.__qualname__
-    for owner in owners:
+    for owner in (*inside, *parents):
+        kind: Any = type(owner)
+        code |= {kind: kind.__qualname__, kind.forward: f"{kind.__qualname__}.forward"}
         own, config = vars(owner).get("forward"), vars(owner).get("config")
         if own is not None:
-            code[getattr(own, "__func__", type(own))] = f"{type(owner).__qualname__}.forward"
+            code[getattr(own, "__func__", type(own))] = f"{kind.__qualname__}.forward"
         name = getattr(config, "_attn_implementation", None)
         if isinstance(name, str) and name in ALL_ATTENTION_FUNCTIONS:
             code[ALL_ATTENTION_FUNCTIONS[name]] = f"attention {name!r}"
-    return next((name for each, name in code.items() if _root_of(each) not in LIBRARIES), None)
+    code |= {layer.own_forward: layer.own_forward.__qualname__ for layer in layers}
+    return next((name for each, name in code.items() if not is_of_library(each)), None)

@@ -1,4 +1,4 @@
-"""The gradients of parameters while micro-batches are on their way: who asks, and what changed."""
+"""The gradients of parameters while micro-batches are on their way: who asks, and who takes."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -7,30 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+from torch.autograd.graph import get_gradient_edge
+
+from poros.kernels.nodes import nodes_from, weakly
 
 _GRAD: Any = torch._C.TensorBase.grad
 _WATCH = "_poros_watch"
-
-
-class Gradients:
-    """The gradients of parameters at one time, to see which have changed."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._held = list(map(_GRAD.__get__, parameters))
-        self._versions = [-1 if each is None else each._version for each in self._held]
-
-    def changed(self) -> list[nn.Parameter]:
-        """Parameters with other gradients than then."""
-        now = map(_GRAD.__get__, self._parameters)
-        return [
-            parameter
-            for parameter, before, version, found in zip(
-                self._parameters, self._held, self._versions, now, strict=True
-            )
-            if found is not before or (found is not None and found._version != version)
-        ]
 
 
 def has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
@@ -41,54 +23,87 @@ def has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+def leaves_of(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    """The leaves that a tensor's gradient goes to: what is behind it, or itself."""
+    if tensor is None:
+        return []
+    nodes = nodes_from([get_gradient_edge(tensor).node])
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def add_by_hand(
+    edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, below: Iterable[torch.Tensor]
+) -> None:
+    """Add gradients as ``torch.autograd.backward`` would, but that no node accumulates them.
+
+    Args:
+        edge: Behind the part of a graph whose gradients are taken.
+        gradient: There.
+        anchor: A leaf before that part, if any.
+        below: The parameters in it.
+    """
+    parameters = [each for each in below if each.requires_grad]
+    wanted = [*parameters, *([] if anchor is None else [anchor])]
+    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        [edge], wanted, [gradient], allow_unused=True
+    )
+    seen: set[int] = set()
+    with torch.no_grad():
+        for parameter, term in zip(parameters, found, strict=False):
+            if term is None:
+                continue
+            if parameter.grad is None:
+                # One tensor may be the gradient of several.
+                parameter.grad = term.clone() if id(term) in seen else term
+                seen.add(id(term))
+            else:
+                parameter.grad.add_(term)
+
+
+def are_watchable(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether all are of the class that ``Watch`` can exchange."""
+    return set(map(type, parameters)) <= {nn.Parameter, _Watched}
+
+
 class Watch:
-    """Has somebody called before anybody reads, writes or takes the gradient of a parameter.
+    """Has somebody called before anybody reads or writes the gradient of a parameter, or takes it.
 
     A parameter that is watched is of a class that differs from ``nn.Parameter`` in this alone.
 
     Args:
         parameters: Those of other classes are left as they are.
         asked: A method, called before a gradient is read or written; its object is held weakly.
-        taken: Likewise, called before a backward that is to give gradients of single tensors, with
-            each of the parameters that is among these.
-        used: Called with one of them as a graph begins there, if given. Each operator on a
-            parameter, and each look at an attribute, passes through Python then.
+        goes_back: Likewise, called before a backward with the nodes that it begins at, and the
+            leaves or nodes whose gradients it is to give, if these are not all.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         asked: Callable[[], None],
-        taken: Callable[[nn.Parameter], None],
-        *,
-        used: Callable[[nn.Parameter], None] | None = None,
+        goes_back: Callable[[list[Any], list[Any]], None],
     ) -> None:
         self._parameters = parameters
-        self._kind: Any = _Watched if used is None else _Seeing
-        self.asked = weakref.WeakMethod(asked)
-        self._taken = weakref.WeakMethod(taken)
-        self._ids = set(map(id, parameters))
+        self.asked = weakly(asked)
+        self._goes_back = weakly(goes_back)
         self._engine: Any = None
         """What runs backwards, while something else is called in its place."""
-        self.used = None if used is None else weakref.WeakMethod(used)
 
     def begin(self) -> None:
         """From now on."""
         for each in self._parameters:
             if type(each) is nn.Parameter:
                 each.__dict__[_WATCH] = weakref.ref(self)
-                each.__class__ = self._kind
+                each.__class__ = _Watched
         engine: Any = torch.autograd
         if self._engine is None:
-            self._engine, held = engine._engine_run_backward, weakref.ref(self)
+            genuine, goes_back = engine._engine_run_backward, self._goes_back
 
-            def run_backward(*args: Any, genuine: Any = self._engine, **kwargs: Any) -> Any:
-                watch = held()
-                if watch is not None:
-                    watch._look_at(args[4])
-                return genuine(*args, **kwargs)
+            def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+                goes_back(list(map(_node_of, roots)), list(map(_leaf_of, args[3])))
+                return genuine(roots, *args, **kwargs)
 
-            engine._engine_run_backward = run_backward
+            self._engine, engine._engine_run_backward = genuine, run_backward
 
     def end(self) -> None:
         """No more."""
@@ -97,15 +112,14 @@ class Watch:
         if self._engine is not None:
             engine._engine_run_backward, self._engine = self._engine, None
 
-    def _look_at(self, wanted: Iterable[Any]) -> None:
-        """A backward begins that is to give the gradients of ``wanted``, if these are any."""
-        taken = self._taken()
-        for each in wanted:
-            leaf: Any = each
-            if not isinstance(each, torch.Tensor):
-                leaf = getattr(each.node, "variable", None)
-            if id(leaf) in self._ids and taken is not None:
-                taken(leaf)
+
+def _node_of(root: Any) -> Any:
+    return root.grad_fn if isinstance(root, torch.Tensor) else root.node
+
+
+def _leaf_of(wanted: Any) -> Any:
+    is_tensor = isinstance(wanted, torch.Tensor)
+    return wanted if is_tensor else getattr(wanted.node, "variable", wanted.node)
 
 
 def _leave(parameters: Sequence[Any]) -> None:
@@ -118,17 +132,12 @@ def _leave(parameters: Sequence[Any]) -> None:
 class _Watched(nn.Parameter):
     is_watched = True  # for ``poros.kernels.adapters``
 
-    def _watch(self) -> Watch | None:
+    def _asked(self) -> None:
         watch: Watch | None = self.__dict__.get(_WATCH, lambda: None)()
         if watch is None:  # a copy, or what an interruption has left
             _leave([self])
-        return watch
-
-    def _asked(self) -> None:
-        watch = self._watch()
-        asked = None if watch is None else watch.asked()
-        if asked is not None:
-            asked()
+        else:
+            watch.asked()
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -145,24 +154,3 @@ class _Watched(nn.Parameter):
     def grad(self) -> None:
         self._asked()
         _GRAD.__delete__(self)
-
-
-class _Seeing(_Watched):
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.autograd.grad:
-            for each in args[1]:  # its inputs
-                if isinstance(each, cls):
-                    each._asked()
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            has_graph = isinstance(found, torch.Tensor) and found.grad_fn is not None
-        if has_graph:
-            for each in pytree.tree_leaves(args):
-                watch = each._watch() if isinstance(each, cls) else None
-                used = None if watch is None or watch.used is None else watch.used()
-                if used is not None:
-                    used(each)
-        return found

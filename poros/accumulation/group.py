@@ -20,10 +20,8 @@ Source:
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import groupby, pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,13 +29,16 @@ from torch import nn
 
 from poros.accumulation.calls import ADVICE, NotGrouped, watchers
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.draws import Drawn, DrawTable, between, later
-from poros.accumulation.gradients import Gradients, Watch, has_hooks
+from poros.accumulation.draws import UNPREDICTABLE, Drawn, DrawTable, between, later
+from poros.accumulation.gradients import has_hooks
 from poros.accumulation.head import SharedHead
 from poros.accumulation.host_values import HostValues
+from poros.accumulation.in_place import InPlace
 from poros.accumulation.micro_batch import MicroBatch
-from poros.accumulation.modules import Modules, Outside
+from poros.accumulation.modules import Modules
+from poros.accumulation.parked import Regions
 from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudgetError
+from poros.head.loss import LossInputs, SlicedLossState
 from poros.model.runtime import Runtime
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
@@ -47,15 +48,8 @@ from poros.stream.rng import RngStash, Start
 logger = logging.getLogger(__name__)
 
 
-class Group:
-    """Micro-batches that go through the layers together.
-
-    Args:
-        runtime: Of the model.
-        modules: Of the model.
-        table: What its micro-batches draw.
-        ranks: It is trained on.
-        shares_head: Whether the head is read once for all of them.
+class Group(InPlace):
+    """Micro-batches that go through the layers together, and share the head if ``shares_head``.
 
     Attributes:
         num_done: Micro-batches whose loss has gone backward to the last layer.
@@ -71,49 +65,37 @@ class Group:
         ranks: Ranks,
         shares_head: bool,
     ) -> None:
+        super().__init__(runtime, modules)
         self.num_done = 0
         self.behind: MicroBatch | None = None
         self.reason: str | None = None
-        self._runtime = runtime
-        self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
-        self._device = self._layers[0].device
-        self._modules = modules
-        self._trained = modules.trained()
-        self._mark = modules.mark(self._trained)
-        self._watch = Watch(self._trained, self._asked_for_gradients, self._taken_gradients)
         self._table = table
         self._ranks = ranks
         reader = runtime.head if shares_head else None
         self._head = None if reader is None or reader.holds_all else SharedHead(reader)
-        self._in_layers = {
-            number for each in self._layers for number in each.contents().adapters().ids
-        }
-        inside = [module for each in self._layers for module in each.contents().modules()]
-        self._outside = Outside(modules.now(), inside)
-        self._marks = self._outside.marks()
         self._batches: list[MicroBatch] = []
         self._is_confined = not (
             torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         )
         """Whether no autocast region is around all, which would go on and keep what it has cast."""
-        self._coming: MicroBatch | None = None
-        """Whose code has begun, and that is not one of them yet."""
         self._most = 0
         """Micro-batches that there is memory for."""
         self._num_back = 0
         self._running: MicroBatch | None = None
-        self._behind_marks = self._marks
-        self._turn: MicroBatch | None = None
-        """The one whose turn it is, to the end of its code."""
+        self._behind_outside = self._outside
+        self._has_stopped = False
+        """Whether there were others behind one of which a layer has raised."""
+        self._turn: MicroBatch | None = None  # to the end of its code
         self._tail: MicroBatch | None = None
         """The one whose loss is being computed for good, up to its backward."""
-        self._before = Gradients(())
-        """As that began."""
-        self._has_last = False
+        self._last: MicroBatch | None = None
+        """The last one of the step."""
         self._values = HostValues()
         """While code of the model, and of nobody else, runs up to its first layer."""
         self._conditions: list[Condition] = []
         """Of the layers, as the code of the first one has called them."""
+        self._regions: Regions | None = None
+        """In which it has."""
 
     @property
     def is_over(self) -> bool:
@@ -142,13 +124,11 @@ class Group:
             with self._in_place():
                 self._begin(runs, has_last)
                 self._require_unedited()
-                if self._batches:
-                    self._require_conditions(self._batches[0])
+                if self._batches and not self._still_hold():
+                    raise self._batches[0].refuse("layers that the loss changes while it runs")
                 for index in range(1, len(self._layers)):
-                    failed = self._run_layer(index, self._batches)
-                    if failed is not None:
-                        self._end_at(failed)
-                        self._require_conditions(failed)
+                    self._run_layer(index, self._batches)
+                    self._end_at_failure()
                 self._require_planned()
                 if self._head is not None:
                     self._head.read(self._batches, self._go_on)
@@ -159,76 +139,51 @@ class Group:
             start.restore()
         self._watch.begin()
 
-    def _run_layer(self, index: int, batches: Sequence[MicroBatch]) -> MicroBatch | None:
-        """Run a layer for them, up to the one, if any, for which it raises; its code is over then.
-
-        Those in equal regions are a row.
-        """
-        for _, row in groupby(batches, key=lambda batch: batch.code.regions):
-            failed = self._run_row(index, list(row))
-            if failed is not None:
-                self._go_on(failed)  # its code gets the error of its layer
-                if not failed.code.is_over:
-                    raise failed.refuse("an error of a layer that its code catches")
-                return failed
-        return None
-
-    def _run_row(self, index: int, batches: Sequence[MicroBatch]) -> MicroBatch | None:
+    def _run_layer(self, index: int, batches: Sequence[MicroBatch]) -> None:
+        """Run a layer for them, up to one for which it raises."""
+        if not batches:
+            return
         layer = self._layers[index]
         grouped = layer.context.grouped(self._is_confined, has_graph=self._ranks.is_ddp)
         before = None
         with batches[0].code.inside(), layer.in_a_row(), grouped as visits:
             for number, batch in enumerate(batches):
                 rest = batches[1:] if number == 1 else []
-                try:
-                    if len(rest) > 1 and MicroBatch.run_together(rest, index, before):
-                        break
-                    before = batch.run_layer(index, visits, before)
-                except Exception:
-                    if any(each.error is not None for each in batches):
-                        raise
-                    return batch
+                if len(rest) > 1 and MicroBatch.run_together(rest, index, before):
+                    break
+                before = batch.run_layer(index, visits, before)
+                if batch.failure is not None:
+                    break
                 if self._is_confined:
                     torch.clear_autocast_cache()
-        return None
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to its last layer, and the first layer for each."""
         around = watchers()
-        before = Gradients(self._trained)
         self._runtime.num_grouped = self._most
         try:
             for number, run in enumerate(runs):
-                self._coming = batch = MicroBatch(self._layers, around, run, self._enter_layers)
+                batch = MicroBatch(self._layers, around, run, self._enter_layers)
+                self._batches.append(batch)
                 is_last = has_last and number == len(runs) - 1
                 with self._ranks.turn(number, is_last=is_last):
                     try:
                         self._go_on(batch)
                     finally:
                         self._values.__exit__()
-                if not self._modules.are_unedited(self._mark, self._trained):
-                    self._require_unedited()
-                if number and before.changed():
-                    raise UnsupportedModelError(
-                        "expected a loss that calls the model before its backward, as the first "
-                        f"one of its kind did, found one that does not call it. {ADVICE}"
-                    )
                 if batch.code.is_over and batch.num_called and batch.code.error is None:
-                    raise UnsupportedModelError(
-                        "expected a loss that calls the model as the first one of its kind did, "
-                        f"found {batch.num_called} of its {len(self._layers)} layers called. "
-                        f"{ADVICE}"
+                    raise batch.refuse(
+                        f"{batch.num_called} of {len(self._layers)} layers were called"
                     )
-                if batch.reason is None and not batch.code.is_over:
+                is_alone = batch.reason is not None or batch.code.is_over
+                if not is_alone:
                     self._run_layer(0, [batch])
-                if batch.reason is not None or batch.code.is_over:
-                    self.behind, self._coming = batch, None
-                    self._behind_marks = self._outside.marks()
-                    self._require_marks()
-                    self.reason = None if batch.reason is None else str(batch.reason)
+                if is_alone or batch.failure is not None:
+                    self.behind = self._batches.pop()
+                    self._behind_outside = self._outside.now()
+                    self._require_outside()
+                    self.reason = batch.reason
                     return
-                self._batches.append(batch)
-                self._coming = None
                 if len(self._batches) == self._most or not self._plan_behind(batch):
                     return
         finally:
@@ -236,67 +191,50 @@ class Group:
 
     def _plan_behind(self, batch: MicroBatch) -> bool:
         """Have the random state that this one will leave; whether it is known."""
-        first = between(*batch.bounds[:2])
-        try:
-            self._table.require_predictable(batch.key)
-        except NotGrouped as reason:
-            self.reason = str(reason)
+        if not self._table.is_predictable(batch.key):
+            self.reason = UNPREDICTABLE
             return False
+        first = between(*batch.bounds[:2])
         plan = None if first is None else self._table.plan(batch.key, first)
         if plan is None:
             return False
         batch.planned = later(batch.bounds[0], plan.layers)
         end = later(batch.planned, plan.tail)
-        batch.next_start._replace(pytorch=end).restore()
+        batch.state._replace(pytorch=end).restore()
         return True
 
     def _go_on(self, batch: MicroBatch) -> None:
         """Its code goes on, before its turn to end has come."""
-        is_before_end = batch.num_done < len(self._layers)
-        if is_before_end:
-            self._watch.begin()
+        self._watch.begin()
+        self._running = batch
         try:
-            self._running = batch
             batch.resume()
         finally:
             self._running = None
-            if is_before_end:
-                self._watch.end()
+            self._watch.end()
         if batch.error is not None:
             raise batch.error
         if not isinstance(batch.code.error, Exception):
             batch.code.reraise()
 
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """What code of the user calls in the body comes here: layers, and the head."""
-        context, reader = self._layers[0].context, self._runtime.head
-        before, context.in_place = context.in_place, weakref.ref(self)
-        if reader is not None and self._head is not None:
-            reader.in_place = weakref.ref(self._head)
-        try:
-            yield
-        finally:
-            context.in_place = before
-            if reader is not None:
-                reader.in_place = None
+    def _comes_to_head(self, asked: LossInputs) -> SlicedLossState | None:
+        return None if self._head is None else self._head(asked)
 
     def _enter_layers(self) -> None:
         """The code of one has come to its first layer."""
-        if not self._outside.is_at(self._marks):
+        if not self._outside.still_holds():
             raise NotGrouped("the model's code changes the model")
+        regions = Regions.capture(self._device)
         if not self._conditions:
+            self._regions = regions
             self._conditions = [each.condition() for each in self._layers]
             self._runtime.share_dense()
         elif not self._still_hold():
             raise NotGrouped("layers that the loss changes while it runs")
         if any(each.has_hooks for each in self._conditions):
             raise NotGrouped("hooks inside of layers")
-
-    def _require_conditions(self, batch: MicroBatch) -> None:
-        """Raise if a layer is not as the code of ``batch`` has called it."""
-        if self._conditions and not self._still_hold():
-            raise batch.refuse("layers that the loss changes while it runs")
+        if regions != self._regions:
+            raise NotGrouped("autocast or settings that are others for some micro-batches")
 
     def _still_hold(self) -> bool:
         conditions = zip(self._layers, self._conditions, strict=True)
@@ -312,21 +250,14 @@ class Group:
         except VRAMBudgetError as error:
             if self._runtime.num_grouped == 1:
                 raise
-            self._make_less_room(batch, make_room, error)
+            if len(self._batches) > 1:  # the others have the room that there is
+                batch.wait("no memory for one that is longer")
+                make_room()
+            else:
+                self._make_less_room(make_room, error)
         return True
 
-    def enter(self, holder: nn.Module, given: Sequence[Any]) -> None:
-        """The code of the module that holds the layers begins."""
-        if torch.is_grad_enabled() and not any(watchers()):
-            self._values.enter(holder)
-
-    def _make_less_room(
-        self, batch: MicroBatch, make_room: Callable[[], None], error: VRAMBudgetError
-    ) -> None:
-        if self._batches:  # they have the room that there is
-            batch.reason = NotGrouped("no memory for one that is longer")
-            batch.make_room = make_room
-            return
+    def _make_less_room(self, make_room: Callable[[], None], error: VRAMBudgetError) -> None:
         while self._most > 1:
             logger.info("poros: %d micro-batches do not fit together: %s", self._most, error)
             self._most = self._runtime.num_grouped = -(-self._most // 2)
@@ -339,6 +270,11 @@ class Group:
                 error = again
         raise error
 
+    def enter(self, holder: nn.Module, given: Sequence[Any]) -> None:
+        """The code of the module that holds the layers begins."""
+        if self._running is not None and torch.is_grad_enabled() and not any(watchers()):
+            self._values.enter(holder)
+
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of the forward of a layer."""
         batch = self._running
@@ -348,20 +284,17 @@ class Group:
             self._values.__exit__()
         return batch.call(layer, args, kwargs)
 
-    def _end_at(self, batch: MicroBatch) -> None:
-        """The code of one has ended by an error of a layer: it comes in its turn, and none behind.
-
-        ``batch``: That one.
-        """
-        number = self._batches.index(batch)
-        is_last = number + 1 == len(self._batches) and self.behind is None
-        if batch.code.error is None and not is_last:
-            raise batch.refuse("an error of a layer that its code catches")
-        for each in self._batches[number + 1 :]:
+    def _end_at_failure(self) -> None:
+        """The one of which a layer has raised is the last; its code gets that in its turn."""
+        failed = next((each for each in self._batches if each.failure is not None), None)
+        if failed is None:
+            return
+        number = self._batches.index(failed)
+        stopped = [*self._batches[number + 1 :], *filter(None, [self.behind])]
+        for each in stopped:
             each.code.stop()
-        if self.behind is not None:
-            self.behind.code.stop()
-        self._batches, self.behind = self._batches[:number], batch
+        self._has_stopped = bool(stopped)
+        self._batches, self.behind = self._batches[:number], failed
 
     def _require_planned(self) -> None:
         """Raise if one has drawn otherwise than planned, and those behind have drawn since."""
@@ -371,16 +304,15 @@ class Group:
 
     def _require_unedited(self) -> None:
         """Raise if code edits what the model is made of, or trains other parameters."""
-        is_same = self._modules.mark(self._trained) == self._mark
-        if not is_same or not self._modules.are_trained(self._trained):
+        if not self._is_unedited():
             raise UnsupportedModelError(
                 "expected a loss that leaves the parameters of the model alone, found one that "
                 f"edits, freezes or thaws them. Do so between steps. {ADVICE}"
             )
 
-    def _require_marks(self) -> None:
+    def _require_outside(self) -> None:
         """Have the modules outside the layers as they were for those that have begun."""
-        if not self._outside.is_at(self._marks) and not self._outside.put(self._marks):
+        if not self._outside.still_holds() and not self._outside.put_back():
             raise UnsupportedModelError(
                 "expected a model whose code leaves its buffers alone, found one that edits some "
                 f"in place. {ADVICE}"
@@ -391,11 +323,7 @@ class Group:
     def finish_next(self, is_last: bool) -> Any:
         """Have the next micro-batch compute its loss and call its backward; what its code returns.
 
-        Args:
-            is_last: Whether it is the last before the optimizer's step.
-
-        Raises:
-            UnsupportedModelError: If it turns out that it should have run alone.
+        ``is_last``: whether it is the last before the optimizer's step.
         """
         batch = self._batches[self.num_done]
         if self._ranks.is_synced and not is_last:
@@ -403,11 +331,9 @@ class Group:
                 "expected gradients to be exchanged with the last micro-batch of a step alone, "
                 f"found that they are to be with each. Use no_sync. {ADVICE}"
             )
-        if not self._modules.are_unedited(self._mark, self._trained):
-            self._require_unedited()
         batch.begin_at(Start.capture(self._device))
         self._turn = self._tail = batch
-        self._before, self._has_last = Gradients(self._trained), is_last
+        self._last = batch if is_last else None
         try:
             with self._in_place():
                 self._running = batch
@@ -424,10 +350,9 @@ class Group:
             if self._tail is not None:
                 self._count(batch)
         finally:
-            self._has_last &= self._tail is None
             self._running = self._turn = self._tail = None
         self._note_drawn(batch)
-        if batch.code.has_changed_settings or not self._outside.is_at(self._marks):
+        if batch.code.has_changed_settings or not self._outside.still_holds():
             raise UnsupportedModelError(
                 "expected a loss that leaves settings of PyTorch and modules outside the layers as "
                 "they were, found one that changes some for those behind it, whose code has begun. "
@@ -440,14 +365,15 @@ class Group:
         batch, self.behind = self.behind, None
         if batch is None:
             raise LookupError("expected one that runs alone behind the group, found none")
-        self._outside.put(self._behind_marks)
-        if not batch.code.is_over:
+        self._behind_outside.put_back()
+        if batch.code.error is None:
             batch.begin_at(Start.capture(self._device))
-            batch.finish_alone()
+        if batch.code.is_over:
+            batch.state.restore()
         else:
-            if batch.code.error is None:
-                batch.begin_at(Start.capture(self._device))
-            batch.next_start.restore()
+            batch.resume()
+        if self._has_stopped and batch.code.error is None:
+            raise batch.refuse("an error of a layer that its code catches")
         batch.code.reraise()
         return batch.code.result
 
@@ -458,24 +384,16 @@ class Group:
 
     def _count(self, batch: MicroBatch) -> None:
         """The backward of its loss has come to the last layer."""
-        # A parameter of a layer, or before the layers, has its gradient from there alone. If the
-        # loss uses it too, one after the other sums both before they are added to what is there.
         if has_hooks(self._trained):
             raise UnsupportedModelError(
                 "expected parameters without hooks, found hooks that the loss has registered. Its "
                 f"gradients are wrong. {ADVICE}"
             )
-        apart = self._in_layers | set(map(id, batch.leaves_below()))
-        if batch.has_arrived_below or any(id(each) in apart for each in self._before.changed()):
-            raise UnsupportedModelError(
-                "expected a loss of what the model returns, found one that uses parameters of "
-                f"layers, or what goes into them, itself. Its gradients are wrong. {ADVICE}"
-            )
         self.num_done += 1
         self._tail = None
 
-    def _asked_for_gradients(self) -> None:
-        """Code of the user reads or writes gradients: it gets those of one after the other."""
+    def _asked(self) -> None:
+        # Code of the user gets those of one after the other.
         running, is_within = self._running, torch._C._current_graph_task_id() != -1
         if running is not None:
             if is_within:
@@ -495,13 +413,20 @@ class Group:
             self._watch.begin()
             context.in_place = in_place
 
-    def _taken_gradients(self, parameter: nn.Parameter) -> None:
-        """Code of the user takes the gradient of a parameter: no graph leads to those of layers."""
+    def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:
+        # A parameter of a layer, or before the layers, has its gradient from there alone. If the
+        # loss uses it too, one after the other sums both before they are added to what is there.
         running = self._running
-        if running is not None and (
-            id(parameter) in self._in_layers or id(parameter) in map(id, running.leaves_below())
-        ):
-            raise running.refuse("gradients of single parameters are taken")
+        if running is None:
+            return
+        is_turn = running is self._turn
+        inside = self._in_layers.union(map(id, running.leaves_below()))
+        apart = inside if is_turn else set(map(id, self._trained))
+        why = self._why_apart(roots, wanted, apart)
+        if why is not None and not is_turn and not running.num_called:
+            running.wait(why)
+        elif why is not None:
+            raise running.refuse(why)
 
     # ------------------------------------------------------------------------------ backward
 
@@ -517,17 +442,16 @@ class Group:
     def _backward(self) -> None:
         self._require_unedited()
         done, self._num_back = self._batches[self._num_back : self.num_done], self.num_done
-        ways = self._ranks.ways(len(done), is_last=self._has_last and not self._tail)
         state = Start.capture(self._device)
         for index in reversed(range(len(self._layers))) if done else ():
             sums = GradientSums()
             with self._layers[index].in_a_row():
-                for number, (batch, way) in enumerate(zip(done, ways, strict=True)):
+                for number, batch in enumerate(done):
                     if number == 1 and MicroBatch.backward_together(done[1:], index, sums):
                         break
-                    batch.backward(index, way, sums)
-        for batch, way in zip(done, ways, strict=True):
-            batch.backward_below(way)
+                    batch.backward(index, self._is_by_hand(batch), sums)
+        for batch in done:
+            batch.backward_below(self._is_by_hand(batch))
         if not Start.capture(self._device).equals(state):
             raise RematerializationError(
                 "expected backwards that draw no random numbers, found some that do (a hook that "
@@ -535,10 +459,13 @@ class Group:
                 f"them in another order. {ADVICE}"
             )
 
+    def _is_by_hand(self, batch: MicroBatch) -> bool:
+        """Whether DDP is not to see its gradients: it exchanges what autograd accumulates."""
+        return self._ranks.is_ddp and batch is not self._last
+
     def close(self) -> None:
         """Have the code of those that have not ended go on no more."""
         self._watch.end()
-        begun = [*self._batches[self.num_done :], *filter(None, [self.behind, self._coming])]
-        for batch in begun:
+        for batch in (*self._batches[self.num_done :], *filter(None, [self.behind])):
             batch.code.stop()
-        self._batches, self.behind, self._coming, self._head = [], None, None, None
+        self._batches, self.behind, self._head = [], None, None

@@ -9,7 +9,7 @@ Done only for a loss that was seen to come to the head once.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,11 +25,7 @@ class _Note(NamedTuple):
 
 
 class SharedHead:
-    """The head of one group.
-
-    Args:
-        reader: Brings its slices.
-    """
+    """The head of one group, whose slices ``reader`` brings."""
 
     def __init__(self, reader: SliceReader) -> None:
         self._reader = reader
@@ -42,27 +38,22 @@ class SharedHead:
         micro_batches: Sequence[MicroBatch],
         go_on: Callable[[MicroBatch], None],
     ) -> None:
-        """Have their code come to the head, and compute it for all of them.
-
-        ``go_on``: has the code of one go on.
-        """
+        """Have their code ``go_on`` to the head, and compute it for all of them."""
         for each in micro_batches:
             self._coming = each
             try:
                 go_on(each)
             finally:
                 self._coming = None
-        by_width: dict[int, list[_Note]] = defaultdict(list)
+        alike: dict[Any, list[_Note]] = defaultdict(list)
         for note in self._notes:
-            by_width[note.width].append(note)
+            alike[note.width, note.micro_batch.code.regions].append(note)
         self._notes = []
-        for width, notes in by_width.items():
-            outer = notes[0].micro_batch.code
-            with outer.inside(), torch.no_grad():
+        for (width, _), notes in alike.items():
+            with notes[0].micro_batch.code.inside(), torch.no_grad():
                 for first, rows in self._reader(width):
-                    for micro_batch, _, online in notes:
-                        with micro_batch.code.inside_of(outer), torch.no_grad():
-                            online.add(first, rows)
+                    for _, _, online in notes:
+                        online.add(first, rows)
 
     def __call__(self, asked: LossInputs) -> SlicedLossState | None:
         """In place of reading the head: what it gives, or None if it has to be read."""

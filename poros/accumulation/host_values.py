@@ -24,6 +24,7 @@ from torch.overrides import (
     _push_mode,
 )
 
+from poros.accumulation.foreign import is_of_library
 from poros.kernels.forwards import HOOKS, PatchedForward, has_hooks, is_forward_of_liger
 from poros.stream.boundary import is_streamed
 
@@ -36,7 +37,6 @@ _FOLLOWED = frozenset(
 """They compute the same integers on every device."""
 _DTYPES = (torch.int64, torch.int32, torch.bool)
 _MOST_ELEMENTS = 2**20
-_LIBRARIES = ("transformers.", "torch.", "peft.", "liger_kernel.", "bitsandbytes.", "poros.")
 
 
 class HostValues(TorchFunctionMode):
@@ -113,13 +113,7 @@ def _beside_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_of_library(module: nn.Module) -> bool:
     """Whether nothing but code of libraries runs where the module is called."""
-    own: Any = module.__dict__.get("forward")
-    written: Any = type(module).forward
-    while written is not None:  # with what has been put around it
-        where = getattr(written, "__globals__", {}).get("__name__")
-        if not str(where).startswith(_LIBRARIES):
-            return False
-        written = getattr(written, "__wrapped__", None)
+    kind, own = type(module), module.__dict__.get("forward")
     is_known = own is None or isinstance(own, PatchedForward) or is_forward_of_liger(own)
-    is_theirs = type(module).__module__.startswith(_LIBRARIES)  # no class that derives from it
+    is_theirs = is_of_library(kind) and is_of_library(kind.forward)
     return is_known and is_theirs and not module._compiled_call_impl

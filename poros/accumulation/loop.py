@@ -5,16 +5,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from poros.accumulation.calls import NotGrouped
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import DrawTable
 from poros.accumulation.foreign import ForeignCode
-from poros.accumulation.gradients import has_hooks
+from poros.accumulation.gradients import are_watchable, has_hooks
 from poros.accumulation.group import Group
 from poros.accumulation.modules import Modules
 from poros.accumulation.observed import Observer
@@ -64,18 +64,14 @@ def accumulate(
         Gradients, random states and losses are bit for bit those of one micro-batch after the
         other. Where grouping cannot give them, micro-batches run one after the other, which a log
         line and ``poros.runtime(model).stats()`` report: for example with a loss that uses
-        parameters of layers itself, or takes some gradients by ``torch.autograd.grad``, and with
-        layers that run code of no known library (``poros.accumulation.foreign``). That is found out
-        at the first micro-batch; what only a later one does raises an error, and so does a loss
-        that uses what goes into the layers itself, if it is trained. Between the parts of ``loss``
-        before the layers, behind them and behind the head, those of other batches run: attributes
-        of the object that it is a method of, and variables around it, may not pass values from one
-        part to another, which is found out likewise, and layers may leave nothing in their modules
-        for ``loss`` to read. Poros does not see layers that begin to do so at a later micro-batch,
-        edits that PyTorch does not count (through ``.data`` or NumPy) between micro-batches,
-        gradients that were read before and kept, and what passes from part to part elsewhere:
-        within other objects, in context variables, in files, in iterators, in generators of one's
-        own. Have such a loss read and write it on one side of the call of the model.
+        parameters of layers itself, and with layers that run code of no known library. That is
+        found out at the first micro-batch; what only a later one does raises an error. Between the
+        parts of ``loss`` before the layers, behind them and behind the head, those of other batches
+        run: values that pass from one part to another in attributes of its object or in variables
+        around it are found out likewise. Poros does not see what passes elsewhere (within other
+        objects, in context variables, in files, in iterators), layers that begin to leave values in
+        their modules at a later micro-batch, edits that PyTorch does not count (through ``.data``
+        or NumPy) between micro-batches, nor gradients that were read before and kept.
 
     Raises:
         TypeError: If ``loss`` is None, and a batch is no dictionary or gives the model's loss no
@@ -150,48 +146,37 @@ class Samples:
             step: How it is computed; the same for all.
             is_last: Whether the optimizer's step comes behind it.
         """
-        batch, group = self._todo[0], self._group
+        batch, group = self._todo.pop(0), self._group
         if group is None:
             runtime = step.find()
             if runtime is None:
-                del self._todo[0]
                 return step.run(batch)
             history = _history(runtime)
-            self._end_observation(history, runtime)
+            if self._observed is not None:
+                (kind, observer), self._observed = self._observed, None
+                observer.look_between()
+                history.know(kind, observer, runtime)
             kind = kind_of(step.code, batch)
-            is_single = len(self._todo) == 1
-            if is_single or not history.may_go_together(runtime, step, kind, is_last):
-                del self._todo[0]
+            if not self._todo or not history.may_go_together(runtime, step, kind, is_last):
                 return step.run(batch)
             if kind not in history.known:
-                del self._todo[0]
-                return self._observe(history, runtime, step, kind, batch)
-            group = self._begin_group(history, runtime, step)
+                observer = Observer(runtime, history.modules(step.ranks.inner), step.code)
+                self._observed = kind, observer
+                with observer.watching():
+                    return step.run(batch)
+            group = self._begin_group(history, runtime, step, [batch, *self._todo])
         return self._go_on(group, is_last)
 
-    def _observe(
-        self, history: "History", runtime: Runtime, step: Step, kind: Hashable, batch: Any
-    ) -> torch.Tensor:
-        """Run a micro-batch of a new kind alone, to know whether others may go together."""
-        observer = Observer(runtime, history.modules(step.ranks.inner), step.code)
-        self._observed = kind, observer
-        with observer.watching():
-            return step.run(batch)
-
-    def _end_observation(self, history: "History", runtime: Runtime) -> None:
-        if self._observed is not None:
-            (kind, observer), self._observed = self._observed, None
-            observer.look_between()
-            history.know(kind, observer, runtime)
-
-    def _begin_group(self, history: "History", runtime: Runtime, step: Step) -> Group:
-        kinds = [kind_of(step.code, each) for each in self._todo]
-        number = next((n for n, each in enumerate(kinds) if not history.is_good(each)), len(kinds))
-        shares_head = all(history.known[each].reads_head for each in kinds[:number])
+    def _begin_group(
+        self, history: "History", runtime: Runtime, step: Step, batches: Sequence[Any]
+    ) -> Group:
+        known = [history.known.get(kind_of(step.code, each)) for each in batches]
+        kinds = list(takewhile(lambda kind: kind is not None and kind.reason is None, known))
+        shares_head = all(kind is not None and kind.reads_head for kind in kinds)
         modules = history.modules(step.ranks.inner)
         group = Group(runtime, modules, history.table, step.ranks, shares_head)
-        runs = [partial(step.run, each) for each in self._todo[:number]]
-        group.start(runs, has_last=number == len(self._todo))
+        runs = [partial(step.run, each) for each in batches[: len(kinds)]]
+        group.start(runs, has_last=len(kinds) == len(batches))
         history.num_groups += group.num_together > 1
         if group.reason is not None:
             note_alone(runtime, group.reason)
@@ -200,17 +185,17 @@ class Samples:
 
     def _go_on(self, group: Group, is_last: bool) -> torch.Tensor:
         """The next one of the group, or the one that has begun with it and runs alone behind it."""
-        del self._todo[0]
         loss: torch.Tensor
         if group.is_over:
             loss = group.finish_behind()
-            self.finish()
-            return loss
-        loss = group.finish_next(is_last)
-        if group.is_over or is_last:
-            group.backward()
-            if group.behind is None:
-                self.finish()
+        else:
+            loss = group.finish_next(is_last)
+            is_end = group.is_over or is_last
+            if is_end:
+                group.backward()
+            if not is_end or group.behind is not None:
+                return loss
+        self.finish()
         return loss
 
     def finish(self) -> None:
@@ -276,10 +261,6 @@ class History:
         self._modules: Modules | None = None
         self._foreign = ForeignCode()
 
-    def is_good(self, kind: Hashable) -> bool:
-        """Whether micro-batches of this kind are known to go together."""
-        return kind in self.known and self.known[kind].reason is None
-
     def know(self, kind: Hashable, observer: Observer, runtime: Runtime) -> None:
         """What was seen at one of them."""
         if observer.reason is not None:
@@ -300,45 +281,40 @@ class History:
         if runtime.sizer.is_quicker_alone:
             runtime.share_dense()  # with nobody, any more
             return False
-        try:
-            self._require_together(runtime, step, kind, is_last)
-        except NotGrouped as reason:
-            note_alone(runtime, str(reason))
-            return False
-        return True
+        reason = self._reason_against(runtime, step, kind, is_last)
+        if reason is not None:
+            note_alone(runtime, reason)
+        return reason is None
 
-    def _require_together(
+    def _reason_against(
         self, runtime: Runtime, step: "Step", kind: Hashable, is_last: bool
-    ) -> None:
+    ) -> str | None:
         if not torch.is_grad_enabled():
-            raise NotGrouped("gradients are disabled around all micro-batches")
+            return "gradients are disabled around all micro-batches"
         if runtime.context.in_place is not None and runtime.context.in_place() is not None:
-            raise NotGrouped("micro-batches within micro-batches")
-        step.ranks.require_together()
+            return "micro-batches within micro-batches"
+        if step.ranks.reason is not None:
+            return step.ranks.reason
         if step.ranks.is_synced and not is_last:
-            raise NotGrouped("gradients are exchanged for each micro-batch")
+            return "gradients are exchanged for each micro-batch"
         modules = self.modules(step.ranks.inner)
-        if has_hooks(modules.trained()):
-            raise NotGrouped("hooks on parameters")
-        known = self.known.get(kind)
-        if known is not None and known.reason is not None:
-            raise NotGrouped(known.reason)
+        if modules.have_shared():  # it has one sum for all its places, for each micro-batch
+            return "a trained parameter with several places in the model"
+        trained = modules.trained().parameters
+        if has_hooks(trained):
+            return "hooks on parameters"
+        if not are_watchable(trained):
+            return "a trained parameter of a class of its own"
+        if kind in self.known and self.known[kind].reason is not None:
+            return self.known[kind].reason
         foreign = self._foreign.find(list(runtime.streamed_layers()), modules.now())
-        if foreign is not None:
-            raise NotGrouped(f"layers run {foreign}, code of no library that is known")
+        return foreign and f"layers run {foreign}, code of no library that is known"
 
     def modules(self, model: nn.Module) -> Modules:
-        """Of the model, as they are now.
-
-        Raises:
-            NotGrouped: If a trained parameter has several places: then it has one sum for all of
-                them, for each micro-batch.
-        """
+        """Of the model, as they are now."""
         if self._modules is None or not self._modules.are_of(model):
             self._modules = Modules(model)
         self._modules.now()
-        if self._modules.have_shared():
-            raise NotGrouped("a trained parameter with several places in the model")
         return self._modules
 
 

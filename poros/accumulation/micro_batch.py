@@ -12,7 +12,6 @@ Note: Cuts
     A layer whose visits are replayed has no graph at all: see ``poros.replay.remat.ReplayedVisit``.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -30,39 +29,22 @@ from poros.accumulation.calls import (
     key_of,
     require_hidden_states,
 )
+from poros.accumulation.gradients import add_by_hand, leaves_of
 from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.kernels.nodes import nodes_from, weakly
+from poros.kernels.nodes import weakly
 from poros.replay.call import LayerCall
 from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
 from poros.stream.rng import RngStash, Start, is_same_state
 
-Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, Iterable[torch.Tensor]], None]
-"""Takes the gradients of a part of the graph of one micro-batch: the edge behind it, the gradient
-there, a leaf below it, and the parameters in it."""
-
-
-def backward(
-    edge: Any,
-    gradient: torch.Tensor,
-    anchor: torch.Tensor | None,
-    below: Iterable[torch.Tensor],
-) -> None:
-    """Take gradients, as a ``Differentiate``."""
-    torch.autograd.backward([edge], [gradient])
-
 
 class Cut:
     """A value that passes from one part of the graph to the next, and its gradient back.
 
-    Args:
-        value: Behind the graph that has made it.
-        visit: That has made it without a graph, if one has.
-
     Attributes:
-        visit: Likewise, until its gradients were taken.
+        visit: That has made it without a graph, if one has, until its gradients were taken.
         edge: Of the graph that has made it; None if nothing in that is trained.
         gradient: What has arrived in backward; None before.
         anchor: A leaf below the cut, which gets no gradient.
@@ -103,14 +85,14 @@ class Cut:
 
     def hand_on(
         self,
-        differentiate: Differentiate,
+        by_hand: bool,
         below: Iterable[torch.Tensor],
         before: "Cut | None" = None,
         sums: GradientSums | None = None,
     ) -> None:
         """Take the gradients of what is before this cut, up to the one ``before``.
 
-        ``sums``: of the layer in between, for a visit without a graph.
+        ``by_hand``: whether no node of autograd is to accumulate those of parameters, ``below``.
         """
         edge, visit, gradient = self.edge, self.visit, self.gradient
         self.edge = self.visit = self.gradient = None
@@ -118,12 +100,15 @@ class Cut:
             return
         if visit is not None and before is not None:
             before.gradient = visit.backward(gradient, sums or GradientSums())
-        elif edge is not None and before is not None:
+            return
+        if before is not None:
             before.is_open = True
-            differentiate(edge, gradient, before.anchor, below)
-            before.is_open = False
+        if edge is not None and by_hand:
+            add_by_hand(edge, gradient, None if before is None else before.anchor, below)
         elif edge is not None:
-            differentiate(edge, gradient, None, below)
+            torch.autograd.backward([edge], [gradient])
+        if before is not None:
+            before.is_open = False
 
 
 class _Taken(torch.autograd.Function):
@@ -152,22 +137,19 @@ class _Taken(torch.autograd.Function):
 class MicroBatch:
     """One micro-batch on its way through the layers.
 
-    Args:
-        layers: Of the model, in order.
-        around: The watchers around all micro-batches.
-        run: Calls the model once with gradients, and takes the loss's gradients. Runs once.
-        enter: Called as its code calls the first layer; may raise ``NotGrouped``.
+    ``run`` calls the model once with gradients, and takes the loss's gradients; it runs once.
+    ``enter`` is called as it calls the first layer, and may raise ``NotGrouped``.
 
     Attributes:
         start: The random states at which its code begins.
+        state: Those at which it goes on.
         code: The code.
         reason: Why it has to run alone, found out before its first layer.
         error: What is wrong with it, found out later; code of users may have caught it.
-        make_room: Has the room for it alone made, if that is still to be done.
+        failure: What a layer has raised; its code gets that as it goes on.
         key: Equal for micro-batches whose layers draw alike.
         planned: The random state that it is planned to have behind its layers, if it is.
         bounds: The random states before its first layer, behind it, and behind the last.
-        has_arrived_below: Whether the loss has sent a gradient past all layers.
     """
 
     def __init__(
@@ -179,20 +161,17 @@ class MicroBatch:
     ) -> None:
         self.start = Start.capture(layers[0].device)
         self.code = ParkedCode(run, layers[0].device)
-        self.reason: NotGrouped | None = None
+        self.reason: str | None = None
         self.error: UnsupportedModelError | None = None
-        self.make_room: Callable[[], None] | None = None
+        self.failure: Exception | None = None
         self.key: Any = None
         self.planned: RngStash | None = None
         self.bounds: list[RngStash] = []
-        self.has_arrived_below = False
-        self._is_going_below = False
         self._enter = enter
         self._layers = layers
         self._device = layers[0].device
         self._calls = Calls(layers, around)
-        self._state = self.start
-        """Where it goes on from."""
+        self.state = self.start
         self._called_at = self.start
         """As it calls its first layer."""
         self._cuts: list[Cut] = []
@@ -202,16 +181,9 @@ class MicroBatch:
         """A call that was replayed, of each kind."""
         self._form = torch.Size(), torch.float32
         """Of its hidden states."""
-        self._error: Exception | None = None
-        """Of a layer that has run."""
         self._source: torch.Tensor | None = None
 
     # ------------------------------------------------------------------------------- its code
-
-    @property
-    def num_done(self) -> int:
-        """Layers that have run."""
-        return max(len(self._cuts) - 1, 0)
 
     @property
     def num_called(self) -> int:
@@ -219,50 +191,39 @@ class MicroBatch:
         return self._calls.num_calls
 
     def resume(self) -> None:
-        """Go on up to the call of the last layer, then to the head."""
-        self._state.restore()
+        """Go on up to the call of the last layer, then to the head; alone, to the end."""
+        self.state.restore()
         try:
             self.code.resume()
         finally:
-            self._state = Start.capture(self._device)
+            self.state = Start.capture(self._device)
 
     def run_layer(
         self, index: int, visits: list[ReplayedVisit], before: ReplayedVisit | None = None
     ) -> ReplayedVisit | None:
         """Run a layer that its code has called, in the state that this has left; cut behind it.
 
-        Args:
-            index: Of the layer.
-            visits: Where a replayed visit of it is, if it is no node of a graph.
-            before: Such a visit of the layer by another micro-batch, right before.
-
-        Returns:
-            Such a visit, if it is one.
-
-        Raises:
-            Exception: Whatever the layer raises; its code gets that as it goes on.
+        Gives back its visit, which is the last of ``visits`` then, if it is no node of a graph;
+        ``before`` is such a one of another micro-batch, right before. If it raises: ``failure``.
         """
         layer, (kind, args, kwargs) = self._layers[index], self._noted.pop(0)
         known, captures = self._replayed.get(kind), layer.context.captures
         cut = self._cuts[index]
         self._require_unedited()
-        if before is not None and known is not None and captures is not None and cut.is_awaited:
-            try:
-                again = captures.rows.one(before, known, cut.value, self._state.pytorch)
-            except Exception as error:
-                self._error = error
-                raise
-            if again is not None:
-                cut.release()
-                result, visit = again
-                return self._note_run(index, result, visit, visit.call.has_drawn)
-        given = cut.take()
-        args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
-        kwargs = {
-            key: given if isinstance(each, HiddenStates) else each for key, each in kwargs.items()
-        }
-        self._state.pytorch.restore()
         try:
+            if before is not None and known is not None and captures is not None and cut.is_awaited:
+                again = captures.rows.one(before, known, cut.value, self.state.pytorch)
+                if again is not None:
+                    cut.release()
+                    result, visit = again
+                    return self._note_run(index, result, visit, visit.call.has_drawn)
+            given = cut.take()
+            args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
+            kwargs = {
+                key: given if isinstance(each, HiddenStates) else each
+                for key, each in kwargs.items()
+            }
+            self.state.pytorch.restore()
             run = partial(layer.forward_now, args, kwargs)
             result = require_hidden_states(self.code.run_in_context(run))
             if (result.shape, result.dtype) != self._form:
@@ -270,22 +231,19 @@ class MicroBatch:
         except NotGrouped as reason:
             raise self.refuse(str(reason)) from reason
         except Exception as error:
-            self._error = error
+            self.failure = error
             self._note_drawn()
-            raise
-        visit = visits.pop() if visits else None
-        if visit is not None:
-            self._replayed[kind] = visit.call
-        return self._note_run(index, result, visit)
+            return None
+        found = visits.pop() if visits else None
+        if found is not None:
+            self._replayed[kind] = found.call
+        return self._note_run(index, result, found)
 
     @staticmethod
     def run_together(
         batches: Sequence["MicroBatch"], index: int, before: ReplayedVisit | None
     ) -> bool:
-        """``run_layer`` for all of them in one go; whether that could be done.
-
-        ``before``: the visit of the layer by the one right before them, if it was replayed.
-        """
+        """``run_layer`` for all of them in one go; whether that could be done."""
         captures = None if before is None else before.call.layer.context.captures
         known = [each._replayed.get(each._noted[0][0]) for each in batches]
         cuts = [each._cuts[index] for each in batches]
@@ -294,12 +252,12 @@ class MicroBatch:
             return False
         for each in batches:
             each._require_unedited()
-        states = [each._state.pytorch for each in batches]
+        states = [each.state.pytorch for each in batches]
         try:
             made = captures.rows.all(before, known, [each.value for each in cuts], states)
         except Exception as error:
-            batches[0]._error = error
-            raise
+            batches[0].failure = error
+            return True
         if made is None:
             return False
         for batch, cut, (result, visit) in zip(batches, cuts, made, strict=True):
@@ -322,71 +280,59 @@ class MicroBatch:
         if has_drawn:
             self._note_drawn()
         number = (index == 0) + (index == len(self._layers) - 1)
-        self.bounds += [self._state.pytorch] * number
+        self.bounds += [self.state.pytorch] * number
         return visit
 
     def _note_drawn(self) -> None:
         """A layer has drawn: its code goes on from there."""
-        self._state = self._state._replace(pytorch=RngStash.capture(self._device))
+        self.state = self.state._replace(pytorch=RngStash.capture(self._device))
 
     def _hand_on(self) -> torch.Tensor:
         """What its code is handed for the result of a layer that is to run: it has no values."""
         shape, dtype = self._form
-        held = weakref.ref(self)
+        return WithoutValues.like(shape, dtype, self._device, weakly(self._refuse_use))
 
-        def refuse_use() -> None:
-            batch, why = held(), "the model computes with hidden states between its layers"
-            raise UnsupportedModelError(why) if batch is None else batch.refuse(why)
-
-        return WithoutValues.like(shape, dtype, self._device, refuse_use)
+    def _refuse_use(self) -> None:
+        raise self.refuse("the model computes with hidden states between its layers")
 
     def finish(self) -> None:
         """Go on to the end."""
         self._require_unedited()
-        self._state.restore()
+        self.state.restore()
         self._cuts[-1].is_open = True
         self.code.resume()
         self._cuts[-1].is_open = False
 
     def wait(self, why: str) -> None:
         """It has to run alone: called by its code before its first layer, for its turn to come."""
-        self.reason = NotGrouped(why)
+        self.reason = why
         self.code.park()
-
-    def finish_alone(self) -> None:
-        """Go on to the end, with the layers in its own graph."""
-        self._state.restore()
-        self.code.resume()
 
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a layer by its code."""
         is_first = not self._calls.num_calls
+        is_last = layer is self._layers[-1]
         try:
             given = self._calls.require(layer, args, kwargs)
             if is_first:
                 self._enter()
-                if self.reason is not None:
-                    raise self.reason
-            elif layer is self._layers[-1] and self._has_drawn():
+            elif is_last and not self._called_at.equals(Start.capture(self._device)):
                 raise NotGrouped("random numbers are drawn between layers")
         except NotGrouped as reason:
             if not is_first:
                 raise self.refuse(str(reason)) from reason
             self.wait(str(reason))
-            if self.make_room is not None:
-                self.make_room()
             return layer.forward_now(args, kwargs)
         if is_first:
             args, kwargs = self._begin(given, args, kwargs)
         self._noted.append((self._calls.kind, args, kwargs))
-        is_last = layer is self._layers[-1]
         handed = None if is_last else self._hand_on()
         self._calls.note(handed)
         if not is_last:
             return handed
         self.code.park()
-        if self._error is not None:
-            raise self._error
+        if self.failure is not None:
+            raise self.failure
         return self._cuts[-1].take()
 
     def _begin(
@@ -401,16 +347,11 @@ class MicroBatch:
         cut.is_open = True
         if given.requires_grad:
             self._source = given
-            given.register_hook(weakly(self._note_arrival))
         taken = self._hand_on()
         return (
             tuple(taken if value is given else value for value in args),
             {key: taken if value is given else value for key, value in kwargs.items()},
         )
-
-    def _has_drawn(self) -> bool:
-        """Whether its code has drawn since it called its first layer."""
-        return not self._called_at.equals(Start.capture(self._device))
 
     def refuse(self, why: str) -> UnsupportedModelError:
         """What is to be raised, found out on its way: it cannot run alone any more."""
@@ -423,19 +364,10 @@ class MicroBatch:
 
     # ------------------------------------------------------------------------- random numbers
 
-    @property
-    def next_start(self) -> Start:
-        """The random states behind its layers."""
-        return self._state
-
     def begin_at(self, now: Start) -> None:
-        """It should have begun at ``now``, wherever it did begin.
-
-        Raises:
-            RematerializationError: If it has drawn other numbers than it should have.
-        """
+        """It should have begun at ``now``, wherever it did begin: raises if it has drawn others."""
         parts = []
-        for began, held, wanted in zip(self.start, self._state, now, strict=True):
+        for began, held, wanted in zip(self.start, self.state, now, strict=True):
             if not is_same_state(began, wanted) and not is_same_state(began, held):
                 raise RematerializationError(
                     "expected random numbers as micro-batches one after the other draw them, found "
@@ -444,7 +376,7 @@ class MicroBatch:
                     f"the ones before are right, this one has none yet. {ADVICE}"
                 )
             parts.append(held if is_same_state(began, wanted) else wanted)
-        self.start, self._state = now, Start(*parts)
+        self.start, self.state = now, Start(*parts)
 
     # ------------------------------------------------------------------------------- backward
 
@@ -458,20 +390,16 @@ class MicroBatch:
         """Whether the backward of its loss has come to the last layer."""
         return self._cuts[-1].gradient is not None
 
-    def _note_arrival(self, gradient: torch.Tensor) -> None:
-        self.has_arrived_below |= not self._is_going_below
-
     def leaves_below(self) -> list[torch.Tensor]:
-        """The parameters behind what the first layer is given."""
-        nodes = nodes_from([self._source.grad_fn if self._source is not None else None])
-        return [node.variable for node in nodes if hasattr(node, "variable")]
+        """The leaves of what the first layer is given."""
+        return leaves_of(self._source)
 
-    def backward(self, index: int, differentiate: Differentiate, sums: GradientSums) -> None:
+    def backward(self, index: int, by_hand: bool, sums: GradientSums) -> None:
         """Take the gradients of layer ``index``, whose output's gradient has arrived."""
         # Not through its contents, which would end the row that its visits are in.
         module = self._layers[index].module()
         below, before = module.parameters() if module else (), self._cuts[index]
-        self._cuts[index + 1].hand_on(differentiate, below, before, sums)
+        self._cuts[index + 1].hand_on(by_hand, below, before, sums)
 
     @staticmethod
     def backward_together(batches: Sequence["MicroBatch"], index: int, sums: GradientSums) -> bool:
@@ -490,7 +418,7 @@ class MicroBatch:
             batch._cuts[index].gradient = gradient
         return True
 
-    def backward_below(self, differentiate: Differentiate) -> None:
+    def backward_below(self, by_hand: bool) -> None:
         """Take the gradients of what the model's code computes before its layers."""
-        below, self._source, self._is_going_below = self.leaves_below(), None, True
-        self._cuts[0].hand_on(differentiate, below)
+        below, self._source = self.leaves_below(), None
+        self._cuts[0].hand_on(by_hand, below)

@@ -4,7 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import starmap
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +14,18 @@ from poros.stream.layer_index import values_of
 from poros.stream.namespaces import CONTAINERS, content_of, is_like, refill
 
 
-class Modules:
-    """All modules of a model, and its trained parameters, looked up at little cost each time.
+class Trained(NamedTuple):
+    """What is trained of a model at one time."""
 
-    Args:
-        model: Held weakly.
-    """
+    parameters: list[nn.Parameter]
+    """Each in each of its places."""
+    versions: list[int]
+    places: tuple[list[int], list[int]]
+    """Equal ones mean: the same parameters and modules."""
+
+
+class Modules:
+    """All modules of a model, held weakly, and its trained parameters, looked up at little cost."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -42,21 +48,19 @@ class Modules:
             self._children = self._children_now()
         return self._all
 
-    def trained(self) -> list[nn.Parameter]:
-        """Each place of each, as of the modules that ``now`` has found."""
+    def trained(self) -> Trained:
+        """What is trained, in the modules that ``now`` has found."""
         # Of bitsandbytes' weights each look at an attribute would be a call of Python.
         with torch._C.DisableTorchFunctionSubclass():
-            return [
+            found = [
                 each for each in values_of(self._tables) if each is not None and each.requires_grad
             ]
-
-    def are_trained(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether these are what ``trained`` gives now."""
-        return list(map(id, self.trained())) == list(map(id, parameters))
+            versions = [each._version for each in found]
+        return Trained(found, versions, (list(map(id, found)), self._children_now()))
 
     def have_shared(self) -> bool:
         """Whether a trained parameter is in several places, or in a module that is."""
-        trained = list(map(id, self.trained()))
+        trained = list(map(id, self.trained().parameters))
         if len(set(trained)) < len(trained):
             return True
         shared = {child for child, number in Counter(self._children).items() if number > 1}
@@ -67,129 +71,96 @@ class Modules:
             for parameter in module.parameters()
         )
 
-    def mark(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[int]]:
-        """Equal ones mean: the same modules, and none of the parameters was edited."""
-        return self._children_now(), _versions(parameters)
-
-    def are_unedited(
-        self, mark: tuple[list[int], list[int]], parameters: Sequence[nn.Parameter]
-    ) -> bool:
-        """Whether parameters are as at ``mark``, and trained; at a small part of its cost."""
-        return mark[1] == _versions(parameters) and all(map(_REQUIRES, parameters))
-
     def _children_now(self) -> list[int]:
         return list(map(id, values_of(self._child_tables)))
 
 
-def _versions(parameters: Sequence[nn.Parameter]) -> list[int]:
-    return [each._version for each in parameters]
-
-
-_REQUIRES = attrgetter("requires_grad")
-
-
-class Marks(NamedTuple):
-    """What is in the ``__dict__`` of some modules at one time."""
-
-    tables: list[dict[str, Any]]
-    """Copies of them."""
-    contents: list[tuple[Any, Any]]
-    """The containers in them that are not empty, among which are hooks and buffers, and copies."""
-    empty: list[Any]
-    """Other containers."""
-    buffers: list[tuple[torch.Tensor, torch.Tensor | None]]
-    """And copies of those that are small."""
-    versions: list[int]
-    """Of buffers."""
-
-
 class Outside:
-    """The modules of a model that are not in its layers, as code that runs may change them.
+    """What is in the ``__dict__`` of modules of a model that are not in its layers, at one time.
 
     Training flags are not looked at, nor which parameters and children there are.
-
-    Args:
-        modules: Of the model.
-        inside: Those of its layers.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], inside: Iterable[nn.Module]) -> None:
-        left_out = set(map(id, inside))
-        self._owners = [vars(module) for module in modules if id(module) not in left_out]
-
-    def marks(self) -> Marks:
-        """Those of now."""
+    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
+        self._tables = tables
+        self._copies = [table.copy() for table in tables]
         containers = [
             value
-            for own in self._owners
-            for name, value in own.items()
+            for table in tables
+            for name, value in table.items()
             if type(value) in CONTAINERS and name not in _LEFT_OUT
         ]
-        buffers = [each for own in self._owners for each in own["_buffers"].values()]
-        buffers = [each for each in buffers if each is not None]
-        copies = [each.clone() if each.nbytes <= _SMALL_NUM_BYTES else None for each in buffers]
-        return Marks(
-            [own.copy() for own in self._owners],
-            [(each, content_of(each)) for each in containers if each],
-            [each for each in containers if not each],
-            list(zip(buffers, copies, strict=True)),
-            [each._version for each in buffers],
-        )
+        # Among them hooks and buffers.
+        self._containers = [(each, content_of(each)) for each in containers if each]
+        self._empty = [each for each in containers if not each]
+        buffers = [each for own in tables for each in own["_buffers"].values() if each is not None]
+        self._buffers = [
+            (each, each.clone() if each.nbytes <= _SMALL_NUM_BYTES else None) for each in buffers
+        ]
+        self._versions = [each._version for each in buffers]
 
-    def is_at(self, marks: Marks) -> bool:
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module], inside: Iterable[nn.Module]) -> "Outside":
+        """Of all ``modules`` of a model but those ``inside`` its layers, now."""
+        left_out = set(map(id, inside))
+        return cls([vars(module) for module in modules if id(module) not in left_out])
+
+    def now(self) -> "Outside":
+        """Of the same modules, now."""
+        return Outside(self._tables)
+
+    def still_holds(self) -> bool:
         """Whether nothing was bound since."""
         return (
-            not any(marks.empty)
-            and self._are_buffers_at(marks)
-            and all(starmap(is_like, marks.contents))
-            and all(map(_is_same_table, self._owners, marks.tables))
+            not any(self._empty)
+            and self._do_buffers_hold()
+            and all(starmap(is_like, self._containers))
+            and all(map(_is_same_table, self._tables, self._copies))
         )
 
-    def put(self, marks: Marks) -> bool:
-        """Have what there was at that time; False if a buffer was edited in place since."""
-        for own, table in zip(self._owners, marks.tables, strict=True):
-            for name in (own.keys() | table.keys()) - _LEFT_OUT:
-                if name in table:
-                    own[name] = table[name]
+    def put_back(self) -> bool:
+        """Have what there was; False if a buffer was edited in place since."""
+        for own, copied in zip(self._tables, self._copies, strict=True):
+            for name in (own.keys() | copied.keys()) - _LEFT_OUT:
+                if name in copied:
+                    own[name] = copied[name]
                 else:
                     del own[name]
-        for container in marks.empty:
+        for container in self._empty:
             container.clear()
-        for container, content in marks.contents:
+        for container, content in self._containers:
             refill(container, content)
-        return self._are_buffers_at(marks)
+        return self._do_buffers_hold()
 
-    def _are_buffers_at(self, marks: Marks) -> bool:
+    def _do_buffers_hold(self) -> bool:
         """Whether they hold what they held; DDP writes to them before a forward, mostly the same.
 
         Streams:
             The host waits for the device if somebody has written.
         """
-        versions = [each._version for each, _ in marks.buffers]
-        if versions != marks.versions:
-            written = [
-                pair
-                for pair, now, then in zip(marks.buffers, versions, marks.versions, strict=True)
-                if now != then
-            ]
-            if not all(copy is not None and is_same_bits(own, copy) for own, copy in written):
-                return False
-            marks.versions[:] = versions
+        versions = [each._version for each, _ in self._buffers]
+        if versions != self._versions:
+            for (own, copied), now, then in zip(
+                self._buffers, versions, self._versions, strict=True
+            ):
+                if now != then and (copied is None or not _is_same_bits(own, copied)):
+                    return False
+            self._versions = versions
         return True
 
 
-def is_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both hold the same bytes: a NaN equals itself in them."""
     left, right = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
     return torch.equal(left, right)
 
 
-def _is_same_table(own: dict[str, Any], table: dict[str, Any]) -> bool:
-    if len(own) == len(table) and all(map(is_, own.values(), table.values())):
+def _is_same_table(own: dict[str, Any], copied: dict[str, Any]) -> bool:
+    if len(own) == len(copied) and all(map(is_, own.values(), copied.values())):
         return True
     return all(
-        name in own and name in table and is_like(own[name], table[name])
-        for name in (own.keys() | table.keys()) - _LEFT_OUT
+        name in own and name in copied and is_like(own[name], copied[name])
+        for name in (own.keys() | copied.keys()) - _LEFT_OUT
     )
 
 

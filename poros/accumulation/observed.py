@@ -4,7 +4,6 @@ What code does is seen as it does it, and no bit is another. What only later one
 depends on data, is an error then.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from poros.accumulation.calls import (
     Calls,
@@ -23,11 +21,12 @@ from poros.accumulation.calls import (
     require_hidden_states,
     watchers,
 )
-from poros.accumulation.draws import Drawn
-from poros.accumulation.gradients import Watch, has_hooks
-from poros.accumulation.modules import Modules, Outside
+from poros.accumulation.draws import UNPREDICTABLE, Drawn
+from poros.accumulation.gradients import has_hooks, leaves_of
+from poros.accumulation.in_place import InPlace
+from poros.accumulation.modules import Modules
 from poros.head.loss import LossInputs
-from poros.kernels.nodes import nodes_from, weakly
+from poros.kernels.nodes import weakly
 from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
@@ -36,41 +35,24 @@ from poros.stream.rng import Start, is_same_state
 from poros.stream.settings import Settings
 
 
-class Observer:
-    """Watches one micro-batch.
-
-    Args:
-        runtime: Of the model.
-        modules: Of the model.
-        code: What computes the loss: functions, methods, or objects that are called.
+class Observer(InPlace):
+    """Watches one micro-batch, whose loss ``code`` computes: functions, methods, objects.
 
     Attributes:
         reason: Why micro-batches like it have to run one after the other; None if they need not.
         may_pass: Whether the next one may be another one.
         drawn: What it has drawn, and ``key`` for which shapes; None if no count explains it.
-        reads_head: Whether its loss comes to a head that is not trained, once.
     """
 
     def __init__(self, runtime: Runtime, modules: Modules, code: Iterable[Any]) -> None:
+        super().__init__(runtime, modules)
         self.reason: str | None = None
         self.may_pass = False
         self.drawn: Drawn | None = None
         self.key: Any = None
-        self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
-        self._device = self._layers[0].device
-        self._modules = modules
-        self._trained = modules.trained()
-        self._mark = modules.mark(self._trained)
-        contents = [each.contents() for each in self._layers]
-        inside = [module for each in contents for module in each.modules()]
-        self._outside = Outside(modules.now(), inside)
-        self._marks = self._outside.marks()
-        self._tables = list(map(vars, inside))
+        self._tables = list(map(vars, self._inside))
         self._left = list(map(contents_of, self._tables))
         """What is in the modules of the layers."""
-        ids = {number for each in contents for number in each.adapters().ids}
-        self._inside = [each for each in self._trained if id(each) in ids]
-        self._watch = Watch(self._trained, self._asked, self._taken, used=self._used)
         self._settings = Settings.capture()
         self._names = Names(code)
         self._calls = Calls(self._layers, watchers(), looks_at_all=True)
@@ -80,16 +62,24 @@ class Observer:
         self._end_of_layer: Start | None = None
         self._states: list[Start] = []
         """As it begins, at the first layer, behind it, and behind the last."""
-        self._backward_states: list[Start] = []
+        self._last_node: Any = None
+        """Of autograd, that has given the result of the last layer."""
+        self._is_partial = False
+        """Whether the latest backward is to give some gradients alone."""
+        self._before_backward: Start | None = None
         self._is_autocast = torch.is_autocast_enabled(self._device.type)
         """Around all."""
         self._num_heads = 0
-        self._draws_behind = False
-        self._below: list[torch.Tensor] = []
+        self._below = set[int]()
+        """Ids of the leaves of what the first layer is given."""
         self._given: Sequence[Any] = ()
         """To the module that holds the layers."""
         self._end: Start | None = None
-        self._reader = runtime.head
+
+    @property
+    def reads_head(self) -> bool:
+        """Whether its loss comes to a head that is not trained, once."""
+        return self._num_heads == 1
 
     def refuse(self, why: str, may_pass: bool = False) -> None:
         """Note why; the first reason stays."""
@@ -99,27 +89,26 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The body runs the micro-batch to its end."""
-        if not torch.is_grad_enabled():
-            self.refuse("gradients are disabled around all micro-batches", may_pass=True)
         self._states = [Start.capture(self._device)]
-        context = self._layers[0].context
-        context.in_place = weakref.ref(self)
-        if self._reader is not None:
-            self._reader.in_place = weakref.WeakMethod(self._came_to_head)
+        self._begin_part()
+        try:
+            with self._in_place():
+                yield
+        finally:
+            self._end_part()
+            self._calls.latest, self._below, self._given = None, set(), ()
+            self._note_uses(False)
+            self._handed, self._last_node = [], None
+        self._conclude()
+
+    def _begin_part(self) -> None:
+        """Code of the loss begins that is not the layers'."""
         self._watch.begin()
         self._names.begin()
-        try:
-            yield
-        finally:
-            self._names.end()
-            self._watch.end()
-            context.in_place = None
-            if self._reader is not None:
-                self._reader.in_place = None
-            self._calls.latest, self._below, self._given = None, [], ()
-            self._note_uses(False)
-            self._handed = []
-        self._conclude()
+
+    def _end_part(self) -> None:
+        self._names.end()
+        self._watch.end()
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
         """The model's own code begins; always a pass of its own."""
@@ -132,13 +121,12 @@ class Observer:
 
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a layer."""
-        index = self._calls.num_calls
+        is_first = not self._calls.num_calls
         if len(self._states) == 1:
-            self._names.end()
-            self._watch.end()
+            self._end_part()
             self._states.append(Start.capture(self._device))
             self.key = key_of(args, kwargs, self._device)
-            if not self._outside.is_at(self._marks):
+            if not self._outside.still_holds():
                 self.refuse("the model's code changes the model", may_pass=True)
         if self.reason is not None and not self.may_pass:
             self._note_uses(False)
@@ -154,41 +142,45 @@ class Observer:
         except NotGrouped as reason:
             self.refuse(str(reason))
             return layer.forward_now(args, kwargs)
-        if index == 0 and given.requires_grad:
-            nodes = nodes_from([given.grad_fn])
-            self._below = [node.variable for node in nodes if hasattr(node, "variable")]
-            is_autocast = torch.is_autocast_enabled(self._device.type)
-            if given.is_leaf and is_autocast and any(given is each for each in self._given):
-                self.refuse("a leaf goes into the layers under autocast, which casts it once")
-            known = set(map(id, self._trained))
-            for each in [*self._below, *([given] if given.is_leaf else [])]:
-                if id(each) not in known and (isinstance(each, nn.Parameter) or has_hooks([each])):
-                    self.refuse("trained tensors that are not the model's go into its layers")
+        if is_first and given.requires_grad:
+            self._look_below(given)
         self._note_uses(False)
         found = layer.forward_now(args, kwargs)
         try:
             found = require_hidden_states(found)
             self._calls.require_unedited()
-            if _form(found) != _form(given):
+            if (found.shape, found.dtype) != (given.shape, given.dtype):
                 raise NotGrouped("hidden states that change their form between layers")
         except NotGrouped as reason:
             self.refuse(str(reason))
             return found
         self._calls.note(found)
         self._end_of_layer = Start.capture(self._device)
-        if index == 0:
+        if is_first:
             self._states.append(self._end_of_layer)
         if self._calls.num_calls == len(self._layers):
             self._states.append(self._end_of_layer)
+            self._last_node = found.grad_fn
             if found.requires_grad:
                 found.register_hook(weakly(self._arrived))
-            self._watch.begin()
-            self._names.begin()
+            self._begin_part()
         elif type(found) is torch.Tensor:
             found.__dict__["used"] = weakly(self._note_use)
             self._handed.append(found)
         self._note_uses(True)
         return found
+
+    def _look_below(self, given: torch.Tensor) -> None:
+        """At what is trained of that which the first layer is ``given``."""
+        below = leaves_of(given)
+        self._below = set(map(id, below))
+        is_autocast = torch.is_autocast_enabled(self._device.type)
+        if given.is_leaf and is_autocast and any(given is each for each in self._given):
+            self.refuse("a leaf goes into the layers under autocast, which casts it once")
+        known = set(map(id, self._trained))
+        for each in below:
+            if id(each) not in known and (isinstance(each, nn.Parameter) or has_hooks([each])):
+                self.refuse("trained tensors that are not the model's go into its layers")
 
     def _note_uses(self, is_on: bool) -> None:
         """From now on, uses of what layers have returned are noted, or no more."""
@@ -199,87 +191,72 @@ class Observer:
         """The model's code uses what a layer but the last has returned."""
         self.refuse("the model computes with hidden states between its layers")
 
-    def _came_to_head(self, asked: LossInputs) -> None:
+    def _comes_to_head(self, asked: LossInputs) -> None:
         if self._num_heads == 0 and len(self._states) == 4:
             self._names.begin()
         self._num_heads += 1
 
-    @property
-    def reads_head(self) -> bool:
-        return self._num_heads == 1 and not self._draws_behind
-
     def _asked(self) -> None:
-        """Code of the user reads or writes gradients."""
         if torch._C._current_graph_task_id() != -1:
             self.refuse("gradients are used within a backward")
         elif not self._calls.num_calls:
             self.refuse("gradients are used before the model has run")
-        elif not self._backward_states:
+        elif self._before_backward is None:
             self.refuse("gradients are used while a loss is computed")
 
-    def _taken(self, parameter: nn.Parameter) -> None:
-        """Code of the user takes the gradient of a parameter itself."""
-        if any(parameter is each for each in (*self._inside, *self._below)):
-            self.refuse("the loss takes gradients of single parameters itself")
-
-    def _used(self, parameter: nn.Parameter) -> None:
-        """A graph begins at a parameter, outside the layers."""
-        if any(parameter is each for each in (*self._inside, *self._below)) and (
-            self._calls.num_calls or any(parameter is each for each in self._inside)
-        ):
-            self.refuse("the loss uses parameters of layers, or below them, itself")
+    def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:
+        self._is_partial = bool(wanted)
+        why = self._why_apart(roots, wanted, self._in_layers | self._below, [self._last_node])
+        if why is not None:
+            self.refuse(why)
 
     def _arrived(self, gradient: torch.Tensor) -> None:
         """A gradient has come to the last layer."""
         self._watch.end()  # which has adapters run otherwise
-        if self._backward_states:
+        if self._before_backward is not None:
             self.refuse("a second backward of one loss")
-        if not all(map(_is_arrived_at, self._inside)):
+        if self._is_partial:
             self.refuse("the loss takes gradients of single parameters itself")
         if has_hooks(self._trained):
             self.refuse("hooks on parameters")
         if torch.is_autocast_enabled(self._device.type) != self._is_autocast:
             self.refuse("a backward within an autocast region of the loss")
-        self._backward_states.append(Start.capture(self._device))
+        self._before_backward = Start.capture(self._device)
         self._note_uses(False)
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
+        self._watch.begin()
         self._note_uses(True)
-        if not Start.capture(self._device).equals(self._backward_states[-1]):
+        before = self._before_backward
+        if before is not None and not before.equals(Start.capture(self._device)):
             self.refuse("random numbers are drawn in the backwards of layers")
 
     def _conclude(self) -> None:
         if self._calls.num_calls < len(self._layers):
             self.refuse("the model does not call all of its layers with gradients enabled", True)
             return
-        if self._mark != self._modules.mark(self._trained):
+        if [each._version for each in self._trained] != self._found.versions:
             self.refuse("the loss edits parameters of the model")
-        if not self._outside.is_at(self._marks):
+        if not self._is_unedited():
+            self.refuse("the loss changes which parameters are trained", may_pass=True)
+        if not self._outside.still_holds():
             self.refuse("the model's code changes the model", may_pass=True)
         for _, left in bound(self._left, list(map(contents_of, self._tables))):
             if left not in OF_MODULES:
                 self.refuse(f"layers leave {left} in their modules", may_pass=True)
         if self._settings != Settings.capture():
             self.refuse("the loss changes settings of PyTorch", may_pass=True)
-        if not self._modules.are_trained(self._trained):
-            self.refuse("the loss changes which parameters are trained", may_pass=True)
         for layer, condition in zip(self._layers, self._conditions, strict=True):
             if not condition.equals(layer.condition()):
                 self.refuse("layers that the loss changes while it runs")
         start, before, behind_first, behind = self._states
         end = self._end = Start.capture(self._device)
-        for index in (1, 2):  # of Python and NumPy
-            if not is_same_state(before[index], behind[index]):
-                self.refuse("the model draws random numbers of Python or NumPy between its layers")
-            is_before = not is_same_state(start[index], before[index])
-            is_behind = not is_same_state(behind[index], end[index])
-            self._draws_behind |= is_behind
-            if is_before and is_behind:
-                self.refuse("random numbers of Python or NumPy before and behind the layers")
+        if not all(is_same_state(start[index], end[index]) for index in (1, 2)):
+            self.refuse("random numbers of Python or NumPy are drawn")
         self.drawn = Drawn.of([each.pytorch for each in (before, behind_first, behind, end)])
         if self.drawn is None:
-            self.refuse("what is drawn at random does not depend on shapes alone")
+            self.refuse(UNPREDICTABLE)
         if (name := self._names.torn()) is not None:
             self.refuse(f"the loss changes {name} before its layers or its head for what is behind")
 
@@ -287,23 +264,10 @@ class Observer:
         """The next micro-batch comes: whether anything was done since that it would not see."""
         if self._end is not None and not self._end.equals(Start.capture(self._device)):
             self.refuse("random numbers are drawn between micro-batches")
-        is_same = self._mark == self._modules.mark(self._trained)
-        if not is_same or not self._modules.are_trained(self._trained):
+        if not self._is_unedited():
             self.refuse("parameters are edited, frozen or thawed between micro-batches")
         if (name := self._names.changed_since()) is not None:
             self.refuse(f"{name} changes between micro-batches")
-
-
-def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
-def _is_arrived_at(parameter: torch.Tensor) -> bool:
-    """Whether the backward that goes on is to come to ``parameter``, and leave a gradient there."""
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # in torch.autograd.grad
-        return False
 
 
 class Names:
@@ -313,9 +277,6 @@ class Names:
     method of, of which it is seen in which part they are read; and variables around functions and
     global variables that they use, and those of functions of the same file that these use, of
     which it is assumed. So are the elements of containers, but not what is in other objects.
-
-    Args:
-        code: Functions, methods, or objects that are called.
     """
 
     def __init__(self, code: Iterable[Any]) -> None:
@@ -388,10 +349,7 @@ class Names:
 
 
 def _noting_reads(owner: Any, read: set[str]) -> Callable[[], None]:
-    """Have it noted which attributes of ``owner`` are read; gives what ends that.
-
-    Its class stays, for code that writes to it; it is given a ``__getattribute__`` for that time.
-    """
+    """Have it noted which attributes of ``owner`` are read, by its class; gives what ends that."""
     kind, name = type(owner), "__getattribute__"
     own, genuine = vars(kind).get(name), getattr(kind, name)
 

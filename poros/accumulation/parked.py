@@ -7,7 +7,7 @@ stopped, are exchanged.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
@@ -59,10 +59,6 @@ class Regions(NamedTuple):
 class ParkedCode:
     """Code that can be stopped by ``park``, called from within it.
 
-    Args:
-        run: The code.
-        device: It computes on.
-
     Attributes:
         result: What it has returned.
         error: What it has raised.
@@ -84,9 +80,7 @@ class ParkedCode:
     def resume(self) -> None:
         """Run it until it parks or ends; what it raises is kept.
 
-        Exactness:
-            An autocast region that it is in keeps no cast beyond the place where it parks, unless
-            a region is around all.
+        An autocast region keeps no cast beyond the place where it parks, unless one is around all.
         """
         around = self._enter()
         try:
@@ -124,17 +118,10 @@ class ParkedCode:
         context = self._stack.gr_context
         return run() if context is None else context.run(run)
 
-    def inside_of(self, other: "ParkedCode") -> AbstractContextManager[None]:
-        """As ``inside``, within that of ``other``: nothing is to be done if the state is one."""
-        is_one = self is other or self.regions == other.regions
-        return nullcontext() if is_one else self.inside()
-
     def reraise(self) -> None:
-        """Raise what it has raised, if anything; it is not held from then on.
-
-        It holds frames that hold this: what contexts of theirs have left to undo would be undone
-        whenever Python's collector comes by, within a visit for one.
-        """
+        """Raise what it has raised, if anything; it is not held from then on."""
+        # It holds frames that hold this: what contexts of theirs have left to undo would be undone
+        # whenever Python's collector comes by, within a visit for one.
         error, self.error = self.error, None
         try:
             if error is not None:

@@ -503,7 +503,7 @@ CONTROLS = {
     "sums in descending order": Control(Group, "backward", descending, FAULTY),
     "the last group first": Control(poros, "accumulate", last_group_first, FAULTY),
     "no gradients below": Control(
-        MicroBatch, "backward_below", lambda self, way: None, PROGRAMS["prompt_tuning"]
+        MicroBatch, "backward_below", lambda self, by_hand: None, PROGRAMS["prompt_tuning"]
     ),
 }
 

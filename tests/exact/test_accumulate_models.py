@@ -32,6 +32,7 @@ from tests.loops import (
     own_loss,
     program,
     small_base,
+    trained,
 )
 
 Model = Any
@@ -166,7 +167,15 @@ def vocabulary(is_tied: bool) -> Model:
     return model
 
 
+def of_a_class_of_its_own(model: Model) -> None:
+    class Own(torch.nn.Parameter):
+        pass
+
+    trained(model)[0].__class__ = Own
+
+
 AROUND = {
+    "a parameter of its own class": program(of_a_class_of_its_own, "a class of its own"),
     "draws that depend on data": program(
         in_layers(drawing_by_data), "does not depend on shapes", lengths=(8,), sizes=(3,) * 4
     ),
@@ -186,7 +195,7 @@ AROUND = {
         *(scaling(0), (UnsupportedModelError, "while it runs")), lengths=(12, 12, 9, 12)
     ),
     "layers that leave a tensor": program(
-        leaving(lambda found: found, lambda left: left), "leave left in their modules"
+        leaving(lambda found: found, lambda left: left), "uses parameters of layers"
     ),
     "layers that leave a number": program(leaving(float), "leave left in their modules"),
     "a trained vocabulary": program(base=partial(vocabulary, is_tied=False)),
@@ -198,8 +207,7 @@ AROUND = {
     ),
     "inputs that require gradients": program(lambda model: model.enable_input_require_grads()),
     "what goes into the layers, in the loss too": program(
-        *(of(using_what_goes_in), (UnsupportedModelError, "what goes into them")),
-        base=S.inputs_require_gradients,
+        of(using_what_goes_in), "what goes into them", base=S.inputs_require_gradients
     ),
     "autocast around all, without a cache": program(
         base=lambda: dense(dtype=torch.float32),

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from poros.accumulation.group import Group
+from poros.accumulation.in_place import InPlace
 from poros.accumulation.parked import ParkedCode, Regions
 from poros.errors import UnsupportedModelError
 from tests.exact import subjects as S
@@ -38,23 +38,7 @@ from tests.loops import (
 Model = Any
 pytestmark = pytest.mark.usefixtures("known")
 
-# Batches of all forms, which the loss edits.
-
-
-def masking(model: Model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Masks the first label that is not masked yet."""
-    labels[:, int((labels == -100).sum(-1).max())] = -100
-    return own_loss(model, {"input_ids": tokens, "labels": labels})
-
-
-def viewed(batch: Batch) -> Any:
-    labels = batch["labels"].clone()
-    return {**batch, "labels": labels, "first": labels[:, :3]}
-
-
-def editing_a_view(model: Model, batch: Any) -> torch.Tensor:
-    batch["first"][:, int((batch["labels"] == -100).sum(-1).max())] = -100
-    return with_labels(model, batch, batch["labels"])
+# Batches that the loss edits.
 
 
 def editing(model: Model, batch: Batch) -> torch.Tensor:
@@ -67,18 +51,9 @@ def with_labels(model: Model, batch: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 FORMS = {
-    "tuple": program(
-        of(lambda model, batch: masking(model, *batch)),
-        form=lambda batch: tuple(each.clone() for each in batch.values()),
-    ),
     "nested": program(
         of(lambda model, batch: with_labels(model, batch["model"], batch["targets"].pop())),
         form=lambda b: {"model": {"input_ids": b["input_ids"]}, "targets": [b["labels"].clone()]},
-    ),
-    "a view": program(of(editing_a_view), form=viewed),
-    "an iterator": program(
-        of(lambda model, batch: with_labels(model, batch, next(batch["rows"]))),
-        form=lambda b: {**b, "rows": iter([b["labels"], torch.full_like(b["labels"], 7)])},
     ),
     "edited": program(of(editing)),
 }
@@ -150,22 +125,6 @@ def on_model(model: Model) -> Loss:
     return loss
 
 
-def of_numpy(model: Model, batch: Batch) -> torch.Tensor:
-    tokens = batch["input_ids"].clone()
-    tokens[:, np.random.randint(0, 4)] = 3
-    return own_loss(model, {**batch, "input_ids": tokens})
-
-
-def next_batch(model: Model) -> Loss:
-    drawn = torch.Generator().manual_seed(9)
-
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        tokens = torch.randint(4, 100, (2, 9), generator=drawn)
-        return own_loss(model, {"input_ids": tokens, "labels": tokens})
-
-    return loss
-
-
 STATES = {
     "variable": program(variable, "changes calls"),
     "global": program(total, "changes TOTAL"),
@@ -174,10 +133,9 @@ STATES = {
     "tokens by number, late": program(lambda model: Counting().late_tokens, "changes calls"),
     "number of the model": program(on_model, "changes the model"),
     "random numbers of Python": program(
-        of(lambda model, batch: masked(model, batch, random.randrange(1, 4)))
+        of(lambda model, batch: masked(model, batch, random.randrange(1, 4))),
+        "random numbers of Python or NumPy",
     ),
-    "random numbers of NumPy": program(of(of_numpy)),
-    "batches of its own": program(next_batch),
 }
 
 
@@ -260,7 +218,7 @@ GRADIENTS = {
     "read before": program(of(reading_before), "gradients are used before"),
     "clamped behind its backward": program(of(behind_its_backward(clamp))),
     "noise behind its backward": program(of(behind_its_backward(add_noise)), lengths=(8,)),
-    "taken by autograd.grad": program(of(taking), WHILE),
+    "taken by autograd.grad": program(of(taking), "takes gradients of single"),
     "two backwards": program(of(backward_twice), "a second backward"),
     "there before": program(between=put_before),
 }
@@ -298,9 +256,20 @@ def penalty(model: Model) -> torch.Tensor:
     return 0.1 * found
 
 
-def penalized(loss: Loss) -> Callable[[Model], Loss]:
-    """What has to begin anew finds its batch as it was."""
-    return of(lambda model, batch: loss(model, batch) + penalty(model))
+def penalized(model: Model, batch: Batch) -> torch.Tensor:
+    return own_loss(model, batch) + penalty(model)
+
+
+def penalized_apart(model: Model, batch: Batch) -> torch.Tensor:
+    """In a backward of its own, behind the loss's."""
+    apart = penalty(model)
+    own_loss(model, batch).backward()
+    return apart
+
+
+def penalized_before(model: Model, batch: Batch) -> torch.Tensor:
+    penalty(model).backward()
+    return own_loss(model, batch)
 
 
 def in_evaluation_mode(model: Model, batch: Batch) -> torch.Tensor:
@@ -355,8 +324,8 @@ LOSSES = {
     "saved tensors that are packed": program(
         of(packed), (UnsupportedModelError, "saved-tensor hooks")
     ),
-    "a penalty on adapters": program(penalized(own_loss), ITSELF),
-    "a penalty, edited": program(penalized(editing), ITSELF),
+    "a penalty on adapters": program(of(penalized), ITSELF),
+    "a penalty, apart": program(of(penalized_apart), ITSELF),
     "a penalty of AdaLoRA": program(end=ITSELF, base=lambda: training(adapter="adalora")),
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
     "settings that change": program(of(setting), (UnsupportedModelError, "settings of PyTorch")),
@@ -368,7 +337,8 @@ LOSSES = {
     ),
     "autocast": program(of(in_autocast), base=lambda: training()),
     "autocast for some": program(
-        of(in_autocast_at_times), base=lambda: training(dtype=torch.float32)
+        *(of(in_autocast_at_times), "others for some"),
+        base=lambda: training(dtype=torch.float32),
     ),
     "gradients disabled around": program(
         of(torch.enable_grad()(own_loss)), "gradients are disabled", around=torch.no_grad
@@ -468,7 +438,8 @@ def prompted(model: Model) -> Loss:
 ENDS = {
     "no model for some": program(of(skipping), lengths=(12, 9, 5, 7), sizes=(3, 4, 3)),
     "an error of the first layer": program(raising(0), lengths=(12, 9, 5, 7), sizes=(3, 4, 3)),
-    "an error of a later layer": program(
+    "an error of a later layer": program(raising(1), lengths=(12, 9, 7, 5), sizes=(4, 4)),
+    "an error of a later layer, and one behind": program(
         *(raising(1), (UnsupportedModelError, "its code catches")),
         lengths=(12, 9, 5, 7),
         sizes=(4, 3),
@@ -506,7 +477,8 @@ LATER = {
     "two backwards": later(backward_twice, (UNSUPPORTED, "one backward for each")),
     "two forwards": later(two_forwards, (UNSUPPORTED, "more than once")),
     "hidden states": later(hidden_states, "recorded"),
-    "a penalty on adapters": later(penalized(own_loss)(None), (UNSUPPORTED, "uses parameters")),  # type: ignore[arg-type]
+    "a penalty on adapters": later(penalized, (UNSUPPORTED, "uses parameters")),
+    "a penalty before": later(penalized_before, "uses parameters"),
     "saved tensors that are packed": later(packed, (UNSUPPORTED, "saved-tensor hooks")),
     "evaluation mode while it runs": later(in_evaluation_mode),
 }
@@ -539,6 +511,9 @@ CONTROLS = {
     ),
     "layers outside the context of the code": Control(
         ParkedCode, "run_in_context", lambda self, run: run(), ENDS["a context variable"]
+    ),
+    "uses of adapters that nobody looks for": Control(
+        *(InPlace, "_why_apart", staticmethod(lambda *_: None)), LATER["a penalty on adapters"]
     ),
     "random states of code that is over": Control(
         *(Group, "finish_behind", without_states), ENDS["no model for some"]

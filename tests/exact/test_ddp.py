@@ -67,6 +67,8 @@ class Cell:
     error: str = ""
     """What it raises on all ranks, if it is to."""
     trains_embedding: bool = False
+    input_grads: bool = False
+    """Whether what goes into the layers requires gradients, as trainers have it."""
     quantize: bool = True
     num_layers: int = 3
     options: dict[str, Any] = field(default_factory=dict)
@@ -79,11 +81,6 @@ def by_grad(model: Any, loss: torch.Tensor) -> torch.Tensor:
     wanted = trained(model)
     found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
     return loss * (1 + sum(float(each.abs().sum()) for each in found if each is not None))
-
-
-def by_inputs(model: Any, loss: torch.Tensor) -> torch.Tensor:
-    loss.backward(inputs=trained(model))
-    return loss.detach() * torch.ones((), requires_grad=True)
 
 
 def at_the_end(taking: Any) -> Any:
@@ -113,6 +110,7 @@ CELLS = {
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
     "together": grouped(num_layers=5, options=SMALL_BUCKETS),
     "together, bucket views": grouped(trains_embedding=True, options=VIEWS),
+    "together, inputs that require gradients": grouped(input_grads=True),
     # These run one after the other.
     "together, unused": grouped(
         has_unused=True, options=FIND_UNUSED, reason="find_unused_parameters"
@@ -120,11 +118,8 @@ CELLS = {
     "together, trainer": grouped(trainer=True),
     "together, synced": grouped(trainer=True, sync_each=True, reason="exchanged for each"),
     # Gradients that the code of the user takes for itself.
-    "taken": grouped(taking=by_grad, reason="gradients are used while"),
+    "taken": grouped(taking=by_grad, reason="takes gradients of single"),
     "taken at the end": grouped(taking=at_the_end(by_grad), error="gradients of single parameters"),
-    "taken into at the end": grouped(
-        taking=at_the_end(by_inputs), error="gradients of single parameters"
-    ),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(
         num_steps=8, options=SMALL_BUCKETS, policy={"cuda_graphs": True}, no_sync=True
@@ -149,6 +144,8 @@ def build(cell: Cell, rank: int) -> Any:
             if f".{UNUSED}." in name:
                 parameter.requires_grad_(True)
     model.get_input_embeddings().weight.requires_grad_(cell.trains_embedding)
+    if cell.input_grads:
+        model.enable_input_require_grads()
     with torch.no_grad():
         for parameter in named_trained(model).values():
             parameter.add_(0.01 * rank)

@@ -1,8 +1,9 @@
 """What streams one prepared model: the one owner of its slabs, slots, constants and counts."""
 
+import logging
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,18 +15,17 @@ from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.model.attach import Attachment, host_store
-from poros.model.inspect import Inventory
+from poros.model.inspect import Inventory, require_checked
 from poros.model.measuring import MeasuredSizer, device_memory
-from poros.model.passes import Passes
-from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
-from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer
+from poros.model.recorded import captures_for, dense_layer_for, workspace_for
+from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer, shape_of
 from poros.model.stats import adapter_counts, attention_of, held_num_bytes, nothing_checked
 from poros.replay.captures import EXPECTED
 from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import divide
-from poros.stream.boundary import StreamedLayer, is_streamed
+from poros.stream.boundary import StreamedLayer, is_streamed, refuse_tracing, streamed_layer
 from poros.stream.context import LayerCheck, ModelContext
 from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
@@ -35,6 +35,8 @@ from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
+
+logger = logging.getLogger(__name__)
 
 _KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
@@ -52,7 +54,7 @@ class StepCheck(LayerCheck, Protocol):
         """Check rows of a matrix in host memory that came to the device."""
 
 
-class Runtime(Passes):
+class Runtime:
     """What streams a prepared model. Get it with ``poros.runtime(model)``.
 
     Args:
@@ -121,50 +123,52 @@ class Runtime(Passes):
             else None
         )
         self._attachment = Attachment(inventory, self.device, self.host, self.tally)
-        with ExitStack() as undo:
-            undo.callback(self.host.unpin)
-            undo.callback(self._attachment.abandon)
-            if self.digests is not None:
-                undo.callback(self.digests.close)
-            self.small = SmallTensors(
-                inventory.by_layer(), self.device, digests=self.digests is not None
-            )
-            self._attachment.move_to_host(model, self.digests)
-            self._attachment.move_small(self.small)
-            self.rows = RowReader(streams)
-            undo.callback(self.rows.unlock)
-            self._attachment.keep_embeddings(model, self.rows, self.digests)
-            self.head = self._attachment.take_head(model, self.rows, streams, self.digests)
-            if self.head is not None:
-                undo.callback(self.head.unpin)
-            self._attachment.move_to_device(model)
-            if self.device.type == "cuda":
-                self.host.pin(self.device)
-            self.constants = DeviceConstants(
-                self.device,
-                self.small.nested,
-                workspace_for(policy, self.device, inventory.blocks),
-            )
-            self._dense = dense_layer_for(policy, self.device)
-            self.ring = self._allocate_slots(self.room)
-            self._sizes = self._block_sizes()
-            self._hold_head(self.room)
-            self.manager = BlockManager(self.host, self.ring, streams)
-            self.offloader = ActivationOffloader(streams)
-            self.sizer = self._make_sizer(estimate)
-            self.context = self._make_context(model, inventory, recorder)
-            self._attachment.attach_layers(
-                model,
-                self._make_layers(inventory),
-                self.begin_pass,
-                lambda: self.resize(self.room),
-            )
-            undo.callback(self._release)
-            for layer in inventory.layers:
-                layer.__dict__[_KEY] = self
-            if not self.is_adopted:
-                detach_store(inventory.base)
-            undo.pop_all()
+        try:
+            self._set_up(model, inventory, estimate, recorder)
+        except BaseException:
+            self._attachment.abandon()
+            raise
+
+    def _set_up(
+        self, model: nn.Module, inventory: Inventory, estimate: Estimate, recorder: Recorder | None
+    ) -> None:
+        """Move tensors and attach the layers; what it takes is given back as the model detaches."""
+        attachment, policy, streams = self._attachment, self.policy, self._streams
+        attachment.at_detach(self.host.unpin)
+        if self.digests is not None:
+            attachment.at_detach(self.digests.close)
+        self.small = SmallTensors(
+            inventory.by_layer(), self.device, digests=self.digests is not None
+        )
+        attachment.move_to_host(model, self.digests)
+        attachment.move_small(self.small)
+        self.rows = RowReader(streams)
+        attachment.at_detach(self.rows.unlock)
+        attachment.keep_embeddings(model, self.rows, self.digests)
+        self.head = attachment.take_head(model, self.rows, streams, self.digests)
+        if self.head is not None:
+            attachment.at_detach(self.head.unpin)
+        attachment.move_to_device(model)
+        if self.device.type == "cuda":
+            self.host.pin(self.device)
+        workspace = workspace_for(policy, self.device, inventory.blocks)
+        self.constants = DeviceConstants(self.device, self.small.nested, workspace)
+        self._dense = dense_layer_for(policy, self.device)
+        self.ring = self._allocate_slots(self.room)
+        self._sizes = self._block_sizes()
+        self._hold_head(self.room)
+        self.manager = BlockManager(self.host, self.ring, streams)
+        self.offloader = ActivationOffloader(streams)
+        attachment.at_detach(self.offloader.unpin)
+        self.sizer = self._make_sizer(estimate)
+        self.context = self._make_context(model, inventory, recorder)
+        layers = self._make_layers(inventory)
+        attachment.attach_layers(model, layers, self.begin_pass, lambda: self.resize(self.room))
+        attachment.at_detach(partial(_forget_runtime, self._layers))
+        for layer in inventory.layers:
+            layer.__dict__[_KEY] = self
+        if not self.is_adopted:
+            detach_store(inventory.base)
 
     def _make_sizer(self, estimate: Estimate) -> Sizer:
         memory = device_memory(self.device)
@@ -396,7 +400,94 @@ class Runtime(Passes):
 
     def share_dense(self) -> None:
         """Have memory for a layer's dense weights, if there is room."""
-        share_dense(self._dense, self.sizer, self.captures)
+        if self._dense is None:
+            return
+        had = self._dense.num_bytes
+        try:
+            if self.sizer.shares_dense and not self.sizer.is_quicker_alone:
+                self._dense.allocate()
+                return
+        except torch.OutOfMemoryError:
+            self.sizer.shares_dense = False
+            logger.warning(
+                "poros: there is no memory to share a layer's dense weights, so each micro-batch "
+                "dequantizes them for itself. The result is the same"
+            )
+        self._dense.free()
+        if had and self.captures is not None:
+            self.captures.forget()  # recorded visits read the memory that is gone
+
+    def begin_pass(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Check a call of the model, make room for the micro-batch, and record visits that are due.
+
+        Args:
+            holder: Holds the layers.
+            args, kwargs: What it is called with.
+
+        Raises:
+            PreparedModelError: If the call is compiled as a whole.
+            UnvalidatedArchitectureError: If it is to be trained, and nothing has checked it.
+            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
+        """
+        refuse_tracing(type(holder).__name__)
+        if self.unchecked:
+            require_checked(self.unchecked)
+        stand_in = None if self.context.in_place is None else self.context.in_place()
+
+        def make_room() -> None:
+            if torch.is_grad_enabled() and self.sizer.decides:
+                self.make_room(args, kwargs)
+
+        if stand_in is None:
+            make_room()
+        elif not stand_in.begin_pass(make_room):
+            return  # its micro-batch is on its way already
+        if self.captures is not None:
+            self.context.visits.end_all()
+            layers, is_on = list(self.streamed_layers()), self.sizer.replays
+            if self.captures.begin_pass(layers, is_on, self.num_grouped):
+                self.sizer.recorded()
+        if stand_in is not None:
+            stand_in.enter(holder, (*args, *kwargs.values()))
+
+    def make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Give the blocks the room that suits a micro-batch, before its layers run.
+
+        Args:
+            args, kwargs: What the module that holds the layers is called with.
+
+        Raises:
+            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
+        """
+        shape = shape_of(args, kwargs, self.num_grouped)
+        if shape is None:
+            return
+        is_checking = self.self_check["status"] == "pending"
+        room = self.sizer.begin(shape, self.room, is_checking, self._adapters())
+        if room == self.room:
+            return
+        try:
+            self.resize(room)
+        except torch.OutOfMemoryError as error:
+            refusal = self.sizer.refused("vram_budget", error)
+            if refusal is not None:
+                raise refusal from error
+            self.resize(ResidencyPlan(MIN_SLOTS, 0, self.room.offload_inputs))
+        self.sizer.made_room()
+
+    def streamed_layers(self) -> Iterator[StreamedLayer]:
+        for reference in self._layers:
+            layer = reference()
+            if layer is not None:
+                yield streamed_layer(layer)
+
+    def _adapters(self) -> object:
+        """Differs if what is trained in the first layer with adapters does."""
+        for layer in self.streamed_layers():
+            parameters = layer.contents().adapters().parameters
+            if parameters:
+                return [(id(parameter), parameter.dtype) for parameter in parameters]
+        return []
 
     def resize(self, room: ResidencyPlan) -> None:
         """Give the blocks other room on the device. Not within a visit; adapters and bytes stay.
@@ -440,18 +531,6 @@ class Runtime(Passes):
         """
         self.context.visits.end_all()
         self._attachment.detach()
-        self._release()
-        self.host.unpin()
-        self.offloader.unpin()
-        self.rows.unlock()
-        if self.head is not None:
-            self.head.unpin()
-
-    def _release(self) -> None:
-        for reference in self._layers:
-            layer = reference()
-            if layer is not None:
-                layer.__dict__.pop(_KEY, None)
 
     def _allocate_slots(self, room: ResidencyPlan) -> DeviceRing:
         layouts = [slab.layout for slab in self.host.slabs]
@@ -476,6 +555,13 @@ class Runtime(Passes):
         if model is None:
             return 0
         return held_num_bytes(model, self.device, self.small) + self.device_num_bytes
+
+
+def _forget_runtime(layers: Sequence[weakref.ref[nn.Module]]) -> None:
+    for reference in layers:
+        layer = reference()
+        if layer is not None:
+            layer.__dict__.pop(_KEY, None)
 
 
 def find_runtime(model: object) -> Runtime | None:

@@ -18,9 +18,9 @@ from poros.model.attach import Attachment, host_store
 from poros.model.inspect import Inventory, require_checked
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, workspace_for
-from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer, shape_of
+from poros.model.sizing import Estimate, ResidencyPlan, Sizer, shape_of
 from poros.model.stats import adapter_counts, attention_of, held_num_bytes, nothing_checked
-from poros.replay.captures import EXPECTED
+from poros.replay.captures import NEW
 from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
@@ -155,7 +155,6 @@ class Runtime:
         self.constants = DeviceConstants(self.device, self.small.nested, workspace)
         self._dense = dense_layer_for(policy, self.device)
         self.ring = self._allocate_slots(self.room)
-        self._sizes = self._block_sizes()
         self._hold_head(self.room)
         self.manager = BlockManager(self.host, self.ring, streams)
         self.offloader = ActivationOffloader(streams)
@@ -185,22 +184,14 @@ class Runtime:
             captures = None if runtime is None else runtime.captures
             return captures is not None and captures.will_record
 
-        return MeasuredSizer(
-            self.policy, estimate, memory, self._sizes, held, self._model, will_record
-        )
-
-    def _block_sizes(self) -> BlockSizes:
-        layouts = [slab.layout for slab in self.host.slabs]
-        # One that has been asked for stays in host memory.
-        head = None if self.policy.stream_head else self.head
-        num_bytes = 0 if head is None else head.matrix.nbytes
-        return BlockSizes(layouts, len(self._layers), self.policy.block_size, num_bytes)
+        return MeasuredSizer(self.policy, estimate, memory, held, self._model, will_record)
 
     def _hold_head(self, room: ResidencyPlan) -> None:
         """Keep the head on the device if every block is there."""
         if self.head is None:
             return
-        if self._sizes.head and self._sizes.holds_all(room):
+        # One that has been asked for stays in host memory.
+        if not self.policy.stream_head and room.num_slots >= self.num_blocks:
             self.head.load()
         else:
             self.head.evict()
@@ -222,9 +213,6 @@ class Runtime:
         context.captures = self.captures
         if self.room.offload_inputs:
             context.offloader = self.offloader
-        if isinstance(self.sizer, MeasuredSizer):
-            context.watching_graph = self.sizer.watching_graph
-            context.watches = self.sizer.watches
         return context
 
     def _make_layers(self, inventory: Inventory) -> list[tuple[nn.Module, StreamedLayer]]:
@@ -363,7 +351,7 @@ class Runtime:
             + self.offloader.fallbacks
             + rows.fallbacks
             + [f"adapters ran PEFT's modules: {reason}" for reason in unfused]
-            + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]
+            + [f"visits were not replayed: {reason}" for reason in eager if reason != NEW]
             + [f"micro-batches ran one after the other: {reason}" for reason in alone],
         }
 

@@ -7,7 +7,6 @@ row are kept, no score matrix exists), dropout keeps one byte per element, and a
 dequantizes its weight inside one operator.
 """
 
-import sys
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.utils.output_capturing import _active_collector
 
-from poros.errors import UnsupportedModelError
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.kernels.adapters import KernelStats
-from poros.kernels.forwards import is_of_liger
 from poros.kernels.packed_attention import takes_cu_seqlens
 from poros.kernels.patching import unpatch, use_others
 from poros.kernels.use import patch
@@ -51,7 +48,6 @@ class CostModel:
             base.set_attn_implementation("sdpa")  # whose memory is theirs, without documents
         self.shapes = shapes_of(self.model)
         _, self.layers = find_layers(self.model)
-        _require_plain_kernels(self.layers[0])
         self._costs: dict[tuple[int, int, str, str, str], tuple[StepCost, list[Call]]] = {}
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
@@ -396,22 +392,6 @@ def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     is_kept = hidden.untyped_storage()._cdata in kept
     dense = live.peak - live.peak_beside
     return LayerCost(saved, hidden.nbytes * is_kept, live.peak, kernels.attention_flop, dense)
-
-
-def _require_plain_kernels(layer: nn.Module) -> None:
-    """Raise ``UnsupportedModelError`` if Liger has patched the model's own code.
-
-    Liger's kernels would read tensors of the meta device at address 0, which loses the CUDA
-    context.
-    """
-    code = sys.modules.get(type(layer).__module__)
-    for name, value in getattr(code, "__dict__", {}).items():
-        if is_of_liger(value):
-            raise UnsupportedModelError(
-                f"expected a model whose code runs on the meta device, found {name} of "
-                f"{type(layer).__module__} replaced by Liger's, which runs on a GPU alone. Plan "
-                "before Liger is applied; in training the first steps are measured instead"
-            )
 
 
 def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
@@ -92,9 +92,6 @@ class ModelContext:
         visits: Of all its layers.
         offloader: Where inputs wait for their backward; None keeps them on the device.
         check: Looks at the first calls of layers; None if nothing is checked.
-        watching_graph: Gives what is to surround a recomputation, or None; None if nothing ever is.
-        watches: Whether the call that comes of a layer, by its place, is not to be replayed; None
-            if all may be.
         captures: Visits that are recorded and replayed; None if all of them run.
         in_place: Gives what is called in place of layers, if that is still there.
         is_confined: Whether each call of a layer has an autocast region of its own.
@@ -124,8 +121,6 @@ class ModelContext:
         self.visits = Visits()
         self.offloader: ActivationOffloader | None = None
         self.check: LayerCheck | None = None
-        self.watching_graph: Callable[[], AbstractContextManager[None] | None] | None = None
-        self.watches: Callable[[int], bool] | None = None
         self.captures: Replayer | None = None
         self.in_place: Callable[[], StandIn | None] | None = None
         self.is_confined = False

@@ -45,13 +45,11 @@ from poros.model.runtime import Runtime
 from poros.self_check.compare import bits
 from poros.self_check.evidence import (
     CallSnapshot,
-    drawn_states,
     first_difference,
-    forward_values,
     named,
     tensors_in,
 )
-from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome, is_gradient
+from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome
 from poros.stream.boundary import is_streamed, streamed_layer
 from poros.stream.namespaces import put_back
 from poros.utils.logging_setup import ProgressLog
@@ -193,7 +191,6 @@ class SelfCheck:
         needs_gradient: bool,
         gradient: torch.Tensor | None = None,
     ) -> None:
-        evidence.rng_backward = drawn_states(self._device)
         evidence.is_late = gradient is not None
         self._note_checked(index, needs_gradient)
         condition = streamed_layer(evidence.layer).condition()
@@ -328,14 +325,10 @@ class SelfCheck:
         incoming = evidence.incoming(self._device, gradient)
         again = self._runs.streamed(evidence, incoming, is_steady=False)
         resident = self._runs.resident(index, evidence, incoming)
-        disturbed = first_difference(
-            forward_values({}, resident.rng_backward), forward_values({}, again.rng_backward)
-        )
+        disturbed = first_difference(resident.rng_backward, again.rng_backward)
         if disturbed is not None:
             return _DISTURBED.format(disturbed)
-        evidence.again = again.forward
-        streamed = again.values | evidence.given()
-        return self._explained(index, evidence, incoming, resident, streamed)
+        return self._explained(index, evidence, incoming, resident, again)
 
     def _explained(
         self,
@@ -343,10 +336,11 @@ class SelfCheck:
         evidence: CallSnapshot,
         incoming: Incoming,
         resident: Outcome,
-        streamed: dict[str, Any],
+        streamed: Outcome,
     ) -> str | None:
-        """Explain a difference between these; None if it is no mismatch."""
-        difference = first_difference(resident.values, streamed) or evidence.recomputed_difference()
+        """Explain a difference between these, or the forward itself; None if it is no mismatch."""
+        difference = first_difference(resident.values, streamed.values | evidence.given())
+        difference = difference or first_difference(resident.values, streamed.values)
         if difference is None:
             return None
         inputs_before = {
@@ -375,7 +369,7 @@ class SelfCheck:
         incoming: Incoming,
         resident: Outcome,
         again: Outcome,
-        streamed: dict[str, Any],
+        streamed: Outcome,
     ) -> str | None:
         """Prove a layer whose kernels may not repeat themselves; return the mismatch, if any.
 
@@ -384,12 +378,8 @@ class SelfCheck:
         recomputation, so they are compared as they were. For the gradients both sides run once
         more, with attention that repeats itself.
         """
-        difference = (
-            first_difference(
-                resident.forward, {n: value for n, value in streamed.items() if not is_gradient(n)}
-            )
-            or evidence.recomputed_difference()
-        )
+        difference = first_difference(resident.forward, streamed.forward | evidence.given())
+        difference = difference or first_difference(resident.forward, streamed.forward)
         unsteady = first_difference(resident.forward, again.forward)
         if difference is not None and unsteady is None:
             return difference + (_CACHE_HINT if evidence.has_cache else "")

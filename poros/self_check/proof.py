@@ -43,6 +43,7 @@ from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
 from poros.stream.proxies import proxy_leaves
+from poros.stream.rng import RngStash
 from poros.stream.visit import LayerBindings
 from poros.stream.within import FunctionMode, Within
 
@@ -68,20 +69,16 @@ class Outcome(NamedTuple):
 
     values: dict[str, Any]
     """Outputs, whether they need a gradient, random states at the end, gradients."""
-    rng_backward: Sequence[torch.Tensor]
-    """The random states after its backward."""
+    rng_backward: dict[str, Any]
+    """The random states after its backward, by name."""
     may_vary: bool = False
     """Whether its gradients may differ between runs (``AttentionKernels``)."""
 
     @property
     def forward(self) -> dict[str, Any]:
         """The values that were there before the backward."""
-        return {name: value for name, value in self.values.items() if not is_gradient(name)}
-
-
-def is_gradient(name: str) -> bool:
-    """Whether a value of this name comes from the backward."""
-    return name.startswith("gradient of ")
+        named = self.values.items()
+        return {name: value for name, value in named if not name.startswith("gradient of ")}
 
 
 class LayerRerunner:
@@ -180,7 +177,7 @@ class LayerRerunner:
                 result, proxies = run(args, kwargs)
             finally:
                 _active_collector.reset(token)
-            rng_end = random_states(self._device)
+            rng_end = RngStash.capture(self._device)
         outputs = dict(named_outputs(result, written(kwargs, before), record))
         between()
         sources = leaves | proxies
@@ -257,7 +254,7 @@ class LayerRerunner:
         evidence: CallSnapshot,
         incoming: Incoming,
         wanted: Sequence[torch.Tensor],
-    ) -> tuple[Gradients, Sequence[torch.Tensor]]:
+    ) -> tuple[Gradients, dict[str, Any]]:
         """Return the gradients, and the random states after them."""
         # By tensor: one that comes out under two names has one gradient, not twice the same.
         pairs = {
@@ -266,11 +263,11 @@ class LayerRerunner:
             if name in outputs and outputs[name].requires_grad
         }
         if not (pairs and wanted):  # what a hook brings along may be all that is trained
-            return [None] * len(wanted), evidence.rng_backward
+            return [None] * len(wanted), {}
         ends, starts = zip(*pairs.values(), strict=True)
         with evidence.backward_state(self._device):
             gradients = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-            return gradients, random_states(self._device)
+            return gradients, random_states(RngStash.capture(self._device))
 
 
 class _Deterministic:
@@ -383,7 +380,7 @@ def _arguments(
 
 def _values(
     outputs: dict[str, torch.Tensor],
-    rng_end: Sequence[torch.Tensor],
+    rng_end: RngStash,
     evidence: CallSnapshot,
     gradients: Gradients,
 ) -> dict[str, Any]:

@@ -20,7 +20,6 @@ In both cases room for a batch larger than any before is made before it trains, 
 cannot fit is refused. No decision changes a bit of the result.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,8 +32,6 @@ from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
-
-logger = logging.getLogger(__name__)
 
 LEAST_KEPT = 0.5
 """Share of the layers that keep their graph from which on micro-batches are quicker alone. With the

@@ -29,7 +29,7 @@ from functools import reduce
 import torch
 from torch import nn
 
-from poros.config import MIN_SLOTS, StreamingPolicy, budget_of
+from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import PorosError, VRAMBudgetError
 from poros.model.sizing import (
     LEAST_KEPT,
@@ -43,6 +43,7 @@ from poros.model.sizing import (
     room_of,
     with_shape,
 )
+from poros.utils.devices import free_budget
 from poros.utils.formatting import size
 
 logger = logging.getLogger(__name__)
@@ -110,11 +111,8 @@ class DeviceMemory:
         return int(torch.cuda.memory_stats(self._device).get("segment.all.freed", 0))
 
     def free(self) -> int:
-        """Bytes that training may still allocate; see ``poros.config.budget_of``."""
-        free, whole = torch.cuda.mem_get_info(self._device)
-        allowed = int(torch.cuda.memory.get_per_process_memory_fraction(self._device) * whole)
-        cached = self.reserved() - self.allocated()
-        return budget_of(min(free, allowed - self.reserved()) + cached, whole)
+        """Bytes that training may still allocate."""
+        return free_budget(self._device)
 
 
 class Stage(Enum):

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.errors import UnvalidatedArchitectureError
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
 from poros.model.attach import Attachment, host_store
-from poros.model.inspect import Inventory, require_checked
+from poros.model.inspect import Inventory
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, workspace_for
 from poros.model.sizing import Estimate, ResidencyPlan, Sizer, shape_of
@@ -418,8 +419,13 @@ class Runtime:
             VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
         """
         refuse_tracing(type(holder).__name__)
-        if self.unchecked:
-            require_checked(self.unchecked)
+        if self.unchecked and torch.is_grad_enabled():
+            raise UnvalidatedArchitectureError(
+                "expected a check of what is trained: the self-check, or an exact record of the "
+                'family and its adapters, found self_check="off" and that no gate has run '
+                f'{self.unchecked}. Prepare it with self_check="strict", or run it under '
+                "torch.no_grad()"
+            )
         stand_in = None if self.context.in_place is None else self.context.in_place()
 
         def make_room() -> None:

@@ -121,11 +121,15 @@ class CallSnapshot:
         left = {name: each for (name, each), before, after in versions if before == after}
         return forward_values(left, self.rng_end)
 
-    def state(self, device: torch.device) -> AbstractContextManager[object]:
+    @property
+    def device(self) -> torch.device:
+        return self.start.pytorch.device
+
+    def state(self) -> AbstractContextManager[object]:
         """Restore the state around the forward inside the body, with gradients enabled."""
 
         def fill(stack: ExitStack) -> None:
-            stack.callback(Start.capture(device).restore)
+            stack.callback(Start.capture(self.device).restore)
             self.start.restore()
             for device_type, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(device_type):
@@ -139,7 +143,7 @@ class CallSnapshot:
 
         return Within(fill)
 
-    def backward_state(self, device: torch.device) -> AbstractContextManager[object]:
+    def backward_state(self) -> AbstractContextManager[object]:
         """Have random states inside the body that no forward ends with; they leave no trace.
 
         A check within the forward takes gradients outside of its autocast region, as is usual. A
@@ -147,8 +151,8 @@ class CallSnapshot:
         """
 
         def fill(stack: ExitStack) -> None:
-            stack.callback(RngStash.capture(device).restore)
-            drawn_states(device).restore()
+            stack.callback(RngStash.capture(self.device).restore)
+            drawn_states(self.device).restore()
             for device_type, *_ in () if self.is_late else self.autocast:
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
@@ -168,9 +172,7 @@ class CallSnapshot:
     def has_cache(self) -> bool:
         return any(isinstance(value, Cache) for value in (*self.args, *self.kwargs.values()))
 
-    def incoming(
-        self, device: torch.device, gradient: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def incoming(self, gradient: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Draw normal gradients for the outputs that need one, from a separate generator.
 
         With a ``gradient``, it alone, for the only one of them. Where several need one, such as
@@ -180,7 +182,7 @@ class CallSnapshot:
         if gradient is not None:
             wanted = [name for name, (_, needed) in self.outputs.items() if needed]
             return {wanted[0]: gradient} if len(wanted) == 1 else {}
-        generator = torch.Generator(device)
+        generator = torch.Generator(self.device)
         return {
             name: torch.empty_like(tensor).normal_(generator=generator)
             for name, (tensor, needs_gradient) in self.outputs.items()

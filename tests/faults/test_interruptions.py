@@ -6,14 +6,12 @@ GPU: ``test_missing_waits``; in trainers: ``tests/exact/test_accumulate_trainers
 """
 
 import gc
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,13 +20,14 @@ from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode
 from poros.api import prepare_with
 from poros.kernels.dequantize import DenseLayer
-from poros.self_check.evidence import CallSnapshot, random_states
+from poros.self_check.evidence import CallSnapshot
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 from poros.stream.attention import deterministic_flag, unchanged_flags
 from poros.stream.body import LayerBody
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.proxies import proxy_leaves
+from poros.stream.rng import Start
 from poros.stream.settings import Settings
 from poros.stream.visit import BlockVisit, Visits
 from tests.comparing import assert_same_run
@@ -220,16 +219,15 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(self_check: str, 
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
-    "state of a forward": lambda: CallSnapshot.state(SURROUNDINGS, CPU),
-    "state of a backward": lambda: CallSnapshot.backward_state(SURROUNDINGS, CPU),
+    "state of a forward": lambda: CallSnapshot.state(SURROUNDINGS),
+    "state of a backward": lambda: CallSnapshot.backward_state(SURROUNDINGS),
     "flags": unchanged_flags,
     "deterministic flag": deterministic_flag,
 }
 CPU = torch.device("cpu")
 SURROUNDINGS: Any = SimpleNamespace(
-    rng=random_states(CPU),
-    other_rng=(random.getstate(), np.random.get_state()),
-    rng_backward=random_states(CPU),
+    device=CPU,
+    start=Start.capture(CPU),
     autocast=[],
     has_cast_cache=True,
     is_late=False,

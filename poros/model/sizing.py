@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from poros.config import MIN_SLOTS, StreamingPolicy, parse_num_bytes
+from poros.config import StreamingPolicy, parse_num_bytes
 from poros.errors import PorosError, VRAMBudgetError
 from poros.utils.formatting import size
 
@@ -120,14 +120,9 @@ class Sizer:
     """
 
     def __init__(self, policy: StreamingPolicy, estimate: Estimate) -> None:
-        self.budget: int | None = None
-        self.wanted = Wanted(
-            None if policy.slots is None else max(policy.slots, MIN_SLOTS),
-            policy.keep_last,
-            policy.offload_boundaries,
-        )
-        if policy.vram_budget is not None:
-            self.budget = parse_num_bytes(policy.vram_budget, "vram_budget")
+        given = policy.vram_budget
+        self.budget = None if given is None else parse_num_bytes(given, "vram_budget")
+        self.wanted = Wanted(policy.slots, policy.keep_last, policy.offload_boundaries)
         self.decides = self.budget is not None
         self.replays = self.shares_dense = True
         self.is_quicker_alone = False

@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import _active_collector
 from poros.self_check.compare import differing
 from poros.stream.boundary import streamed_layer
 from poros.stream.rng import RngStash, Start
-from poros.stream.settings import Settings
+from poros.stream.state import Surroundings
 from poros.stream.within import Within
 
 _HIDDEN_STATES = "hidden_states"
@@ -51,10 +51,9 @@ class CallSnapshot:
     """Keys of the values that transformers recorded inside layers, without their results."""
     start: Start
     """The random states."""
-    autocast: list[tuple[str, bool, torch.dtype]]
+    surroundings: Surroundings
     has_cast_cache: bool
     """Whether autocast keeps its casts of parameters, and so sums what they are used for."""
-    settings: Settings
     training: list[bool]
     outputs: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     """Value, and whether it needs a gradient, by name."""
@@ -88,16 +87,8 @@ class CallSnapshot:
             trained={name: each for name, each in layer.named_parameters() if each.requires_grad},
             recorded=recorded,
             start=Start.capture(device),
-            autocast=[
-                (
-                    device_type,
-                    torch.is_autocast_enabled(device_type),
-                    torch.get_autocast_dtype(device_type),
-                )
-                for device_type in sorted({device.type, "cpu"})
-            ],
+            surroundings=Surroundings.capture(device),
             has_cast_cache=torch.is_autocast_cache_enabled(),
-            settings=Settings.capture(),
             training=[module.training for module in layer.modules()],
         )
         lengths = {key: len(collector[key]) for key in recorded}
@@ -131,11 +122,11 @@ class CallSnapshot:
         def fill(stack: ExitStack) -> None:
             stack.callback(Start.capture(self.device).restore)
             self.start.restore()
-            for device_type, enabled, dtype in self.autocast:
+            for device_type, enabled, dtype in self.surroundings.autocast:
                 if enabled or torch.is_autocast_enabled(device_type):
                     region = torch.autocast(device_type, dtype, enabled, self.has_cast_cache)
                     stack.enter_context(region)
-            stack.enter_context(self.settings.replay())
+            stack.enter_context(self.surroundings.settings.replay())
             for module, flag in zip(self.layer.modules(), self.training, strict=True):
                 stack.callback(setattr, module, "training", module.training)
                 module.training = flag
@@ -153,7 +144,7 @@ class CallSnapshot:
         def fill(stack: ExitStack) -> None:
             stack.callback(RngStash.capture(self.device).restore)
             drawn_states(self.device).restore()
-            for device_type, *_ in () if self.is_late else self.autocast:
+            for device_type, *_ in () if self.is_late else self.surroundings.autocast:
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
 

@@ -29,6 +29,7 @@ from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.proxies import proxy_leaves
 from poros.stream.rng import Start
 from poros.stream.settings import Settings
+from poros.stream.state import Surroundings
 from poros.stream.visit import BlockVisit, Visits
 from tests.comparing import assert_same_run
 from tests.interrupts import Interrupts
@@ -228,10 +229,9 @@ CPU = torch.device("cpu")
 SURROUNDINGS: Any = SimpleNamespace(
     device=CPU,
     start=Start.capture(CPU),
-    autocast=[],
+    surroundings=Surroundings((), Settings.capture()),
     has_cast_cache=True,
     is_late=False,
-    settings=Settings.capture(),
     layer=torch.nn.Linear(1, 1),
     training=[True],
 )

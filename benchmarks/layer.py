@@ -21,13 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.models import TARGETS, config_of
 from poros.config import ADAPTER_KERNELS
 from poros.planning.cost_model import (
-    Call,
     CostModel,
     FusedKernels,
-    LiveBytes,
     Walk,
     adapter_kernels_as,
-    layer_cost,
 )
 from poros.planning.formula import LayerCost
 from poros.planning.meta_model import Recipe
@@ -65,14 +62,19 @@ def kept(
     model: CostModel, seq_len: int, adapter_kernels: str
 ) -> tuple[Counter[tuple[str, ...]], LayerCost]:
     """Bytes by module, dtype and shape; and the first layer's cost."""
-    layer, walk = model.layers[0], Walk(model.layers, LiveBytes())
+    layer, walk, calls = model.layers[0], Walk(model.layers), list[tuple[Any, Any]]()
+    handle = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
     with adapter_kernels_as(adapter_kernels, model.layers):
         walk.run(model.model, torch.empty((1, seq_len), dtype=torch.long, device="meta"))
-        call = walk.calls[0]
-        return _kept(layer, call), layer_cost(layer, call.args, call.kwargs)
+        handle.remove()
+        return _kept(layer, *calls[0]), walk.costs[0]
 
 
-def _kept(layer: nn.Module, call: Call) -> Counter[tuple[str, ...]]:
+def _kept(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Counter[tuple[str, ...]]:
     found = Counter[tuple[str, ...]]()
     known = {tensor.untyped_storage()._cdata for tensor in (*layer.parameters(), *layer.buffers())}
     alive: list[Any] = []  # or their addresses would be used again
@@ -88,7 +90,7 @@ def _kept(layer: nn.Module, call: Call) -> Counter[tuple[str, ...]]:
             return tensor
 
         with FusedKernels(), saved_tensors_hooks(note, lambda tensor: tensor):
-            layer(call.args[0].detach().requires_grad_(), *call.args[1:], **call.kwargs)
+            layer(args[0].detach().requires_grad_(), *args[1:], **kwargs)
     return found
 
 

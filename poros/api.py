@@ -182,9 +182,10 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
         from poros.planning.request import PlanRequest
 
         living = reference()
-        if not planner and living is not None:
-            planner.append(Planner(living))
         is_gpu = device.type == "cuda"
+        if not planner and living is not None:
+            # There what steps take is measured, too.
+            planner.append(Planner(living, counts_all=is_gpu))
         request = PlanRequest(
             **shape._asdict(),
             policy=policy.override(

@@ -35,8 +35,8 @@ class StreamingPolicy:
     Args:
         block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.
         vram_budget: Device memory for training, in bytes or as text such as ``"8GiB"``. Poros
-            chooses slots and kept layers to fill it: on a GPU by measuring the first steps, on a
-            CPU by an estimate (see ``poros.model.sizing``). If it is None, and ``slots`` and
+            chooses slots and kept layers to fill it, by an estimate, which on a GPU the measured
+            first steps correct (see ``poros.model.sizing``). If it is None, and ``slots`` and
             ``keep_last`` are None as well, Poros takes the free memory of a GPU less a margin, and
             chooses nothing on a CPU.
         slots: Device slots, at least 2; a number above that of the blocks means all of them. If it

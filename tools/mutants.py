@@ -44,7 +44,7 @@ STEP = tuple(
         "replay": "call captures casts forms graphs joined recording remat routing rows uses",
         "accumulation": "calls distributed draws foreign gradients group head host_values loop "
         "micro_batch modules observed parked trainer",
-        "model": "measuring passes runtime sizing",
+        "model": "measuring runtime sizing",
     }.items()
     for name in names.split()
 )

@@ -115,7 +115,7 @@ def plan(
     with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
         from poros.host.limits import host_memory
         from poros.planning.planner import Planner
-        from poros.planning.report import FitReport, format_report
+        from poros.planning.report import fit_report, format_report
 
         planner = Planner(
             model,
@@ -126,14 +126,14 @@ def plan(
         if seq is None:
             request = request.override(seq_len=min(tokens, planner.max_seq_len or tokens))
         request, place = _place(request, chosen)
-        report = FitReport(planner, request, place, host_num_bytes or host_memory())
+        report = fit_report(planner, request, place, host_num_bytes or host_memory())
     if request.seq_len < tokens:
         typer.echo(f"rows of {request.seq_len} tokens, the model's positions (--seq)", err=True)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=1))
+        typer.echo(json.dumps(report, indent=1))
     else:
         Console().print(format_report(report, with_terms=terms), highlight=False)
-    raise typer.Exit(0 if report.fits else NOT_HELD)
+    raise typer.Exit(0 if report["fits"] else NOT_HELD)
 
 
 def _field(text: str) -> tuple[str, Any]:

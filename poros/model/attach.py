@@ -241,6 +241,10 @@ class Attachment:
                     if part.get().device != self._device:
                         _put(part, part.get().to(self._device))
 
+    def at_detach(self, action: Callable[[], object]) -> None:
+        """Have ``detach`` and ``abandon`` call ``action``; what came last goes first."""
+        self._undo.callback(action)
+
     def detach(self) -> None:
         """Restore the model.
 

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from poros.config import StreamingPolicy
-from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
+from poros.errors import UnsupportedModelError
 from poros.head.choice import Head, find_head
 from poros.head.embedding import Embedding, choose_embeddings
 from poros.host.layout import is_small
@@ -424,23 +424,6 @@ def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> s
         if record.outcome != "exact":
             untested.append(f"{what} (`{check}` does)")
     return " and ".join(untested)
-
-
-def require_checked(unchecked: str) -> None:
-    """Refuse to train a family or adapters that neither a gate nor the self-check covers.
-
-    Args:
-        unchecked: Text that names them; "" if there are none.
-
-    Raises:
-        UnvalidatedArchitectureError: If there are some, and gradients are enabled.
-    """
-    if unchecked and torch.is_grad_enabled():
-        raise UnvalidatedArchitectureError(
-            "expected a check of what is trained: the self-check, or an exact record of the family "
-            f'and its adapters, found self_check="off" and that no gate has run {unchecked}. '
-            'Prepare it with self_check="strict", or run it under torch.no_grad()'
-        )
 
 
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

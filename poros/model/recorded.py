@@ -1,6 +1,5 @@
 """Makes what recorded visits and shared dense weights need."""
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -10,12 +9,9 @@ import torch
 from poros.config import StreamingPolicy
 from poros.kernels.dequantize import DenseLayer, DenseWorkspace
 from poros.kernels.nf4 import num_weights
-from poros.model.sizing import Sizer
 from poros.replay.captures import Captures
 from poros.replay.graphs import MOST_FLOP, CudaRecorder, Recorder
 from poros.stream.frozen import FrozenTensor
-
-logger = logging.getLogger(__name__)
 
 
 def captures_for(
@@ -55,31 +51,6 @@ def dense_layer_for(policy: StreamingPolicy, device: torch.device) -> DenseLayer
     """Make the owner of a layer's dequantized weights, which several calls share; empty yet."""
     wanted = device.type == "cuda" if policy.share_dense is None else policy.share_dense
     return DenseLayer(device) if wanted and policy.adapter_kernels != "peft" else None
-
-
-def share_dense(dense: DenseLayer | None, sizer: Sizer, captures: Captures | None) -> None:
-    """Allocate memory for the dense weights of a layer, if there is room.
-
-    Args:
-        dense: Owns the memory; None if nothing is to be shared.
-        captures: Recorded visits, which are dropped if memory that they read is freed.
-    """
-    if dense is None:
-        return
-    had = dense.num_bytes
-    try:
-        if sizer.shares_dense and not sizer.is_quicker_alone:
-            dense.allocate()
-            return
-    except torch.OutOfMemoryError:
-        sizer.shares_dense = False
-        logger.warning(
-            "poros: there is no memory to share a layer's dense weights, so each micro-batch "
-            "dequantizes them for itself. The result is the same"
-        )
-    dense.free()
-    if had and captures is not None:
-        captures.forget()
 
 
 def _most_parameters(blocks: Iterable[Sequence[FrozenTensor]]) -> int:

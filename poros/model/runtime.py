@@ -1,14 +1,16 @@
 """What streams one prepared model: the one owner of its slabs, slots, constants and counts."""
 
+import logging
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.errors import UnvalidatedArchitectureError
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
@@ -16,16 +18,15 @@ from poros.kernels.adapters import KernelStats
 from poros.model.attach import Attachment, host_store
 from poros.model.inspect import Inventory
 from poros.model.measuring import MeasuredSizer, device_memory
-from poros.model.passes import Passes
-from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
-from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer
+from poros.model.recorded import captures_for, dense_layer_for, workspace_for
+from poros.model.sizing import Estimate, ResidencyPlan, Sizer, shape_of
 from poros.model.stats import adapter_counts, attention_of, held_num_bytes, nothing_checked
-from poros.replay.captures import EXPECTED
+from poros.replay.captures import NEW
 from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import divide
-from poros.stream.boundary import StreamedLayer, is_streamed
+from poros.stream.boundary import StreamedLayer, is_streamed, refuse_tracing, streamed_layer
 from poros.stream.context import LayerCheck, ModelContext
 from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
@@ -35,6 +36,8 @@ from poros.utils.formatting import size
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
+
+logger = logging.getLogger(__name__)
 
 _KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
@@ -52,7 +55,7 @@ class StepCheck(LayerCheck, Protocol):
         """Check rows of a matrix in host memory that came to the device."""
 
 
-class Runtime(Passes):
+class Runtime:
     """What streams a prepared model. Get it with ``poros.runtime(model)``.
 
     Args:
@@ -121,50 +124,51 @@ class Runtime(Passes):
             else None
         )
         self._attachment = Attachment(inventory, self.device, self.host, self.tally)
-        with ExitStack() as undo:
-            undo.callback(self.host.unpin)
-            undo.callback(self._attachment.abandon)
-            if self.digests is not None:
-                undo.callback(self.digests.close)
-            self.small = SmallTensors(
-                inventory.by_layer(), self.device, digests=self.digests is not None
-            )
-            self._attachment.move_to_host(model, self.digests)
-            self._attachment.move_small(self.small)
-            self.rows = RowReader(streams)
-            undo.callback(self.rows.unlock)
-            self._attachment.keep_embeddings(model, self.rows, self.digests)
-            self.head = self._attachment.take_head(model, self.rows, streams, self.digests)
-            if self.head is not None:
-                undo.callback(self.head.unpin)
-            self._attachment.move_to_device(model)
-            if self.device.type == "cuda":
-                self.host.pin(self.device)
-            self.constants = DeviceConstants(
-                self.device,
-                self.small.nested,
-                workspace_for(policy, self.device, inventory.blocks),
-            )
-            self._dense = dense_layer_for(policy, self.device)
-            self.ring = self._allocate_slots(self.room)
-            self._sizes = self._block_sizes()
-            self._hold_head(self.room)
-            self.manager = BlockManager(self.host, self.ring, streams)
-            self.offloader = ActivationOffloader(streams)
-            self.sizer = self._make_sizer(estimate)
-            self.context = self._make_context(inventory, recorder)
-            self._attachment.attach_layers(
-                model,
-                self._make_layers(inventory),
-                self.begin_pass,
-                lambda: self.resize(self.room),
-            )
-            undo.callback(self._release)
-            for layer in inventory.layers:
-                layer.__dict__[_KEY] = self
-            if not self.is_adopted:
-                detach_store(inventory.base)
-            undo.pop_all()
+        try:
+            self._set_up(model, inventory, estimate, recorder)
+        except BaseException:
+            self._attachment.abandon()
+            raise
+
+    def _set_up(
+        self, model: nn.Module, inventory: Inventory, estimate: Estimate, recorder: Recorder | None
+    ) -> None:
+        """Move tensors and attach the layers; what it takes is given back as the model detaches."""
+        attachment, policy, streams = self._attachment, self.policy, self._streams
+        attachment.at_detach(self.host.unpin)
+        if self.digests is not None:
+            attachment.at_detach(self.digests.close)
+        self.small = SmallTensors(
+            inventory.by_layer(), self.device, digests=self.digests is not None
+        )
+        attachment.move_to_host(model, self.digests)
+        attachment.move_small(self.small)
+        self.rows = RowReader(streams)
+        attachment.at_detach(self.rows.unlock)
+        attachment.keep_embeddings(model, self.rows, self.digests)
+        self.head = attachment.take_head(model, self.rows, streams, self.digests)
+        if self.head is not None:
+            attachment.at_detach(self.head.unpin)
+        attachment.move_to_device(model)
+        if self.device.type == "cuda":
+            self.host.pin(self.device)
+        workspace = workspace_for(policy, self.device, inventory.blocks)
+        self.constants = DeviceConstants(self.device, self.small.nested, workspace)
+        self._dense = dense_layer_for(policy, self.device)
+        self.ring = self._allocate_slots(self.room)
+        self._hold_head(self.room)
+        self.manager = BlockManager(self.host, self.ring, streams)
+        self.offloader = ActivationOffloader(streams)
+        attachment.at_detach(self.offloader.unpin)
+        self.sizer = self._make_sizer(estimate)
+        self.context = self._make_context(inventory, recorder)
+        layers = self._make_layers(inventory)
+        attachment.attach_layers(model, layers, self.begin_pass, lambda: self.resize(self.room))
+        attachment.at_detach(partial(_forget_runtime, self._layers))
+        for layer in inventory.layers:
+            layer.__dict__[_KEY] = self
+        if not self.is_adopted:
+            detach_store(inventory.base)
 
     def _make_sizer(self, estimate: Estimate) -> Sizer:
         memory = device_memory(self.device)
@@ -181,22 +185,14 @@ class Runtime(Passes):
             captures = None if runtime is None else runtime.captures
             return captures is not None and captures.will_record
 
-        return MeasuredSizer(
-            self.policy, estimate, memory, self._sizes, held, self._model, will_record
-        )
-
-    def _block_sizes(self) -> BlockSizes:
-        layouts = [slab.layout for slab in self.host.slabs]
-        # One that has been asked for stays in host memory.
-        head = None if self.policy.stream_head else self.head
-        num_bytes = 0 if head is None else head.matrix.nbytes
-        return BlockSizes(layouts, len(self._layers), self.policy.block_size, num_bytes)
+        return MeasuredSizer(self.policy, estimate, memory, held, self._model, will_record)
 
     def _hold_head(self, room: ResidencyPlan) -> None:
         """Keep the head on the device if every block is there."""
         if self.head is None:
             return
-        if self._sizes.head and self._sizes.holds_all(room):
+        # One that has been asked for stays in host memory.
+        if not self.policy.stream_head and room.num_slots >= self.num_blocks:
             self.head.load()
         else:
             self.head.evict()
@@ -216,9 +212,6 @@ class Runtime(Passes):
         context.captures = self.captures
         if self.room.offload_inputs:
             context.offloader = self.offloader
-        if isinstance(self.sizer, MeasuredSizer):
-            context.watching_graph = self.sizer.watching_graph
-            context.watches = self.sizer.watches
         return context
 
     def _make_layers(self, inventory: Inventory) -> list[tuple[nn.Module, StreamedLayer]]:
@@ -357,7 +350,7 @@ class Runtime(Passes):
             + self.offloader.fallbacks
             + rows.fallbacks
             + [f"adapters ran PEFT's modules: {reason}" for reason in unfused]
-            + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]
+            + [f"visits were not replayed: {reason}" for reason in eager if reason != NEW]
             + [f"micro-batches ran one after the other: {reason}" for reason in alone],
         }
 
@@ -394,7 +387,99 @@ class Runtime(Passes):
 
     def share_dense(self) -> None:
         """Have memory for a layer's dense weights, if there is room."""
-        share_dense(self._dense, self.sizer, self.captures)
+        if self._dense is None:
+            return
+        had = self._dense.num_bytes
+        try:
+            if self.sizer.shares_dense and not self.sizer.is_quicker_alone:
+                self._dense.allocate()
+                return
+        except torch.OutOfMemoryError:
+            self.sizer.shares_dense = False
+            logger.warning(
+                "poros: there is no memory to share a layer's dense weights, so each micro-batch "
+                "dequantizes them for itself. The result is the same"
+            )
+        self._dense.free()
+        if had and self.captures is not None:
+            self.captures.forget()  # recorded visits read the memory that is gone
+
+    def begin_pass(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Check a call of the model, make room for the micro-batch, and record visits that are due.
+
+        Args:
+            holder: Holds the layers.
+            args, kwargs: What it is called with.
+
+        Raises:
+            PreparedModelError: If the call is compiled as a whole.
+            UnvalidatedArchitectureError: If it is to be trained, and nothing has checked it.
+            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
+        """
+        refuse_tracing(type(holder).__name__)
+        if self.unchecked and torch.is_grad_enabled():
+            raise UnvalidatedArchitectureError(
+                "expected a check of what is trained: the self-check, or an exact record of the "
+                'family and its adapters, found self_check="off" and that no gate has run '
+                f'{self.unchecked}. Prepare it with self_check="strict", or run it under '
+                "torch.no_grad()"
+            )
+        stand_in = None if self.context.in_place is None else self.context.in_place()
+
+        def make_room() -> None:
+            if torch.is_grad_enabled() and self.sizer.decides:
+                self.make_room(args, kwargs)
+
+        if stand_in is None:
+            make_room()
+        elif not stand_in.begin_pass(make_room):
+            return  # its micro-batch is on its way already
+        if self.captures is not None:
+            self.context.visits.end_all()
+            layers, is_on = list(self.streamed_layers()), self.sizer.replays
+            if self.captures.begin_pass(layers, is_on, self.num_grouped):
+                self.sizer.recorded()
+        if stand_in is not None:
+            stand_in.enter(holder, (*args, *kwargs.values()))
+
+    def make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Give the blocks the room that suits a micro-batch, before its layers run.
+
+        Args:
+            args, kwargs: What the module that holds the layers is called with.
+
+        Raises:
+            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
+        """
+        shape = shape_of(args, kwargs, self.num_grouped)
+        if shape is None:
+            return
+        is_checking = self.self_check["status"] == "pending"
+        room = self.sizer.begin(shape, self.room, is_checking, self._adapters())
+        if room == self.room:
+            return
+        try:
+            self.resize(room)
+        except torch.OutOfMemoryError as error:
+            refusal = self.sizer.refused("vram_budget", error)
+            if refusal is not None:
+                raise refusal from error
+            self.resize(ResidencyPlan(MIN_SLOTS, 0, self.room.offload_inputs))
+        self.sizer.made_room()
+
+    def streamed_layers(self) -> Iterator[StreamedLayer]:
+        for reference in self._layers:
+            layer = reference()
+            if layer is not None:
+                yield streamed_layer(layer)
+
+    def _adapters(self) -> object:
+        """Differs if what is trained in the first layer with adapters does."""
+        for layer in self.streamed_layers():
+            parameters = layer.contents().adapters().parameters
+            if parameters:
+                return [(id(parameter), parameter.dtype) for parameter in parameters]
+        return []
 
     def resize(self, room: ResidencyPlan) -> None:
         """Give the blocks other room on the device. Not within a visit; adapters and bytes stay.
@@ -438,18 +523,6 @@ class Runtime(Passes):
         """
         self.context.visits.end_all()
         self._attachment.detach()
-        self._release()
-        self.host.unpin()
-        self.offloader.unpin()
-        self.rows.unlock()
-        if self.head is not None:
-            self.head.unpin()
-
-    def _release(self) -> None:
-        for reference in self._layers:
-            layer = reference()
-            if layer is not None:
-                layer.__dict__.pop(_KEY, None)
 
     def _allocate_slots(self, room: ResidencyPlan) -> DeviceRing:
         layouts = [slab.layout for slab in self.host.slabs]
@@ -474,6 +547,13 @@ class Runtime(Passes):
         if model is None:
             return 0
         return held_num_bytes(model, self.device, self.small) + self.device_num_bytes
+
+
+def _forget_runtime(layers: Sequence[weakref.ref[nn.Module]]) -> None:
+    for reference in layers:
+        layer = reference()
+        if layer is not None:
+            layer.__dict__.pop(_KEY, None)
 
 
 def find_runtime(model: object) -> Runtime | None:

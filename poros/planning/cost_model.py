@@ -7,7 +7,6 @@ row are kept, no score matrix exists), dropout keeps one byte per element, and a
 dequantizes its weight inside one operator.
 """
 
-import sys
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,11 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.utils.output_capturing import _active_collector
 
-from poros.errors import UnsupportedModelError
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.kernels.adapters import KernelStats
-from poros.kernels.forwards import is_of_liger, unpatch, use_others
+from poros.kernels.forwards import unpatch, use_others
 from poros.kernels.packed_attention import takes_cu_seqlens
 from poros.kernels.use import patch
 from poros.model.inspect import find_layers
@@ -50,8 +48,7 @@ class CostModel:
             base.set_attn_implementation("sdpa")  # whose memory is theirs, without documents
         self.shapes = shapes_of(self.model)
         _, self.layers = find_layers(self.model)
-        _require_plain_kernels(self.layers[0])
-        self._costs: dict[tuple[int, int, str, str, str], tuple[StepCost, list[Call]]] = {}
+        self._costs: dict[tuple[int, int, str, str, str, bool], StepCost] = {}
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
@@ -63,21 +60,23 @@ class CostModel:
 
     def cost(self, request: PlanRequest) -> StepCost:
         """Compute the cost of one micro-batch of a requested step."""
+        found = self._cost(request)
+        if request.self_check and request.policy.adapter_kernels != "peft":
+            found = replace(found, checked=self._cost(request, is_check=True).layers)
+        return found
+
+    def _cost(self, request: PlanRequest, is_check: bool = False) -> StepCost:
+        """Return the cost with a policy's kernels, or with those of its self-check."""
         batch_size, seq_len, policy = request.batch_size, request.seq_len, request.policy
         loss, kernels, lora_paths = policy.loss, policy.adapter_kernels, policy.lora_paths
-        shape = batch_size, seq_len, loss, kernels, lora_paths
-        if shape not in self._costs:
+        key = batch_size, seq_len, loss, kernels, lora_paths, is_check
+        if key not in self._costs:
             with (
                 _loss_as(loss, self.model),
-                adapter_kernels_as(kernels, self.layers, False, lora_paths),
+                adapter_kernels_as(kernels, self.layers, is_check, lora_paths),
             ):
-                self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
-        cost, calls = self._costs[shape]
-        if request.self_check and kernels != "peft" and not cost.checked:
-            with adapter_kernels_as(kernels, self.layers, True, lora_paths):
-                cost = replace(cost, checked=_layer_costs(self.layers, calls))
-            self._costs[shape] = cost, calls
-        return cost
+                self._costs[key] = step_cost(self.model, self.layers, batch_size, seq_len)
+        return self._costs[key]
 
 
 @contextmanager
@@ -257,48 +256,22 @@ def _without_watchers() -> Iterator[None]:
 @_without_watchers()
 def step_cost(
     model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
-) -> "tuple[StepCost, list[Call]]":
+) -> StepCost:
     """Run one micro-batch of full rows on the meta device: a fraction of a second at any depth.
 
-    Layers that cost the same are run once; the others pass on a tensor like their input. Returns
-    the costs, and the arguments of each layer's call.
+    Layers that cost the same are run once; the others pass on a tensor like their input.
     """
     tokens = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
-    live = LiveBytes()
-    walk = Walk(layers, live)
+    walk = Walk(layers)
     walk.run(model, tokens)
-    boundary = walk.calls[0].args[0].nbytes
-    others = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for call in walk.calls
-        for tensor in _tensors_in((call.args[1:], call.kwargs))
-    }
-    cost = StepCost(
-        layers=_layer_costs(layers, walk.calls),
+    boundary = walk.inputs[0].nbytes
+    return StepCost(
+        layers=walk.costs,
         boundary=boundary,
-        shared=sum(others.values()),
-        loss_peak=live.peak - walk.num_bytes + boundary,
+        shared=sum(storage.nbytes() for storage in walk.shared.values()),
+        loss_peak=walk.live.peak - walk.num_bytes + boundary,
         inputs=2 * tokens.nbytes,
     )
-    return cost, walk.calls
-
-
-@_without_watchers()
-def _layer_costs(layers: Sequence[nn.Module], calls: "Sequence[Call]") -> list[LayerCost]:
-    """Return the cost of each layer; runs one of each kind."""
-    costs: dict[object, LayerCost] = {}
-    for layer, call in zip(layers, calls, strict=True):
-        if call.kind not in costs:
-            costs[call.kind] = layer_cost(layer, call.args, call.kwargs)
-    return [costs[call.kind] for call in calls]
-
-
-class Call(NamedTuple):
-    """The arguments of a layer's call."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    kind: object
 
 
 class Walk:
@@ -307,25 +280,28 @@ class Walk:
     Each layer drops its graph. A layer is skipped if one like it has run and it passes on nothing
     but its output.
 
-    Args:
-        live: Counts the bytes of the micro-batch.
-
     Attributes:
-        calls: The arguments of each layer's call.
+        costs: The cost of each layer.
+        inputs: The input of each layer, kept until the loss is gone.
+        shared: Storages of other inputs of layers, by their ids; kept, so that these stay theirs.
+        live: Counts the bytes of the micro-batch.
         num_bytes: Live bytes after the last layer; the peak of ``live`` is reset there.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], live: LiveBytes) -> None:
-        self.calls: list[Call] = []
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.costs: list[LayerCost] = []
+        self.inputs: list[torch.Tensor] = []
+        self.shared: dict[int, torch.UntypedStorage] = {}
+        self.live = LiveBytes()
         self.num_bytes = 0
         self._layers = layers
-        self._live = live
+        self._known: dict[object, LayerCost] = {}
         self._have_run: set[object] = set()
 
     def run(self, model: nn.Module, tokens: torch.Tensor) -> None:
         """Run forward and backward, labels included; without a head for tokens, of the output."""
-        with FusedKernels(), _folding_without_autocast(), self._live, self._taking_over():
-            self._live.know(tokens, *model.parameters(), *model.buffers())
+        with FusedKernels(), _folding_without_autocast(), self.live, self._taking_over():
+            self.live.know(tokens, *model.parameters(), *model.buffers())
             if base_of(model).get_output_embeddings() is not None:
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             else:
@@ -336,10 +312,10 @@ class Walk:
 
     @contextmanager
     def _taking_over(self) -> Iterator[None]:
-        """Record the layers' calls inside the body."""
+        """Run layers by ``_run`` inside the body."""
 
         def mark(module: nn.Module, args: Any, output: Any) -> None:
-            self.num_bytes = self._live.peak = self._live.now
+            self.num_bytes = self.live.peak = self.live.now
 
         handle = self._layers[-1].register_forward_hook(mark)
         try:
@@ -354,13 +330,19 @@ class Walk:
     def _run(
         self, layer: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        call = Call(args, kwargs, _kind(layer, args, kwargs))
-        self.calls.append(call)
-        if call.kind in self._have_run and not _has_side_channels(kwargs):
+        kind = _kind(layer, args, kwargs)
+        if kind not in self._known:
+            self._known[kind] = layer_cost(layer, forward, args, kwargs)
+        self.costs.append(self._known[kind])
+        self.inputs.append(args[0])
+        for tensor in _tensors_in((args[1:], kwargs)):
+            storage = tensor.untyped_storage()
+            self.shared[storage._cdata] = storage
+        if kind in self._have_run and not _has_side_channels(kwargs):
             return torch.empty_like(args[0], requires_grad=True)
         output = _detached(forward(*args, **kwargs))
         if isinstance(output, torch.Tensor) and output.shape == args[0].shape:
-            self._have_run.add(call.kind)
+            self._have_run.add(kind)
         return output
 
 
@@ -370,8 +352,10 @@ def _has_side_channels(kwargs: dict[str, Any]) -> bool:
     return is_shared or bool(_active_collector.get())
 
 
-def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCost:
-    """Run one layer alone, forward and backward."""
+def layer_cost(
+    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> LayerCost:
+    """Run one layer's ``forward`` alone, and its backward; nothing is recorded of it aside."""
     hidden = args[0].detach().requires_grad_()
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     live = LiveBytes()
@@ -381,36 +365,22 @@ def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         kept.add(tensor.untyped_storage()._cdata)
         return tensor
 
+    token = _active_collector.set(None)
     with FusedKernels() as kernels, _folding_without_autocast(), live:
         live.know(hidden, *layer.parameters(), *layer.buffers(), *_tensors_in((args, kwargs)))
         # It has arrived before the layer is recomputed.
         gradient = torch.empty_like(hidden)
         with saved_tensors_hooks(note, lambda tensor: tensor):
-            output = layer(hidden, *args[1:], **kwargs)
+            output = forward(hidden, *args[1:], **kwargs)
         ends = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
         saved = live.now - sum(each.nbytes for each in (gradient, *ends))
         starts = [gradient if e.shape == gradient.shape else torch.empty_like(e) for e in ends]
         gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
         del gradients
+    _active_collector.reset(token)
     is_kept = hidden.untyped_storage()._cdata in kept
     dense = live.peak - live.peak_beside
     return LayerCost(saved, hidden.nbytes * is_kept, live.peak, kernels.attention_flop, dense)
-
-
-def _require_plain_kernels(layer: nn.Module) -> None:
-    """Raise ``UnsupportedModelError`` if Liger has patched the model's own code.
-
-    Liger's kernels would read tensors of the meta device at address 0, which loses the CUDA
-    context.
-    """
-    code = sys.modules.get(type(layer).__module__)
-    for name, value in getattr(code, "__dict__", {}).items():
-        if is_of_liger(value):
-            raise UnsupportedModelError(
-                f"expected a model whose code runs on the meta device, found {name} of "
-                f"{type(layer).__module__} replaced by Liger's, which runs on a GPU alone. Plan "
-                "before Liger is applied; in training the first steps are measured instead"
-            )
 
 
 def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:

@@ -5,8 +5,10 @@ Plans read sizes off it, and run its layers there, where operators compute shape
 
 import copy
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import module_from_spec
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
+from poros.kernels.forwards import is_of_liger
 from poros.kernels.nf4 import is_4bit, num_weights, part_tensors
 from poros.loaders.build import ONE_AT_A_TIME
 from poros.loaders.options import bits_and_bytes
@@ -76,6 +79,8 @@ class Recipe:
     """Whether adapters leave out towers and routers (``poros.model.targets``)."""
     model_class: Any = None
     """Class of the model; None takes the one that the configuration chooses."""
+    counts_all: bool = False
+    """Whether kinds of adapters that plans do not count are taken as if they did."""
 
     @classmethod
     def of(
@@ -117,8 +122,11 @@ class Recipe:
         )
 
     @classmethod
-    def like(cls, model: Any) -> "Recipe":
+    def like(cls, model: Any, counts_all: bool = False) -> "Recipe":
         """Make a recipe from a model with PEFT adapters, prepared or not.
+
+        Args:
+            counts_all: See the field.
 
         Raises:
             UnsupportedModelError: If it has no adapters, or some that plans do not count.
@@ -129,7 +137,8 @@ class Recipe:
                 "expected a model with PEFT adapters, found one without; call get_peft_model "
                 "first, or plan from its configuration"
             )
-        _refuse_uncounted(adapter_kinds(model))
+        if not counts_all:
+            _refuse_uncounted(adapter_kinds(model))
         base = base_of(model)
         active = model.active_adapters
         return cls(
@@ -144,7 +153,8 @@ class Recipe:
                 if not is_4bit(parameter)
             },
             vision="drop" if are_dropped(base) else "keep",
-            model_class=type(base),
+            model_class=_as_shipped(type(base)),
+            counts_all=counts_all,
         )
 
     def make(self) -> Any:
@@ -160,7 +170,8 @@ class Recipe:
             for config in adapters.values():
                 config.exclude_modules = excluded_modules(base)
         made: Any = with_adapters(base, adapters)
-        _refuse_uncounted(adapter_kinds(made))
+        if not self.counts_all:
+            _refuse_uncounted(adapter_kinds(made))
         if self.active and tuple(made.active_adapters) != self.active:
             made.base_model.set_adapter(list(self.active))
         for name, parameter in base_of(made).named_parameters():
@@ -174,6 +185,21 @@ class Recipe:
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(self.adapter_dtype)
         return made.train()
+
+
+def _as_shipped(model_class: Any) -> Any:
+    """Return a class of transformers as its file has it, where Liger has replaced code of that.
+
+    Liger's kernels would read tensors of the meta device at address 0, which loses the CUDA
+    context. A plan counts the model without them.
+    """
+    code = sys.modules[model_class.__module__]
+    spec = code.__spec__
+    if spec is None or spec.loader is None or not any(map(is_of_liger, vars(code).values())):
+        return model_class
+    shipped = module_from_spec(spec)
+    spec.loader.exec_module(shipped)
+    return getattr(shipped, model_class.__name__)
 
 
 def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:

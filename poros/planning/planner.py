@@ -19,7 +19,7 @@ from poros.errors import (
     quoted,
 )
 from poros.loaders.settings import describe_error
-from poros.model.sizing import SURELY_KEPT, is_quicker_alone, room_of
+from poros.model.sizing import SURELY_KEPT, keeps_most
 from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
@@ -119,7 +119,7 @@ class Planner:
         source: As for ``plan``. A model is not kept alive; if its adapters have changed since the
             last plan (others, other dtypes, others trained), they are computed again.
         **of_model: ``rank``, ``lora``, ``quantization``, ``dtype``, ``adapter_dtype`` and
-            ``vision`` of ``plan``.
+            ``vision`` of ``plan``; of a model ``counts_all`` of ``Recipe``.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Planner:
         self._adapters: object = None
         if isinstance(source, nn.Module):
             self._given = weakref.ref(source)
-            self._recipe = Recipe.like(source)
+            self._recipe = Recipe.like(source, of_model.get("counts_all", False))
             self._adapters = _adapters_of(source)
         else:
             self._recipe = Recipe.of(source, **of_model)
@@ -212,9 +212,7 @@ class Planner:
         if found.micro_batches == 1 or found.vram_budget is None or not is_chosen:
             return found
         alone = self._cost_model().plan(request.override(micro_batches=1))
-        num_layers = len(self._cost_model().shapes.layers)
-        is_quicker = is_quicker_alone(room_of(alone), alone.num_blocks, num_layers, SURELY_KEPT)
-        return alone if is_quicker else found
+        return alone if keeps_most(alone, SURELY_KEPT) else found
 
     def _cost_model(self) -> CostModel:
         model = self._given()
@@ -222,7 +220,7 @@ class Planner:
             adapters = _adapters_of(model)
             if adapters != self._adapters:
                 self._adapters, self._known = adapters, None
-                self._recipe = Recipe.like(model)
+                self._recipe = Recipe.like(model, self._recipe.counts_all)
         if self._known is None:
             self._known = CostModel(self._recipe)
         return self._known

@@ -40,7 +40,7 @@ _FIGURES = {
     "copy_gb_per_s": "PCIe copies, in GB/s",
     "tflop_per_s": "matrix products, in TFLOP/s",
 }
-"""Titles of values of ``as_dict`` in the printed table."""
+"""Titles of values of ``fit_report`` in the printed table."""
 
 
 @dataclass(frozen=True)
@@ -55,155 +55,121 @@ class Device:
     """Source of the rates, for the label of the forecast."""
 
 
-class FitReport:
-    """The result of ``poros plan`` for one request: plans of it and of other runs.
+def fit_report(
+    planner: Planner, request: PlanRequest, device: Device, ram: int | None = None
+) -> dict[str, Any]:
+    """Answer ``poros plan``: the values of the step's plan, and of plans of other runs.
 
-    Making it plans the step and searches the longest rows, which takes some seconds for 72B.
+    It plans the step and searches the longest rows, which takes some seconds for 72B.
 
     Args:
         request: The step; without a budget it is planned with as little as there may be, and
             nothing is said about what fits.
         ram: Host memory in bytes that the plan is compared with; None compares nothing.
 
-    Attributes:
-        plan: The step's plan; if the step does not fit, the plan that needs the least memory.
-        fits_device: Whether the step fits the budget.
-        remedies: Changes that would make it fit, or at least save memory; none if it fits.
-        resident: Plan of a run with everything on the device and every graph kept, whether that
-            would fit or not.
-        checkpointed: Plan of such a run with gradient checkpointing of every layer.
-        longest: The longest rows that fit, in tokens; None without a budget, 0 if no rows fit. They
-            have to fit host memory too, unless the base alone does not.
-        max_seq_len: Positions of the model, if its configuration has them.
-        together: Plan of several micro-batches that share each block, if that is much faster.
-        record: The family's outcome in the registry, and the reason for it.
-        model_type: The family.
+    Returns:
+        Plain values, as ``poros plan --json`` prints them. If the step does not fit, those of the
+        plan are of the one that needs the least memory. ``resident`` is a run with everything on
+        the device and every graph kept, ``checkpointed`` one that recomputes every layer.
+        ``longest_seq_len`` is None without a budget, 0 if no rows fit; rows have to fit host memory
+        too, unless the base alone does not.
 
     Raises:
         PolicyError: If the request makes no sense for the model.
         UnsupportedModelError: If the model cannot be streamed.
     """
+    from poros.gates.registry import OUTCOMES, read_registry
 
-    def __init__(
-        self, planner: Planner, request: PlanRequest, device: Device, ram: int | None = None
-    ) -> None:
-        from poros.gates.registry import OUTCOMES, read_registry
+    if device.rates is not None:
+        request = request.override(speeds=device.rates(request.seq_len * request.batch_size))
+    found = planner.find(request)
+    plan = found or planner.least(request)
+    fits_host = _holds(ram, plan)
+    resident, checkpointed = (_resident(planner, request, kept) for kept in (_EVERYTHING, 0))
+    tokens_per_s = None if found is None else _tokens_per_s(found)
 
-        if device.rates is not None:
-            request = request.override(speeds=device.rates(request.seq_len * request.batch_size))
-        self.request, self.device, self.ram = request, device, ram
-        found = planner.find(request)
-        self.plan = found or planner.least(request)
-        self.fits_device = found is not None
-        self.remedies = () if found else planner.remedies(request)
-        self.resident = _resident(planner, request, keep_last=_EVERYTHING)
-        self.checkpointed = _resident(planner, request, keep_last=0)
-        self.longest = None if request.budget is None else _longest(planner, request, ram)
-        self.max_seq_len = planner.max_seq_len
-        self.together = _together(planner, request, found)
-        record = read_registry().family(planner.model_type)
-        self.record = record.outcome, record.reason or OUTCOMES[record.outcome]
-        self.model_type = planner.model_type
-
-    @property
-    def fits_host(self) -> bool:
-        """Whether the base and offloaded inputs fit the host memory, as far as it is known."""
-        return _holds(self.ram, self.plan)
-
-    @property
-    def fits(self) -> bool:
-        return self.fits_device and self.fits_host
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The rate of a step that fits the device; None if it does not, or time is unknown."""
-        return _tokens_per_s(self.plan) if self.fits_device else None
-
-    def times(self, other: MemoryPlan) -> float | None:
-        """Ratio of the step's time to that of another plan; None if either is unknown."""
-        if self.tokens_per_s is None or not self.plan.step_ms or not other.step_ms:
+    def times(other: MemoryPlan) -> float | None:
+        if tokens_per_s is None or not plan.step_ms or not other.step_ms:
             return None
-        return self.plan.step_ms / other.step_ms
+        return plan.step_ms / other.step_ms
 
-    @property
-    def verdict(self) -> str:
-        """One sentence: whether the step fits, what lies on the card and the host, and its rate."""
-        plan, title, budget = self.plan, self.device.title, self.request.budget
-        needed = f"at least {size(plan.total_num_bytes)}"
-        if budget is None:
-            begin = f"Needs {needed} on the card"
-        elif not self.fits_device:
-            return (
-                f"Does not fit {title}: the step needs {needed}, and the budget for training is "
-                f"{size(budget)}."
-            )
-        else:
-            begin = f"Fits {title}" + ("" if self.fits_host else ", but not the host memory")
-        host = "" if self.ram is None else f" (of {size(self.ram)})"
-        parts = [
-            f"{plan.num_slots} of {plan.num_blocks} blocks stay on the card",
-            f"{plan.keep_last} layers are not recomputed" if plan.keep_last else "",
-            f"{size(plan.host_num_bytes)} of host memory{host}",
+    record = read_registry().family(planner.model_type)
+    values = {
+        **plan.as_dict(),
+        "fits": found is not None and fits_host,
+        "fits_device": found is not None,
+        "fits_host": fits_host,
+        "forecast": device.rates_from,
+        "tokens_per_s": tokens_per_s,
+        "times_resident": times(resident),
+        "times_checkpointed": times(checkpointed),
+        "resident_num_bytes": resident.total_num_bytes,
+        "ram_num_bytes": ram,
+        "longest_seq_len": None if request.budget is None else _longest(planner, request, ram),
+        "max_seq_len": planner.max_seq_len,
+        "model_type": planner.model_type,
+        "registry": {
+            "outcome": record.outcome,
+            "reason": record.reason or OUTCOMES[record.outcome],
+        },
+    }
+    advice = [] if request.budget is not None else ["Give --vram or --card to see what fits."]
+    if found is None:
+        advice.append(format_remedies(planner.remedies(request)))
+    else:
+        together = _together(planner, request, found)
+        advice += _advice(values, request.micro_batches, together)
+    return {**values, "verdict": _verdict(values, device.title), "advice": "\n".join(advice)}
+
+
+def _verdict(values: Mapping[str, Any], title: str) -> str:
+    """Say in one sentence whether the step fits, what lies on the card and the host, its rate."""
+    needed, budget = f"at least {size(values['total_num_bytes'])}", values["vram_budget"]
+    if budget is None:
+        begin = f"Needs {needed} on the card"
+    elif not values["fits_device"]:
+        return (
+            f"Does not fit {title}: the step needs {needed}, and the budget for training is "
+            f"{size(budget)}."
+        )
+    else:
+        begin = f"Fits {title}" + ("" if values["fits_host"] else ", but not the host memory")
+    host = "" if values["ram_num_bytes"] is None else f" (of {size(values['ram_num_bytes'])})"
+    kept = values["keep_last"]
+    parts = [
+        f"{values['num_slots']} of {values['num_blocks']} blocks stay on the card",
+        f"{kept} layers are not recomputed" if kept else "",
+        f"{size(values['host_num_bytes'])} of host memory{host}",
+    ]
+    if values["tokens_per_s"] is not None:
+        parts += [
+            f"about {two_digits(values['tokens_per_s'])} tokens/s",
+            f"{values['times_resident']:.1f} x the time of a resident run",
         ]
-        if self.tokens_per_s is not None:
-            parts += [
-                f"about {two_digits(self.tokens_per_s)} tokens/s",
-                f"{self.times(self.resident):.1f} x the time of a resident run",
-            ]
-        return f"{begin}: {', '.join(filter(None, parts))}."
+    return f"{begin}: {', '.join(filter(None, parts))}."
 
-    @property
-    def advice(self) -> str:
-        """Changes that make it fit or faster, a sentence per line."""
-        return "\n".join(self._advice())
 
-    def _advice(self) -> Iterator[str]:
-        plan, wanted, together = self.plan, self.request.micro_batches, self.together
-        if self.request.budget is None:
-            yield "Give --vram or --card to see what fits."
-        if not self.fits_device:
-            yield format_remedies(self.remedies)
-            return
-        if not self.fits_host:
-            if plan.offload_boundaries:
-                yield "Shorter rows, fewer rows or fewer micro-batches need less host memory."
-            yield "Part of the base can stay on disk: poros.load(..., store=DIR, host_budget=...)."
-        if self.tokens_per_s is None:
-            yield "Time is not forecast without --card."
-        if plan.micro_batches == 1 < wanted and plan.keep_last:
-            yield (
-                f"The {wanted} micro-batches of a step run one after the other, which is faster "
-                "here: most layers keep their activations, so that nothing is recomputed for them."
-            )
-        elif plan.micro_batches < wanted:
-            number = plan.micro_batches
-            yield f"{number} of {wanted} micro-batches share each block; more do not fit."
-        if together is not None:
-            yield (
-                f"PCIe copies limit the step: --accumulate {together.micro_batches} would "
-                f"reach about {two_digits(_tokens_per_s(together) or 0.0)} tokens/s."
-            )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, as ``poros plan --json`` prints them: of the plan and of the report."""
-        return {
-            **self.plan.as_dict(),
-            "verdict": self.verdict,
-            "fits": self.fits,
-            "fits_device": self.fits_device,
-            "fits_host": self.fits_host,
-            "advice": self.advice,
-            "forecast": self.device.rates_from,
-            "tokens_per_s": self.tokens_per_s,
-            "times_resident": self.times(self.resident),
-            "times_checkpointed": self.times(self.checkpointed),
-            "resident_num_bytes": self.resident.total_num_bytes,
-            "ram_num_bytes": self.ram,
-            "longest_seq_len": self.longest,
-            "max_seq_len": self.max_seq_len,
-            "model_type": self.model_type,
-            "registry": dict(zip(("outcome", "reason"), self.record, strict=True)),
-        }
+def _advice(values: Mapping[str, Any], wanted: int, together: MemoryPlan | None) -> Iterator[str]:
+    """Yield changes of a step that fits the device, a sentence each, that make it faster or fit."""
+    if not values["fits_host"]:
+        if values["offload_boundaries"]:
+            yield "Shorter rows, fewer rows or fewer micro-batches need less host memory."
+        yield "Part of the base can stay on disk: poros.load(..., store=DIR, host_budget=...)."
+    if values["tokens_per_s"] is None:
+        yield "Time is not forecast without --card."
+    number = values["micro_batches"]
+    if number == 1 < wanted and values["keep_last"]:
+        yield (
+            f"The {wanted} micro-batches of a step run one after the other, which is faster "
+            "here: most layers keep their activations, so that nothing is recomputed for them."
+        )
+    elif number < wanted:
+        yield f"{number} of {wanted} micro-batches share each block; more do not fit."
+    if together is not None:
+        yield (
+            f"PCIe copies limit the step: --accumulate {together.micro_batches} would "
+            f"reach about {two_digits(_tokens_per_s(together) or 0.0)} tokens/s."
+        )
 
 
 def _holds(ram: int | None, plan: MemoryPlan) -> bool:
@@ -234,11 +200,9 @@ def _resident(planner: Planner, request: PlanRequest, keep_last: int) -> MemoryP
     return planner.plan(everything)
 
 
-def _together(
-    planner: Planner, request: PlanRequest, found: MemoryPlan | None
-) -> MemoryPlan | None:
+def _together(planner: Planner, request: PlanRequest, found: MemoryPlan) -> MemoryPlan | None:
     """Plan micro-batches that go together; None unless that is much faster."""
-    if found is None or not found.step_ms or request.micro_batches > 1:
+    if not found.step_ms or request.micro_batches > 1:
         return None
     several = (request.override(micro_batches=each, accumulation=each) for each in TOGETHER)
     plans = [plan for plan in map(planner.find, several) if plan and plan.micro_batches > 1]
@@ -264,7 +228,7 @@ def _longest(planner: Planner, request: PlanRequest, ram: int | None) -> int:
     return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length))
 
 
-def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
+def format_report(values: Mapping[str, Any], *, with_terms: bool = False) -> "Group":
     """Format a report for ``rich``: verdict, advice, and the figures that are known.
 
     Args:
@@ -281,14 +245,14 @@ def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
                 grid.add_row(Text(title), Text(text))
         return grid
 
-    values = report.as_dict()
-    color = "" if report.request.budget is None else "green" if report.fits else "red"
-    outcome, reason = report.record
+    color = "" if values["vram_budget"] is None else "green" if values["fits"] else "red"
     figures = {title: _text(name, values[name]) for name, title in _FIGURES.items()}
-    figures[report.model_type] = f"{outcome} ({quoted(reason, is_bare=True)})"
+    record = values["registry"]
+    reason = quoted(record["reason"], is_bare=True)
+    figures[values["model_type"]] = f"{record['outcome']} ({reason})"
     parts: list[Any] = [
-        Text(report.verdict, style=f"bold {color}"),
-        *map(Text, report.advice.splitlines()),
+        Text(values["verdict"], style=f"bold {color}"),
+        *map(Text, values["advice"].splitlines()),
         "\nAll figures are forecasts:\n",
         table(figures),
     ]

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
-from poros.replay.call import CHECK, LEAVES, CallFacts, LayerCall
+from poros.replay.call import LEAVES, CallFacts, LayerCall
 from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
@@ -77,8 +77,6 @@ _MOST_FORMS = 64
 
 NEW = "a form that has not come often enough"
 ARGUMENTS = "arguments that a layer may write to"
-EXPECTED = (NEW, CHECK)
-"""Reasons to run a visit that every run has."""
 
 
 class Captures:

@@ -45,13 +45,11 @@ from poros.model.runtime import Runtime
 from poros.self_check.compare import bits
 from poros.self_check.evidence import (
     CallSnapshot,
-    drawn_states,
     first_difference,
-    forward_values,
     named,
     tensors_in,
 )
-from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome, is_gradient
+from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome
 from poros.stream.boundary import is_streamed, streamed_layer
 from poros.stream.namespaces import put_back
 from poros.utils.logging_setup import ProgressLog
@@ -90,10 +88,7 @@ class SelfCheck:
         self.mode = mode
         self.message: str | None = None
         self.num_layers = len(layers)
-        self._device = runtime.device
-        self._block_size = runtime.policy.block_size
-        self._host = runtime.host
-        self._small = runtime.small
+        self._runtime: Runtime = weakref.proxy(runtime)
         self._digests = runtime.digests.results() if runtime.digests is not None else {}
         """Of what streams, by name, from before ``poros.prepare`` moved it."""
         self.unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
@@ -105,7 +100,6 @@ class SelfCheck:
         self.proved_otherwise: dict[str, bool] = {}
         self.not_provable: list[str] = []
         self._runs = LayerRerunner(runtime)
-        self._sizer = runtime.sizer
         self._progress: ProgressLog | None = None
         self._compared: set[int] = set()
         """Kept layers whose bytes were compared."""
@@ -128,7 +122,7 @@ class SelfCheck:
             "message": self.message,
             "proved_with_deterministic_attention": list(self.proved_otherwise),
             "not_provable": list(self.not_provable),
-            "kernels": self._sizer.check_kernels,
+            "kernels": self._runtime.sizer.check_kernels,
         }
 
     @property
@@ -161,7 +155,7 @@ class SelfCheck:
             self._note_checked(index, needs_gradient)
             self._settle(streamed.name, None)
             return result
-        evidence, result = CallSnapshot.collect(layer, inputs, run, arguments, self._device)
+        evidence, result = CallSnapshot.collect(layer, inputs, run, arguments, self._runtime.device)
         ends = [each for _, each in named("", result) if each.requires_grad]
         if is_open and ends:
             # Emptied by the check: the graph may live on, with the loss.
@@ -193,17 +187,16 @@ class SelfCheck:
         needs_gradient: bool,
         gradient: torch.Tensor | None = None,
     ) -> None:
-        evidence.rng_backward = drawn_states(self._device)
         evidence.is_late = gradient is not None
         self._note_checked(index, needs_gradient)
-        condition = streamed_layer(evidence.layer).condition()
+        streamed = streamed_layer(evidence.layer)
+        condition = streamed.condition()
         token = _active_collector.set(None)
         try:
             # A loss may read what the layer has left in its modules.
             with _without_saved_tensors_hooks(), put_back(condition.contents.modules()):
-                mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch(
-                    index, evidence, gradient
-                )
+                mismatch = self._damaged_bytes(streamed.weights.block)
+                mismatch = mismatch or self._mismatch(evidence, gradient)
         finally:
             _active_collector.reset(token)
             # What hooks have written down in the layer meanwhile.
@@ -229,7 +222,7 @@ class SelfCheck:
         if layer is None or index in self._compared:
             return
         self._compared.add(index)
-        block = index // self._block_size
+        block = streamed_layer(layer).weights.block
         mismatch = self._damaged_bytes(block)
         if mismatch is None and self._differs(block, buffer.cpu()):
             mismatch = f"block {block} on the device is not what poros.prepare took over"
@@ -287,7 +280,7 @@ class SelfCheck:
                 "autograd graph",
                 self.num_layers,
             )
-            if self._sizer.check_kernels != "peft":
+            if self._runtime.sizer.check_kernels != "peft":
                 logger.warning(
                     "poros: the self-check compared with resident layers that run our adapter "
                     "kernels: the budget has no room for PEFT's own modules at this length"
@@ -296,63 +289,57 @@ class SelfCheck:
             self._report_proofs()
 
     def _damaged_bytes(self, block: int) -> str | None:
-        where = self._differs(block, self._host.read(block))
+        where = self._differs(block, self._runtime.host.read(block))
         if where is not None:
             return (
                 f"the host bytes of block {block} are not those that poros.prepare took over "
                 f"({where})"
             )
-        size = self._block_size
-        for names in self._small.damaged[block * size : (block + 1) * size]:
+        size = self._runtime.policy.block_size
+        for names in self._runtime.small.damaged[block * size : (block + 1) * size]:
             if names:
                 return f"{names[0]} has not reached the device as poros.prepare found it"
         return None
 
     def _differs(self, block: int, flat: torch.Tensor) -> str | None:
         """Return the name of a tensor of ``block`` whose bytes in ``flat`` have changed."""
-        for spec in self._host.slabs[block].layout.tensors:
+        for spec in self._runtime.host.slabs[block].layout.tensors:
             part = flat[spec.offset : spec.offset + spec.num_bytes]
             if digest(part) != self._digests[spec.name]:
                 return spec.name
         return None
 
-    def _mismatch(
-        self, index: int, evidence: CallSnapshot, gradient: torch.Tensor | None
-    ) -> str | None:
+    def _mismatch(self, evidence: CallSnapshot, gradient: torch.Tensor | None) -> str | None:
         """Compare a layer with a second streamed run; one that is kept runs as it is kept.
 
         Its forward is compared as it was. Its gradients are drawn, but for a layer in which code of
         the user may run: its autograd Functions see the ``gradient`` that arrives, as they will
         behind the check (``CallSnapshot.incoming``). Backward hooks run in none of these runs.
         """
-        incoming = evidence.incoming(self._device, gradient)
+        incoming = evidence.incoming(gradient)
         again = self._runs.streamed(evidence, incoming, is_steady=False)
-        resident = self._runs.resident(index, evidence, incoming)
-        disturbed = first_difference(
-            forward_values({}, resident.rng_backward), forward_values({}, again.rng_backward)
-        )
+        resident = self._runs.resident(evidence, incoming)
+        disturbed = first_difference(resident.rng_backward, again.rng_backward)
         if disturbed is not None:
             return _DISTURBED.format(disturbed)
-        evidence.again = again.forward
-        streamed = again.values | evidence.given()
-        return self._explained(index, evidence, incoming, resident, streamed)
+        return self._explained(evidence, incoming, resident, again)
 
     def _explained(
         self,
-        index: int,
         evidence: CallSnapshot,
         incoming: Incoming,
         resident: Outcome,
-        streamed: dict[str, Any],
+        streamed: Outcome,
     ) -> str | None:
-        """Explain a difference between these; None if it is no mismatch."""
-        difference = first_difference(resident.values, streamed) or evidence.recomputed_difference()
+        """Explain a difference between these, or the forward itself; None if it is no mismatch."""
+        difference = first_difference(resident.values, streamed.values | evidence.given())
+        difference = difference or first_difference(resident.values, streamed.values)
         if difference is None:
             return None
         inputs_before = {
             f"input {n}": tensor.detach().clone() for n, tensor in enumerate(evidence.inputs)
         }
-        again = self._runs.resident(index, evidence, incoming)
+        again = self._runs.resident(evidence, incoming)
         unsteady = first_difference(resident.values, again.values)
         if unsteady is None and not resident.may_vary:
             return difference + (_CACHE_HINT if evidence.has_cache else "")
@@ -360,22 +347,21 @@ class SelfCheck:
         edited = first_difference(inputs_before, inputs_now)
         if edited is not None:
             return f"the layer, or a hook inside it, edits what it is given in place ({edited})"
-        if self._device.type == "cpu" and not resident.may_vary:
+        if evidence.device.type == "cpu" and not resident.may_vary:
             return _UNSTEADY.format(unsteady)
         try:
-            return self._prove(index, evidence, incoming, resident, again, streamed)
+            return self._prove(evidence, incoming, resident, again, streamed)
         except torch.OutOfMemoryError:
             self._give_up(evidence, "the device has no memory for the proof")
             return None
 
     def _prove(
         self,
-        index: int,
         evidence: CallSnapshot,
         incoming: Incoming,
         resident: Outcome,
         again: Outcome,
-        streamed: dict[str, Any],
+        streamed: Outcome,
     ) -> str | None:
         """Prove a layer whose kernels may not repeat themselves; return the mismatch, if any.
 
@@ -384,33 +370,27 @@ class SelfCheck:
         recomputation, so they are compared as they were. For the gradients both sides run once
         more, with attention that repeats itself.
         """
-        difference = (
-            first_difference(
-                resident.forward, {n: value for n, value in streamed.items() if not is_gradient(n)}
-            )
-            or evidence.recomputed_difference()
-        )
+        difference = first_difference(resident.forward, streamed.forward | evidence.given())
+        difference = difference or first_difference(resident.forward, streamed.forward)
         unsteady = first_difference(resident.forward, again.forward)
         if difference is not None and unsteady is None:
             return difference + (_CACHE_HINT if evidence.has_cache else "")
         if difference is not None:
-            steady = [
-                self._runs.resident(index, evidence, {}, Kernels.DETERMINISTIC) for _ in range(2)
-            ]
+            steady = [self._runs.resident(evidence, {}, Kernels.DETERMINISTIC) for _ in range(2)]
             hidden = first_difference(steady[0].forward, steady[1].forward)
             if hidden is not None:
                 return _UNSTEADY.format(hidden)
             self._give_up(evidence, f"its outputs do not repeat themselves ({unsteady})")
             return None
         kernels = Kernels.DETERMINISTIC_ATTENTION
-        expected = self._runs.resident(index, evidence, incoming, kernels)
+        expected = self._runs.resident(evidence, incoming, kernels)
         proof = self._runs.streamed(evidence, incoming, is_steady=True)
         difference = first_difference(expected.values, proof.values)
         if difference is None:
             differs = first_difference(resident.values, again.values) is not None
             self.proved_otherwise[evidence.name] = differs
             return None
-        repeated = self._runs.resident(index, evidence, incoming, kernels)
+        repeated = self._runs.resident(evidence, incoming, kernels)
         unsteady = first_difference(expected.values, repeated.values)
         if unsteady is None:
             return f"{difference} (with deterministic attention on both sides)"

@@ -9,7 +9,6 @@ run inside it, it is checked as its backward begins, with the gradient that arri
 """
 
 import copy
-import random
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -26,7 +24,8 @@ from transformers.utils.output_capturing import _active_collector
 
 from poros.self_check.compare import differing
 from poros.stream.boundary import streamed_layer
-from poros.stream.settings import Settings
+from poros.stream.rng import RngStash, Start
+from poros.stream.settings import Surroundings
 from poros.stream.within import Within
 
 _HIDDEN_STATES = "hidden_states"
@@ -50,24 +49,18 @@ class CallSnapshot:
     """All trained parameters of the layer, whatever the recomputation saw of them."""
     recorded: list[str]
     """Keys of the values that transformers recorded inside layers, without their results."""
-    rng: list[torch.Tensor]
-    other_rng: tuple[Any, Any]
-    """The states of Python's generator and of NumPy's."""
-    autocast: list[tuple[str, bool, torch.dtype]]
+    start: Start
+    """The random states."""
+    surroundings: Surroundings
     has_cast_cache: bool
     """Whether autocast keeps its casts of parameters, and so sums what they are used for."""
-    settings: Settings
     training: list[bool]
     outputs: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     """Value, and whether it needs a gradient, by name."""
     output_versions: list[int] = field(default_factory=list)
-    rng_end: list[torch.Tensor] = field(default_factory=list)
-    rng_backward: list[torch.Tensor] = field(default_factory=list)
-    """The random states when its backward began."""
+    rng_end: RngStash | None = None
     is_late: bool = False
     """Whether the check runs as its backward begins."""
-    again: dict[str, Any] = field(default_factory=dict)
-    """Results of its forward when it was streamed once more."""
 
     @classmethod
     def collect(
@@ -93,23 +86,14 @@ class CallSnapshot:
             input_versions=_versions(inputs),
             trained={name: each for name, each in layer.named_parameters() if each.requires_grad},
             recorded=recorded,
-            rng=random_states(device),
-            other_rng=(random.getstate(), np.random.get_state()),
-            autocast=[
-                (
-                    device_type,
-                    torch.is_autocast_enabled(device_type),
-                    torch.get_autocast_dtype(device_type),
-                )
-                for device_type in sorted({device.type, "cpu"})
-            ],
+            start=Start.capture(device),
+            surroundings=Surroundings.capture(device),
             has_cast_cache=torch.is_autocast_cache_enabled(),
-            settings=Settings.capture(),
             training=[module.training for module in layer.modules()],
         )
         lengths = {key: len(collector[key]) for key in recorded}
         result = run()
-        evidence.rng_end = random_states(device)
+        evidence.rng_end = RngStash.capture(device)
         record = {key: collector[key][length:] for key, length in lengths.items()}
         named = named_outputs(result, written(kwargs, before), record)
         evidence.outputs = {name: (tensor.detach(), tensor.requires_grad) for name, tensor in named}
@@ -128,21 +112,21 @@ class CallSnapshot:
         left = {name: each for (name, each), before, after in versions if before == after}
         return forward_values(left, self.rng_end)
 
-    def state(self, device: torch.device) -> AbstractContextManager[object]:
+    @property
+    def device(self) -> torch.device:
+        return self.start.pytorch.device
+
+    def state(self) -> AbstractContextManager[object]:
         """Restore the state around the forward inside the body, with gradients enabled."""
 
         def fill(stack: ExitStack) -> None:
-            stack.callback(_set_random_states, random_states(device), device)
-            _set_random_states(self.rng, device)
-            stack.callback(random.setstate, random.getstate())
-            stack.callback(np.random.set_state, np.random.get_state())
-            random.setstate(self.other_rng[0])
-            np.random.set_state(self.other_rng[1])
-            for device_type, enabled, dtype in self.autocast:
+            stack.callback(Start.capture(self.device).restore)
+            self.start.restore()
+            for device_type, enabled, dtype in self.surroundings.autocast:
                 if enabled or torch.is_autocast_enabled(device_type):
                     region = torch.autocast(device_type, dtype, enabled, self.has_cast_cache)
                     stack.enter_context(region)
-            stack.enter_context(self.settings.replay())
+            stack.enter_context(self.surroundings.settings.replay())
             for module, flag in zip(self.layer.modules(), self.training, strict=True):
                 stack.callback(setattr, module, "training", module.training)
                 module.training = flag
@@ -150,17 +134,17 @@ class CallSnapshot:
 
         return Within(fill)
 
-    def backward_state(self, device: torch.device) -> AbstractContextManager[object]:
-        """Restore the random states of the start of its backward inside the body.
+    def backward_state(self) -> AbstractContextManager[object]:
+        """Have random states inside the body that no forward ends with; they leave no trace.
 
         A check within the forward takes gradients outside of its autocast region, as is usual. A
         check as the backward begins takes them in the region of this backward, if any.
         """
 
         def fill(stack: ExitStack) -> None:
-            stack.callback(_set_random_states, random_states(device), device)
-            _set_random_states(self.rng_backward, device)
-            for device_type, *_ in () if self.is_late else self.autocast:
+            stack.callback(RngStash.capture(self.device).restore)
+            drawn_states(self.device).restore()
+            for device_type, *_ in () if self.is_late else self.surroundings.autocast:
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
 
@@ -179,16 +163,7 @@ class CallSnapshot:
     def has_cache(self) -> bool:
         return any(isinstance(value, Cache) for value in (*self.args, *self.kwargs.values()))
 
-    def recomputed_difference(self) -> str | None:
-        """Describe where the backward's recomputation differs from the forward, edits left out."""
-        given = self.given()
-        edited = forward_values(self.outputs, self.rng_end).keys() - given.keys()
-        again = {name: value for name, value in self.again.items() if name not in edited}
-        return first_difference(given, again)
-
-    def incoming(
-        self, device: torch.device, gradient: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def incoming(self, gradient: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Draw normal gradients for the outputs that need one, from a separate generator.
 
         With a ``gradient``, it alone, for the only one of them. Where several need one, such as
@@ -198,7 +173,7 @@ class CallSnapshot:
         if gradient is not None:
             wanted = [name for name, (_, needed) in self.outputs.items() if needed]
             return {wanted[0]: gradient} if len(wanted) == 1 else {}
-        generator = torch.Generator(device)
+        generator = torch.Generator(self.device)
         return {
             name: torch.empty_like(tensor).normal_(generator=generator)
             for name, (tensor, needs_gradient) in self.outputs.items()
@@ -216,24 +191,13 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the CPU generator and the device's."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
+def drawn_states(device: torch.device) -> RngStash:
+    """Random states as at a backward: not those of a forward's end."""
 
+    def state(of: torch.device | str) -> torch.Tensor:
+        return torch.Generator(of).manual_seed(1).get_state()
 
-def drawn_states(device: torch.device) -> list[torch.Tensor]:
-    """States as at a backward: not those of a forward's end, so that these left behind show."""
-    devices: list[Any] = ["cpu", device] if device.type == "cuda" else ["cpu"]
-    return [torch.Generator(each).manual_seed(1).get_state() for each in devices]
-
-
-def _set_random_states(states: Sequence[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+    return RngStash(state("cpu"), state(device) if device.type == "cuda" else None, device)
 
 
 def mappings_in(kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -252,15 +216,18 @@ def written(
 
 
 def forward_values(
-    outputs: Mapping[str, tuple[torch.Tensor, bool]], rng_end: Sequence[torch.Tensor]
+    outputs: Mapping[str, tuple[torch.Tensor, bool]], rng_end: RngStash | None
 ) -> dict[str, Any]:
     """Return all results of a forward, by name."""
     values: dict[str, Any] = {}
     for name, (tensor, needs_gradient) in outputs.items():
         values[name], values[f"{name} needs a gradient"] = tensor, needs_gradient
-    for number, state in enumerate(rng_end):
-        values[f"random state {number}"] = state
-    return values
+    return values if rng_end is None else values | random_states(rng_end)
+
+
+def random_states(rng: RngStash) -> dict[str, Any]:
+    """Return the states of PyTorch's generators, by name."""
+    return {"random state": rng.cpu, "random state of the device": rng.device_state}
 
 
 def named_outputs(

@@ -14,6 +14,7 @@ hook has kept from inside the layer. So what hooks do to gradients is not compar
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
@@ -43,6 +44,7 @@ from poros.stream.attention import AttentionKernels, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
+from poros.stream.rng import RngStash
 from poros.stream.visit import LayerBindings
 from poros.stream.within import FunctionMode, Within
 
@@ -68,50 +70,37 @@ class Outcome(NamedTuple):
 
     values: dict[str, Any]
     """Outputs, whether they need a gradient, random states at the end, gradients."""
-    rng_backward: Sequence[torch.Tensor]
-    """The random states after its backward."""
+    rng_backward: dict[str, Any]
+    """The random states after its backward, by name."""
     may_vary: bool = False
     """Whether its gradients may differ between runs (``AttentionKernels``)."""
 
     @property
     def forward(self) -> dict[str, Any]:
         """The values that were there before the backward."""
-        return {name: value for name, value in self.values.items() if not is_gradient(name)}
-
-
-def is_gradient(name: str) -> bool:
-    """Whether a value of this name comes from the backward."""
-    return name.startswith("gradient of ")
+        named = self.values.items()
+        return {name: value for name, value in named if not name.startswith("gradient of ")}
 
 
 class LayerRerunner:
     """Runs the layers of one prepared model again.
 
     Args:
-        runtime: What streams the model; not kept, because it keeps this.
+        runtime: What streams the model; it keeps this, and is held weakly.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._device = runtime.device
-        self._block_size = runtime.policy.block_size
-        self._blocks = runtime.blocks
-        self._host = runtime.host
-        self._constants = runtime.constants
-        self._manager = runtime.manager
-        self._visits = runtime.context.visits
-        self._sizer = runtime.sizer
-        self._tally = runtime.tally
+        self._runtime: Runtime = weakref.proxy(runtime)
 
     def resident(
         self,
-        index: int,
         evidence: CallSnapshot,
         incoming: Incoming,
         kernels: "Kernels | None" = None,
         *,
         takes_ours: bool = False,
     ) -> Outcome:
-        """Run layer ``index`` in an ordinary graph.
+        """Run a layer in an ordinary graph.
 
         Args:
             kernels: Kernels that have to repeat themselves; None leaves it to the user's settings.
@@ -121,7 +110,7 @@ class LayerRerunner:
         with (
             unchanged_flags(),
             _repeating(kernels),
-            self._ordinary(index, evidence, takes_ours) as (forward, proxies),
+            self._ordinary(evidence, takes_ours) as (forward, proxies),
         ):
 
             def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Proxies]:
@@ -143,12 +132,13 @@ class LayerRerunner:
             can pass for the new one, and queues the copy of another block into it at the end.
         """
         layer = streamed_layer(evidence.layer)
-        uncounted = nullcontext() if self._tally is None else self._tally.uncounted()
+        tally = self._runtime.tally
+        uncounted = nullcontext() if tally is None else tally.uncounted()
         if layer.weights.is_pinned:
             # Its graph is an ordinary one already; the bytes in its slot are compared apart.
             kernels = Kernels.DETERMINISTIC_ATTENTION if is_steady else None
             with uncounted:
-                return self.resident(layer.index, evidence, incoming, kernels, takes_ours=True)
+                return self.resident(evidence, incoming, kernels, takes_ours=True)
         block = layer.weights.block
         run = partial(_recomputed, _Deterministic(layer) if is_steady else layer)
         self._forget(block)
@@ -156,8 +146,8 @@ class LayerRerunner:
             # Between forward and backward: code that reads the slot has to acquire the block.
             between = partial(self._forget, block)
             outcome = self._run(evidence, incoming, run, between, with_caches=False)
-        self._visits.end_all()
-        self._manager.replace(block)
+        self._runtime.context.visits.end_all()
+        self._runtime.manager.replace(block)
         return outcome
 
     def _run(
@@ -174,13 +164,17 @@ class LayerRerunner:
         args, kwargs = _arguments(evidence, tensors, with_caches)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
-        with evidence.state(self._device), _no_backward_hooks(evidence.layer), _NoTensorHooks():
+        with (
+            evidence.state(),
+            _no_backward_hooks(evidence.layer),
+            _NoTensorHooks(),
+        ):
             token = _active_collector.set(record)
             try:
                 result, proxies = run(args, kwargs)
             finally:
                 _active_collector.reset(token)
-            rng_end = random_states(self._device)
+            rng_end = RngStash.capture(evidence.device)
         outputs = dict(named_outputs(result, written(kwargs, before), record))
         between()
         sources = leaves | proxies
@@ -192,7 +186,7 @@ class LayerRerunner:
 
     @contextmanager
     def _ordinary(
-        self, index: int, evidence: CallSnapshot, takes_ours: bool
+        self, evidence: CallSnapshot, takes_ours: bool
     ) -> Iterator[tuple[Callable[..., Any], dict[int, torch.Tensor]]]:
         """The layer's own forward over freshly loaded frozen tensors, and proxies of its adapters.
 
@@ -200,12 +194,12 @@ class LayerRerunner:
         """
         layer = evidence.layer
         trained = set(map(id, evidence.trained.values()))
-        block = index // self._block_size
-        slab = self._host.slabs[block]
-        memory = self._host.read(block).to(self._device, copy=True)
-        bindings = LayerBindings(
-            bind_block(self._blocks[block], slab.layout, memory, self._constants).get(index, [])
-        )
+        runtime, streamed = self._runtime, streamed_layer(layer)
+        block = streamed.weights.block
+        slab = runtime.host.slabs[block]
+        memory = runtime.host.read(block).to(runtime.device, copy=True)
+        bound = bind_block(runtime.blocks[block], slab.layout, memory, runtime.constants)
+        bindings = LayerBindings(bound.get(streamed.index, []))
         places = [
             (module._parameters, key, parameter)
             for module in layer.modules()
@@ -226,30 +220,30 @@ class LayerRerunner:
                 owner[key] = parameter
             bindings.swap_out()
 
-        self._visits.end_all()
-        with self._visits.begin(streamed_layer(layer).name, undo):
+        runtime.context.visits.end_all()
+        with runtime.context.visits.begin(streamed.name, undo):
             # 4-bit products are bitsandbytes' own, adapters PEFT's, if there is room for them.
-            are_own = self._sizer.check_kernels == "peft"
+            are_own = runtime.sizer.check_kernels == "peft"
             if not takes_ours:
                 taken_back.append(use_others(layer.modules(), are_own))
             bindings.swap_in()
             for owner, key, parameter in places:
                 owner[key] = proxies[id(parameter)]
-            yield partial(streamed_layer(layer).own_forward, layer), dict(proxies)
+            yield partial(streamed.own_forward, layer), dict(proxies)
 
     def _forget(self, block: int) -> None:
         """Reload ``block``, over bytes that cannot pass for its own."""
-        self._visits.end_all()
-        manager = self._manager
+        self._runtime.context.visits.end_all()
+        manager = self._runtime.manager
 
         def evict() -> None:
             if manager.is_held(block):
                 manager.evict(block)
 
         # As a visit: if it is interrupted, the next one forgets these bytes.
-        self._visits.open(evict)
+        self._runtime.context.visits.open(evict)
         manager.acquire(block, Phase.INFERENCE).buffer.fill_(_POISON)
-        self._visits.end_all()
+        self._runtime.context.visits.end_all()
 
     def _gradients(
         self,
@@ -257,7 +251,7 @@ class LayerRerunner:
         evidence: CallSnapshot,
         incoming: Incoming,
         wanted: Sequence[torch.Tensor],
-    ) -> tuple[Gradients, Sequence[torch.Tensor]]:
+    ) -> tuple[Gradients, dict[str, Any]]:
         """Return the gradients, and the random states after them."""
         # By tensor: one that comes out under two names has one gradient, not twice the same.
         pairs = {
@@ -266,11 +260,11 @@ class LayerRerunner:
             if name in outputs and outputs[name].requires_grad
         }
         if not (pairs and wanted):  # what a hook brings along may be all that is trained
-            return [None] * len(wanted), evidence.rng_backward
+            return [None] * len(wanted), {}
         ends, starts = zip(*pairs.values(), strict=True)
-        with evidence.backward_state(self._device):
+        with evidence.backward_state():
             gradients = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-            return gradients, random_states(self._device)
+            return gradients, random_states(RngStash.capture(evidence.device))
 
 
 class _Deterministic:
@@ -383,7 +377,7 @@ def _arguments(
 
 def _values(
     outputs: dict[str, torch.Tensor],
-    rng_end: Sequence[torch.Tensor],
+    rng_end: RngStash,
     evidence: CallSnapshot,
     gradients: Gradients,
 ) -> dict[str, Any]:

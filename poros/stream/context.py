@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -57,10 +57,6 @@ class ModelContext:
     """Where inputs wait for their backward; None keeps them on the device."""
     check: LayerCheck | None = None
     """Looks at the first calls of layers."""
-    watching_graph: Callable[[], AbstractContextManager[None] | None] | None = None
-    """Gives what is to surround a recomputation, or None."""
-    watches: Callable[[int], bool] | None = None
-    """Whether the call that comes of a layer, by its place, is not to be replayed."""
     captures: Any = None
     """Visits that are recorded and replayed (``poros.replay.captures``); None if all run."""
     in_place: Callable[[], Any] | None = None

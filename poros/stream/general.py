@@ -20,7 +20,7 @@ a hook draws from a generator of its own is noticed.
 import gc
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 from weakref import ref
@@ -245,10 +245,8 @@ class RecomputedCall(Call):
             args = (self._offloaded.fetch(), *args[1:])
         # Hooks, and a mode that sees operators, would see tensors without values.
         is_seen = self._is_watched or torch._C._len_torch_dispatch_stack()
-        watching = layer.context.watching_graph
         with (
             recomputing(layer.context.tally, not is_seen),
-            nullcontext() if watching is None else watching() or nullcontext(),
             layer.visit(Phase.BACKWARD, self._leaves) as slot,
             self.around(),
             self.start.replay(),

@@ -32,12 +32,16 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def free_budget(device: torch.device | None = None) -> int:
-    """Return the bytes that training may use on a GPU where this process holds nothing yet.
+    """Return the bytes that training may still allocate on a GPU: see ``poros.config.budget_of``.
 
     Args:
         device: The GPU; None is the current one.
     """
-    return budget_of(*torch.cuda.mem_get_info(device))
+    free, whole = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.memory.get_per_process_memory_fraction(device) * whole)
+    reserved = torch.cuda.memory_reserved(device)
+    cached = reserved - torch.cuda.memory_allocated(device)
+    return budget_of(min(free, allowed - reserved) + cached, whole)
 
 
 def library_workspace(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from poros.errors import ParityError
 from poros.io.digests import checksum
 from poros.model import recorded as chosen
 from poros.model.sizing import ResidencyPlan
-from poros.replay.call import CHECK, LEAVES
+from poros.replay.call import LEAVES
 from poros.replay.captures import NEW
 from poros.replay.forms import HeldGraphs
 from poros.replay.graphs import Fixed
@@ -138,7 +138,7 @@ def test_an_input_that_no_norm_has_seen_is_cast_for_each_module(policy: dict[str
     model = make()
     captures, _ = recorded(model, **policy)
     assert same(train(model, around=bf16), expected)
-    assert captures.num_replays > 0 and set(captures.eager) <= {NEW, CHECK}
+    assert captures.num_replays > 0 and set(captures.eager) <= {NEW}
     assert same(train(streamed(make(), **{"slots": 2, **policy}), around=bf16), expected)
 
 
@@ -190,23 +190,6 @@ def test_gradients_of_adapters_keep_no_memory_of_others() -> None:
     memory = [each.grad.untyped_storage() for each in trained(model)]
     num_bytes = sum({each.data_ptr(): each.nbytes() for each in memory}.values())
     assert captures.num_replays > 0 and num_bytes == sum(each.nbytes for each in trained(model))
-
-
-def test_of_micro_batches_together_one_call_of_each_layer_is_watched() -> None:
-    model = few()
-    captures, _ = recorded(model, self_check="off")
-    for _ in range(4):
-        poros.accumulate(model, [batch() for _ in range(4)])
-    num_before, to_come = captures.num_replays, {0, 1}
-
-    def watches(layer: int) -> bool:
-        found = layer in to_come
-        to_come.discard(layer)
-        return found
-
-    poros.runtime(model).context.watches = watches
-    poros.accumulate(model, [batch() for _ in range(4)])
-    assert captures.eager[CHECK] == 2 and captures.num_replays == num_before + 2 * 2 * 3
 
 
 # Recordings that are wrong.

@@ -12,7 +12,7 @@ from poros.gates import registry, tiny
 from poros.gates.registry import OUTCOMES, Record, Registry
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner, format_remedies
-from poros.planning.report import LENGTH_STEP, Device, FitReport, format_report
+from poros.planning.report import LENGTH_STEP, Device, fit_report, format_report
 from poros.planning.request import PlanRequest, Speeds
 from tests.planning.cells import lora
 
@@ -27,21 +27,25 @@ def planner() -> Planner:
     return Planner(config, lora=lora())
 
 
+def asked(budget: Any, *, speeds: Speeds | None = None, **options: Any) -> PlanRequest:
+    return PlanRequest.of(
+        vram_budget=budget, speeds=speeds, **{"seq_len": 256, "cuda_graphs": False, **options}
+    )
+
+
 def ask(
     planner: Planner, budget: Any, *, speeds: Speeds | None = None, **options: Any
-) -> FitReport:
+) -> dict[str, Any]:
     ram = options.pop("ram", None)
-    asked = {"seq_len": 256, "cuda_graphs": False, **options}
     device = Device("your card", None if speeds is None else lambda _: speeds, "rates given")
-    request = PlanRequest.of(vram_budget=budget, **asked)
-    return FitReport(planner, request, device, ram)
+    return fit_report(planner, asked(budget, **options), device, ram)
 
 
 def needed(planner: Planner, seq_len: int, **options: Any) -> MemoryPlan:
     return planner.plan(PlanRequest.of(seq_len=seq_len, cuda_graphs=False, **options))
 
 
-def said(found: FitReport) -> str:
+def said(found: dict[str, Any]) -> str:
     """All that is printed, on one line."""
     out = StringIO()
     Console(file=out, width=200).print(format_report(found))
@@ -51,15 +55,15 @@ def said(found: FitReport) -> str:
 def test_a_resident_run_is_the_same_model_with_everything_on_the_device(planner: Planner) -> None:
     found = ask(planner, "1GiB", speeds=FAST_LINK)
     resident = needed(planner, 256, num_slots=6, keep_last=6, stream_head=False, speeds=FAST_LINK)
-    assert found.plan.keep_last == 6
-    assert found.resident.total_num_bytes == resident.total_num_bytes
-    assert found.times(found.resident) == pytest.approx(1.0)
+    assert found["keep_last"] == 6
+    assert found["resident_num_bytes"] == resident.total_num_bytes
+    assert found["times_resident"] == pytest.approx(1.0)
     two = ask(planner, needed(planner, 256).total_num_bytes + 1000, speeds=FAST_LINK)
     # Compute alone: recomputing everything is all that a streamed step does more.
-    assert two.times(two.checkpointed) == pytest.approx(1.0)
-    assert (two.times(two.resident) or 0) > 1.2
+    assert two["times_checkpointed"] == pytest.approx(1.0)
+    assert two["times_resident"] > 1.2
     slow = ask(planner, needed(planner, 256).total_num_bytes + 1000, speeds=SLOW_LINK)
-    assert (slow.times(slow.checkpointed) or 0) > 2
+    assert slow["times_checkpointed"] > 2
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
@@ -67,58 +71,60 @@ def test_the_longest_rows_fit_and_longer_ones_do_not(planner: Planner, share: fl
     least, most = (needed(planner, n, offload_boundaries=True) for n in (256, 4096))
     budget = int(least.total_num_bytes + share * (most.total_num_bytes - least.total_num_bytes))
     found = ask(planner, budget)
-    longest = found.longest or 0
+    longest = found["longest_seq_len"]
     assert longest % LENGTH_STEP == 0 and 256 <= longest < 4096
-    assert planner.find(found.request.override(seq_len=longest)) is not None
-    assert planner.find(found.request.override(seq_len=longest + LENGTH_STEP)) is None
+    assert planner.find(asked(budget, seq_len=longest)) is not None
+    assert planner.find(asked(budget, seq_len=longest + LENGTH_STEP)) is None
     assert f"in tokens {longest:,}" in said(found)
-    assert ask(planner, needed(planner, 1).total_num_bytes // 2).longest == 0
+    assert ask(planner, needed(planner, 1).total_num_bytes // 2)["longest_seq_len"] == 0
 
 
 def test_what_does_not_fit_is_told_with_what_would_change_that(planner: Planner) -> None:
     budget = int(0.9 * needed(planner, 256, batch_size=4).total_num_bytes)
-    found = ask(planner, budget, batch_size=4, offload_boundaries=False)
-    assert not found.fits and not found.fits_device
-    assert found.verdict.startswith("Does not fit your card: the step needs ")
-    advice = format_remedies(found.remedies)
+    options: dict[str, Any] = {"batch_size": 4, "offload_boundaries": False}
+    found, request = ask(planner, budget, **options), asked(budget, **options)
+    assert not found["fits"] and not found["fits_device"]
+    assert found["verdict"].startswith("Does not fit your card: the step needs ")
+    remedies = planner.remedies(request)
     with pytest.raises(VRAMBudgetError) as caught:
-        planner.plan(found.request)
-    assert advice in str(caught.value) and {each.knob for each in found.remedies} > {"batch_size"}
-    assert advice.splitlines()[0] in said(found) and found.advice == advice
+        planner.plan(request)
+    advice = found["advice"]
+    assert advice == format_remedies(remedies) and advice in str(caught.value)
+    assert {each.knob for each in remedies} > {"batch_size"}
+    assert advice.splitlines()[0] in said(found)
     # Plain values all the same: those of the least that there may be.
-    assert found.as_dict()["total_num_bytes"] == needed(planner, 256, batch_size=4).total_num_bytes
+    assert found["total_num_bytes"] == needed(planner, 256, batch_size=4).total_num_bytes
 
 
 def test_what_a_step_needs_at_least_is_the_floor_of_a_run(planner: Planner) -> None:
     """Where the check of the first step decides: its layers run our kernels then, not PEFT's."""
-    found = ask(planner, "200kB", seq_len=1024, self_check=True)
-    least = found.plan.total_num_bytes
-    assert found.plan.check_kernels == "fused" and found.plan.terms["self-check"] > 0
+    options: dict[str, Any] = {"seq_len": 1024, "self_check": True}
+    found = ask(planner, "200kB", **options)
+    least = found["total_num_bytes"]
+    assert found["check_kernels"] == "fused" and found["terms"]["self-check"] > 0
     with pytest.raises(VRAMBudgetError, match=f"at least {least / 2**30:.2f} GiB"):
-        planner.plan(found.request)
+        planner.plan(asked("200kB", **options))
     for budget, fits in ((least, True), (least - 1, False)):
-        plan = planner.find(found.request.override(vram_budget=f"{budget}B"))
+        plan = planner.find(asked(f"{budget}B", **options))
         assert (plan is not None and plan.total_num_bytes == least) == fits
 
 
 def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Planner) -> None:
     budget = 2 * needed(planner, 256).total_num_bytes
     slow = ask(planner, budget, num_slots=2, keep_last=0, speeds=SLOW_LINK)
-    assert slow.together is not None
-    gain = slow.times(slow.together) or 0
-    assert 2 < gain <= 8 and "--accumulate" in said(slow)
+    assert "PCIe copies limit the step: --accumulate" in said(slow)
     fast = ask(planner, budget, num_slots=2, keep_last=0, speeds=FAST_LINK)
-    assert fast.together is None and "--accumulate" not in said(fast)
+    assert "--accumulate" not in said(fast)
 
 
 def test_an_answer_is_plain_values_beside_those_of_the_plan(planner: Planner) -> None:
     found = ask(planner, "1GiB", speeds=FAST_LINK, ram=10**10)
-    values = json.loads(json.dumps(found.as_dict()))
-    assert found.plan.as_dict().items() <= found.as_dict().items()
-    assert values["verdict"] == found.verdict and values["fits"] is True
-    assert values["tokens_per_s"] == pytest.approx(256 / (found.plan.step_ms or 0) * 1e3)
-    assert values["longest_seq_len"] == 4096 and values["registry"]["outcome"] == "exact"
-    assert values["ram_num_bytes"] == 10**10 and values["forecast"] == "rates given"
+    assert json.loads(json.dumps(found)) == found
+    assert planner.plan(asked("1GiB", speeds=FAST_LINK)).as_dict().items() <= found.items()
+    assert found["fits"] is True and found["verdict"] in said(found)
+    assert found["tokens_per_s"] == pytest.approx(256 / found["step_ms"] * 1e3)
+    assert found["longest_seq_len"] == 4096 and found["registry"]["outcome"] == "exact"
+    assert found["ram_num_bytes"] == 10**10 and found["forecast"] == "rates given"
 
 
 @pytest.mark.parametrize(
@@ -134,4 +140,4 @@ def test_a_family_is_as_on_record(
 ) -> None:
     monkeypatch.setattr(registry, "read_registry", lambda: Registry(records))
     found = ask(planner, "1GiB")
-    assert found.record == expected and expected[1] in said(found)
+    assert tuple(found["registry"].values()) == expected and expected[1] in said(found)

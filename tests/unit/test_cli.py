@@ -292,6 +292,7 @@ def test_the_gpu_of_this_machine_is_taken_if_no_other_is_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (23 * 2**30, 24 * 2**30))
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 3090")
     monkeypatch.setattr("poros.planning.request.PlanRequest.libraries", 0)
     values = json.loads(plan(checkpoint, "--json").stdout)

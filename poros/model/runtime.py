@@ -135,8 +135,6 @@ class Runtime(Passes):
             undo.callback(self.rows.unlock)
             self._attachment.keep_embeddings(model, self.rows, self.digests)
             self.head = self._attachment.take_head(model, self.rows, streams, self.digests)
-            if self.head is not None:
-                undo.callback(self.head.unpin)
             self._attachment.move_to_device(model)
             if self.device.type == "cuda":
                 self.host.pin(self.device)
@@ -337,9 +335,7 @@ class Runtime(Passes):
             "host_num_bytes": host.num_bytes
             + self._matrices_num_bytes
             + (head.matrix.nbytes if head else 0),
-            "pinned_num_bytes": host.pinned_num_bytes
-            + rows.pinned_num_bytes
-            + (head.pinned_num_bytes if head else 0),
+            "pinned_num_bytes": host.pinned_num_bytes + rows.pinned_num_bytes,
             "disk_num_bytes": host.disk_num_bytes,
             "disk_stall_ms": host.disk_stall_ms,
             "offloaded_num_bytes": self.offloader.num_bytes,
@@ -444,8 +440,6 @@ class Runtime(Passes):
         self.host.unpin()
         self.offloader.unpin()
         self.rows.unlock()
-        if self.head is not None:
-            self.head.unpin()
 
     def _release(self) -> None:
         for reference in self._layers:

@@ -51,7 +51,7 @@ class RowReader:
         self.fallbacks: list[str] = []
         self._streams = streams.beside()
         self._locks: dict[int, Lock] = {}
-        """By the address of a matrix that the device may read."""
+        """By the address of a matrix."""
         self.pinned_num_bytes = 0
 
     @property
@@ -59,28 +59,27 @@ class RowReader:
         """The device of the rows."""
         return self._streams.device
 
-    def lock(self, matrix: torch.Tensor) -> None:
-        """Page-lock a contiguous matrix for a GPU that can read rows of it.
+    def lock(self, matrix: torch.Tensor, what: str, is_own: bool = False) -> None:
+        """Page-lock a contiguous matrix for a GPU, until ``unlock``.
 
-        It may be a part of a file, of which it takes a copy then. Where there is no memory for
-        that the host goes on gathering rows.
+        Args:
+            matrix: In host memory.
+            what: It is, for messages.
+            is_own: Whether its memory is its own. Of a part of a file, a copy is taken; where there
+                is no memory for that the host goes on gathering rows.
         """
-        if not runs_triton(self.device) or not matrix.is_contiguous():
+        if self.device.type != "cuda" or not matrix.is_contiguous():
             return
         lock = None
         with suppress(HostMemoryError):
-            require_host_memory(matrix.nbytes, "the embedding")
+            if not is_own:
+                require_host_memory(matrix.nbytes, what)
             lock = page_lock(self, matrix, matrix.untyped_storage(), self.device)
         if lock is None:
-            self.note_pageable("the embedding")
+            self.note_pageable(what)
             return
         self.pinned_num_bytes += matrix.nbytes
-        self.read_in_place(matrix, lock)
-
-    def read_in_place(self, matrix: torch.Tensor, lock: Lock) -> None:
-        """Have the device read rows of a page-locked matrix, until ``unlock`` ends the lock."""
-        if runs_triton(self.device):
-            self._locks[matrix.data_ptr()] = lock
+        self._locks[matrix.data_ptr()] = lock
 
     def unlock(self) -> None:
         """Undo ``lock`` once the device has read what it was to read. Idempotent."""
@@ -116,7 +115,8 @@ class RowReader:
         flat = indices.reshape(-1)
         target = self._streams.borrow((flat.numel(), matrix.shape[1]), matrix.dtype)
         if target.numel():
-            if indices.device == target.device and matrix.data_ptr() in self._locks:
+            is_locked = matrix.data_ptr() in self._locks and runs_triton(self.device)
+            if is_locked and indices.device == target.device:
                 from poros.kernels import gather_gpu
 
                 gather_gpu.gather(matrix, flat, target)

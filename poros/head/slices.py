@@ -38,7 +38,6 @@ class SliceReader:
         matrix: In host memory, of shape (rows, columns), contiguous; page-locked, or its copies
             make the host wait.
         streams: Of the blocks; slices get a copy stream beside it.
-        slab: The memory of the matrix, if it may be page-locked.
 
     Attributes:
         matrix: See above.
@@ -51,19 +50,13 @@ class SliceReader:
         torch.OutOfMemoryError: If the buffers do not fit on the device.
     """
 
-    def __init__(
-        self,
-        name: str,
-        matrix: torch.Tensor,
-        streams: StreamContext,
-        slab: HostSlab | None = None,
-    ) -> None:
+    def __init__(self, name: str, matrix: torch.Tensor, streams: StreamContext) -> None:
         self.h2d_num_bytes = 0
         self.check: Callable[[str, torch.Tensor, slice, torch.Tensor], None] | None = None
         self.in_place: (
             Callable[[], Callable[[LossInputs], SlicedLossState | None] | None] | None
         ) = None
-        self._name, self._slab = name, slab
+        self._name = name
         self.matrix = matrix
         self._streams = streams.beside()
         self._buffers = [self._streams.allocate(size) for size in buffer_sizes(matrix)]
@@ -79,11 +72,6 @@ class SliceReader:
     def holds_all(self) -> bool:
         """Whether all of the matrix is on the device."""
         return self._whole is not None
-
-    @property
-    def pinned_num_bytes(self) -> int:
-        """Page-locked bytes of the matrix."""
-        return self.matrix.nbytes if self._slab is not None and self._slab.is_pinned else 0
 
     def load(self) -> None:
         """Copy all of the matrix to the device, and keep it there.
@@ -105,11 +93,6 @@ class SliceReader:
     def evict(self) -> None:
         """Undo ``load``."""
         self._whole = None
-
-    def unpin(self) -> None:
-        """Undo the page lock; no slices are brought any more."""
-        if self._slab is not None:
-            self._slab.unpin()
 
     def known(self, asked: LossInputs) -> SlicedLossState | None:
         """Return the state over all slices, if computed ahead: see ``poros.head.loss.Slices``."""
@@ -163,8 +146,7 @@ def keep_head(head: Head, rows: RowReader, streams: StreamContext) -> SliceReade
 
     Args:
         head: Whose matrix it is.
-        rows: Reads rows of it, where an embedding is tied to it; says so if it cannot be
-            page-locked.
+        rows: Page-locks it, and reads rows of it where an embedding is tied to it.
         streams: Of the blocks.
 
     Returns:
@@ -176,13 +158,9 @@ def keep_head(head: Head, rows: RowReader, streams: StreamContext) -> SliceReade
     """
     source = head.matrix.detach()
     require_host_memory(source.nbytes, "the head")
-    slab = HostSlab(BlockLayout((), source.nbytes))
-    matrix = slab.bytes.view(source.dtype).view(source.shape)
+    memory = HostSlab(BlockLayout((), source.nbytes)).bytes
+    matrix = memory.view(source.dtype).view(source.shape)
     matrix.copy_(source)
-    reader = SliceReader(head.name, matrix, streams, slab)
-    if streams.device.type == "cuda":
-        if slab.pin(streams.device):
-            rows.read_in_place(matrix, slab.unpin)
-        else:
-            rows.note_pageable("the head")
+    reader = SliceReader(head.name, matrix, streams)
+    rows.lock(matrix, "the head", is_own=True)
     return reader

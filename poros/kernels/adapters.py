@@ -19,7 +19,7 @@ from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.dora import SquaresOfRows, magnitude_of, run_dora
 from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
 from poros.kernels.grouped import ATTENTION, Projection, Shared, project, share_inputs
-from poros.kernels.lazy_tensor import LazyTensor
+from poros.kernels.lazy_tensor import LazyTensor, forget
 from poros.kernels.lora import ActiveLora, Added, Call, add_lora
 from poros.kernels.paths import PEFT, LoraShape, cheapest, multiply_in_order
 from poros.kernels.product import Product, product_of
@@ -67,7 +67,7 @@ class KernelStats:
         self.num_left_out = 0
         self.is_recording = False
         self.casts: Any = None
-        self.left_out: list[tuple[_Forward, LazyTensor]] | None = None
+        self.left_out: list[LazyTensor] | None = None
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -101,25 +101,24 @@ class KernelStats:
 
     def leaves_out(self, forward: "_Forward") -> bool:
         """Whether the result of that module need not be computed now."""
-        return self.left_out is not None and forward.is_last and not forward.is_read
+        return self.left_out is not None and forward.is_last
 
     def as_peft(self, reason: str) -> None:
         """A call takes PEFT's order of products, whatever was wanted."""
         if self.lora_paths != PEFT:
             self.orders[reason, PEFT] += 1
 
-    def note(self, forward: "_Forward", result: torch.Tensor) -> None:
-        """``result`` of that module is without values."""
+    def note(self, result: torch.Tensor) -> None:
+        """``result`` of a module may be without values."""
         if self.left_out is not None and isinstance(result, LazyTensor):
-            self.left_out.append((forward, result))
+            self.left_out.append(result)
 
 
 @contextmanager
 def recomputing(tally: KernelStats | None, leaves_out: bool = True) -> Iterator[None]:
     """A layer is recomputed in the body.
 
-    Results that were left out release their inputs at the end; what was read after all is not left
-    out again.
+    Results that were left out release their inputs at the end.
 
     Args:
         tally: Of the layer's model; None if its adapters run as PEFT has them.
@@ -129,17 +128,14 @@ def recomputing(tally: KernelStats | None, leaves_out: bool = True) -> Iterator[
     if tally is None:
         yield
         return
-    left_out: list[tuple[_Forward, LazyTensor]] = []
+    left_out: list[LazyTensor] = []
     tally.left_out = left_out if leaves_out else None
     try:
         yield
-        for forward, tensor in left_out:
-            forward.is_read |= tensor.is_formed
-            tally.num_left_out += not tensor.is_formed
+        tally.num_left_out += sum(not tensor.is_formed for tensor in left_out)
     finally:
         tally.left_out = None
-        for _, tensor in left_out:
-            tensor.forget()
+        forget(left_out)
 
 
 class _Forward(PatchedForward):
@@ -151,8 +147,6 @@ class _Forward(PatchedForward):
         self._is_4bit = is_4bit
         self.is_last = False
         """Whether its result goes into that of the layer by sums alone."""
-        self.is_read = False
-        """Whether it was read all the same."""
         self._squares = SquaresOfRows(tally.is_constant)
 
     @property
@@ -209,7 +203,7 @@ class _Forward(PatchedForward):
         else:
             sum_ = multiply_in_order(order, input.to(dtype or input.dtype), a, b, call)
         if leaves_out:
-            self._tally.note(self, sum_)
+            self._tally.note(sum_)
         return sum_
 
     def _run_grouped(
@@ -241,7 +235,7 @@ class _Forward(PatchedForward):
                 pairs = zip(others, rest, strict=True)
                 shared.keep(input, {each: (theirs, result) for (each, theirs), result in pairs})
             if leaves_out:
-                tally.note(self, found)
+                tally.note(found)
         tally.num_fused += 1
         tally.num_grouped += 1
         # As PEFT has it, and bitsandbytes.

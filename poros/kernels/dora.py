@@ -89,48 +89,6 @@ class Dora(NamedTuple):
     of_sum: torch.dtype
 
 
-def dora_linear(
-    frozen: Product,
-    input: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    magnitude: torch.Tensor,
-    how: Dora,
-    squares: SquaresOfRows,
-    may_keep: bool = True,
-) -> torch.Tensor:
-    """The result of a linear module with DoRA.
-
-    Args:
-        frozen: As ``frozen_of`` gives it; its weight is of shape (rows, columns).
-        input: Of shape (..., columns), contiguous, not empty. Gets a gradient, as the next three.
-        a: Of shape (rank, columns), in any float dtype.
-        b: Of shape (rows, rank), likewise.
-        magnitude: Of shape (rows,), likewise.
-        how: See there.
-        squares: Of this module.
-        may_keep: As ``SquaresOfRows.of`` has it.
-
-    Returns:
-        Of shape (..., rows), in ``how.of_sum``.
-
-    Streams:
-        Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
-        are ``input``, A, B, the product with A, the mask of dropout, the norms, and if the
-        magnitude is trained one tensor of the shape and dtype of the result. Of an input that is a
-        gated activation (``poros.kernels.swiglu``) gate and up are kept, and it is made again.
-
-    Exactness:
-        Equal bits for equal inputs, resident or streamed. Not the bits of PEFT's modules: within
-        rounding of them, and with adapters in bfloat16 closer to exact arithmetic where g is close
-        to 1. With adapters in other dtypes that is not shown.
-    """
-    # Neither a 4-bit weight nor an adapter that is watched has to pass through Python.
-    with torch._C.DisableTorchFunctionSubclass():
-        sum_: torch.Tensor = _Dora.apply(input, b, a, magnitude, frozen, how, squares, may_keep)
-    return sum_
-
-
 class _Dora(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -247,9 +205,23 @@ def run_dora(
 
     Args:
         module: PEFT's ``lora.Linear``, or its ``Linear4bit`` if it ``is_4bit``.
-        input: Of shape (..., columns).
+        input: Of shape (..., columns), contiguous, not empty. Gets a gradient, as the adapter does.
         lora: With a magnitude.
         squares: Of the module; kept if ``may_keep``.
+
+    Returns:
+        Of shape (..., rows), in the dtype that PEFT's module gives.
+
+    Streams:
+        Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
+        are ``input``, A, B, the product with A, the mask of dropout, the norms, and if the
+        magnitude is trained one tensor of the shape and dtype of the result. Of an input that is a
+        gated activation (``poros.kernels.swiglu``) gate and up are kept, and it is made again.
+
+    Exactness:
+        Equal bits for equal inputs, resident or streamed. Not the bits of PEFT's modules: within
+        rounding of them, and with adapters in bfloat16 closer to exact arithmetic where g is close
+        to 1. With adapters in other dtypes that is not shown.
     """
     base = module._modules["base_layer"]
     frozen = frozen_of(base)
@@ -270,7 +242,11 @@ def run_dora(
         of_base=of_base,
         of_sum=torch.promote_types(of_result, magnitude.dtype) if stays else of_result,
     )
-    return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, squares, may_keep)
+    given = (input, lora.b, lora.a, magnitude, frozen, how, squares, may_keep)
+    # Neither a 4-bit weight nor an adapter that is watched has to pass through Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        sum_: torch.Tensor = _Dora.apply(*given)
+    return sum_
 
 
 def magnitude_of(module: Any, name: str, variant: Any) -> Any:

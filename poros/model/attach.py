@@ -146,7 +146,7 @@ class Attachment:
                 digests.add(embedding.name, embedding.matrix)
             self._place(FrozenTensor(embedding.name, embedding.matrix).parts(), torch.device("cpu"))
             users = [embedding.module]
-            rows.lock(embedding.matrix.detach())
+            rows.lock(embedding.matrix.detach(), "the embedding")
             self._undo.callback(keep_on_host(model, embedding.name, users, rows))
 
     def take_head(

@@ -147,8 +147,6 @@ class Runtime:
         attachment.at_detach(self.rows.unlock)
         attachment.keep_embeddings(model, self.rows, self.digests)
         self.head = attachment.take_head(model, self.rows, streams, self.digests)
-        if self.head is not None:
-            attachment.at_detach(self.head.unpin)
         attachment.move_to_device(model)
         if self.device.type == "cuda":
             self.host.pin(self.device)
@@ -328,9 +326,7 @@ class Runtime:
             "host_num_bytes": host.num_bytes
             + self._matrices_num_bytes
             + (head.matrix.nbytes if head else 0),
-            "pinned_num_bytes": host.pinned_num_bytes
-            + rows.pinned_num_bytes
-            + (head.pinned_num_bytes if head else 0),
+            "pinned_num_bytes": host.pinned_num_bytes + rows.pinned_num_bytes,
             "disk_num_bytes": host.disk_num_bytes,
             "disk_stall_ms": host.disk_stall_ms,
             "offloaded_num_bytes": self.offloader.num_bytes,

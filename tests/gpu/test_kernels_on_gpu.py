@@ -51,7 +51,7 @@ def test_the_gpu_reads_rows_of_locked_memory(columns: int, dtype: torch.dtype) -
     matrix = torch.randn(300, columns).to(dtype)
     indices = torch.randint(0, 300, (2, 70), device="cuda")
     reader = RowReader(streams_for(torch.device("cuda", torch.cuda.current_device())))
-    reader.lock(matrix)
+    reader.lock(matrix, "the embedding")
     assert reader.pinned_num_bytes == matrix.nbytes and matrix.is_pinned()
     reader.check = lambda *_: None
     reader.rows("matrix", matrix, indices)  # compiles the kernel
@@ -64,9 +64,9 @@ def test_the_gpu_reads_rows_of_locked_memory(columns: int, dtype: torch.dtype) -
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(bits(found.cpu()), bits(matrix[indices.cpu()]))
     again = RowReader(reader._streams)
-    again.lock(matrix)  # as another's lock would end before it, it takes none
+    again.lock(matrix, "the embedding")  # as another's lock would end before it, it takes none
     assert again.pinned_num_bytes == 0 and len(again.fallbacks) == 1
-    again.lock(matrix.t())  # whose rows do not lie side by side
+    again.lock(matrix.t(), "the embedding")  # whose rows do not lie side by side
     assert len(again.fallbacks) == 1
     assert torch.equal(
         bits(again.rows("t", matrix.t(), indices[:1, :4] % 6)),
@@ -83,7 +83,7 @@ from poros.head.rows import RowReader
 from poros.cuda_streams import streams_for
 matrix = torch.randn(300, 8)
 reader = RowReader(streams_for(torch.device("cuda", 0)))
-reader.lock(matrix)
+reader.lock(matrix, "the embedding")
 reader.rows("matrix", matrix, torch.tensor([299, INDEX], device="cuda")).sum().item()
 """
 
